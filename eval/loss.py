@@ -1,0 +1,130 @@
+"""The loss of a causal language model on given sequences, without ever holding all of its fp32 logits.
+
+The logits of 8k positions over a vocabulary of 128k take 4 GB in fp32, more than many models' weights. `LogitReader`
+therefore keeps the hidden states of a batch and turns a few positions at a time into logits.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import LongTensor, Tensor, nn
+
+from surgery.errors import SurgeryError
+
+ROWS_AT_ONCE = 512
+"""Positions, over a whole batch, whose fp32 logits exist at one time: 256 MB for a vocabulary of 128k."""
+
+
+@torch.no_grad()
+def causal_lm_loss(model: nn.Module, tokens: LongTensor, batch_size: int = 8) -> float:
+    """Mean cross-entropy, in nats per predicted token, of a causal language model.
+
+    The model may be any that takes `input_ids` and returns `logits`. Every token but the first of each sequence is
+    predicted, and all count the same, as in transformers' own `labels` loss. The softmax is taken in fp32 whatever the
+    model's dtype; the sum over tokens is in double precision.
+
+    Args:
+        model: a causal language model; it is put in evaluation mode for the measurement only.
+        tokens: token ids [N, T], int64, no padding, T at least 2; on any device.
+        batch_size: sequences per forward pass.
+
+    Raises:
+        SurgeryError: `tokens` has another shape or nothing to predict, or `batch_size` is below 1.
+    """
+    check_batch(tokens, batch_size)
+    total = 0.0
+    with evaluation_mode(model):
+        reader = LogitReader(model, tokens)
+        for batch in tokens.split(batch_size):
+            total += _summed_loss(reader, batch)
+    return total / tokens[:, 1:].numel()
+
+
+class LogitReader:
+    """Reads the logits of a causal model at chosen positions, a few at a time.
+
+    Most models are a body and a linear head, and then only hidden states are kept. Some do more after the head (a
+    softcap, a scale), or have no such parts. Which it is cannot be told from a config, so the split is tried on a few
+    tokens and used only if its logits equal the model's bit for bit. Otherwise the model's own logits, in its own
+    dtype, are kept, and only their conversion to fp32 is done in parts.
+    """
+
+    def __init__(self, model: nn.Module, tokens: LongTensor) -> None:
+        """`tokens` [N, T]: the first few are used to try the split."""
+        self._model = model
+        self._device = next((parameter.device for parameter in model.parameters()), tokens.device)
+        self._body, self._head = _body_and_head(model)
+        if not self._split_is_exact(tokens[:1, :8]):
+            self._body = self._head = None
+
+    @property
+    def splits(self) -> bool:
+        """Whether hidden states are kept instead of logits."""
+        return self._head is not None
+
+    def states(self, tokens: LongTensor) -> Tensor:
+        """Runs the model on `tokens` [B, T]; returns its states [B, T, hidden size or vocabulary], model dtype."""
+        module = self._body if self.splits else self._model
+        output = module(input_ids=tokens.to(self._device), use_cache=False)
+        return output.last_hidden_state if self.splits else output.logits
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [B, n, vocabulary] in fp32 of states [B, n, ...] at any n positions."""
+        return (self._head(states) if self.splits else states).float()
+
+    def _split_is_exact(self, tokens: LongTensor) -> bool:
+        if not self.splits:
+            return False
+        tokens = tokens.to(self._device)
+        expected = self._model(input_ids=tokens, use_cache=False).logits
+        try:
+            logits = self._head(self._body(input_ids=tokens, use_cache=False).last_hidden_state)
+        except Exception:  # whatever stops an unusual body from being called alone, the whole model can be read instead
+            return False
+        # A tolerance would be wrong here: a softcap of 30 leaves small logits almost unchanged and large ones not.
+        return torch.equal(logits, expected)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Puts a model in evaluation mode, and exactly those of its modules that were training back afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def check_batch(tokens: Tensor, batch_size: int) -> None:
+    """Raises SurgeryError unless `tokens` are [N, T] sequences with something to predict in positive batches."""
+    if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
+        raise SurgeryError(
+            f"cannot predict tokens of shape {list(tokens.shape)}: [sequences, at least 2 tokens] needed"
+        )
+    if batch_size < 1:
+        raise SurgeryError(f"batch size {batch_size}: at least 1 is needed")
+
+
+def _summed_loss(reader: LogitReader, tokens: LongTensor) -> float:
+    """Sum over all predicted tokens of the cross-entropy of one batch [B, T]."""
+    states, targets = reader.states(tokens)[:, :-1], tokens[:, 1:]
+    positions = max(1, ROWS_AT_ONCE // len(tokens))
+    total = 0.0
+    for part, wanted in zip(states.split(positions, dim=1), targets.split(positions, dim=1), strict=True):
+        logits = reader.logits(part)
+        wanted = wanted.to(logits.device)
+        total += F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum").item()
+    return total
+
+
+def _body_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    body = getattr(model, "base_model", None)
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if find_head is not None else None
+    if body is None or body is model or head is None:
+        return None, None
+    return body, head

@@ -1,0 +1,49 @@
+"""Token sequences to measure a model on: random windows of one long text."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import LongTensor
+from transformers import PreTrainedTokenizerBase
+
+from surgery.errors import SurgeryError
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of `text` alone: no bos, no eos, and no warning that a whole file exceeds the model's context."""
+    return tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+
+
+def random_windows(
+    token_ids: Sequence[int] | np.ndarray, count: int, length: int, seed: int, bos: int | None
+) -> LongTensor:
+    """Draws `count` windows of one long text, each at a uniformly random offset; they may overlap.
+
+    With a `bos` every window is that token and `length - 1` tokens of text, so that it looks like the start of a
+    document to the model; without one it is `length` tokens of text.
+
+    Returns:
+        Token ids [count, length], int64. Equal arguments give equal windows, on every machine.
+
+    Raises:
+        SurgeryError: nothing was asked for, or the text has no more than `length` tokens.
+    """
+    if count < 1 or length < 2:
+        raise SurgeryError(f"cannot draw {count} windows of {length} tokens: at least 1 of at least 2 tokens is needed")
+    check_longer_than(len(token_ids), length)
+    token_ids = np.asarray(token_ids)
+    prefix = [] if bos is None else [bos]
+    rng = random.Random(seed)
+    starts = [rng.randint(0, len(token_ids) - length - 1) for _ in range(count)]
+    rows = [prefix + token_ids[start : start + length - len(prefix)].tolist() for start in starts]
+    return torch.tensor(rows, dtype=torch.long)
+
+
+def check_longer_than(available: int, length: int) -> None:
+    """Raises SurgeryError unless a text of `available` tokens has room for a random window of `length`."""
+    if available <= length:
+        raise SurgeryError(
+            f"the text has {available} tokens, too few for windows of {length}: use a longer text or a smaller length"
+        )

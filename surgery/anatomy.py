@@ -1,0 +1,138 @@
+"""The family-neutral attention layer that every transform works on.
+
+Shapes: ``H`` query heads, ``G`` key/value heads, ``d`` head dimension of queries and keys, ``e`` head dimension of
+values, ``D`` hidden size. Query head ``h`` reads key/value head ``h // (H // G)``.
+
+Conventions, whatever the checkpoint's own: a rotary pair is ``(i, i + d/2)``, read as the complex number
+``x[i] + 1j * x[i + d/2]`` that position ``m`` multiplies by ``exp(1j * inv_freq[i] * m)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """RMS normalisation of each head's vector: ``weight * x / sqrt(mean(x**2) + eps)``."""
+
+    weight: Tensor  # [d]
+    eps: float
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What an attention layer computes from its input before any rotation, ``...`` being batch and sequence.
+
+    With a key norm the keys come in two factors: ``k`` carries the norm's weight and ``key_gain`` the inverse RMS,
+    so that the key itself is ``k * key_gain[..., None]``. ``k`` is then linear in the input, which is what a latent
+    can hold, and ``key_gain`` multiplies whole logits, which is exact (there is no other way to keep a key norm in a
+    layer that caches anything but keys).
+    """
+
+    q: Tensor  # [..., H, d], after the query norm
+    k: Tensor  # [..., G, d], linear (affine) in the input
+    v: Tensor  # [..., G, e]
+    key_gain: Tensor | None  # [..., G]
+
+
+@dataclass(frozen=True)
+class AttentionAnatomy:
+    """One attention layer: weights, norms, rotary frequencies and softmax scale. Tensors share dtype and device."""
+
+    q: Tensor  # [H, d, D]
+    k: Tensor  # [G, d, D]
+    v: Tensor  # [G, e, D]
+    o: Tensor  # [D, H, e]
+    inv_freq: Tensor  # [d/2], float64, radians per token
+    scale: float  # multiplies q.k before the softmax
+    q_bias: Tensor | None = None  # [H, d]
+    k_bias: Tensor | None = None  # [G, d]
+    v_bias: Tensor | None = None  # [G, e]
+    o_bias: Tensor | None = None  # [D]
+    q_norm: HeadNorm | None = None
+    k_norm: HeadNorm | None = None
+    window: int | None = None  # a token sees this many latest tokens, itself included; None: all
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[1]
+
+    @property
+    def hidden(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers that the layer caches per token."""
+        return self.kv_heads * (self.head_dim + self.value_dim)
+
+    def to(self, *args, **kwargs) -> AttentionAnatomy:
+        """A copy with every tensor but ``inv_freq`` moved or cast, as :meth:`torch.Tensor.to`."""
+        changed = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "inv_freq":
+                continue
+            if isinstance(value, Tensor):
+                changed[field.name] = value.to(*args, **kwargs)
+            elif isinstance(value, HeadNorm):
+                changed[field.name] = replace(value, weight=value.weight.to(*args, **kwargs))
+        return replace(self, **changed)
+
+    def key_weight(self) -> tuple[Tensor, Tensor | None]:
+        """The affine map of :attr:`Projection.k`: weight [G, d, D] and bias [G, d], a key norm's weight included."""
+        if self.k_norm is None:
+            return self.k, self.k_bias
+        weight = self.k_norm.weight
+        bias = None if self.k_bias is None else self.k_bias * weight
+        return self.k * weight[:, None], bias
+
+    def project(self, x: Tensor) -> Projection:
+        """Queries, keys and values of inputs ``x`` [..., D]."""
+        q = _heads(x, self.q, self.q_bias)
+        k = _heads(x, self.k, self.k_bias)
+        v = _heads(x, self.v, self.v_bias)
+        if self.q_norm is not None:
+            q = q * _inverse_rms(q, self.q_norm.eps)[..., None] * self.q_norm.weight
+        gain = None
+        if self.k_norm is not None:
+            gain = _inverse_rms(k, self.k_norm.eps)
+            k = k * self.k_norm.weight
+        return Projection(q, k, v, gain)
+
+    def project_queries(self, x: Tensor) -> Tensor:
+        """The queries alone, [..., H, d]."""
+        q = _heads(x, self.q, self.q_bias)
+        return q if self.q_norm is None else q * _inverse_rms(q, self.q_norm.eps)[..., None] * self.q_norm.weight
+
+    def project_key_gain(self, x: Tensor) -> Tensor | None:
+        """:attr:`Projection.key_gain` alone, [..., G]."""
+        if self.k_norm is None:
+            return None
+        return _inverse_rms(_heads(x, self.k, self.k_bias), self.k_norm.eps)
+
+
+def _heads(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    heads, dim, _ = weight.shape
+    flat = torch.nn.functional.linear(x, weight.flatten(0, 1), None if bias is None else bias.flatten())
+    return flat.unflatten(-1, (heads, dim))
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    return (x.square().mean(-1) + eps).rsqrt()

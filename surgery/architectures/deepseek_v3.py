@@ -1,0 +1,285 @@
+"""MLA as a dense stock ``deepseek_v3``: the names, shapes and config that transformers and other engines load.
+
+What the stock class fixes, and how a converted layer meets it:
+
+- softmax scale ``(nope + rope)^-1/2``: folded into the up-projection of the keys and the rotary queries;
+- an RMS norm on the latent: neutralised (:mod:`surgery.architectures.neutral_norm`);
+- rotary pairs interleaved: rows permuted;
+- one frequency grid: default RoPE of another base where that fits, otherwise the list itself, as longrope factors;
+- no bias on queries: carried by a full-rank query latent with a constant channel;
+- ``rms_norm_eps`` 1e-6 for the tiny-latent norm: any other is met by rescaling the residual stream, exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surgery.architectures.neutral_norm import TINY_EPS, NeutralNorm, neutral_norm, tiny_norm
+from surgery.architectures.spec import MLASpec
+from surgery.checkpoint import TensorSpec
+from surgery.families.base import ATTENTION_PREFIX
+from surgery.rope import default_theta
+from surgery.transforms.latent_layer import LatentLayer
+
+MODEL_TYPE = "deepseek_v3"
+
+
+def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool) -> list[str]:
+    """Why the stock class cannot carry a conversion; empty if it can.
+
+    Args:
+        config: the source's config.json.
+        experts, mlp_bias: what the source's feed-forward layers have.
+    """
+    found = []
+    if spec.key_norm_eps is not None:
+        found.append("the source normalises queries and keys per head (q/k-norm)")
+    if experts:
+        found.append("the source is a mixture of experts with another router")
+    if mlp_bias:
+        found.append("the source's feed-forward layers have biases")
+    limit = config.get("max_position_embeddings") or 0
+    if any(window is not None and window < limit for window in spec.windows):
+        found.append("the source has sliding windows")
+    if not spec.uniform:
+        found.append("ranks or frequencies differ between layers")
+    if min(len(f) for f in spec.inv_freq) == 0:
+        found.append("no rotary part is left")
+    return found
+
+
+@dataclass(frozen=True)
+class StockMLA:
+    """Writes one conversion as ``deepseek_v3``.
+
+    Attributes:
+        norm: how the latent's norm is neutralised.
+        rescale: what the residual stream is multiplied by, 1.0 if the source's eps serves.
+    """
+
+    spec: MLASpec
+    norm: NeutralNorm
+    rescale: float = 1.0
+
+    @classmethod
+    def choose(cls, config: dict, spec: MLASpec, latent_norm: str = "auto") -> StockMLA:
+        """The variant that loads in the most engines.
+
+        ``auto``: tiny latent where the eps is 1e-6 already; where it is not, tiny latent with a rescaled residual
+        stream if the result then loads everywhere (no biases, default RoPE), otherwise the constant channel, which
+        leaves every other tensor alone.
+        """
+        eps = config.get("rms_norm_eps", TINY_EPS)
+        same_eps = math.isclose(eps, TINY_EPS, rel_tol=1e-6)
+        if latent_norm == "auto":
+            portable = not (spec.query_bias or spec.latent_bias or spec.output_bias)
+            portable = portable and default_theta(spec.inv_freq[0]) is not None
+            tiny = spec.dtype != torch.float16 and (same_eps or portable)
+            latent_norm = "tiny" if tiny else "constant"
+        norm = neutral_norm(latent_norm, spec.ranks[0], spec.dtype)
+        return cls(spec, norm, 1.0 if same_eps or norm.kind == "constant" else math.sqrt(TINY_EPS / eps))
+
+    @property
+    def attention_bias(self) -> bool:
+        spec = self.spec
+        return spec.query_bias or spec.latent_bias or spec.output_bias or self.norm.kind == "constant"
+
+    @property
+    def rank(self) -> int:
+        return self.spec.ranks[0] + self.norm.extra
+
+    @property
+    def rope_dim(self) -> int:
+        return 2 * len(self.spec.inv_freq[0])
+
+    @property
+    def theta(self) -> float | None:
+        """The base that makes the frequencies default RoPE, or None if they are a list."""
+        return default_theta(self.spec.inv_freq[0])
+
+    def kv_width(self, layer: int) -> int:
+        """Numbers cached per token by one layer."""
+        return self.rank + self.rope_dim
+
+    def config(self, source: dict) -> dict:
+        """The config.json of the converted model."""
+        spec = self.spec
+        limit = source.get("max_position_embeddings", 2048)
+        if self.theta is not None:
+            rope = {"rope_type": "default", "rope_theta": self.theta}
+        else:
+            base = 10_000.0
+            factors = _frequency_factors(spec.inv_freq[0], base)
+            rope = {
+                "rope_type": "longrope",
+                "rope_theta": base,
+                "short_factor": factors,
+                "long_factor": factors,
+                "factor": 1.0,
+                "attention_factor": 1.0,
+                "original_max_position_embeddings": limit,
+            }
+        kept = (
+            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads hidden_act initializer_range "
+            "max_position_embeddings use_cache bos_token_id eos_token_id pad_token_id tie_word_embeddings pretraining_tp "
+            "dtype torch_dtype attention_dropout"
+        )
+        return {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": MODEL_TYPE,
+            **{name: source[name] for name in kept.split() if name in source},
+            # Written out because the classes' defaults differ.
+            "tie_word_embeddings": bool(source.get("tie_word_embeddings", False)),
+            "bos_token_id": source.get("bos_token_id"),
+            "eos_token_id": source.get("eos_token_id"),
+            "num_key_value_heads": spec.heads,
+            "kv_lora_rank": self.rank,
+            "q_lora_rank": spec.hidden + 1 if spec.query_bias else None,
+            "qk_nope_head_dim": spec.head_dim,
+            "qk_rope_head_dim": self.rope_dim,
+            "v_head_dim": spec.value_dim,
+            "attention_bias": self.attention_bias,
+            "rms_norm_eps": TINY_EPS if self.rescale != 1.0 else source.get("rms_norm_eps", TINY_EPS),
+            "rope_interleave": True,
+            "rope_theta": rope["rope_theta"],
+            "rope_parameters": rope,
+            # Dense: every layer comes before the first mixture of experts. Loaders want the experts' fields all the same.
+            "first_k_dense_replace": spec.layers,
+            "moe_layer_freq": 1,
+            "moe_intermediate_size": source["intermediate_size"],
+            "n_routed_experts": 1,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "num_nextn_predict_layers": 0,
+        }
+
+    def plan(self, layer: int) -> dict[str, TensorSpec]:
+        """Names, dtypes and shapes of a layer's attention tensors."""
+        spec, rank, rope = self.spec, self.rank, self.rope_dim
+        query_rows = spec.heads * (spec.head_dim + rope)
+        shapes: dict[str, tuple[int, ...]] = {}
+        if spec.query_bias:
+            width = spec.hidden + 1
+            shapes |= {
+                "q_a_proj.weight": (width, spec.hidden),
+                "q_a_proj.bias": (width,),
+                "q_a_layernorm.weight": (width,),
+                "q_b_proj.weight": (query_rows, width),
+            }
+        else:
+            shapes["q_proj.weight"] = (query_rows, spec.hidden)
+        shapes |= {
+            "kv_a_proj_with_mqa.weight": (rank + rope, spec.hidden),
+            "kv_a_layernorm.weight": (rank,),
+            "kv_b_proj.weight": (spec.heads * (spec.head_dim + spec.value_dim), rank),
+            "o_proj.weight": (spec.hidden, spec.heads * spec.value_dim),
+        }
+        if self.attention_bias:
+            shapes |= {"kv_a_proj_with_mqa.bias": (rank + rope,), "o_proj.bias": (spec.hidden,)}
+        prefix = ATTENTION_PREFIX.format(layer=layer)
+        return {prefix + name: TensorSpec(spec.dtype, shape) for name, shape in shapes.items()}
+
+    def tensors(self, layer: int, converted: LatentLayer) -> dict[str, Tensor]:
+        """A layer's attention tensors, as planned."""
+        spec, rank = self.spec, converted.rank
+        source = converted.source
+        # Stock multiplies logits by (nope + rope)^-1/2 where the source has its own scale.
+        scale = source.scale * math.sqrt(spec.head_dim + self.rope_dim)
+        pairs = interleaving(self.rope_dim)
+
+        key_up = converted.query_up[..., :rank] * scale  # [H, d, r]
+        rope_query = (converted.query_up[..., rank:] * scale)[..., pairs].mT  # [H, ρ, d]
+        query = torch.cat([source.q, rope_query @ source.q], dim=1)  # [H, d + ρ, D]
+        up = torch.cat([key_up, converted.value_up], dim=1).flatten(0, 1)
+
+        bias = converted.down_bias
+        latent, latent_bias = self.norm.down(converted.down[:rank], None if bias is None else bias[:rank])
+        down = torch.cat([latent, converted.down[rank:][pairs]])
+        result = {
+            "kv_a_proj_with_mqa.weight": down,
+            "kv_a_layernorm.weight": torch.full((self.rank,), self.norm.weight),
+            "kv_b_proj.weight": self.norm.up(up),
+            "o_proj.weight": converted.o.flatten(1) * self.rescale,
+        }
+        if self.attention_bias:
+            zeros = torch.zeros(rank + self.rope_dim, dtype=down.dtype)
+            rope_bias = (zeros if bias is None else bias)[rank:][pairs]
+            latent_bias = zeros[:rank] if latent_bias is None else latent_bias
+            result["kv_a_proj_with_mqa.bias"] = torch.cat([latent_bias, rope_bias])
+            o_bias = torch.zeros(spec.hidden, dtype=down.dtype) if source.o_bias is None else source.o_bias
+            result["o_proj.bias"] = o_bias * self.rescale
+        if spec.query_bias:
+            query_bias = torch.cat([source.q_bias[..., None], rope_query @ source.q_bias[..., None]], dim=1)
+            result |= self._query_latent(torch.cat([query, query_bias], dim=-1).flatten(0, 1))
+        else:
+            result["q_proj.weight"] = query.flatten(0, 1)
+        prefix = ATTENTION_PREFIX.format(layer=layer)
+        return {prefix + name: tensor.to(spec.dtype).contiguous() for name, tensor in result.items()}
+
+    def _query_latent(self, query: Tensor) -> dict[str, Tensor]:
+        """Queries with biases [n, D + 1] through a query latent [x ; 1], its norm neutralised in turn.
+
+        The latent is computed, never cached; its norm's eps is fixed at 1e-6 in the one engine that keeps biases.
+        """
+        hidden = self.spec.hidden
+        if self.spec.dtype == torch.float16:
+            # 2^-30 underflows; a constant of 2^15 leaves a relative error of |x|²/2^31.
+            one, scale = 2.0**15, 1.0
+            rms = one / math.sqrt(hidden + 1)
+            weight = 2.0 ** round(math.log2(rms))
+            gain = weight / rms
+        else:
+            norm = tiny_norm()
+            one, scale, weight, gain = norm.scale, norm.scale, norm.weight, norm.gain
+        eye = torch.cat([torch.eye(hidden, dtype=query.dtype), torch.zeros(1, hidden, dtype=query.dtype)])
+        bias = torch.zeros(hidden + 1, dtype=query.dtype)
+        bias[-1] = one
+        query = query / gain
+        query[:, -1] *= scale / one
+        return {
+            "q_a_proj.weight": eye * scale,
+            "q_a_proj.bias": bias,
+            "q_a_layernorm.weight": torch.full((hidden + 1,), weight),
+            "q_b_proj.weight": query,
+        }
+
+    def rescaled(self, names: list[str]) -> dict[str, float]:
+        """Factors for tensors outside the attention that a rescaled residual stream needs; usually none.
+
+        With the stream multiplied by a, ``rms_norm(a h, eps a²) = rms_norm(h, eps)``: all that writes into the stream
+        is multiplied by a. Tied output embeddings are undone in the final norm's weight.
+        """
+        if self.rescale == 1.0:
+            return {}
+        factors = {"model.embed_tokens.weight": self.rescale}
+        factors |= {name: self.rescale for name in names if name.endswith(".mlp.down_proj.weight")}
+        if "lm_head.weight" not in names:
+            factors["model.norm.weight"] = 1 / self.rescale
+        return factors
+
+
+def interleaving(rope_dim: int) -> Tensor:
+    """Where row j of an interleaved layout is found in the half-split one."""
+    return torch.arange(rope_dim).view(2, -1).T.flatten()
+
+
+def _frequency_factors(inv_freq: Tensor, base: float) -> list[float]:
+    """LongRoPE factors for which transformers computes exactly these float32 frequencies, up to its last bit."""
+    grid = base ** (torch.arange(0, 2 * len(inv_freq), 2, dtype=torch.int64).float() / (2 * len(inv_freq)))
+    wanted = inv_freq.float()
+    factor = (1.0 / (inv_freq.double() * grid.double())).float()
+    for _ in range(4):
+        got = 1.0 / (factor * grid)
+        direction = torch.where(got > wanted, torch.inf, -torch.inf)
+        factor = torch.where(got == wanted, factor, torch.nextafter(factor, direction))
+    return [float(f) for f in factor.double()]

@@ -1,0 +1,45 @@
+"""The project's own model class: any supported decoder with multi-head latent attention in place of its own.
+
+Used where the stock `deepseek_v3` class cannot carry a conversion: biases, q/k-norm, sliding windows, mixtures of
+experts, frequencies or ranks that differ between layers.
+"""
+
+from pathlib import Path
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from . import configuration_surgery, modeling_surgery
+from .configuration_surgery import BASE_FAMILIES, SurgeryConfig
+from .modeling_surgery import LatentAttention, SurgeryForCausalLM
+
+# What config.json has to say for `trust_remote_code=True` to find the classes in the files of `remote_code_files`.
+AUTO_MAP = {
+    "AutoConfig": "configuration_surgery.SurgeryConfig",
+    "AutoModelForCausalLM": "modeling_surgery.SurgeryForCausalLM",
+}
+
+
+def register() -> None:
+    """Make `AutoConfig` and `AutoModelForCausalLM` know the model class; safe to call more than once."""
+    AutoConfig.register(SurgeryConfig.model_type, SurgeryConfig, exist_ok=True)
+    AutoModelForCausalLM.register(SurgeryConfig, SurgeryForCausalLM, exist_ok=True)
+    # From here on `save_pretrained` copies the files below beside the weights and writes the auto_map, so whatever
+    # a trainer saves loads without this package too.
+    SurgeryConfig.register_for_auto_class("AutoConfig")
+    SurgeryForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+
+
+def remote_code_files() -> list[Path]:
+    """Return the files to copy beside the weights of a checkpoint whose config.json holds `AUTO_MAP`."""
+    return [Path(configuration_surgery.__file__), Path(modeling_surgery.__file__)]
+
+
+__all__ = [
+    "AUTO_MAP",
+    "BASE_FAMILIES",
+    "LatentAttention",
+    "SurgeryConfig",
+    "SurgeryForCausalLM",
+    "register",
+    "remote_code_files",
+]

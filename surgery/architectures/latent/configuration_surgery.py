@@ -1,0 +1,107 @@
+"""Configuration of a causal language model whose attention was converted to multi-head latent attention.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbour, nothing else.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+# Families whose attention is "q, k, v projections, optional per-head q/k-norm, RoPE over the whole head, softmax".
+# Any other may soft-cap, scale or rotate in ways that `LatentAttention` would silently leave out.
+BASE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+
+# What a base config says about itself rather than about the model: never carried from one config to the other.
+_IDENTITY_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version")
+
+_LATENT_LAYER_KEYS = {"kv_lora_rank", "rope_inv_freq", "key_norm_eps"}
+
+
+class SurgeryConfig(PreTrainedConfig):
+    r"""The source model's configuration, plus the shape of the latent in every layer.
+
+    Every field of the source's config.json is an attribute here, under its own name and with the family's defaults
+    filled in, so that caches, masks and generation find `layer_types`, `sliding_window`, `num_hidden_layers`, … where
+    they look for them.
+
+    Args:
+        base_model_type (`str`, defaults to `"llama"`):
+            `model_type` of the source model, one of `BASE_FAMILIES`.
+        latent_layers (`list[dict | None]`, *optional*):
+            One entry per layer; `None` leaves that layer's stock attention as it is. A dictionary holds
+            `kv_lora_rank` (int, r), `rope_inv_freq` (list of ρ/2 floats, in radians per position, one for each rotated
+            pair of the shared key) and `key_norm_eps` (float or `None`; a float asks for the exact q/k-norm path,
+            which keeps `k_proj` and caches one inverse rms per KV head).
+        latent_bias (`bool`, defaults to `False`):
+            Give `kv_down` a bias even where the source's `k_proj` and `v_proj` have none.
+        kwargs:
+            The fields of the source's config.json.
+    """
+
+    model_type = "surgery"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    base_model_type: str = "llama"
+    latent_layers: list[dict[str, Any] | None] | None = None
+    latent_bias: bool = False
+
+    def __post_init__(self, **kwargs):
+        if self.base_model_type not in BASE_FAMILIES:
+            raise ValueError(f"base_model_type is {self.base_model_type!r}, but must be one of {BASE_FAMILIES}")
+        # `to_dict` leaves these out, so they go around the base config instead of through it.
+        runtime_names = ("attn_implementation", "experts_implementation", "name_or_path", "torch_dtype")
+        runtime = {name: kwargs.pop(name) for name in runtime_names if name in kwargs}
+        # The family's own class fills in its defaults and translates legacy fields such as rope_theta and rope_scaling.
+        source = {name: value for name, value in kwargs.items() if name not in _IDENTITY_FIELDS}
+        base = CONFIG_MAPPING[self.base_model_type](**source).to_dict()
+        own = {field.name for field in fields(self)} | set(_IDENTITY_FIELDS)
+        inherited = {name: value for name, value in base.items() if name not in own}
+        if "auto_map" in kwargs:
+            runtime["auto_map"] = kwargs["auto_map"]
+        super().__post_init__(**inherited, **runtime)
+        # A plain config drops generation settings; those that the family declares as fields (use_cache) are to stay.
+        for name in inherited.keys() - self.__dict__.keys():
+            setattr(self, name, inherited[name])
+        if self.latent_layers is not None:
+            self._check_latent_layers()
+
+    def _check_latent_layers(self) -> None:
+        if len(self.latent_layers) != self.num_hidden_layers:
+            raise ValueError(f"latent_layers has {len(self.latent_layers)} entries for {self.num_hidden_layers} layers")
+        for index, layer in enumerate(self.latent_layers):
+            if layer is None:
+                continue
+            if set(layer) != _LATENT_LAYER_KEYS:
+                raise ValueError(f"latent_layers[{index}] has keys {sorted(layer)}, not {sorted(_LATENT_LAYER_KEYS)}")
+            # A cache layer with an empty key tensor reports length 0, so a rank of 0 would decode garbage.
+            if layer["kv_lora_rank"] < 1:
+                raise ValueError(f"latent_layers[{index}]: kv_lora_rank must be at least 1")
+
+    @classmethod
+    def from_base(
+        cls, base: PreTrainedConfig | dict[str, Any], latent_layers: list[dict[str, Any] | None], **kwargs
+    ) -> "SurgeryConfig":
+        """Build the configuration from the source's own config object or the content of its config.json."""
+        source = dict(base) if isinstance(base, dict) else base.to_dict()
+        base_model_type = source["model_type"]
+        source = {name: value for name, value in source.items() if name not in _IDENTITY_FIELDS}
+        architectures = ["SurgeryForCausalLM"]
+        return cls(
+            base_model_type=base_model_type,
+            latent_layers=latent_layers,
+            **{**source, "architectures": architectures, **kwargs},
+        )
+
+    def base_config(self) -> PreTrainedConfig:
+        """Return the base family's own configuration, as its stock decoder expects it."""
+        own = {"base_model_type", "latent_layers", "latent_bias", *_IDENTITY_FIELDS}
+        source = {name: value for name, value in self.to_dict().items() if name not in own}
+        return CONFIG_MAPPING[self.base_model_type](
+            **source,
+            attn_implementation=self._attn_implementation,
+            experts_implementation=self._experts_implementation,
+        )
+
+
+__all__ = ["SurgeryConfig"]

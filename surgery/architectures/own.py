@@ -1,0 +1,86 @@
+"""MLA in the project's own model class: what the stock class cannot carry.
+
+The class keeps the source's own query and output projections (copied byte for byte) and holds the latent form of
+:mod:`surgery.transforms.latent_layer` beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surgery.architectures.deepseek_v3 import interleaving
+from surgery.architectures.spec import MLASpec
+from surgery.checkpoint import TensorSpec
+from surgery.families.base import ATTENTION_PREFIX
+from surgery.transforms.latent_layer import LatentLayer
+
+MODEL_TYPE = "surgery"
+
+
+@dataclass(frozen=True)
+class OwnMLA:
+    """Writes one conversion for :class:`surgery.architectures.latent.SurgeryForCausalLM`."""
+
+    spec: MLASpec
+
+    def kv_width(self, layer: int) -> int:
+        """Numbers cached per token by one layer."""
+        return self.spec.kv_width(layer)
+
+    def config(self, source: dict) -> dict:
+        """The config.json of the converted model."""
+        from surgery.architectures.latent import AUTO_MAP
+
+        spec = self.spec
+        layers = [
+            {"kv_lora_rank": rank, "rope_inv_freq": inv_freq.tolist(), "key_norm_eps": spec.key_norm_eps}
+            for rank, inv_freq in zip(spec.ranks, spec.inv_freq, strict=True)
+        ]
+        return {
+            **source,
+            "architectures": ["SurgeryForCausalLM"],
+            "model_type": MODEL_TYPE,
+            "base_model_type": source["model_type"],
+            "auto_map": AUTO_MAP,
+            "latent_layers": layers,
+        }
+
+    def copied(self, names: list[str]) -> list[str]:
+        """Which of the source's attention tensors of a layer are kept as they are."""
+        kept = ["q_proj.", "q_norm.", "o_proj."]
+        if self.spec.key_norm_eps is not None:
+            kept.append("k_proj.")  # gives the exact key norm its inverse RMS
+        return [name for name in names if name.rpartition("self_attn.")[2].startswith(tuple(kept))]
+
+    def plan(self, layer: int) -> dict[str, TensorSpec]:
+        """Names, dtypes and shapes of a layer's new tensors."""
+        spec, rank = self.spec, self.spec.ranks[layer]
+        width = rank + 2 * len(spec.inv_freq[layer])
+        shapes = {
+            "kv_down.weight": (width, spec.hidden),
+            "query_up": (spec.heads, spec.head_dim, width),
+            "value_up": (spec.heads, spec.value_dim, rank),
+        }
+        if spec.latent_bias:
+            shapes["kv_down.bias"] = (width,)
+        prefix = ATTENTION_PREFIX.format(layer=layer)
+        return {prefix + name: TensorSpec(spec.dtype, shape) for name, shape in shapes.items()}
+
+    def tensors(self, layer: int, converted: LatentLayer) -> dict[str, Tensor]:
+        """A layer's new tensors, as planned."""
+        rank, spec = converted.rank, self.spec
+        order = torch.cat([torch.arange(rank), rank + interleaving(converted.rope_dim)])
+        # The class scales logits by head_dim^-1/2; a YaRN attention factor is the rest.
+        factor = converted.source.scale * spec.head_dim**0.5
+        result = {
+            "kv_down.weight": converted.down[order],
+            "query_up": converted.query_up[..., order] * factor,
+            "value_up": converted.value_up,
+        }
+        if spec.latent_bias:
+            result["kv_down.bias"] = converted.down_bias[order]
+        prefix = ATTENTION_PREFIX.format(layer=layer)
+        return {prefix + name: tensor.to(spec.dtype).contiguous() for name, tensor in result.items()}

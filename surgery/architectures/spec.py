@@ -1,0 +1,46 @@
+"""What a converted model looks like, independently of the class that will carry it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MLASpec:
+    """Shapes of an MLA conversion; ranks and frequencies per layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    hidden: int
+    ranks: tuple[int, ...]
+    inv_freq: tuple[Tensor, ...]  # per layer [ρ/2], float64
+    dtype: torch.dtype  # of the rewritten tensors
+    query_bias: bool
+    latent_bias: bool  # the source has a key or value bias
+    output_bias: bool
+    key_norm_eps: float | None  # the source normalises queries and keys per head
+    windows: tuple[int | None, ...]
+
+    @property
+    def layers(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers share one rank and one list of frequencies."""
+        first = self.inv_freq[0]
+        return len(set(self.ranks)) == 1 and all(
+            f.shape == first.shape and torch.equal(f, first) for f in self.inv_freq
+        )
+
+    def kv_width(self, layer: int) -> int:
+        """Numbers cached per token by one layer."""
+        return (
+            self.ranks[layer] + 2 * len(self.inv_freq[layer]) + (self.kv_heads if self.key_norm_eps is not None else 0)
+        )
+

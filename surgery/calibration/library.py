@@ -1,0 +1,106 @@
+"""Statistics of all layers, kept on disk between the sweep that takes them and the transforms that use them."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from surgery.anatomy import AttentionAnatomy
+from surgery.calibration.statistics import LagStatistics, LayerStatistics
+
+
+class StatisticsLibrary:
+    """One file a layer in a temporary folder; a context manager that removes them at its end."""
+
+    def __init__(self):
+        self._folder = tempfile.TemporaryDirectory(prefix="surgery-statistics-")
+
+    def __enter__(self) -> StatisticsLibrary:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self._folder.cleanup()
+
+    def _path(self, layer: int) -> Path:
+        return Path(self._folder.name) / f"{layer:05d}.pt"
+
+    def save(self, layer: int, statistics: LayerStatistics, lags: LagStatistics | None) -> None:
+        torch.save({"statistics": asdict(statistics), "lags": asdict(lags) if lags else None}, self._path(layer))
+
+    def load(self, layer: int) -> tuple[LayerStatistics, LagStatistics | None]:
+        stored = torch.load(self._path(layer), weights_only=True)
+        lags = LagStatistics(**stored["lags"]) if stored["lags"] else None
+        return LayerStatistics(**stored["statistics"]), lags
+
+
+def weight_statistics(anatomy: AttentionAnatomy, input_scale: Tensor) -> LayerStatistics:
+    """Stands in for calibration when there is none: what the weights alone say.
+
+    Inputs are taken for white noise times the weight of the norm before the attention. In place of loss gradients stand
+    the energies that meet keys and values: the queries' second moment for keys, ``W_oᵀ W_o`` for values, each scaled
+    to the same trace, as nothing tells one from the other without text.
+
+    Args:
+        anatomy: float64.
+        input_scale: [D], the norm's weight.
+    """
+    groups, repeat = anatomy.kv_heads, anatomy.heads // anatomy.kv_heads
+    scale = input_scale.to(anatomy.k)
+    key_weight, key_bias = anatomy.key_weight()
+    rows = torch.cat([key_weight.flatten(0, 1), anatomy.v.flatten(0, 1)]) * scale
+    moment = rows @ rows.mT
+    bias = torch.zeros(len(rows), dtype=rows.dtype)
+    if key_bias is not None:
+        bias[: key_bias.numel()] = key_bias.flatten()
+    if anatomy.v_bias is not None:
+        bias[len(rows) - anatomy.v_bias.numel() :] = anatomy.v_bias.flatten()
+    moment = moment + torch.outer(bias, bias)
+
+    query = anatomy.q * scale  # [H, d, D]
+    if anatomy.q_norm is not None:
+        rms = query.square().sum((1, 2), keepdim=True).div(anatomy.head_dim).sqrt()
+        query = query / rms * anatomy.q_norm.weight[:, None]
+    query_moment = query @ query.mT  # [H, d, d]
+    if anatomy.q_bias is not None and anatomy.q_norm is None:
+        query_moment = query_moment + anatomy.q_bias[:, :, None] * anatomy.q_bias[:, None]
+    keys = _normalised(query_moment.unflatten(0, (groups, repeat)).sum(1))
+    out = anatomy.o.permute(1, 0, 2)  # [H, D, e]
+    values = _normalised((out.mT @ out).unflatten(0, (groups, repeat)).sum(1))
+    gradient = torch.block_diag(*keys, *values)
+
+    def pair_norm(second_moment: Tensor) -> Tensor:
+        re, im = second_moment.diagonal(dim1=-2, dim2=-1).chunk(2, dim=-1)
+        return (re + im).clamp_min(0).sqrt()
+
+    key_moment = torch.stack([moment[g * anatomy.head_dim :, g * anatomy.head_dim :][: anatomy.head_dim, : anatomy.head_dim]
+                              for g in range(groups)])
+    return LayerStatistics(moment, gradient, pair_norm(query_moment), pair_norm(key_moment), tokens=0)
+
+
+def prior_lags(anatomy: AttentionAnatomy, basis, statistics: LayerStatistics, context: int) -> LagStatistics:
+    """Lag statistics without text: attention falls off as 1 / (1 + lag), independently of queries and keys."""
+    lag = torch.arange(min(context, anatomy.window or context), dtype=torch.float64)
+    weight = 1 / (1 + lag)
+    weight = weight / weight.sum()
+    frequencies = anatomy.inv_freq[basis.frequency]
+    turned = (torch.polar(torch.ones(1, dtype=torch.float64), -frequencies[:, None] * lag) * weight).sum(-1)  # [P]
+    group = torch.arange(anatomy.heads) // (anatomy.heads // anatomy.kv_heads)
+    key_moment = statistics.keys(statistics.moment, anatomy).flatten(2).flatten(0, 1)
+    rows = basis.key_rows(torch.arange(basis.components))
+    energy = (rows @ key_moment * rows).sum(-1).view(2, -1).sum(0)  # E|k'_p|²
+    query = basis.query.abs().square().sum(-1)[:, group] * _query_energy(basis, statistics)
+    return LagStatistics(turned[:, None] * (energy[:, None] * query), energy[:, None] * query)
+
+
+def _query_energy(basis, statistics: LayerStatistics) -> Tensor:
+    """E|q_l|² of every head at each component's own frequency, [P, H]."""
+    return statistics.query_norm.square().T[basis.frequency]
+
+
+def _normalised(blocks: Tensor) -> list[Tensor]:
+    trace = blocks.diagonal(dim1=-2, dim2=-1).sum()
+    return list(blocks / trace.clamp_min(torch.finfo(blocks.dtype).tiny))

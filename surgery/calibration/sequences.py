@@ -1,0 +1,225 @@
+"""Calibration sequences: windows of real text in which facts are planted and asked for again.
+
+Plain text hardly exercises the heads that retrieve, so a loss-weighted statistic gives their directions away; planted
+recalls bring them back at almost no cost in loss.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import LongTensor, Tensor
+from transformers import PreTrainedTokenizerBase
+
+from surgery.calibration.text import iter_documents
+from surgery.errors import SurgeryError
+from surgery.eval.recall import draw_facts, fact_line, recall_line
+from surgery.eval.sequences import tokenize
+
+FACTS = 4
+"""Facts planted in a sequence that is long enough for them."""
+
+SPREAD = 16
+"""Tokens of text read for every token drawn. More makes the windows more diverse, and takes longer."""
+
+
+@dataclass(frozen=True)
+class CalibrationSet:
+    """What statistics are taken on, and what choices between their results are made on.
+
+    Attributes:
+        tokens: [N, T] int64, the calibration sequences.
+        held_out: [M, T] int64, of the same kind but from other documents; M may be 0.
+        description: plain values for the report: source, sizes, seed, and a sha256 of each token tensor.
+    """
+
+    tokens: LongTensor
+    held_out: LongTensor
+    description: dict[str, Any]
+
+
+@dataclass
+class _Pool:
+    """A stream of tokens, its documents separated by eos, from which windows are drawn."""
+
+    target: int
+    ids: list[int] = field(default_factory=list)
+    documents: int = 0
+
+    @property
+    def filled(self) -> float:
+        return len(self.ids) / self.target if self.target else 1.0
+
+    def add(self, ids: list[int]) -> None:
+        self.ids += ids
+        self.documents += 1
+
+
+def build_calibration(
+    tokenizer: PreTrainedTokenizerBase,
+    source: str | Tensor = "builtin",
+    tokens: int = 24_576,
+    length: int = 1024,
+    recall: float = 1.0,
+    seed: int = 0,
+    held_out: int = 4,
+    bos: int | Literal["tokenizer"] | None = "tokenizer",
+    max_positions: int | None = None,
+    text_field: str = "text",
+) -> CalibrationSet:
+    """Builds calibration and held-out sequences from a text source.
+
+    Documents are tokenised one by one, until there is enough, into two streams: each goes to the one that lacks more,
+    so no document is in both. Windows are then drawn at random from the streams.
+
+    Args:
+        tokenizer: any Hugging Face tokenizer; its eos, if it has one, goes between documents.
+        source: a text source as in `iter_documents`, or token ids [N, T] whose rows are the documents, such as the
+            model's own samples from `sample_from_model`.
+        tokens: calibration tokens wanted; rounded up to whole sequences.
+        length: tokens T of a sequence, bos included.
+        recall: share of the sequences, 0 to 1, that carry planted facts; spread evenly, so that the first few
+            sequences have the same share.
+        seed: equal arguments give equal sequences, as long as the source is the same.
+        held_out: number of held-out sequences M.
+        bos: token put before every sequence: an id, None for none, or "tokenizer" for the tokenizer's own if any.
+        max_positions: the model's; a larger `length` is lowered to it.
+        text_field: as in `iter_documents`.
+
+    Raises:
+        SurgeryError: an argument is out of its range, or the source cannot be read or has too little text.
+    """
+    length = length if max_positions is None else min(length, max_positions)
+    _check_request(tokens, length, recall, held_out)
+    bos = tokenizer.bos_token_id if bos == "tokenizer" else bos
+    count = -(-tokens // length)
+
+    calibration, other = _Pool(_pool_size(count, length)), _Pool(_pool_size(held_out, length))
+    _fill(calibration, other, _tokenised(tokenizer, source, seed, text_field, bos))
+    _check_pools(calibration, other, source)
+
+    rng = random.Random(seed)
+    drawn = _draw(calibration, count, length, recall, bos, tokenizer, rng)
+    drawn_held_out = _draw(other, held_out, length, recall, bos, tokenizer, rng)
+    description = {
+        "source": source if isinstance(source, str) else "token sequences",
+        "tokenizer": tokenizer.name_or_path,
+        "seed": seed,
+        "length": length,
+        "sequences": count,
+        "held_out_sequences": held_out,
+        "tokens": drawn.numel(),
+        "recall": recall,
+        "documents": calibration.documents,
+        "held_out_documents": other.documents,
+        "text_tokens": len(calibration.ids),
+        "sha256": token_hash(drawn),
+        "held_out_sha256": token_hash(drawn_held_out),
+    }
+    return CalibrationSet(drawn, drawn_held_out, description)
+
+
+def token_hash(tokens: Tensor) -> str:
+    """sha256, in hex, of token ids as little-endian int64, row after row."""
+    return hashlib.sha256(tokens.cpu().numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def _check_request(tokens: int, length: int, recall: float, held_out: int) -> None:
+    if tokens < 1 or length < 2:
+        raise SurgeryError(f"{tokens} calibration tokens in sequences of {length}: at least 1, in at least 2, needed")
+    if not 0 <= recall <= 1:
+        raise SurgeryError(f"share of sequences with planted recalls {recall}: it must lie between 0 and 1")
+    if held_out < 0:
+        raise SurgeryError(f"{held_out} held-out sequences: 0 or more are possible")
+
+
+def _pool_size(count: int, length: int) -> int:
+    """Tokens to read for `count` windows; one more than a window at least, so that one can be drawn."""
+    return SPREAD * count * length + 1 if count else 0
+
+
+def _tokenised(
+    tokenizer: PreTrainedTokenizerBase, source: str | Tensor, seed: int, text_field: str, bos: int | None
+) -> Iterator[list[int]]:
+    """The documents of a source as token ids, each ended by eos."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if isinstance(source, str):
+        for text in iter_documents(source, seed=seed, text_field=text_field):
+            yield tokenize(tokenizer, text) + end
+        return
+    if source.ndim != 2:
+        raise SurgeryError(f"token sequences of shape {list(source.shape)}: [documents, tokens] needed")
+    for row in source.tolist():
+        yield (row[1:] if row[:1] == [bos] else row) + end
+
+
+def _fill(calibration: _Pool, other: _Pool, documents: Iterator[list[int]]) -> None:
+    """Gives each document to the pool that lacks more, until neither lacks anything."""
+    for document in documents:
+        (calibration if calibration.filled <= other.filled else other).add(document)
+        if calibration.filled >= 1 and other.filled >= 1:
+            return
+
+
+def _check_pools(calibration: _Pool, other: _Pool, source: str | Tensor) -> None:
+    """Refuses a source with less text than is to be drawn, of which windows would only be repetitions."""
+    for pool, use in ((calibration, "calibration"), (other, "held-out sequences")):
+        wanted = -(-pool.target // SPREAD)
+        if len(pool.ids) < wanted:
+            name = source if isinstance(source, str) else "the given token sequences"
+            raise SurgeryError(
+                f"{name} has too little text: {len(pool.ids)} tokens, in {pool.documents} documents, for {use} that "
+                f"need {wanted}; give more text or ask for fewer or shorter sequences"
+            )
+
+
+def _draw(
+    pool: _Pool,
+    count: int,
+    length: int,
+    recall: float,
+    bos: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    rng: random.Random,
+) -> LongTensor:
+    """[count, length] windows of a pool, the given share of them with planted recalls."""
+    prefix = [] if bos is None else [bos]
+    size = length - len(prefix)
+    rows = []
+    for index in range(count):
+        start = rng.randint(0, len(pool.ids) - length - 1)
+        window = pool.ids[start : start + size]
+        planted = int((index + 1) * recall) > int(index * recall)
+        rows.append(prefix + (_plant(window, tokenizer, rng) if planted else window))
+    return torch.tensor(rows, dtype=torch.long).reshape(count, length)
+
+
+def _plant(window: list[int], tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> list[int]:
+    """Plants facts in a window at random depths and asks for each, answered, somewhere later.
+
+    The window keeps its length: the text's end makes room. Facts that would take more than half of a short window are
+    left out, but for the first if it fits at all.
+    """
+    events: list[tuple[float, list[int]]] = []
+    used = 0
+    for name, value in draw_facts(rng, FACTS):
+        fact = tokenize(tokenizer, fact_line(name, value))
+        question = tokenize(tokenizer, recall_line(name, value))
+        used += len(fact) + len(question)
+        if used > (len(window) // 2 if events else len(window)):
+            break
+        depth = rng.uniform(0, 0.8)
+        events += [(depth, fact), (rng.uniform(depth + 0.02, 1), question)]
+    events.sort(key=lambda event: event[0])
+
+    room = len(window) - sum(len(ids) for _, ids in events)
+    planted: list[int] = []
+    last = 0
+    for depth, ids in events:
+        cut = int(depth * room)
+        planted += window[last:cut] + ids
+        last = cut
+    return planted + window[last:room]

@@ -1,0 +1,121 @@
+"""What a conversion knows of one layer: second moments of its keys and values, of their loss gradients, and lags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surgery.anatomy import AttentionAnatomy, Projection
+from surgery.attention import attention_weights
+from surgery.rope import phases, to_complex
+
+
+@dataclass
+class LayerStatistics:
+    """Uncentred second moments of one layer in float64, keys before rotation (and before a key norm's inverse RMS).
+
+    ``z = [k ; v]`` stacks all KV heads: G d numbers of keys, head after head, then G e of values.
+    """
+
+    moment: Tensor  # E[z zᵀ], [n, n] with n = G (d + e)
+    gradient: Tensor | None  # E[g gᵀ], g = ∂loss/∂z: the Fisher information if labels came from the model
+    query_norm: Tensor  # E|q_l| per pair, [H, d/2]
+    key_norm: Tensor  # E|k_l| per pair, [G, d/2]
+    tokens: int
+
+    def keys(self, matrix: Tensor, anatomy: AttentionAnatomy) -> Tensor:
+        """The key block of a moment over z, as [G, d, G, d]."""
+        groups, dim = anatomy.kv_heads, anatomy.head_dim
+        return matrix[: groups * dim, : groups * dim].reshape(groups, dim, groups, dim)
+
+
+class MomentAccumulator:
+    """Sums over batches; products are taken in the batch's dtype (float32 or better) and summed in float64."""
+
+    def __init__(self, anatomy: AttentionAnatomy, *, gradients: bool):
+        width = anatomy.kv_width
+        self.moment = torch.zeros(width, width, dtype=torch.float64)
+        self.gradient = torch.zeros(width, width, dtype=torch.float64) if gradients else None
+        self.query_norm = torch.zeros(anatomy.heads, anatomy.head_dim // 2, dtype=torch.float64)
+        self.key_norm = torch.zeros(anatomy.kv_heads, anatomy.head_dim // 2, dtype=torch.float64)
+        self.tokens = 0
+
+    def add(self, projection: Projection) -> None:
+        """Adds one batch; gradients are read from ``projection.k.grad`` and ``projection.v.grad``."""
+        k, v = projection.k.detach(), projection.v.detach()
+        self.moment += _gram(torch.cat([k.flatten(2), v.flatten(2)], dim=-1).flatten(0, 1))
+        if self.gradient is not None:
+            k_grad, v_grad = projection.k.grad, projection.v.grad
+            self.gradient += _gram(torch.cat([k_grad.flatten(2), v_grad.flatten(2)], dim=-1).flatten(0, 1))
+        gain = 1 if projection.key_gain is None else projection.key_gain.detach()[..., None]
+        self.query_norm += to_complex(projection.q.detach().float()).abs().double().sum((0, 1)).cpu()
+        self.key_norm += (to_complex(k.float()).abs() * gain).double().sum((0, 1)).cpu()
+        self.tokens += k.shape[0] * k.shape[1]
+
+    def result(self) -> LayerStatistics:
+        count = self.tokens
+        return LayerStatistics(
+            moment=self.moment / count,
+            gradient=None if self.gradient is None else self.gradient / count,
+            query_norm=self.query_norm / count,
+            key_norm=self.key_norm / count,
+            tokens=count,
+        )
+
+
+@dataclass
+class LagStatistics:
+    """How rotation matters to each component of a key basis, over the lags that attention really uses.
+
+    With p the attention of head h, ``energy = Σ p |q'|² |k'|²`` and ``turned = Σ p |q'|² |k'|² exp(iθ(n-m))``. The
+    constant that best replaces the rotation is ``turned / energy``; what it leaves is ``energy - |turned|²/energy``.
+    """
+
+    turned: Tensor  # complex128 [P, H]
+    energy: Tensor  # float64 [P, H]
+
+    def constant(self) -> Tensor:
+        """Best complex constant per component and head, [P, H]."""
+        return self.turned / self.energy.clamp_min(torch.finfo(torch.float64).tiny)
+
+    def cost(self) -> Tensor:
+        """Squared score error of taking the rotation from a component, summed over heads, [P]."""
+        return (self.energy * (1 - self.constant().abs().square()).clamp_min(0)).sum(-1)
+
+
+def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, sequences: int) -> LagStatistics:
+    """Accumulates :class:`LagStatistics` over the first ``sequences`` of attention inputs [N, T, D].
+
+    One sequence at a time: its attention weights are [H, T, T].
+    """
+    device, dtype = anatomy.k.device, anatomy.k.dtype
+    complex_dtype = dtype.to_complex()
+    key, query = basis.key.to(device, complex_dtype), basis.query.to(device, complex_dtype)
+    turned = torch.zeros(basis.components, anatomy.heads, dtype=torch.complex128)
+    energy = torch.zeros(basis.components, anatomy.heads, dtype=torch.float64)
+    frequencies = anatomy.inv_freq[basis.frequency]
+    group_of = torch.arange(anatomy.heads) // (anatomy.heads // anatomy.kv_heads)
+    for sequence in inputs[:sequences]:
+        x = sequence[None].to(device, dtype)
+        projection = anatomy.project(x)
+        weights = attention_weights(anatomy, projection)[0]  # [H, T, T]
+        k = to_complex(projection.k[0])
+        if projection.key_gain is not None:
+            weights = weights * projection.key_gain[0].square().T[group_of][:, None]
+        phase = phases(frequencies, torch.arange(x.shape[1], device=device), dtype)  # [T, P]
+        key_energy = torch.einsum("pgl,tgl->tp", key, k).abs().square()
+        key_turned = key_energy * phase
+        for head in range(anatomy.heads):
+            q = to_complex(projection.q[0, :, head])
+            query_energy = (q @ query[:, group_of[head]].T).abs().square()  # [T, P]
+            seen = weights[head]
+            energy[:, head] += (query_energy * (seen @ key_energy)).double().sum(0).cpu()
+            mixed = torch.complex(seen @ key_turned.real, seen @ key_turned.imag)
+            turned[:, head] += (query_energy * phase.conj() * mixed).sum(0).to(torch.complex128).cpu()
+    return LagStatistics(turned, energy)
+
+
+def _gram(rows: Tensor) -> Tensor:
+    return (rows.mT @ rows).double().cpu()

@@ -1,0 +1,117 @@
+"""The two sweeps of calibration over a streamed model: forward to the loss, backward for its gradients.
+
+The forward sweep stores what enters each layer (one file a layer, in a temporary folder); the backward sweep reloads
+one layer after the other from last to first, recomputes it with gradients and hands its statistics out. Memory holds
+one layer and the activations at one boundary.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from surgery.anatomy import AttentionAnatomy
+from surgery.attention import CapturedAttention
+from surgery.calibration.statistics import LayerStatistics, MomentAccumulator
+from surgery.layer_stream import LayerStream
+
+
+class BoundaryStore:
+    """Hidden states at layer boundaries, one file each; a context manager that removes them at its end.
+
+    The folder is made where ``TMPDIR`` says; it grows to tokens x hidden size x (layers + 1) numbers.
+    """
+
+    def __init__(self):
+        self._folder = tempfile.TemporaryDirectory(prefix="surgery-boundaries-")
+
+    def __enter__(self) -> BoundaryStore:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self._folder.cleanup()
+
+    def _path(self, index: int) -> Path:
+        return Path(self._folder.name) / f"{index:05d}.safetensors"
+
+    def save(self, index: int, hidden: Tensor) -> None:
+        save_file({"hidden": hidden.cpu().contiguous()}, self._path(index))
+
+    def load(self, index: int) -> Tensor:
+        return load_file(self._path(index))["hidden"]
+
+
+@dataclass
+class SweptLayer:
+    """One layer as the backward sweep passes it."""
+
+    index: int
+    anatomy: AttentionAnatomy
+    statistics: LayerStatistics
+    inputs: Tensor  # what entered its attention (after the layer's norm), [N, T, D]
+
+
+def forward_sweep(
+    stream: LayerStream, tokens: Tensor, store: BoundaryStore, batch_size: int, progress: Callable[[], None]
+) -> Tensor:
+    """Runs tokens [N, T] through all layers, storing what enters each; returns the last layer's output."""
+    hidden = stream.embed(tokens)
+    for index in range(stream.num_layers):
+        store.save(index, hidden)
+        with stream.layer(index) as layer:
+            hidden = stream.run_layer(layer, hidden, batch_size)
+        progress()
+    return hidden
+
+
+def backward_sweep(
+    stream: LayerStream,
+    anatomy_of: Callable[[int], AttentionAnatomy],
+    store: BoundaryStore,
+    final: Tensor,
+    batch_size: int,
+    *,
+    gradients: bool = True,
+    seed: int = 0,
+    progress: Callable[[], None] = lambda: None,
+) -> Iterator[SweptLayer]:
+    """Yields every layer's statistics, from last to first.
+
+    Args:
+        anatomy_of: the anatomy of a layer, in any dtype.
+        final: the forward sweep's result [N, T, D].
+        gradients: take gradients of the loss (labels drawn from the model itself, ``seed``); without, the sweep
+            recomputes activations only.
+    """
+    upstream = None
+    if gradients:
+        generator = torch.Generator().manual_seed(seed)
+        upstream = torch.empty_like(final)
+        for start in range(0, len(final), batch_size):
+            rows = slice(start, start + batch_size)
+            upstream[rows] = stream.sampled_loss_gradient(final[rows], generator).to(upstream)
+    for index in reversed(range(stream.num_layers)):
+        anatomy = anatomy_of(index).to(stream.device, stream.dtype)
+        hidden = store.load(index)
+        moments = MomentAccumulator(anatomy, gradients=gradients)
+        inputs = []
+        with stream.layer(index) as layer:
+            for start in range(0, len(hidden), batch_size):
+                rows = slice(start, start + batch_size)
+                captured = CapturedAttention(anatomy, gradients=gradients)
+                leaf = hidden[rows].to(stream.device, stream.dtype).requires_grad_(gradients)
+                with torch.set_grad_enabled(gradients):
+                    out = layer(leaf, captured)
+                if gradients:
+                    out.backward(upstream[rows].to(out))
+                    upstream[rows] = leaf.grad.to(upstream)
+                moments.add(captured.projection)
+                inputs.append(captured.inputs.cpu())
+        progress()
+        yield SweptLayer(index, anatomy, moments.result(), torch.cat(inputs))

@@ -1,0 +1,232 @@
+"""Where calibration and training text comes from: one source name in, documents out, one at a time.
+
+A source is "builtin", a local file, or the name of a dataset on the Hugging Face Hub. Nothing is ever downloaded
+without a line on standard error that says what.
+"""
+
+import json
+import os
+import random
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from surgery.errors import SurgeryError
+
+BUILTIN = "builtin"
+SELF = "self"
+
+# Shipped as the held-out text that conversions are measured on: calibrating on it would be cheating.
+HELD_OUT_MODULES = frozenset(
+    {
+        "selectors.py",
+        "keyword.py",
+        "concurrent/futures/process.py",
+        "multiprocessing/managers.py",
+        "tkinter/messagebox.py",
+        "_pyrepl/historical_reader.py",
+        "encodings/charmap.py",
+        "encodings/cp1250.py",
+    }
+)
+# Tests are repetitive, and what is installed besides the library differs from machine to machine.
+SKIPPED_FOLDERS = frozenset({"test", "tests", "idlelib", "site-packages", "lib2to3"})
+MODULE_BYTES = range(801, 300_000)
+"""Sizes of modules that are read: smaller ones are mostly imports, larger ones mostly tables."""
+
+TEXT_PIECE = 32_768
+"""Characters after which a plain text file is cut, at the next line end, into another document."""
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+DATASET = re.compile(r"(?P<name>[^:]+)(:(?P<config>[^:]*))?(:(?P<split>[^:]*))?")
+
+
+def load_text(source: str, *, documents: int | None = None, seed: int = 0, text_field: str = "text") -> list[str]:
+    """The first `documents` (default: all) documents of a source as a list; see `iter_documents`."""
+    if documents is not None and documents < 1:
+        raise SurgeryError(f"{documents} documents: at least 1 is needed")
+    return list(islice(iter_documents(source, seed=seed, text_field=text_field), documents))
+
+
+def iter_documents(source: str, *, seed: int = 0, text_field: str = "text") -> Iterator[str]:
+    """Yields the documents of a text source, lazily, in an order that is the same every time. Empty ones are left out.
+
+    Args:
+        source: one of
+            - "builtin": the Python source of the running interpreter's standard library, a module a document;
+            - a `.txt` file, UTF-8, cut at line ends into documents of about 32k characters, since a book in one piece
+              could not be divided into calibration and held-out text;
+            - a `.jsonl` file, an object a line; a `.json` file, a list of strings or objects; a `.parquet` file;
+            - the name of a dataset: `name` or `name:config:split`, either part may be empty; the split is "train"
+              unless given. It is streamed through the `datasets` library. A local dataset folder is named by its path
+              and a split, `path::train`.
+        seed: shuffles the modules of "builtin"; files and datasets keep their own order.
+        text_field: the field or column with the text in json, jsonl, parquet and datasets.
+
+    Raises:
+        SurgeryError: there is no such source, it cannot be read, or it has no such field. Some of these show only once
+            documents are taken.
+    """
+    path = Path(source).expanduser()
+    if not source:
+        raise SurgeryError(f"no text source given: name a file or a dataset, or {BUILTIN!r}")
+    if source == BUILTIN:
+        documents = _standard_library(seed)
+    elif source == SELF:
+        raise SurgeryError('"self" is no text: sample it with surgery.calibration.self_samples.sample_from_model')
+    elif path.is_dir():
+        raise SurgeryError(f"{source} is a folder: name one file in it, or as a dataset folder {source}::train")
+    elif path.exists():
+        documents = _file(path, text_field)
+    else:
+        documents = _dataset(source, text_field)
+    return (text for text in documents if text.strip())
+
+
+def _standard_library(seed: int) -> Iterator[str]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    modules = _modules(root)
+    if not modules:
+        raise SurgeryError(f"the standard library's source is not at {root}: give a text file instead of {BUILTIN!r}")
+    random.Random(seed).shuffle(modules)
+    return _read_modules(modules)
+
+
+def _modules(root: Path) -> list[Path]:
+    """The library's modules in the order of their names, without those that no calibration text may hold."""
+    found = []
+    for folder, subfolders, files in os.walk(root):
+        # Pruned here, so that a large site-packages is not walked at all.
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return [
+        path
+        for path in sorted(found)
+        if path.relative_to(root).as_posix() not in HELD_OUT_MODULES and path.stat().st_size in MODULE_BYTES
+    ]
+
+
+def _read_modules(modules: list[Path]) -> Iterator[str]:
+    for path in modules:
+        try:
+            yield path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # a few modules declare another encoding; the rest is text enough
+            continue
+
+
+def _file(path: Path, text_field: str) -> Iterator[str]:
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise SurgeryError(f"cannot read text from {path}: known are {', '.join(READERS)}")
+    return reader(path, text_field)
+
+
+def _txt(path: Path, _text_field: str) -> Iterator[str]:
+    piece: list[str] = []
+    size = 0
+    for line in _lines(path):
+        piece.append(line)
+        size += len(line)
+        if size >= TEXT_PIECE:
+            yield "".join(piece)
+            piece, size = [], 0
+    yield "".join(piece)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Lines of a file with their ends; a line without end, as in minified text, comes in parts of a document's size."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            while line := file.readline(TEXT_PIECE):
+                yield line
+    except UnicodeDecodeError as error:
+        raise SurgeryError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def _jsonl(path: Path, text_field: str) -> Iterator[str]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield _field(_parse(line, where), text_field, where)
+
+
+def _json(path: Path, text_field: str) -> Iterator[str]:
+    items = _parse(path.read_bytes(), str(path))
+    if not isinstance(items, list):
+        raise SurgeryError(f"{path} holds a {type(items).__name__}, not a list of documents")
+    for index, item in enumerate(items):
+        yield item if isinstance(item, str) else _field(item, text_field, f"{path}, item {index}")
+
+
+def _parse(data: bytes, where: str) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:  # bad JSON and bad UTF-8 alike
+        raise SurgeryError(f"{where} is not valid JSON: {error}") from error
+
+
+def _parquet(path: Path, text_field: str) -> Iterator[str]:
+    import pyarrow.parquet as pq  # a tenth of a second that other sources need not pay
+    from pyarrow import ArrowInvalid
+
+    try:
+        file = pq.ParquetFile(path)
+    except ArrowInvalid as error:
+        raise SurgeryError(f"{path} is not a parquet file: {error}") from error
+    with file:
+        if text_field not in file.schema_arrow.names:
+            raise SurgeryError(f"{path} has no column {text_field!r}, only {', '.join(file.schema_arrow.names)}")
+        for batch in file.iter_batches(batch_size=256, columns=[text_field]):
+            for row in batch.to_pylist():
+                yield _field(row, text_field, str(path))
+
+
+READERS = {".txt": _txt, ".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
+
+
+def _dataset(source: str, text_field: str) -> Iterator[str]:
+    parts = DATASET.fullmatch(source)
+    name = parts["name"] if parts else ""
+    # What looks like a file is not asked for on the network: it is far more often a typing error than a dataset.
+    on_hub = HUB_NAME.fullmatch(name) and Path(source).suffix.lower() not in READERS
+    if parts is None or not (on_hub or Path(name).expanduser().is_dir()):
+        raise SurgeryError(
+            f"no such text: looked for {BUILTIN!r} and for a file {source!r}, and no dataset has such a name"
+        )
+    return _stream_dataset(source, name, parts["config"] or None, parts["split"] or "train", text_field)
+
+
+def _stream_dataset(source: str, name: str, config: str | None, split: str, text_field: str) -> Iterator[str]:
+    missing = f"no such text: looked for {BUILTIN!r}, a file {source!r} and a dataset {name!r}"
+    try:
+        import datasets
+    except ImportError as error:
+        raise SurgeryError(f"{missing}, but `datasets` is not installed: pip install datasets") from error
+    chosen = f"{name}, {f'config {config}, ' if config else ''}split {split}"
+    is_folder = Path(name).expanduser().is_dir()
+    name, origin = (str(Path(name).expanduser()), "local folder") if is_folder else (name, "Hugging Face Hub")
+    print(f"surgery: streaming the dataset {chosen}, from the {origin}", file=sys.stderr)
+    try:
+        for number, row in enumerate(datasets.load_dataset(name, config, split=split, streaming=True)):
+            yield _field(row, text_field, f"dataset {chosen}, row {number}")
+    except SurgeryError:
+        raise
+    except Exception as error:  # datasets raises anything from its own errors to those of HTTP and file libraries
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SurgeryError(f"{missing}, which could not be read (split {split}): {reason}") from error
+
+
+def _field(item: Any, text_field: str, where: str) -> str:
+    """The text of one record; a null one is an empty document."""
+    if not isinstance(item, dict) or text_field not in item:
+        has = f"only {', '.join(map(str, item))}" if isinstance(item, dict) else f"but is a {type(item).__name__}"
+        raise SurgeryError(f"{where} has no field {text_field!r}, {has}: name the field that holds the text")
+    text = item[text_field]
+    if text is not None and not isinstance(text, str):
+        raise SurgeryError(f"{where}: field {text_field!r} is a {type(text).__name__}, not text")
+    return text or ""

@@ -1,0 +1,128 @@
+"""Files and sizes: whole reads and writes, flushing, and disk errors as one line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from surgery.errors import SurgeryError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of ``5GB``, ``500 MB`` (decimal), ``5GiB``, ``500MiB`` (binary) or a plain number.
+
+    Raises:
+        SurgeryError: it is none of these, or not positive.
+    """
+    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", str(size))
+    try:
+        count = int(Decimal(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    except (KeyError, InvalidOperation):
+        count = 0
+    if count <= 0:
+        raise SurgeryError(f"{size!r} is not a size; write it like 5GB, 500MB, 2GiB or a number of bytes")
+    return count
+
+
+def format_size(count: int) -> str:
+    """A number of bytes for people, in decimal units: ``16.1 GB``."""
+    for unit in ("GB", "MB", "KB"):
+        if count >= _UNITS[unit]:
+            return f"{count / _UNITS[unit]:.1f} {unit}"
+    return f"{count} bytes"
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns an OSError of the block, which is busy with ``path``, into one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SurgeryError(f"{path}: no space left on the disk; free some or choose another --out") from error
+        raise SurgeryError(f"{error.filename or path}: {error.strerror or error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        SurgeryError: the file cannot be read, is not JSON, or holds something other than an object.
+    """
+    with disk_errors(path):
+        content = path.read_bytes()
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise SurgeryError(f"{path}: not valid JSON ({error}); repair it or download it again") from error
+    if not isinstance(value, dict):
+        raise SurgeryError(
+            f"{path}: holds a JSON {type(value).__name__}, not an object; repair it or download it again"
+        )
+    return value
+
+
+def read_exactly(file: BinaryIO, view: memoryview) -> bool:
+    """Fills ``view`` from an unbuffered file; false where the file ends first."""
+    # The system gives at most 2 GiB a call.
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            return False
+        view = view[count:]
+    return True
+
+
+def write_at(path: Path, offset: int, view: memoryview) -> None:
+    """Writes all of ``view`` into an existing file at ``offset`` bytes."""
+    with open(path, "r+b", buffering=0) as file:
+        file.seek(offset)
+        while len(view):
+            view = view[os.write(file.fileno(), view) :]
+
+
+def sync_tree(folder: Path) -> None:
+    """Flushes every file and folder below ``folder``, and itself, to the disk."""
+    for root, _, files in os.walk(folder):
+        for file in files:
+            with open(Path(root, file), "r+b") as handle:
+                os.fsync(handle.fileno())
+        sync_folder(Path(root))
+
+
+def sync_folder(folder: Path) -> None:
+    """Flushes a folder's own entries, so that new names in it survive a power cut."""
+    if os.name == "nt":  # Windows cannot open a folder.
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def tree_bytes(folder: Path) -> int:
+    """Bytes the files below ``folder`` occupy on the disk; holes that were never written count nothing."""
+    total = 0
+    for root, _, files in os.walk(folder):
+        for file in files:
+            status = os.lstat(os.path.join(root, file))
+            total += getattr(status, "st_blocks", status.st_size // 512) * 512
+    return total
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes free on the disk that holds ``path``, or will hold it once it exists."""
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    return shutil.disk_usage(existing).free

@@ -1,0 +1,63 @@
+"""Checkpoints from the Hugging Face hub, as local folders."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from surgery.errors import SurgeryError
+
+_FILES = [
+    "*.json",
+    "*.safetensors",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+    "*.py",
+    "*.md",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+]
+_PICKLES = ["pytorch_model*.bin"]
+# Second copies of the weights: Mistral's own format, exports in subfolders.
+_UNWANTED = ["consolidated*", "*/*.safetensors", "*/*.bin"]
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether ``source`` reads like ``org/name``."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source) is not None
+
+
+def download(repo: str, *, revision: str | None, allow_pickle: bool) -> Path:
+    """Downloads a checkpoint's weights, configs, tokenizer and code into the hub's cache and gives its folder.
+
+    Raises:
+        SurgeryError: it does not exist, may not be read, or the network fails.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=_FILES, ignore_patterns=_UNWANTED))
+        if allow_pickle and not any(folder.glob("*.safetensors")):
+            wanted = _FILES + _PICKLES
+            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED))
+    except Exception as error:  # the hub's own errors, those of its HTTP library, the disk's
+        raise SurgeryError(f"{repo}: no such folder, and from the hub: {_reason(error, revision)}") from error
+    return folder
+
+
+def _reason(error: Exception, revision: str | None) -> str:
+    from huggingface_hub import errors
+
+    # The gated error is a kind of the not-found error.
+    if isinstance(error, errors.GatedRepoError):
+        return "access is gated; accept its terms on huggingface.co and run `hf auth login`"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "no such model, or a private one; check the name or run `hf auth login`"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"no revision {revision!r}; check --revision"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return "not reachable and not in the cache; check the path or the network"
+    detail = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {detail}" if detail else type(error).__name__

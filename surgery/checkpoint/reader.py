@@ -1,0 +1,202 @@
+"""Reads a checkpoint tensor by tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.checkpoint.disk import disk_errors, read_json
+from surgery.checkpoint.hub import download, is_hub_id
+from surgery.checkpoint.layout import CONFIG, check_index, find_sidecars, find_weights
+from surgery.checkpoint.stores import PickleStore, SafetensorsStore, Store
+from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes, describe
+from surgery.errors import SurgeryError
+
+
+class CheckpointReader:
+    """A checkpoint's config, tensors and sidecar files; made by `open`, which finds every fault of the files.
+
+    Each call holds no more than the tensor it returns, and no safetensors file stays open or mapped after it. Of
+    pickled weights the last shard read stays mapped.
+
+    Attributes:
+        path: the local folder.
+        config: config.json, parsed.
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any], store: Store, sidecars: list[Path]):
+        self.path = path
+        self.config = config
+        self._store = store
+        self._sidecars = sidecars
+
+    @classmethod
+    def open(cls, source: str | Path, *, revision: str | None = None, allow_pickle: bool = False) -> CheckpointReader:
+        """Opens a local folder or, where there is none of that name, a hub model such as ``org/name``.
+
+        Reads the config, the index and the shards' headers, and no weights.
+
+        Args:
+            source: the folder or the hub model's id.
+            revision: the hub's branch, tag or commit.
+            allow_pickle: accept pytorch_model.bin where there is no safetensors file.
+
+        Raises:
+            SurgeryError: there is no such checkpoint, or it is incomplete, damaged or contradictory.
+        """
+        with disk_errors(Path(source)):
+            path = _locate(source, revision, allow_pickle)
+            if not (path / CONFIG).is_file():
+                raise SurgeryError(f"{path}: no config.json; give the folder of a Hugging Face checkpoint")
+            config = read_json(path / CONFIG)
+            weights = find_weights(path, allow_pickle=allow_pickle)
+            store = PickleStore(path, weights.files) if weights.pickled else SafetensorsStore(path, weights.files)
+            check_index(path, weights, store.infos)
+            if not store.infos:
+                raise SurgeryError(f"{path}: its weight files hold no tensors; give a whole checkpoint")
+            return cls(path, config, store, find_sidecars(path))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._store.infos
+
+    def names(self) -> list[str]:
+        """All tensors' names: the shards in the order of their file names, in each its own order."""
+        return list(self._store.infos)
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype, shape, size in bytes and file of a tensor, without loading it.
+
+        Raises:
+            SurgeryError: there is no such tensor.
+        """
+        try:
+            return self._store.infos[name]
+        except KeyError:
+            raise SurgeryError(f"{self.path}: no tensor {name}; check the model family and the weights") from None
+
+    def tensor(self, name: str) -> Tensor:
+        """Loads one tensor onto the CPU in its stored dtype; the caller owns it.
+
+        Raises:
+            SurgeryError: there is no such tensor, or the file cannot be read.
+        """
+        info = self.info(name)
+        out = torch.empty(info.nbytes, dtype=torch.uint8)
+        self._store.read(name, [(0, info.nbytes)], out)
+        return out.view(info.dtype).reshape(info.shape)
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """Loads the tensors of a module by their full names; ``model.layers.1`` leaves out ``model.layers.10``."""
+        module = prefix.rstrip(".") + "." if prefix else ""
+        return {name: self.tensor(name) for name in self.names() if name.startswith(module)}
+
+    def rows(self, name: str, index: Tensor) -> Tensor:
+        """Rows of a matrix [R, C] as [*index.shape, C]; only they are read, each once.
+
+        Args:
+            name: a 2-D tensor.
+            index: int64 row numbers of any shape, in any order, repeated or not.
+
+        Raises:
+            SurgeryError: there is no such matrix, or a row number is out of range.
+        """
+        info = self.info(name)
+        if len(info.shape) != 2:
+            raise SurgeryError(f"{self.path}: {name} is {describe(info)}, not a matrix with rows")
+        wanted, inverse = torch.unique(index.cpu(), return_inverse=True)
+        if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < info.shape[0]:
+            bad = int(wanted[0] if wanted[0] < 0 else wanted[-1])
+            raise SurgeryError(
+                f"{self.path}: row {bad} of {name}, which has {info.shape[0]} rows; does the tokenizer match the model?"
+            )
+        row_bytes = info.shape[1] * info.dtype.itemsize
+        ranges = [(start * row_bytes, stop * row_bytes) for start, stop in _runs(wanted)]
+        found = torch.empty(len(wanted), row_bytes, dtype=torch.uint8)
+        self._store.read(name, ranges, found.reshape(-1))
+        # Gathered as bytes, which every release of torch can index, unlike the rarer dtypes.
+        rows = found if index.ndim == 1 and torch.equal(wanted, index.cpu()) else found[inverse.reshape(-1)]
+        return rows.view(info.dtype).reshape(*index.shape, info.shape[1])
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """The values of a tensor in order, flat, in pieces of at most 16 MiB.
+
+        The pieces share their memory: each is good until the next one is asked for.
+
+        Raises:
+            SurgeryError: there is no such tensor, or the file cannot be read.
+        """
+        info = self.info(name)
+        # One buffer for all: allocations of this size, freed and made again by several threads, pile up in malloc.
+        buffer = torch.empty(min(CHUNK_BYTES, info.nbytes), dtype=torch.uint8)
+        for start in range(0, info.nbytes, CHUNK_BYTES):
+            piece = buffer[: info.nbytes - start]
+            self._store.read(name, [(start, start + len(piece))], piece)
+            yield piece.view(info.dtype)
+
+    def sidecars(self) -> list[Path]:
+        """Full paths of the files that belong to the checkpoint beside weights, weight index and config.json.
+
+        Tokenizer, chat template, generation config, remote code, README.md, a report of ours, subfolders' files;
+        hidden files and weights of other formats are left out.
+        """
+        return list(self._sidecars)
+
+    def fingerprint(self, progress: Callable[[int], None] | None = None) -> str:
+        """SHA-256, in hex, over the config and every tensor's name, dtype, shape and bytes.
+
+        The same for the same content however it is split into shards.
+
+        Args:
+            progress: called after each tensor with the number of its bytes, from the calling thread.
+
+        Raises:
+            SurgeryError: a file cannot be read.
+        """
+        names = self.names()
+        with ThreadPoolExecutor(self._store.max_readers) as pool:
+            digests = {}
+            for name, digest in zip(names, pool.map(self._digest, names), strict=True):
+                digests[name] = digest
+                if progress:
+                    progress(self.info(name).nbytes)
+        whole = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for name in sorted(names):
+            whole.update(f"\n{json.dumps(name)} {describe(self.info(name))} {digests[name]}".encode())
+        return whole.hexdigest()
+
+    def _digest(self, name: str) -> str:
+        digest = hashlib.sha256()
+        for piece in self.chunks(name):
+            digest.update(as_bytes(piece).numpy())
+        return digest.hexdigest()
+
+
+def _locate(source: str | Path, revision: str | None, allow_pickle: bool) -> Path:
+    """The local folder of a checkpoint, downloaded first where it is a hub model."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise SurgeryError(f"{path}: is a local folder, which has no revision {revision!r}; drop --revision")
+        return path
+    if path.exists():
+        raise SurgeryError(f"{path}: is a file; give the folder of the checkpoint")
+    if is_hub_id(str(source)):
+        return download(str(source), revision=revision, allow_pickle=allow_pickle)
+    raise SurgeryError(f"{path}: no such folder; give a checkpoint's folder or a hub id such as org/name")
+
+
+def _runs(rows: Tensor) -> list[tuple[int, int]]:
+    """Ascending row numbers as ranges [start, stop) of neighbours: 1 2 3 7 gives (1, 4), (7, 8)."""
+    if not len(rows):
+        return []
+    breaks = (rows.diff() != 1).nonzero().flatten() + 1
+    starts = [0, *breaks.tolist()]
+    stops = [*breaks.tolist(), len(rows)]
+    return [(int(rows[start]), int(rows[stop - 1]) + 1) for start, stop in zip(starts, stops, strict=True)]

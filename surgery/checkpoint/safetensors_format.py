@@ -1,0 +1,112 @@
+"""The header of a safetensors file, read and written.
+
+A file is eight bytes of little-endian header length, a JSON header that gives each tensor's dtype, shape and range of
+bytes, and the tensors' bytes, without holes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.tensors import DTYPE_OF_NAME, NAME_OF_DTYPE, TensorInfo, TensorSpec
+from surgery.errors import SurgeryError
+
+# The safetensors library refuses longer headers.
+MAX_HEADER_BYTES = 100_000_000
+_METADATA = "__metadata__"
+
+
+def read_header(folder: Path, file: str) -> dict[str, tuple[TensorInfo, int]]:
+    """Each tensor of a safetensors file in the header's order, with the offset of its first byte in the file.
+
+    Raises:
+        SurgeryError: the header is no safetensors header, or the file is shorter or longer than it says.
+    """
+    path = folder / file
+    with disk_errors(path), open(path, "rb") as handle:
+        size = path.stat().st_size
+        length_bytes = handle.read(8)
+        if length_bytes == b"version ":
+            raise SurgeryError(f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` in that folder")
+        length = int.from_bytes(length_bytes, "little")
+        if length > MAX_HEADER_BYTES:
+            raise SurgeryError(f"{path}: not a safetensors file (no header at its start); download it again")
+        if size < 8 + length:
+            raise SurgeryError(f"{path}: truncated at {size} bytes, inside its header; download it again")
+        header_bytes = handle.read(length)
+
+    try:
+        header = json.loads(header_bytes, object_pairs_hook=_unique)
+        tensors = {name: _entry(name, entry, file) for name, entry in header.items() if name != _METADATA}
+        end = _end_of_data([(start, info.nbytes) for info, start in tensors.values()])
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise SurgeryError(f"{path}: damaged safetensors header ({error}); download it again") from error
+
+    data_start = 8 + length
+    if size != data_start + end:
+        fault = "truncated" if size < data_start + end else "too long"
+        raise SurgeryError(f"{path}: {fault}: {size} bytes where its header says {data_start + end}; download it again")
+    return {name: (info, data_start + start) for name, (info, start) in tensors.items()}
+
+
+def encode_header(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a file that holds ``tensors`` one after the other, and each tensor's offset in the file.
+
+    Raises:
+        SurgeryError: the header is longer than readers accept.
+    """
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    end = 0
+    for name, spec in tensors.items():
+        start, end = end, end + spec.nbytes
+        header[name] = {
+            "dtype": NAME_OF_DTYPE[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # so that the data starts aligned
+    if len(text) > MAX_HEADER_BYTES:
+        raise SurgeryError(f"a shard of {len(tensors)} tensors has too long a header; choose a smaller max_shard_size")
+    data_start = 8 + len(text)
+    offsets = {name: data_start + header[name]["data_offsets"][0] for name in tensors}
+    return len(text).to_bytes(8, "little") + text, offsets
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys may not repeat: json alone would keep the last of two tensors silently."""
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in it twice")
+    return entries
+
+
+def _entry(name: str, entry: Any, file: str) -> tuple[TensorInfo, int]:
+    """One header entry as an info and the offset of its first byte in the data; ValueError where it makes no sense."""
+    dtype = DTYPE_OF_NAME.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(f"{name} has dtype {entry['dtype']}, which is not supported")
+    shape, (start, stop) = entry["shape"], entry["data_offsets"]
+    # JSON's true would pass for 1 under isinstance.
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+        raise ValueError(f"{name} has shape {shape} at {[start, stop]}")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if stop - start != nbytes:
+        raise ValueError(f"{name} of shape {shape} needs {nbytes} bytes and is given {stop - start}")
+    return TensorInfo(dtype, tuple(shape), nbytes, file), start
+
+
+def _end_of_data(ranges: list[tuple[int, int]]) -> int:
+    """Where the last tensor ends; ValueError where (start, length) ranges overlap or leave holes."""
+    end = 0
+    for start, length in sorted(ranges):
+        if start != end:
+            raise ValueError(f"the tensors overlap or leave a hole at byte {min(start, end)}")
+        end = start + length
+    return end

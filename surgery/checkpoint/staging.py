@@ -1,0 +1,203 @@
+"""An output folder that appears whole or not at all.
+
+Everything is written to ``<out>.partial`` and renamed at the end. A marker file in it says that it is ours to remove,
+and carries a lock that says whether a process is still at work in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import TextIO
+
+from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, sync_folder, sync_tree, tree_bytes
+from surgery.checkpoint.layout import CONFIG
+from surgery.errors import SurgeryError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+MARKER = ".surgery-partial"
+# For what is not planned to the byte: tokenizer, report, plots.
+_SPARE_BYTES = 64 * 10**6
+
+
+def check_output(source: Path, out: Path) -> None:
+    """Refuses an output that would destroy the checkpoint it is made from.
+
+    Raises:
+        SurgeryError: ``out`` (or the ``.partial`` folder beside it) is the source, lies inside it or contains it.
+    """
+    source, out = Path(source).resolve(), Path(out).resolve()
+    for folder in (out, _partial_of(out)):
+        if folder == source:
+            raise SurgeryError(f"{out}: the output would replace its own source; choose another --out")
+        if source in folder.parents:
+            raise SurgeryError(f"{out}: the output lies inside its source {source}; choose another --out")
+        if folder in source.parents:
+            raise SurgeryError(f"{out}: the output contains its source {source}; choose another --out")
+
+
+class Staging:
+    """The folder ``partial`` on its way to becoming ``out``.
+
+    The constructor refuses what cannot end well and changes nothing; `create`, then `commit` or `discard`.
+
+    Raises:
+        SurgeryError: ``out`` exists and may not be replaced, or ``out.partial`` is not ours.
+    """
+
+    def __init__(self, out: Path, *, overwrite: bool):
+        # Resolved, so that a link to a folder has its target replaced, on the target's disk.
+        self.out = Path(out).expanduser().resolve()
+        if not self.out.name:
+            raise SurgeryError(f"{out}: cannot be an output folder; choose another --out")
+        self.partial = _partial_of(self.out)
+        self._overwrite = overwrite
+        self._lock: TextIO | None = None
+        self._created = False
+        self._made_parents: list[Path] = []
+        with disk_errors(self.out):
+            self._check_out()
+            self._check_leftover()
+
+    def check_space(self, needed: int) -> None:
+        """Raises SurgeryError where the disk has no room for ``needed`` bytes and some to spare."""
+        with disk_errors(self.out):
+            # A leftover goes before anything is written.
+            free = free_bytes(self.out.parent) + tree_bytes(self.partial)
+        if needed + _SPARE_BYTES > free:
+            raise SurgeryError(
+                f"{self.out}: needs {format_size(needed + _SPARE_BYTES)}, the disk has {format_size(free)} free;"
+                " free some or choose another --out"
+            )
+
+    def create(self) -> None:
+        """Makes the empty partial folder, in place of a leftover, and missing parents."""
+        try:
+            with disk_errors(self.partial):
+                self._check_leftover()
+                _remove_partial(self.partial)
+                for parent in reversed([p for p in self.partial.parents if not p.exists()]):
+                    parent.mkdir()
+                    self._made_parents.insert(0, parent)
+                self.partial.mkdir()
+                self._created = True
+                self._lock = open(self.partial / MARKER, "w")  # noqa: SIM115 held until commit or discard
+                _try_lock(self._lock)
+        except BaseException:
+            self.discard()
+            raise
+
+    def sync(self) -> None:
+        """Flushes the partial folder to the disk."""
+        with disk_errors(self.partial):
+            sync_tree(self.partial)
+
+    def commit(self) -> None:
+        """Flushes the partial folder to the disk and renames it to ``out``; an old output goes only then."""
+        with disk_errors(self.out):
+            self._check_out()  # again: the conversion may have taken hours
+            self.sync()  # again: files may have been added
+            (self.partial / MARKER).unlink()
+            self._unlock()
+            if self.out.exists():
+                self._replace()
+            else:
+                os.rename(self.partial, self.out)
+            self._created = False
+            sync_folder(self.out.parent)
+
+    def discard(self) -> None:
+        """Removes what `create` made and nothing else, also after an interruption half-way; nothing after a commit."""
+        self._unlock()
+        # Errors are not worth hiding the one that led here: the marker lets the next run clear the rest.
+        with contextlib.suppress(OSError):
+            if self._created:
+                _remove_partial(self.partial)
+            for parent in self._made_parents:
+                parent.rmdir()  # refused, as it should be, once others put something in
+
+    def _check_out(self) -> None:
+        if not os.path.lexists(self.out):
+            return
+        if not self.out.is_dir():
+            raise SurgeryError(f"{self.out}: is a file; choose another --out")
+        if not self._overwrite:
+            raise SurgeryError(f"{self.out}: exists already; pass --overwrite or choose another --out")
+        if not (self.out / CONFIG).is_file() and any(self.out.iterdir()):
+            raise SurgeryError(
+                f"{self.out}: holds other files than a checkpoint; it is not overwritten, choose another --out"
+            )
+
+    def _check_leftover(self) -> None:
+        """Refuses a partial folder that somebody else made or is still writing."""
+        if not os.path.lexists(self.partial):
+            return
+        if self.partial.is_symlink() or not self.partial.is_dir():
+            raise SurgeryError(f"{self.partial}: is in the way and not ours; remove it or choose another --out")
+        marker = self.partial / MARKER
+        if not marker.is_file():
+            # A run killed between making the folder and its marker leaves an empty one.
+            if any(self.partial.iterdir()):
+                raise SurgeryError(f"{self.partial}: is in the way and not ours; remove it or choose another --out")
+            return
+        with open(marker) as handle:
+            if not _try_lock(handle):
+                raise SurgeryError(
+                    f"{self.partial}: another surgery is writing it; wait for it or choose another --out"
+                )
+
+    def _replace(self) -> None:
+        """Swaps the old output for the new one; the old one is back where it was if that fails."""
+        old = self.out.with_name(f"{self.out.name}.replaced-{os.getpid()}")
+        os.rename(self.out, old)
+        try:
+            os.rename(self.partial, self.out)
+        except BaseException:
+            if not self.out.exists():
+                os.rename(old, self.out)
+            raise
+        try:
+            shutil.rmtree(old)
+        except OSError as error:
+            # The new output is good, so this is no failure of the run.
+            warnings.warn(f"{old}: the replaced output could not be removed ({error}); remove it", stacklevel=2)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _partial_of(out: Path) -> Path:
+    return out.with_name(out.name + ".partial") if out.name else out
+
+
+def _remove_partial(partial: Path) -> None:
+    """Removes a partial folder, its marker last, so that an interrupted removal still leaves it marked."""
+    if not partial.is_dir():
+        return
+    for path in partial.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MARKER:
+            path.unlink()
+    shutil.rmtree(partial)
+
+
+def _try_lock(handle: TextIO) -> bool:
+    """Locks the marker for as long as ``handle`` is open; false where another process holds it."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # some network disks have no locks
+            return True
+    return True

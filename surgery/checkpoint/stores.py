@@ -1,0 +1,114 @@
+"""Where tensors' bytes come from: safetensors files or, when asked for, pickled state dicts.
+
+A store has ``infos``, every tensor by name in the files' order, and ``read``, which copies ranges of a tensor's bytes.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from surgery.checkpoint.disk import disk_errors, read_exactly
+from surgery.checkpoint.safetensors_format import read_header
+from surgery.checkpoint.tensors import NAME_OF_DTYPE, TensorInfo, as_bytes, describe
+from surgery.errors import SurgeryError
+
+ByteRanges = Sequence[tuple[int, int]]
+
+
+class Store(Protocol):
+    """Tensors by name, and their bytes; ``max_readers`` is how many threads may usefully read at once."""
+
+    max_readers: int
+    infos: dict[str, TensorInfo]
+
+    def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
+        """Fills ``out``, uint8, with the bytes [start, stop) of a tensor for each of ``ranges``, in turn."""
+        ...
+
+
+class SafetensorsStore:
+    """Reads plainly from files. Memory maps would stay resident, and a conversion would grow to the model's size."""
+
+    max_readers = 4  # each hashes about as fast as a disk reads
+
+    def __init__(self, folder: Path, files: Sequence[str]):
+        self._folder = folder
+        self._offsets: dict[str, int] = {}
+        self.infos: dict[str, TensorInfo] = {}
+        for file in files:
+            for name, (info, offset) in read_header(folder, file).items():
+                _add(self.infos, name, info, folder)
+                self._offsets[name] = offset
+
+    def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
+        path = self._folder / self.infos[name].file
+        view = memoryview(out.numpy())
+        with disk_errors(path), open(path, "rb", buffering=0) as file:
+            for start, stop in ranges:
+                file.seek(self._offsets[name] + start)
+                if not read_exactly(file, view[: stop - start]):
+                    raise SurgeryError(f"{path}: became shorter while it was read ({name}); start again")
+                view = view[stop - start :]
+
+
+class PickleStore:
+    """Reads ``torch.save`` files with ``weights_only``, one shard in (mapped) memory at a time."""
+
+    max_readers = 1  # several could need several shards at once
+
+    def __init__(self, folder: Path, files: Sequence[str]):
+        self._folder = folder
+        self._loaded: tuple[str, dict[str, Tensor]] = ("", {})
+        self.infos: dict[str, TensorInfo] = {}
+        for file in files:
+            for name, tensor in self._shard(file).items():
+                info = TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.numel() * tensor.dtype.itemsize, file)
+                _add(self.infos, name, info, folder)
+
+    def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
+        flat = as_bytes(self._shard(self.infos[name].file)[name].contiguous())
+        for start, stop in ranges:
+            out[: stop - start] = flat[start:stop]
+            out = out[stop - start :]
+
+    def _shard(self, file: str) -> dict[str, Tensor]:
+        loaded, state = self._loaded
+        if loaded != file:
+            self._loaded = ("", {})  # frees the previous shard before the next one is loaded
+            state = _load_pickle(self._folder / file)
+            self._loaded = (file, state)
+        return state
+
+
+def _load_pickle(path: Path) -> dict[str, Tensor]:
+    """The state dict in a ``torch.save`` file; SurgeryError where it is anything else."""
+    try:
+        # Files of before torch 1.6 are no zip archives and cannot be mapped; they are loaded whole.
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # a damaged or hostile pickle can raise anything
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise SurgeryError(f"{path}: torch.load(weights_only=True) refuses it: {reason}") from error
+    if not isinstance(state, dict):
+        raise SurgeryError(
+            f"{path}: holds a {type(state).__name__}, not a dict of tensors; save its state_dict instead"
+        )
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise SurgeryError(
+                f"{path}: {name!r} is a {type(tensor).__name__}, not a tensor; save the state_dict alone"
+            )
+        if tensor.dtype not in NAME_OF_DTYPE or tensor.layout != torch.strided or tensor.is_meta:
+            raise SurgeryError(f"{path}: {name} ({describe(tensor)}, {tensor.layout}) cannot be stored as safetensors")
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
+def _add(infos: dict[str, TensorInfo], name: str, info: TensorInfo, folder: Path) -> None:
+    if name in infos:
+        raise SurgeryError(f"{folder}: {name} is in both {infos[name].file} and {info.file}; remove the stale file")
+    infos[name] = info

@@ -1,0 +1,39 @@
+"""Checks a written checkpoint against what was meant to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from surgery.checkpoint.reader import CheckpointReader
+from surgery.checkpoint.tensors import Described, all_finite, describe
+from surgery.errors import SurgeryError
+
+_SHOWN = 5
+
+
+def verify_files(path: str | Path, plan: Mapping[str, Described]) -> None:
+    """Reopens a folder and checks that it holds the planned tensors and no others, with finite values.
+
+    Reads every byte of every float tensor; config.json must load.
+
+    Args:
+        path: the folder, ``.partial`` or final.
+        plan: dtype and shape of each tensor.
+
+    Raises:
+        SurgeryError: the folder cannot be opened, or the first few differences.
+    """
+    reader = CheckpointReader.open(Path(path))
+    faults = [f"{name} is missing" for name in plan if name not in reader]
+    for name in reader.names():
+        info = reader.info(name)
+        if name not in plan:
+            faults.append(f"{name} is not in the plan")
+        elif (info.dtype, info.shape) != (plan[name].dtype, tuple(plan[name].shape)):
+            faults.append(f"{name} is {describe(info)} instead of {describe(plan[name])}")
+        elif not all(map(all_finite, reader.chunks(name))):
+            faults.append(f"{name} holds NaN or infinity")
+    if faults:
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise SurgeryError(f"{path}: differs from its plan: {'; '.join(faults[:_SHOWN])}{more}")

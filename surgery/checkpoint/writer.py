@@ -1,0 +1,226 @@
+"""Writes a checkpoint tensor by tensor, in any order, to a plan that is known beforehand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from surgery.checkpoint.disk import disk_errors, parse_size, write_at
+from surgery.checkpoint.layout import WEIGHTS, WEIGHTS_INDEX
+from surgery.checkpoint.reader import CheckpointReader
+from surgery.checkpoint.safetensors_format import encode_header
+from surgery.checkpoint.staging import MARKER, Staging
+from surgery.checkpoint.tensors import NAME_OF_DTYPE, Described, TensorSpec, all_finite, as_bytes, describe
+from surgery.errors import SurgeryError
+
+
+class CheckpointWriter:
+    """Streams tensors into ``<out>.partial``, which `commit` turns into ``out``; a context manager.
+
+    Leaving the context without a commit, for whatever reason, removes everything that was written.
+
+    Args:
+        out: the folder to make.
+        plan: dtype and shape of every tensor; its order is the order in the files.
+        max_shard_size: bytes of tensors in one file, or ``5GB``, ``500MiB``; a larger tensor gets a file of its own.
+        overwrite: replace ``out`` where it is an older checkpoint or empty.
+        metadata: of each safetensors file; ``{"format": "pt"}``, which transformers asks for, if not given.
+
+    Attributes:
+        out: where the checkpoint will be.
+        partial: where it is until `commit`.
+        plan: the plan.
+
+    Raises:
+        SurgeryError: the plan cannot be stored, ``out`` may not be written, or the disk is too full. The constructor
+            has then written nothing.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        plan: Mapping[str, Described],
+        *,
+        max_shard_size: int | str = "5GB",
+        overwrite: bool = False,
+        metadata: Mapping[str, str] | None = None,
+    ):
+        self.plan = {name: _checked_spec(name, tensor) for name, tensor in plan.items()}
+        if not self.plan:
+            raise SurgeryError(f"{out}: no tensors are planned for it")
+        self._shards = _lay_out(self.plan, parse_size(max_shard_size))
+        self._metadata = {"format": "pt"} if metadata is None else metadata
+        self._staging = Staging(Path(out), overwrite=overwrite)
+        self.out, self.partial = self._staging.out, self._staging.partial
+        self._total_bytes = sum(spec.nbytes for spec in self.plan.values())
+        self._staging.check_space(self._total_bytes)
+        self._places: dict[str, tuple[Path, int]] = {}
+        self._written: set[str] = set()
+        self._open = False
+
+    def __enter__(self) -> CheckpointWriter:
+        self._staging.create()
+        try:
+            self._create_files()
+        except BaseException:
+            self._staging.discard()
+            raise
+        self._open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open = False
+        self._staging.discard()
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Writes a planned tensor, from any device.
+
+        Raises:
+            SurgeryError: it is not in the plan, was written before, has another dtype or shape, holds NaN or infinity,
+                or the disk is full.
+        """
+        self._admit(name, tensor)
+        tensor = tensor.detach().cpu().contiguous()
+        self._put(name, tensor, offset=0)
+        self._written.add(name)
+
+    def copy(self, name: str, reader: CheckpointReader) -> None:
+        """Writes a planned tensor with the bytes it has in another checkpoint.
+
+        Raises:
+            SurgeryError: as `write`, and where the other checkpoint has no such tensor or cannot be read.
+        """
+        self._admit(name, reader.info(name))
+        offset = 0
+        for piece in reader.chunks(name):
+            self._put(name, piece, offset)
+            offset += piece.nbytes
+        self._written.add(name)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Writes a JSON file, indented, such as ``config.json``; an earlier one of that name is replaced."""
+        self.write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Writes a UTF-8 file; ``name`` may have folders, and an earlier file of that name is replaced."""
+        path = self._beside(name)
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8", newline="\n")
+
+    def copy_file(self, source: str | Path, relative: str | Path) -> None:
+        """Copies a file's content, through links, to the path ``relative`` in the output."""
+        path = self._beside(relative)
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, path)
+
+    def finish(self) -> None:
+        """Flushes the weights to the disk, after which ``partial`` can be opened by readers.
+
+        Other files may still be added; `commit` finishes by itself where this was not called.
+
+        Raises:
+            SurgeryError: planned tensors were not written, or the disk is full.
+        """
+        self._require_open()
+        missing = [name for name in self.plan if name not in self._written]
+        if missing:
+            raise SurgeryError(f"{self.out}: {len(missing)} planned tensors were not written, first {missing[0]}")
+        self._staging.sync()
+
+    def commit(self) -> None:
+        """Renames ``partial`` to ``out``; an older checkpoint there is removed once that has succeeded.
+
+        Raises:
+            SurgeryError: as `finish`, or the rename failed; an older checkpoint is then where it was.
+        """
+        self.finish()
+        self._staging.commit()
+        self._open = False
+
+    def _create_files(self) -> None:
+        """Makes every shard with its header and its full length, and the index."""
+        files = _shard_names(len(self._shards))
+        for file, specs in zip(files, self._shards, strict=True):
+            path = self.partial / file
+            header, offsets = encode_header(specs, self._metadata)
+            with disk_errors(path), open(path, "wb") as handle:
+                handle.write(header)
+                handle.truncate(len(header) + sum(spec.nbytes for spec in specs.values()))
+            self._places |= {name: (path, offset) for name, offset in offsets.items()}
+        if len(files) > 1:
+            weight_map = {name: self._places[name][0].name for name in self.plan}
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            path = self.partial / WEIGHTS_INDEX
+            with disk_errors(path):
+                path.write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _admit(self, name: str, tensor: Described) -> None:
+        """Checks a tensor against the plan."""
+        self._require_open()
+        spec = self.plan.get(name)
+        if spec is None:
+            raise SurgeryError(f"{self.out}: {name} is not in the plan")
+        if name in self._written:
+            raise SurgeryError(f"{self.out}: {name} is written a second time")
+        if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
+            raise SurgeryError(f"{self.out}: {name} is planned as {describe(spec)} and given as {describe(tensor)}")
+
+    def _put(self, name: str, piece: Tensor, offset: int) -> None:
+        """Writes a contiguous piece of a tensor, ``offset`` bytes into it."""
+        if not all_finite(piece):
+            raise SurgeryError(f"{self.out}: {name} holds NaN or infinity; nothing is kept of this output")
+        path, start = self._places[name]
+        with disk_errors(path):
+            write_at(path, start + offset, memoryview(as_bytes(piece).numpy()))
+
+    def _beside(self, relative: str | Path) -> Path:
+        """The place of a file that is not weights; it may not leave the output or replace what the writer made."""
+        self._require_open()
+        path = PurePosixPath(relative)
+        ours = {MARKER, WEIGHTS_INDEX, *(place.name for place, _ in self._places.values())}
+        if path.is_absolute() or ".." in path.parts or str(path) in {".", *ours}:
+            raise SurgeryError(f"{self.out}: cannot write a file {str(relative)!r} into it; choose another name")
+        return self.partial / path
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise SurgeryError(f"{self.out}: its writer is not open; use it in a with block, before commit")
+
+
+def _checked_spec(name: str, tensor: Described) -> TensorSpec:
+    if not name or name == "__metadata__":
+        raise SurgeryError(f"{name!r} cannot be the name of a tensor")
+    if tensor.dtype not in NAME_OF_DTYPE:
+        raise SurgeryError(f"{name} is planned as {describe(tensor)}; safetensors has no such dtype")
+    return TensorSpec(tensor.dtype, tuple(tensor.shape))
+
+
+def _lay_out(plan: Mapping[str, TensorSpec], max_bytes: int) -> list[dict[str, TensorSpec]]:
+    """Splits the plan into shards of at most ``max_bytes`` of tensors, in its order."""
+    shards: list[dict[str, TensorSpec]] = [{}]
+    filled = 0
+    for name, spec in plan.items():
+        if shards[-1] and filled + spec.nbytes > max_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = spec
+        filled += spec.nbytes
+    # Wider dtypes come first in a shard: the format has no padding, and readers view tensors in place, which must
+    # then be aligned. Of one dtype, the plan's order stays.
+    return [dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize)) for shard in shards]
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return [WEIGHTS]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

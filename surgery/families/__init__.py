@@ -1,0 +1,29 @@
+"""Model families: one short declarative file each, and the registry that finds one for a config."""
+
+from surgery.errors import SurgeryError
+from surgery.families.base import Family, head_shape
+from surgery.families.llama import LLAMA
+from surgery.families.mistral import MISTRAL
+from surgery.families.mixtral import MIXTRAL
+from surgery.families.qwen2 import QWEN2
+from surgery.families.qwen3 import QWEN3
+from surgery.families.qwen3_moe import QWEN3_MOE
+
+FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)}
+
+__all__ = ["FAMILIES", "Family", "family_of", "head_shape"]
+
+
+def family_of(config: dict) -> Family:
+    """The family of a parsed config.json.
+
+    Raises:
+        SurgeryError: an unknown model type, or weights that are quantised.
+    """
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise SurgeryError(f"config.json: model_type {model_type!r} is not supported (supported: {', '.join(FAMILIES)})")
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+        raise SurgeryError(f"config.json: the weights are quantised ({method}); convert the unquantised checkpoint instead")
+    return FAMILIES[model_type]

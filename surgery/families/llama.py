@@ -1,0 +1,5 @@
+"""Llama 1, 2, 3 and what follows their class: optional biases everywhere, llama3 RoPE scaling, free head_dim."""
+
+from surgery.families.base import Family
+
+LLAMA = Family(model_type="llama", mlp_bias=lambda config: bool(getattr(config, "mlp_bias", False)))

@@ -1,0 +1,221 @@
+"""Runs a causal language model one decoder layer at a time, straight from its checkpoint.
+
+Memory is bounded by one layer (and one slice of the vocabulary) whatever the model's size. A layer runs in the
+model's own transformers class: a one-layer model is built around its tensors, so masks, position embeddings and
+expert kernels are transformers', for source and converted checkpoints alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from surgery.errors import SurgeryError
+from surgery.families.base import LAYER_PREFIX
+
+VOCABULARY_SLICE = 16_384
+TOKEN_SLICE = 2_048
+
+
+class LayerStream:
+    """A causal model whose layers are loaded when they are run and dropped afterwards.
+
+    Args:
+        reader: an open checkpoint.
+        config: its transformers config.
+        single_layer_config: gives the config of a one-layer model that stands for layer ``i``.
+        device: where layers run.
+        dtype: what they run in; weights are cast from the checkpoint's dtype.
+    """
+
+    def __init__(
+        self,
+        reader,
+        config,
+        single_layer_config: Callable[[object, int], object],
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ):
+        self.reader, self.config = reader, config
+        self.device, self.dtype = torch.device(device), dtype
+        self._single_layer_config = single_layer_config
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token embeddings [N, T, D] of ids [N, T]."""
+        ids, inverse = tokens.unique(return_inverse=True)
+        rows = self.reader.rows("model.embed_tokens.weight", ids)
+        return rows.to(self.device, self.dtype)[inverse.to(self.device)]
+
+    @contextlib.contextmanager
+    def layer(self, index: int) -> Iterator[StreamedLayer]:
+        """Loads layer ``index`` for the length of a ``with`` block."""
+        prefix = LAYER_PREFIX.format(layer=index)
+        state = {
+            "model.layers.0." + name.removeprefix(prefix): tensor
+            for name, tensor in self.reader.tensors(prefix).items()
+        }
+        if not state:
+            raise SurgeryError(f"{self.reader.path}: no tensors of layer {index}")
+        hidden = self.config.hidden_size
+        state["model.embed_tokens.weight"] = torch.zeros(1, hidden)
+        state["model.norm.weight"] = torch.ones(hidden)
+        state["lm_head.weight"] = torch.zeros(1, hidden)
+        config = self._single_layer_config(self.config, index)
+        yield StreamedLayer(_model_from_state(config, state, self.dtype).to(self.device))
+
+    def run_layer(self, layer: StreamedLayer, hidden: Tensor, batch_size: int, attention=None) -> Tensor:
+        """Applies a layer to [N, T, D] in batches, in place (the input's memory is reused)."""
+        with torch.no_grad():
+            for start in range(0, len(hidden), batch_size):
+                batch = hidden[start : start + batch_size].to(self.device, self.dtype)
+                hidden[start : start + batch_size] = layer(batch, attention).to(hidden)
+        return hidden
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """The norm before the output projection, applied to [..., D]."""
+        weight = self.reader.tensor("model.norm.weight").to(self.device, self.dtype)
+        return nn.functional.rms_norm(hidden, hidden.shape[-1:], weight, self.config.rms_norm_eps)
+
+    @property
+    def output_name(self) -> str:
+        return "lm_head.weight" if "lm_head.weight" in self.reader else "model.embed_tokens.weight"
+
+    def output_slices(self) -> Iterator[tuple[int, Tensor]]:
+        """The output projection in slices of rows: (first token id, weight [n, D])."""
+        vocabulary = self.reader.info(self.output_name).shape[0]
+        for start in range(0, vocabulary, VOCABULARY_SLICE):
+            ids = torch.arange(start, min(start + VOCABULARY_SLICE, vocabulary))
+            yield start, self.reader.rows(self.output_name, ids).to(self.device, self.dtype)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of final hidden states [..., D] before the norm; meant for few tokens."""
+        normed = self.final_norm(hidden)
+        return torch.cat([normed @ weight.T for _, weight in self.output_slices()], dim=-1)
+
+    @torch.no_grad()
+    def loss(self, hidden: Tensor, tokens: Tensor) -> float:
+        """Mean cross-entropy in nats per predicted token, of final hidden states [N, T, D] before the norm."""
+        normed = self.final_norm(hidden[:, :-1].to(self.device, self.dtype)).flatten(0, 1)
+        labels = tokens[:, 1:].flatten().to(self.device)
+        normaliser = torch.full((len(labels),), -torch.inf, device=self.device)
+        chosen = torch.zeros(len(labels), device=self.device)
+        for first, weight in self.output_slices():
+            for rows in torch.arange(len(labels), device=self.device).split(TOKEN_SLICE):
+                logits = (normed[rows] @ weight.T).float()
+                normaliser[rows] = torch.logaddexp(normaliser[rows], logits.logsumexp(-1))
+                local = labels[rows] - first
+                inside = (local >= 0) & (local < len(weight))
+                chosen[rows[inside]] = logits[inside].gather(1, local[inside, None])[:, 0]
+        return (normaliser.double() - chosen.double()).mean().item()
+
+    @torch.no_grad()
+    def sampled_loss_gradient(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
+        """Gradient of the summed cross-entropy at ``hidden`` [N, T, D], labels drawn from the model itself.
+
+        With such labels the second moment of gradients is the true Fisher information, not the empirical one.
+        Two passes over the vocabulary (Gumbel-max sampling, then the gradient) keep the logits from ever existing
+        whole.
+        """
+        with torch.enable_grad():
+            leaf = hidden.to(self.device, self.dtype).detach().requires_grad_()
+            normed = self.final_norm(leaf)
+        flat = normed.detach().flatten(0, 1)
+        count = len(flat)
+        normaliser = torch.full((count,), -torch.inf, device=self.device)
+        best = torch.full((count,), -torch.inf, device=self.device)
+        label = torch.zeros(count, dtype=torch.long, device=self.device)
+        for first, weight in self.output_slices():
+            for rows in torch.arange(count, device=self.device).split(TOKEN_SLICE):
+                logits = (flat[rows] @ weight.T).float()
+                normaliser[rows] = torch.logaddexp(normaliser[rows], logits.logsumexp(-1))
+                noise = torch.empty(logits.shape).exponential_(generator=generator).to(self.device)
+                value, index = (logits - noise.log()).max(-1)
+                better = value > best[rows]
+                best[rows[better]], label[rows[better]] = value[better], index[better] + first
+        gradient = torch.zeros_like(flat)
+        for first, weight in self.output_slices():
+            for rows in torch.arange(count, device=self.device).split(TOKEN_SLICE):
+                probability = ((flat[rows] @ weight.T).float() - normaliser[rows, None]).exp()
+                local = label[rows] - first
+                inside = ((local >= 0) & (local < len(weight))).nonzero()[:, 0]
+                probability[inside, local[inside]] -= 1
+                gradient[rows] += probability.to(weight) @ weight
+        normed.backward(gradient.view_as(normed))
+        return leaf.grad
+
+
+@dataclass
+class StreamedLayer:
+    """One loaded decoder layer, callable on hidden states [B, T, D]."""
+
+    model: nn.Module
+
+    def __call__(self, hidden: Tensor, attention: nn.Module | None = None) -> Tensor:
+        """The layer's output for a causal prompt; ``attention`` stands in for its own attention if given."""
+        block = self.model.layers[0]
+        own = block.self_attn
+        if attention is not None:
+            block.self_attn = attention
+        try:
+            return self.model(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        finally:
+            block.self_attn = own
+
+    def decode(self, hidden: Tensor, prompt: int, cache) -> Tensor:
+        """The same output computed through a live cache: the first ``prompt`` tokens at once, then one by one."""
+        pieces = [hidden[:, :prompt], *hidden[:, prompt:].split(1, dim=1)]
+        outputs = [self.model(inputs_embeds=piece, past_key_values=cache, use_cache=True) for piece in pieces if piece.shape[1]]
+        return torch.cat([output.last_hidden_state for output in outputs], dim=1)
+
+    @property
+    def config(self):
+        return self.model.config
+
+
+def single_layer_config(config, layer: int):
+    """A one-layer copy of a converted checkpoint's config (stock MLA or the project's own class)."""
+    single = copy.deepcopy(config)
+    single.num_hidden_layers = 1
+    single.vocab_size = 1
+    single.pad_token_id = None
+    single.tie_word_embeddings = False
+    for name in ("layer_types", "latent_layers"):
+        if getattr(config, name, None):
+            setattr(single, name, [getattr(config, name)[layer]])
+    return single
+
+
+def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
+    """A one-layer decoder without final norm, its weights taken from ``state`` by transformers' own loading rules."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    # Loading through transformers applies its checkpoint conversions (fused experts), which a plain
+    # load_state_dict would miss. Its bar would print once a layer.
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        causal_class = AutoModelForCausalLM._model_mapping[type(config)]
+        causal, info = causal_class.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, attn_implementation="sdpa"
+        )
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    problems = {kind: sorted(map(str, found)) for kind, found in info.items() if found}
+    if problems:
+        raise SurgeryError(f"a layer does not load into {causal_class.__name__}: {problems}")
+    decoder = causal.model
+    decoder.norm = nn.Identity()
+    return decoder.eval().requires_grad_(False)

@@ -1,0 +1,57 @@
+"""The linear algebra that all transforms share. Everything is batched, Hermitian-safe and in float64.
+
+Positive semidefinite matrices are always taken apart with ``eigh`` and a small damping, never with Cholesky: second
+moments of activations are singular as a rule (biases, dead channels, fewer tokens than channels).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+RELATIVE_FLOOR = 1e-9  # of the largest eigenvalue: below it a direction counts as empty
+
+
+def psd_powers(matrix: Tensor, exponents: tuple[float, ...], floor: float = RELATIVE_FLOOR) -> list[Tensor]:
+    """``matrix ** e`` for each exponent e, of positive semidefinite matrices [..., n, n].
+
+    Eigenvalues are raised by a relative floor, so that negative powers exist.
+    """
+    values, vectors = torch.linalg.eigh(matrix)
+    values = values.clamp_min(0) + values.amax(-1, keepdim=True).clamp_min(torch.finfo(values.dtype).tiny) * floor
+    return [(vectors * values.pow(e).to(vectors.dtype)[..., None, :]) @ vectors.mH for e in exponents]
+
+
+def eigh_descending(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors (columns), largest first."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return values.flip(-1), vectors.flip(-1)
+
+
+def damp(matrix: Tensor, fraction: float) -> Tensor:
+    """``matrix`` plus ``fraction`` of its mean diagonal on the diagonal."""
+    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).real
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return matrix + (fraction * mean)[..., None, None] * eye
+
+
+def reduced_rank_projection(moment: Tensor, metric: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The best rank-``rank`` map  z → up (down z)  under a metric on its output.
+
+    Minimises ``E ‖M^{1/2} (z - up down z)‖²`` with ``E[z zᵀ] = C``: with the singular value decomposition
+    ``M^{1/2} C^{1/2} = U Σ Vᵀ`` the answer is ``up down = M^{-1/2} U_r Σ_r V_rᵀ C^{-1/2}``, and
+    ``Σ_r V_rᵀ C^{-1/2} = U_rᵀ M^{1/2}``, so that ``C`` never has to be inverted.
+
+    Args:
+        moment: C [n, n].
+        metric: M [n, n], positive definite (damp it first).
+        rank: at most n.
+
+    Returns:
+        down [rank, n], up [n, rank], and all n squared singular values: their sum beyond ``rank`` is the error, and
+        the latent ``down z`` has those before ``rank`` as its variances.
+    """
+    root, inverse_root = psd_powers(metric, (0.5, -0.5))
+    energy, basis = eigh_descending(root @ moment @ root)
+    kept = basis[:, :rank]
+    return kept.mT @ root, inverse_root @ kept, energy.clamp_min(0)

@@ -1,0 +1,106 @@
+"""The form that every MLA conversion takes, exact or lossy, and its simulation.
+
+An attention layer in latent form caches one latent ``c`` [r] and one shared rotary key [ρ] per token:
+
+    [c ; k_rope] = down x + down_bias                              cached (k_rope after rotation)
+    query_h      = q_h @ query_up[h]                               q_h: the source's own query, unrotated
+    logit_h(m,n) = scale * (query_h[:r] . c_n + rot(query_h[r:], m) . rot(k_rope, n)) * key_gain
+    output       = Σ_h o_h value_up[h] Σ_n p_h(m,n) c_n
+
+Merging the heads of a GQA layer into this form is exact (ρ = G d, r = G e); every step after it changes the basis or
+drops columns. Rotary pairs of the latent form are half-split: (i, i + ρ/2) turns with ``inv_freq[i]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from surgery.anatomy import AttentionAnatomy
+from surgery.attention import causal_attention
+from surgery.rope import phases, rotate
+
+
+@dataclass(frozen=True)
+class LatentLayer:
+    """One attention layer in latent form; queries, norms, scale and window stay those of ``source``."""
+
+    source: AttentionAnatomy
+    down: Tensor  # [r + ρ, D]
+    down_bias: Tensor | None  # [r + ρ]
+    query_up: Tensor  # [H, d, r + ρ]
+    value_up: Tensor  # [H, e, r]
+    inv_freq: Tensor  # [ρ/2], float64
+    o: Tensor  # [D, H, e]
+
+    @property
+    def rank(self) -> int:
+        return self.value_up.shape[-1]
+
+    @property
+    def rope_dim(self) -> int:
+        return 2 * len(self.inv_freq)
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers that the layer caches per token."""
+        return self.rank + self.rope_dim + (self.source.kv_heads if self.source.k_norm else 0)
+
+    def to(self, *args, **kwargs) -> LatentLayer:
+        """A copy with every tensor but ``inv_freq`` moved or cast."""
+        return replace(
+            self,
+            source=self.source.to(*args, **kwargs),
+            down=self.down.to(*args, **kwargs),
+            down_bias=None if self.down_bias is None else self.down_bias.to(*args, **kwargs),
+            query_up=self.query_up.to(*args, **kwargs),
+            value_up=self.value_up.to(*args, **kwargs),
+            o=self.o.to(*args, **kwargs),
+        )
+
+    def compress(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What the cache holds of inputs ``x`` [B, T, D]: latents [B, T, r] and rotated keys [B, T, ρ]."""
+        cached = nn.functional.linear(x, self.down, self.down_bias)
+        latent, rope_key = cached.split([self.rank, self.rope_dim], dim=-1)
+        return latent, rotate(rope_key[:, :, None], self._phase(x, positions))[:, :, 0]
+
+    def queries(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Absorbed queries [B, T, H, r + ρ], the last ρ rotated."""
+        query = torch.einsum("bthd,hdc->bthc", self.source.project_queries(x), self.query_up)
+        content, rope = query.split([self.rank, self.rope_dim], dim=-1)
+        return torch.cat([content, rotate(rope, self._phase(x, positions))], dim=-1)
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Mixed head values [B, T, H, e] of a causal prompt, before the output projection."""
+        latent, rope_key = self.compress(x)
+        key = torch.cat([latent, rope_key], dim=-1)[:, None]  # one key and one value for all heads
+        value = latent[:, None]
+        gain = self.source.project_key_gain(x)
+        if gain is not None:
+            key = key * gain.mT[..., None]
+        key = key.repeat_interleave(self.source.heads // key.shape[1], dim=1)
+        value = value.expand(-1, self.source.heads, -1, -1)
+        mixed = causal_attention(self.queries(x).transpose(1, 2), key, value, self.source.scale, self.source.window)
+        return torch.einsum("bhtr,her->bthe", mixed, self.value_up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output [B, T, D] for a causal prompt."""
+        out = torch.einsum("bthe,xhe->btx", self.attend(x), self.o)
+        return out if self.source.o_bias is None else out + self.source.o_bias
+
+    def _phase(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
+        return phases(self.inv_freq, positions, x.dtype)
+
+
+class SimulatedAttention(nn.Module):
+    """Stands in for a transformers attention module and computes a latent layer; prompts only, no cache."""
+
+    def __init__(self, layer: LatentLayer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
+        return self.layer.forward(hidden_states), None

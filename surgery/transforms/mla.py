@@ -1,0 +1,172 @@
+"""MHA/GQA → MLA: one pure function from a layer's anatomy and statistics to its latent form, in named methods.
+
+The steps are the same for every method: a change of basis of the keys that commutes with RoPE, the choice of the
+components that keep RoPE, and one joint latent for the other components and the values. A method is a choice of metric
+for each step:
+
+========== ============================ ============================= ==================================
+method     basis of the keys            what keeps RoPE               latent of [keys ; values]
+========== ============================ ============================= ==================================
+fisher     complex, loss-weighted       least score error over the    loss-gradient (Fisher) metric
+                                        lags of real attention, best
+                                        constant for the rest
+transmla   real rotation, FreqFold      first components              PCA, keys scaled to the values' norm
+mha2mla    none                         largest ‖q‖·‖k‖               SVD of the weights
+========== ============================ ============================= ==================================
+
+Sources: TransMLA, arXiv 2502.07864; MHA2MLA, arXiv 2502.14837; the Fisher metric generalises activation-weighted
+low rank (SVD-LLM, arXiv 2403.07378) by the curvature of the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surgery.anatomy import AttentionAnatomy
+from surgery.calibration.statistics import LagStatistics, LayerStatistics
+from surgery.transforms import partial_rope
+from surgery.transforms.algebra import damp, reduced_rank_projection
+from surgery.transforms.key_basis import KeyBasis, energy_basis, folded_basis, identity_basis
+from surgery.transforms.latent_layer import LatentLayer
+
+METRIC_DAMPING = 1e-6
+
+
+@dataclass(frozen=True)
+class Method:
+    """The choices of one named method.
+
+    Attributes:
+        gradients: it wants loss gradients.
+        lags: it wants lag statistics, to choose components and to replace the rotations that it drops.
+        folds: it takes neighbouring frequencies for one, and fixes the rotated components by their order.
+    """
+
+    name: str
+    gradients: bool = False
+    lags: bool = False
+    folds: bool = False
+
+
+METHODS = {
+    method.name: method
+    for method in (Method("fisher", gradients=True, lags=True), Method("transmla", folds=True), Method("mha2mla"))
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one KV budget is spent, the same in every layer: ρ rotated numbers and a latent of rank r."""
+
+    rope_dim: int
+    rank: int
+    fold: int = 1
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """A layer on every rung of the ladder, with its predicted errors.
+
+    Attributes:
+        partial: RoPE on the chosen components only, nothing truncated.
+        truncated: the result.
+        rope_error: predicted share of the squared scores lost with the dropped rotations (None without lags).
+        latent_error: predicted squared error of the truncated latent; with a Fisher metric twice the expected loss
+            increase in nats per token, otherwise in the method's own units.
+        latent_energy: what it is an error of.
+    """
+
+    partial: LatentLayer
+    truncated: LatentLayer
+    rope_error: float | None
+    latent_error: float
+    latent_energy: float
+
+
+def key_basis(method: Method, anatomy: AttentionAnatomy, statistics: LayerStatistics, split: Split | None) -> KeyBasis:
+    """The method's basis of a layer's keys; ``split`` matters to methods that fold."""
+    if method.folds:
+        return folded_basis(statistics.keys(statistics.moment, anatomy), split.fold, split.rope_dim // 2)
+    if method.gradients:
+        return energy_basis(
+            statistics.keys(statistics.moment, anatomy), statistics.keys(statistics.gradient, anatomy)
+        )
+    return identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
+
+
+def component_costs(
+    method: Method, anatomy: AttentionAnatomy, statistics: LayerStatistics, lags: LagStatistics | None
+) -> Tensor:
+    """What taking RoPE from each component costs, [P]; comparable within a layer."""
+    if method.lags:
+        return lags.cost()
+    # MHA2MLA's 2-norm strategy (arXiv 2502.14837, section 3.1.1), query heads of a group added up.
+    queries = statistics.query_norm.view(anatomy.kv_heads, -1, anatomy.head_dim // 2).sum(1)
+    return (queries * statistics.key_norm).flatten()
+
+
+def rotated_components(
+    method: Method, basis: KeyBasis, costs: Tensor | None, counts: Tensor | None, split: Split
+) -> Tensor:
+    """Indices of the ρ/2 components of one layer that keep RoPE, in the order of the model's frequency list."""
+    if method.folds:
+        first = torch.arange(split.rope_dim // 2)
+        return first[basis.frequency[first].argsort(stable=True)]
+    return partial_rope.best_components(costs, basis.frequency, counts)
+
+
+def convert_layer(
+    method: Method,
+    anatomy: AttentionAnatomy,
+    statistics: LayerStatistics,
+    basis: KeyBasis,
+    rotated: Tensor,
+    rank: int,
+    lags: LagStatistics | None = None,
+) -> ConvertedLayer:
+    """Converts one layer.
+
+    Args:
+        anatomy: the layer in float64.
+        basis: from :func:`key_basis`.
+        rotated: from :func:`rotated_components`.
+        rank: r.
+        lags: statistics over ``basis``, for methods that use them.
+    """
+    constant = lags.constant() if method.lags else None
+    partial = partial_rope.latent_form(anatomy, basis, rotated, constant)
+    rows = partial_rope.latent_rows(anatomy, basis, rotated)
+    moment = rows @ statistics.moment @ rows.mT
+    keys = moment.shape[0] - anatomy.kv_heads * anatomy.value_dim
+    if method.gradients:
+        dual = partial_rope.latent_rows(anatomy, basis, rotated, dual=True)
+        metric = damp(dual @ statistics.gradient @ dual.mT, METRIC_DAMPING)
+    elif method.folds:
+        metric = _balance(moment, keys)
+    else:
+        weight = partial.down[: partial.rank].double().cpu()
+        moment, metric = weight @ weight.mT, torch.eye(len(weight), dtype=torch.float64)
+    down, up, energy = reduced_rank_projection(moment, metric, min(rank, len(moment)))
+    rope_error = None
+    if method.lags:
+        cost, total = lags.cost(), lags.energy.sum()
+        rope_error = float((cost.sum() - cost[rotated].sum()) / total)
+    return ConvertedLayer(
+        partial=partial,
+        truncated=partial_rope.truncate(partial, down, up),
+        rope_error=rope_error,
+        latent_error=float(energy[rank:].sum()),
+        latent_energy=float(energy.sum()),
+    )
+
+
+def _balance(moment: Tensor, keys: int) -> Tensor:
+    """TransMLA's balanced KV (section 4.4): the metric that scales keys to the mean column norm of the values."""
+    norms = moment.diagonal().clamp_min(0).sqrt()
+    metric = torch.ones_like(norms)
+    if keys:
+        metric[:keys] = (norms[keys:].mean() / norms[:keys].mean().clamp_min(1e-30)) ** 2
+    return torch.diag(metric)

@@ -1,0 +1,455 @@
+"""The latent model class against its source: exact where the conversion is exact, and honest about its cache."""
+
+import copy
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from surgery.architectures import latent as latent_package
+from surgery.architectures.latent import AUTO_MAP, SurgeryConfig, SurgeryForCausalLM, register, remote_code_files
+
+register()
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 32, 4, 2, 8, 2, 64
+LATENT = KV_HEADS * HEAD_DIM
+DENSE = {"intermediate_size": 48}
+EXPERTS = {"num_experts_per_tok": 2, "intermediate_size": 24}
+FAMILIES = {
+    "llama": {**DENSE, "head_dim": HEAD_DIM, "attention_bias": True},
+    "mistral": {**DENSE, "head_dim": HEAD_DIM, "sliding_window": 6},
+    "qwen2": {**DENSE, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen3": {**DENSE, "head_dim": HEAD_DIM, "attention_bias": True, "tie_word_embeddings": True},
+    "mixtral": {**EXPERTS, "head_dim": HEAD_DIM, "num_local_experts": 4},
+    "qwen3_moe": {**EXPERTS, "head_dim": HEAD_DIM, "num_experts": 4, "moe_intermediate_size": 24},
+}
+WITH_KEY_NORM = ("qwen3", "qwen3_moe")
+FULL_ATTENTION = ("llama", "qwen3", "mixtral", "qwen3_moe")
+MOE = ("mixtral", "qwen3_moe")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Matrices this small only wait for each other's threads, up to 200 times as long on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tiny_source(family: str, **overrides) -> PreTrainedModel:
+    """A random source model in which every bias and norm matters."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    config = CONFIG_MAPPING[family](**{**shape, **FAMILIES[family], **overrides})
+    # transformers' grouped_mm has no fast path on a CPU.
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.5)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def latent_attention_tensors(attention: torch.nn.Module, inv_freq: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The lossless latent form: rotated pairs of every KV head in the rope part, the rest beside the values.
+
+    Half-split pair (l, l + d/2) of KV head g becomes one interleaved pair; pairs of frequency 0 need no rotation and
+    join the latent, which then holds [v ; unrotated k].
+    """
+    norm = attention.k_norm.weight if hasattr(attention, "k_norm") else torch.ones(HEAD_DIM)
+    half = HEAD_DIM // 2
+    rotated = [(g, pair) for g in range(KV_HEADS) for pair in range(half) if inv_freq[pair] != 0]
+    unrotated = [(g, pair) for g in range(KV_HEADS) for pair in range(half) if inv_freq[pair] == 0]
+    key_dims = [(g, dim) for pairs in (unrotated, rotated) for g, pair in pairs for dim in (pair, pair + half)]
+    key_rows = [g * HEAD_DIM + dim for g, dim in key_dims]
+    key_scale = torch.stack([norm[dim] for _, dim in key_dims])
+
+    tensors = {
+        "kv_down.weight": torch.cat((attention.v_proj.weight, attention.k_proj.weight[key_rows] * key_scale[:, None]))
+    }
+    if attention.k_proj.bias is not None:
+        tensors["kv_down.bias"] = torch.cat((attention.v_proj.bias, attention.k_proj.bias[key_rows] * key_scale))
+    rank = LATENT + 2 * len(unrotated)
+    query_up = torch.zeros(HEADS, HEAD_DIM, LATENT + len(key_dims), dtype=norm.dtype)
+    value_up = torch.zeros(HEADS, HEAD_DIM, rank, dtype=norm.dtype)
+    for head in range(HEADS):
+        group = head // (HEADS // KV_HEADS)
+        value_up[head, :, group * HEAD_DIM : (group + 1) * HEAD_DIM] = torch.eye(HEAD_DIM)
+        for column, (g, dim) in enumerate(key_dims):
+            if g == group:
+                query_up[head, dim, LATENT + column] = 1
+    return {**tensors, "query_up": query_up, "value_up": value_up}
+
+
+def lossless_config(source: PreTrainedModel, **overrides) -> SurgeryConfig:
+    inv_freq = source.model.rotary_emb.inv_freq.tolist() * KV_HEADS
+    rotated = [frequency for frequency in inv_freq if frequency != 0]
+    eps = source.config.rms_norm_eps if source.config.model_type in WITH_KEY_NORM else None
+    rank = LATENT + 2 * (len(inv_freq) - len(rotated))
+    layer = {"kv_lora_rank": rank, "rope_inv_freq": rotated, "key_norm_eps": eps}
+    return SurgeryConfig.from_base(source.config, [dict(layer) for _ in range(LAYERS)], **overrides)
+
+
+def lossless_tensors(source: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Exchange the attention's tensors in a state dict or checkpoint of the source, and touch nothing else."""
+    removed = ("self_attn.v_proj.", "self_attn.k_norm.")
+    if source.config.model_type not in WITH_KEY_NORM:
+        removed += ("self_attn.k_proj.",)
+    result = {name: tensor for name, tensor in tensors.items() if not any(part in name for part in removed)}
+    for index, layer in enumerate(source.model.layers):
+        for name, tensor in latent_attention_tensors(layer.self_attn, source.model.rotary_emb.inv_freq).items():
+            result[f"model.layers.{index}.self_attn.{name}"] = tensor.detach().clone()
+    return result
+
+
+def lossless_model(source: PreTrainedModel, **overrides) -> SurgeryForCausalLM:
+    model = SurgeryForCausalLM(lossless_config(source, experts_implementation="eager", **overrides)).to(source.dtype)
+    model.load_state_dict(lossless_tensors(source, source.state_dict()), strict=True)
+    return model.eval()
+
+
+def tokens(batch: int = 2, length: int = 12) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def source(family) -> PreTrainedModel:
+    return tiny_source(family)
+
+
+@pytest.fixture
+def model(source) -> SurgeryForCausalLM:
+    return lossless_model(source)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@torch.no_grad()
+def test_logits_equal_the_source(source, model, implementation):
+    source.set_attn_implementation(implementation)
+    model.set_attn_implementation(implementation)
+    assert model.model.layers[0].self_attn.config._attn_implementation == implementation
+    torch.testing.assert_close(model(tokens()).logits, source(tokens()).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in WITH_KEY_NORM], indirect=True)
+@torch.no_grad()
+def test_logits_equal_the_source_in_double(source):
+    source = source.double()
+    torch.testing.assert_close(lossless_model(source)(tokens()).logits, source(tokens()).logits, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("unrotated", [HEAD_DIM // 4, HEAD_DIM // 2], ids=["half", "no-rope"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"], indirect=True)
+@torch.no_grad()
+def test_keys_in_the_latent(source, unrotated):
+    source.model.rotary_emb.inv_freq[-unrotated:] = 0
+    model = lossless_model(source)
+    full = model(tokens()).logits
+    torch.testing.assert_close(full, source(tokens()).logits, atol=1e-5, rtol=1e-5)
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)):
+        torch.testing.assert_close(decode(model, tokens(), cache), full, atol=1e-5, rtol=1e-5)
+    assert model.model.layers[0].self_attn.rope_dim == 2 * KV_HEADS * (HEAD_DIM // 2 - unrotated)
+
+
+def decode(model: PreTrainedModel, ids: torch.Tensor, cache, prompt: int = 5) -> torch.Tensor:
+    """Logits of a prompt in one piece and the rest token by token."""
+    logits = [model(ids[:, :prompt], past_key_values=cache).logits]
+    logits += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(prompt, ids.shape[1])]
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("family", MOE, indirect=True)
+@torch.no_grad()
+def test_experts_run_as_in_the_source(source):
+    config = lossless_config(source)
+    for choice in (None, "grouped_mm", "batched_mm"):
+        config._experts_implementation = choice
+        model = SurgeryForCausalLM(config)
+        assert model.model.config._experts_implementation == config._experts_implementation == (choice or "grouped_mm")
+    model.load_state_dict(lossless_tensors(source, source.state_dict()))
+    torch.testing.assert_close(model.eval()(tokens()).logits, source(tokens()).logits, atol=1e-5, rtol=1e-5)
+    model.set_experts_implementation("eager")
+    assert model.model.config._experts_implementation == model.config._experts_implementation == "eager"
+
+
+@torch.no_grad()
+def test_copies_and_pickles(model):
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(tokens()).logits, model(tokens()).logits)
+
+
+@torch.no_grad()
+def test_cached_equals_uncached(model):
+    full = model(tokens(), use_cache=False).logits
+    dynamic = decode(model, tokens(), DynamicCache(config=model.config))
+    static = decode(model, tokens(), StaticCache(config=model.config, max_cache_len=16))
+    torch.testing.assert_close(dynamic, full, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(static, full, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_cache_holds_the_latent_and_nothing_else(family, model):
+    ids = tokens(batch=2, length=12)
+    cache = model(ids, use_cache=True).past_key_values
+    width = LATENT + LATENT + (KV_HEADS if family in WITH_KEY_NORM else 0)
+    for layer in cache.layers:
+        held = min(12, layer.sliding_window - 1) if layer.is_sliding else 12
+        nbytes = layer.keys.numel() * layer.keys.itemsize + layer.values.numel() * layer.values.itemsize
+        assert nbytes == 2 * held * width * 4
+    assert any(layer.is_sliding for layer in cache.layers) == (family not in FULL_ATTENTION)
+
+
+@torch.no_grad()
+def test_left_padding_equals_unpadded(model):
+    ids = tokens(batch=1, length=7)
+    padded = torch.cat((torch.zeros(1, 4, dtype=torch.long), ids), dim=1)
+    mask = (torch.arange(11) >= 4).long()[None]
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = model(padded, attention_mask=mask, position_ids=position_ids).logits
+    torch.testing.assert_close(logits[:, 4:], model(ids).logits, atol=1e-5, rtol=1e-5)
+    alone = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    beside = model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert torch.equal(alone[:, 7:], beside[:, 11:])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"do_sample": False},
+        {"do_sample": False, "cache_implementation": "static", "disable_compile": True},
+        {"do_sample": False, "prefill_chunk_size": 4, "disable_compile": True},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": True, "top_k": 5},
+    ],
+    ids=["greedy", "static", "chunked-prefill", "beams", "sampling"],
+)
+@torch.no_grad()
+def test_generates_what_the_source_generates(source, model, how):
+    def generate(any_model):
+        torch.manual_seed(2)
+        return any_model.generate(tokens(), attention_mask=torch.ones_like(tokens()), max_new_tokens=8, **how)
+
+    assert torch.equal(generate(model), generate(source))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"], indirect=True)
+@torch.no_grad()
+def test_decode_step_compiles_in_one_graph(model):
+    caches = [StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
+    for cache in caches:
+        model(tokens(length=5), past_key_values=cache)
+    step = torch.compile(model.__call__, fullgraph=True, backend="eager", dynamic=False)
+    next_token = tokens(length=1)
+    compiled = step(next_token, past_key_values=caches[0]).logits
+    torch.testing.assert_close(compiled, model(next_token, past_key_values=caches[1]).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_trains_with_gradient_checkpointing(model):
+    def gradients():
+        model.zero_grad()
+        model(tokens(), labels=tokens()).loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    model.train()
+    plain = gradients()
+    model.gradient_checkpointing_enable()
+    for name, gradient in gradients().items():
+        torch.testing.assert_close(gradient, plain[name], atol=1e-5, rtol=1e-4)
+    assert all(plain[name].abs().sum() > 0 for name in plain if "query_up" in name or "value_up" in name)
+
+
+@torch.no_grad()
+def test_loss_hidden_states_and_attentions_are_those_of_the_source(source, model):
+    wanted = {"labels": tokens(), "logits_to_keep": 0, "output_hidden_states": True, "output_attentions": True}
+    source.set_attn_implementation("eager")
+    model.set_attn_implementation("eager")
+    theirs, ours = source(tokens(), **wanted), model(tokens(), **wanted)
+    torch.testing.assert_close(ours.loss, theirs.loss, atol=1e-5, rtol=1e-5)
+    for a, b in zip((*ours.hidden_states, *ours.attentions), (*theirs.hidden_states, *theirs.attentions), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert model(tokens(), logits_to_keep=3).logits.shape == (2, 3, VOCAB)
+    assert isinstance(model(tokens(), return_dict=False), tuple)
+
+
+@torch.no_grad()
+def test_saved_and_reloaded_is_bit_identical(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    reloaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(reloaded) is SurgeryForCausalLM
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert torch.equal(reloaded(tokens()).logits, model(tokens()).logits)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(reloaded.state_dict()[name], tensor), name
+    assert reloaded.config.latent_layers == model.config.latent_layers
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP
+    assert all((tmp_path / file.name).read_text() == file.read_text() for file in remote_code_files())
+
+
+@torch.no_grad()
+def test_half_precision_keeps_the_frequencies(source, model, tmp_path):
+    frequencies = torch.tensor(model.config.latent_layers[0]["rope_inv_freq"], dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for half in (loaded, model.bfloat16()):
+        assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+        for layer in half.model.layers:
+            assert torch.equal(layer.self_attn.rotary.inv_freq, frequencies)
+    exact = source(tokens()).logits
+    assert (loaded(tokens()).logits.float() - exact).norm() < 0.05 * exact.norm()
+
+
+def test_meta_device_and_materialisation(source):
+    config = lossless_config(source)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    assert all(parameter.is_meta for parameter in skeleton.parameters())
+    assert {name: t.shape for name, t in skeleton.state_dict().items()} == {
+        name: t.shape for name, t in lossless_tensors(source, source.state_dict()).items()
+    }
+    skeleton.to_empty(device="cpu")
+    expected = torch.tensor(config.latent_layers[0]["rope_inv_freq"], dtype=torch.float32)
+    assert torch.equal(skeleton.model.layers[1].self_attn.rotary.inv_freq, expected)
+
+
+@pytest.mark.parametrize("family", MOE, indirect=True)
+@torch.no_grad()
+def test_checkpoint_with_one_tensor_per_expert_loads(source, tmp_path):
+    source.save_pretrained(tmp_path / "source")
+    shards = load_file(tmp_path / "source" / "model.safetensors")
+    assert any(".experts.3." in name for name in shards), "the source's checkpoint should hold per-expert tensors"
+    target = tmp_path / "target"
+    lossless_config(source).save_pretrained(target)
+    converted = lossless_tensors(source, shards)
+    save_file(converted, target / "model.safetensors", metadata={"format": "pt"})
+    model, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    torch.testing.assert_close(model(tokens()).logits, source(tokens()).logits, atol=1e-5, rtol=1e-5)
+    model.save_pretrained(tmp_path / "again")
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == converted.keys()
+
+
+@torch.no_grad()
+def test_layers_may_keep_their_own_attention_and_ranks_may_differ():
+    source = tiny_source("qwen3")
+    config = lossless_config(source)
+    config.latent_layers[0] = None
+    mixed = SurgeryForCausalLM(config).eval()
+    tensors = lossless_tensors(source, source.state_dict())
+    first = {name: tensor for name, tensor in source.state_dict().items() if ".layers.0." in name}
+    mixed.load_state_dict({k: v for k, v in tensors.items() if ".layers.0." not in k} | first, strict=True)
+    torch.testing.assert_close(mixed(tokens()).logits, source(tokens()).logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(decode(mixed, tokens(), DynamicCache(config=config)), source(tokens()).logits)
+
+    config.latent_layers = [
+        {"kv_lora_rank": 3, "rope_inv_freq": [], "key_norm_eps": None},
+        {"kv_lora_rank": 7, "rope_inv_freq": [1.0, 0.3], "key_norm_eps": 1e-6},
+    ]
+    uneven = SurgeryForCausalLM(config).eval()
+    cache = DynamicCache(config=config)
+    torch.testing.assert_close(decode(uneven, tokens(), cache), uneven(tokens()).logits)
+    assert [(layer.keys.shape[-1], layer.values.shape[-1]) for layer in cache.layers] == [(3, 0), (7, 4 + KV_HEADS)]
+
+
+def test_config_speaks_for_the_source_and_survives_the_file(source, tmp_path):
+    frequencies = [1.0, 1 / 3, 0.1, 1e-300]
+    layers = [{"kv_lora_rank": 5, "rope_inv_freq": frequencies, "key_norm_eps": None}] * LAYERS
+    config = SurgeryConfig.from_base(source.config, layers, auto_map=AUTO_MAP)
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is SurgeryConfig and loaded.latent_layers == layers
+    theirs, ours = source.config.to_dict(), loaded.base_config().to_dict()
+    for name in theirs.keys() - {"architectures", "_name_or_path"}:
+        assert ours[name] == theirs[name], name
+    for name in theirs.keys() - {"architectures", "_name_or_path", "model_type", "transformers_version"}:
+        assert getattr(loaded, name) == getattr(source.config, name), name
+
+
+def test_legacy_fields_are_translated():
+    source = {"model_type": "llama", "num_hidden_layers": 1, "rope_theta": 5e5, "torch_dtype": "bfloat16"}
+    config = SurgeryConfig.from_base(source, [None])
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+    assert config.base_config().rope_parameters == config.rope_parameters
+    assert config.dtype == torch.bfloat16
+
+
+def test_what_cannot_be_carried_is_refused():
+    layer = {"kv_lora_rank": 4, "rope_inv_freq": [], "key_norm_eps": None}
+    with pytest.raises(ValueError, match="gemma2"):
+        SurgeryConfig(base_model_type="gemma2")
+    with pytest.raises(ValueError, match="2 entries for 3 layers"):
+        SurgeryConfig(num_hidden_layers=3, latent_layers=[layer] * 2)
+    with pytest.raises(ValueError, match="at least 1"):
+        SurgeryConfig(num_hidden_layers=1, latent_layers=[{**layer, "kv_lora_rank": 0}])
+    with pytest.raises(ValueError, match="has no k_norm"):
+        SurgeryForCausalLM(SurgeryConfig(num_hidden_layers=1, latent_layers=[{**layer, "key_norm_eps": 1e-6}]))
+    with pytest.raises(ValueError, match="no latent_layers"):
+        SurgeryForCausalLM(SurgeryConfig(num_hidden_layers=1))
+
+
+CHILD = """
+import sys
+sys.modules["surgery"] = None  # the package is installed here; its users may not have it
+import torch
+torch.set_num_threads(1)
+from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
+    expected = load_file(folder + "/expected.safetensors")
+    with torch.no_grad():
+        assert torch.equal(model(expected["ids"]).logits, expected["logits"]), folder
+    model.generate(expected["ids"], max_new_tokens=2, do_sample=False)
+    model.save_pretrained(folder + "/again")
+    AutoModelForCausalLM.from_pretrained(folder + "/again", trust_remote_code=True)
+"""
+
+
+@torch.no_grad()
+def test_loads_without_the_package(tmp_path):
+    for family in FAMILIES:
+        folder = tmp_path / family.replace("_", "")
+        model = lossless_model(tiny_source(family))
+        lossless_config(tiny_source(family), auto_map=AUTO_MAP).save_pretrained(folder)
+        model.save_pretrained(folder)
+        for file in remote_code_files():
+            shutil.copy(file, folder)
+        save_file({"ids": tokens(), "logits": model(tokens()).logits}, folder / "expected.safetensors")
+    folders = [str(folder) for folder in sorted(tmp_path.iterdir())]
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    child = subprocess.run(
+        [sys.executable, "-I", "-c", CHILD, *folders], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert child.returncode == 0, child.stderr
+
+
+def test_remote_code_imports_nothing_of_the_package():
+    for file in remote_code_files():
+        assert "surgery." not in "".join(line for line in file.read_text().splitlines() if "import" in line)
+    assert latent_package.AUTO_MAP.keys() == {"AutoConfig", "AutoModelForCausalLM"}

@@ -1,0 +1,294 @@
+"""The reader gives what other libraries stored, and nothing more is read than asked for."""
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
+
+from surgery.checkpoint import CheckpointReader, TensorInfo
+from surgery.checkpoint import tensors as tensors_module
+from surgery.checkpoint.stores import SafetensorsStore
+from surgery.errors import SurgeryError
+
+# The safetensors library has no torch type for it.
+UNKNOWN_TO_LIBRARY = "float8_e8m0fnu.weight"
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Bit-identical, of one dtype and shape."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+
+
+def test_single_file_every_dtype(tmp_path, every_dtype):
+    every_dtype.pop(UNKNOWN_TO_LIBRARY, None)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    save_file(every_dtype, tmp_path / "model.safetensors")
+    reader = CheckpointReader.open(tmp_path)
+    assert reader.path == tmp_path
+    assert reader.config == {"model_type": "llama"}
+    assert set(reader.names()) == set(every_dtype)
+    for name, tensor in every_dtype.items():
+        assert name in reader
+        assert reader.info(name) == TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.nbytes, "model.safetensors")
+        assert same(reader.tensor(name), tensor), name
+        pieces = [piece.clone() for piece in reader.chunks(name)]
+        assert same(torch.cat(pieces or [tensor.reshape(-1)]), tensor.reshape(-1))
+
+
+def test_names_keep_the_files_order(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    header = {"__metadata__": {"format": "pt"}}
+    header |= {name: {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i, name in enumerate("zay")}
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes([1, 2, 3]))
+    reader = CheckpointReader.open(str(tmp_path))
+    assert reader.names() == ["z", "a", "y"]
+    assert reader.tensor("a").tolist() == [2]
+
+
+def test_sharded(sharded):
+    reader = CheckpointReader.open(sharded)
+    assert reader.names() == ["a", "b"]
+    assert reader.info("b").file == "model-00002-of-00002.safetensors"
+    assert same(reader.tensor("b"), load_file(sharded / reader.info("b").file)["b"])
+
+
+def test_tensors_of_a_module(single):
+    reader = CheckpointReader.open(single)
+    for prefix in ("layers.1", "layers.1."):
+        assert list(reader.tensors(prefix)) == ["layers.1.w"]
+    assert set(reader.tensors("")) == set(reader.names())
+    assert reader.tensors("layers.2") == {}
+
+
+def test_unknown_tensor(single):
+    reader = CheckpointReader.open(single)
+    assert "nope" not in reader
+    for call in (reader.info, reader.tensor, lambda name: next(reader.chunks(name))):
+        with pytest.raises(SurgeryError, match="no tensor nope"):
+            call("nope")
+
+
+@pytest.mark.parametrize(
+    "index", [[3, 1, 1, 39, 0], [[2, 1], [0, 7]], [4, 5, 6], [], 5], ids=["mixed", "2-D", "run", "empty", "scalar"]
+)
+def test_rows(single, index):
+    reader = CheckpointReader.open(single)
+    index = torch.tensor(index, dtype=torch.int64)
+    assert same(reader.rows("embed.weight", index), reader.tensor("embed.weight")[index])
+
+
+def test_rows_of_every_dtype(tmp_path, every_dtype):
+    every_dtype.pop(UNKNOWN_TO_LIBRARY, None)
+    (tmp_path / "config.json").write_text("{}")
+    save_file(every_dtype, tmp_path / "model.safetensors")
+    reader = CheckpointReader.open(tmp_path)
+    for name in (name for name, tensor in every_dtype.items() if tensor.shape == (3, 5)):
+        expected = every_dtype[name].view(torch.uint8).reshape(3, -1)[[2, 0, 2]].view(every_dtype[name].dtype)
+        assert same(reader.rows(name, torch.tensor([2, 0, 2])), expected), name
+
+
+def test_rows_reads_only_those_rows(single, monkeypatch):
+    reader = CheckpointReader.open(single)
+    asked = []
+    read = SafetensorsStore.read
+
+    def spy(self, name, ranges, out):
+        asked.extend(ranges)
+        read(self, name, ranges, out)
+
+    monkeypatch.setattr(SafetensorsStore, "read", spy)
+    reader.rows("embed.weight", torch.tensor([9, 3, 8, 3]))
+    assert asked == [(3 * 24, 4 * 24), (8 * 24, 10 * 24)]
+
+
+def test_rows_refuses(single):
+    reader = CheckpointReader.open(single)
+    for bad in (40, -1):
+        with pytest.raises(SurgeryError, match=f"row {bad} of embed.weight, which has 40 rows"):
+            reader.rows("embed.weight", torch.tensor([0, bad]))
+    with pytest.raises(SurgeryError, match=r"layers.10.w is float32 \[7\], not a matrix"):
+        reader.rows("layers.10.w", torch.tensor([0]))
+
+
+def test_chunks_bound_the_pieces(single, monkeypatch):
+    monkeypatch.setattr("surgery.checkpoint.reader.CHUNK_BYTES", 64)
+    reader = CheckpointReader.open(single)
+    pieces = [piece.clone() for piece in reader.chunks("embed.weight")]
+    assert max(piece.nbytes for piece in pieces) == 64
+    assert same(torch.cat(pieces), reader.tensor("embed.weight").reshape(-1))
+
+
+def test_open_reads_no_tensor_and_tensor_reads_only_its_own(single, monkeypatch):
+    asked = []
+    read = SafetensorsStore.read
+    monkeypatch.setattr(SafetensorsStore, "read", lambda self, *args: asked.append(args[:2]) or read(self, *args))
+    reader = CheckpointReader.open(single)
+    assert asked == []
+    tensor = reader.tensor("layers.1.w")
+    assert asked == [("layers.1.w", [(0, 96)])]
+    assert tensor.untyped_storage().nbytes() == 96
+
+
+def test_sidecars(single):
+    expected = ["README.md", "chat_template.jinja", "sub/config.json", "surgery_report.json", "tokenizer.json"]
+    ignored = [".git/config", ".hidden", ".cache/x", "sub/.hidden", "__pycache__/m.pyc", "consolidated.safetensors"]
+    ignored += ["pytorch_model.bin", "sub/weights.pth", "x.gguf", "sub/model.safetensors.index.json"]
+    for name in expected + ignored:
+        (single / name).parent.mkdir(exist_ok=True)
+        (single / name).write_text("x")
+    reader = CheckpointReader.open(single)
+    assert sorted(str(path.relative_to(reader.path)) for path in reader.sidecars()) == expected
+
+
+def test_sidecar_that_leads_nowhere(single):
+    (single / "tokenizer.json").symlink_to("../gone")
+    with pytest.raises(SurgeryError, match="broken link"):
+        CheckpointReader.open(single)
+
+
+class TestFingerprint:
+    def test_same_content_in_other_shards(self, tmp_path, single):
+        tensors = load_file(single / "model.safetensors")
+        other = tmp_path / "other"
+        other.mkdir()
+        (other / "config.json").write_bytes((single / "config.json").read_bytes())
+        names = sorted(tensors)
+        weight_map = {name: f"model-{i}.safetensors" for i, name in enumerate(reversed(names))}
+        for name, file in weight_map.items():
+            save_file({name: tensors[name]}, other / file)
+        (other / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        first, second = CheckpointReader.open(single), CheckpointReader.open(other)
+        assert first.names() != second.names()
+        assert first.fingerprint() == second.fingerprint()
+        assert len(first.fingerprint()) == 64
+
+    def test_any_change_shows(self, single):
+        original = CheckpointReader.open(single).fingerprint()
+        tensors = load_file(single / "model.safetensors")
+        changes = [
+            tensors | {"layers.1.w": tensors["layers.1.w"] + 1},
+            tensors | {"layers.1.w": tensors["layers.1.w"].reshape(6, 4)},
+            tensors | {"layers.1.w": tensors["layers.1.w"].view(torch.int32)},
+            {name + "x": tensor for name, tensor in tensors.items()},
+        ]
+        seen = {original}
+        for changed in changes:
+            save_file(changed, single / "model.safetensors")
+            seen.add(CheckpointReader.open(single).fingerprint())
+        save_file(tensors, single / "model.safetensors")
+        (single / "config.json").write_text('{"model_type": "other"}')
+        seen.add(CheckpointReader.open(single).fingerprint())
+        assert len(seen) == len(changes) + 2
+
+    def test_progress_counts_every_byte(self, single):
+        reader, counts = CheckpointReader.open(single), []
+        reader.fingerprint(counts.append)
+        assert sum(counts) == sum(reader.info(name).nbytes for name in reader.names())
+
+    def test_in_chunks(self, single, monkeypatch):
+        whole = CheckpointReader.open(single).fingerprint()
+        monkeypatch.setattr("surgery.checkpoint.reader.CHUNK_BYTES", 32)
+        assert CheckpointReader.open(single).fingerprint() == whole
+
+
+class TestHubLayout:
+    def test_links_into_blobs(self, tmp_path, sharded):
+        """The hub's cache: a snapshot of links to files beside it."""
+        blobs = tmp_path / "models--org--name" / "blobs"
+        folder = tmp_path / "models--org--name" / "snapshots" / "abc"
+        blobs.mkdir(parents=True)
+        folder.mkdir(parents=True)
+        for number, path in enumerate(sorted(sharded.iterdir())):
+            path.rename(blobs / str(number))
+            (folder / path.name).symlink_to(f"../../blobs/{number}")
+        (blobs / "t").write_text("tokens")
+        (folder / "tokenizer.json").symlink_to("../../blobs/t")
+        reader = CheckpointReader.open(folder)
+        assert reader.tensor("a").shape == (4, 6)
+        assert reader.sidecars() == [folder / "tokenizer.json"]
+
+    def test_download(self, monkeypatch, single):
+        calls = []
+        monkeypatch.setattr(
+            huggingface_hub, "snapshot_download", lambda repo, **options: calls.append((repo, options)) or str(single)
+        )
+        reader = CheckpointReader.open("some-org/Some.Model-1", revision="v2")
+        assert reader.path == single
+        (repo, options) = calls.pop()
+        assert (repo, options["revision"]) == ("some-org/Some.Model-1", "v2")
+        assert "*.safetensors" in options["allow_patterns"]
+        assert not any(".bin" in pattern for pattern in options["allow_patterns"])
+
+    def test_download_of_pickles_only_when_needed(self, monkeypatch, tmp_path, single):
+        wanted = []
+        (tmp_path / "config.json").write_text("{}")
+        torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+
+        def fake(repo, *, allow_patterns, **_):
+            wanted.append(any("pytorch_model" in pattern for pattern in allow_patterns))
+            return str(folder)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+        folder = single
+        CheckpointReader.open("org/name", allow_pickle=True)
+        assert wanted == [False]
+        folder = tmp_path
+        assert CheckpointReader.open("org/name", allow_pickle=True).names() == ["w"]
+        assert wanted == [False, False, True]
+
+    @pytest.mark.parametrize(
+        ("error", "words"),
+        [
+            (LocalEntryNotFoundError("long\nstory"), "not reachable and not in the cache"),
+            (ConnectionError("first\nsecond"), "ConnectionError: first"),
+            (OSError(), "OSError"),
+        ],
+    )
+    def test_errors_are_one_line(self, monkeypatch, error, words):
+        def fail(*_, **__):
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+        with pytest.raises(SurgeryError, match="org/name: no such folder") as caught:
+            CheckpointReader.open("org/name")
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("kind", "words"),
+        [
+            ("GatedRepoError", "gated"),
+            ("RepositoryNotFoundError", "no such model"),
+            ("RevisionNotFoundError", "no revision"),
+        ],
+    )
+    def test_errors_of_the_hub(self, monkeypatch, kind, words):
+        cls = getattr(__import__("huggingface_hub.errors", fromlist=[kind]), kind)
+        error = cls.__new__(cls)  # their constructors want a whole HTTP response
+
+        def fail(*_, **__):
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+        with pytest.raises(SurgeryError, match=words):
+            CheckpointReader.open("org/name")
+
+    def test_a_folder_comes_before_the_hub(self, monkeypatch, tmp_path, single):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "org").mkdir()
+        single.rename(tmp_path / "org" / "name")
+        assert CheckpointReader.open("org/name").path == Path("org/name")
+
+
+def test_dtype_table_has_the_common_ones():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.bool):
+        assert dtype in tensors_module.NAME_OF_DTYPE
+    assert torch.float8_e4m3fn in tensors_module.NAME_OF_DTYPE
+    assert torch.float8_e5m2 in tensors_module.NAME_OF_DTYPE

@@ -1,0 +1,183 @@
+"""Every fault of a checkpoint's files is found by `open`, and told in one line."""
+
+import json
+import struct
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from surgery.checkpoint import CheckpointReader
+from surgery.errors import SurgeryError
+
+INDEX = "model.safetensors.index.json"
+
+
+def refused(source, words: str, **options) -> None:
+    with pytest.raises(SurgeryError) as caught:
+        CheckpointReader.open(source, **options)
+    message = str(caught.value)
+    assert words in message
+    assert "\n" not in message
+
+
+def with_header(folder, header, data: bytes = b"") -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def entry(dtype="F32", shape=(1,), offsets=(0, 4)) -> dict:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def test_source(tmp_path, single):
+    refused(tmp_path / "nowhere", "no such folder")
+    refused("./org/name", "no such folder")
+    refused(single / "config.json", "is a file; give the folder")
+    refused(single, "no revision 'v1'", revision="v1")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{", "not valid JSON"), ("[1]", "a JSON list, not an object"), (b"\xff\xfe\x00", "not valid JSON")],
+)
+def test_config(single, content, words):
+    (single / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(single, words)
+
+
+def test_config_missing(single):
+    (single / "config.json").unlink()
+    refused(single, "no config.json")
+
+
+def test_no_weights(single):
+    (single / "model.safetensors").unlink()
+    refused(single, "no weights")
+    with_header(single, {"__metadata__": {"format": "pt"}})
+    refused(single, "hold no tensors")
+
+
+@pytest.mark.parametrize("kept", [0, 5, 30, -1])
+def test_truncated(single, kept):
+    path = single / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    refused(single, "truncated")
+
+
+def test_too_long(single):
+    path = single / "model.safetensors"
+    path.write_bytes(path.read_bytes() + b"x")
+    refused(single, "too long")
+
+
+def test_truncated_shard(sharded):
+    path = sharded / "model-00002-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    refused(sharded, "model-00002-of-00002.safetensors: truncated")
+
+
+def test_shortened_after_opening(single):
+    reader = CheckpointReader.open(single)
+    path = single / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(SurgeryError, match="became shorter"):
+        for name in reader.names():
+            reader.tensor(name)
+
+
+def test_not_safetensors(single):
+    path = single / "model.safetensors"
+    path.write_bytes(b"PK\x03\x04" * 100)
+    refused(single, "not a safetensors file")
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    refused(single, "git lfs pull")
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "words"),
+    [
+        (b"\xff\xfe not json", b"", "damaged safetensors header"),
+        (b"[1, 2]", b"", "damaged safetensors header"),
+        (b"[" * 100_000, b"", "damaged safetensors header"),
+        ({"w": 3}, b"", "damaged safetensors header"),
+        ({"w": {"dtype": "F32"}}, b"", "damaged safetensors header"),
+        ({"w": entry(dtype=["F32"])}, b"1234", "damaged safetensors header"),
+        ({"w": entry(dtype="F4")}, b"1234", "dtype F4, which is not supported"),
+        ({"w": entry(shape=[-1])}, b"1234", "has shape [-1]"),
+        ({"w": entry(shape=[True])}, b"1234", "has shape [True]"),
+        ({"w": entry(shape=["1"])}, b"1234", "has shape ['1']"),
+        ({"w": entry(shape=[2])}, b"1234", "needs 8 bytes and is given 4"),
+        ({"w": entry(offsets=[4, 8])}, b"12345678", "overlap or leave a hole"),
+        ({"w": entry(), "v": entry()}, b"1234", "overlap or leave a hole"),
+        ({"w": entry(), "v": entry(offsets=[8, 12])}, b"123456789012", "overlap or leave a hole"),
+        (b'{"w": %b, "w": %b}' % ((json.dumps(entry()).encode(),) * 2), b"1234", "'w' is in it twice"),
+    ],
+)
+def test_damaged_header(single, header, data, words):
+    with_header(single, header, data)
+    refused(single, words)
+
+
+def test_shard_missing(sharded):
+    (sharded / "model-00001-of-00002.safetensors").unlink()
+    refused(sharded, "1 of 2 weight files missing, first model-00001-of-00002.safetensors")
+
+
+def test_shard_is_a_broken_link(sharded):
+    path = sharded / "model-00001-of-00002.safetensors"
+    path.unlink()
+    path.symlink_to("../../blobs/gone")
+    refused(sharded, "weight files missing")
+
+
+def edit_index(folder, **weight_map) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] |= weight_map
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def test_index_names_a_tensor_in_no_shard(sharded):
+    edit_index(sharded, c="model-00001-of-00002.safetensors")
+    refused(sharded, "the index names c, which is in no shard")
+
+
+def test_index_names_another_shard(sharded):
+    edit_index(sharded, a="model-00002-of-00002.safetensors", b="model-00001-of-00002.safetensors")
+    refused(sharded, "a is in model-00001-of-00002.safetensors, the index says")
+
+
+@pytest.mark.parametrize(
+    "file", ["/etc/passwd", "../x.safetensors", "sub/x.safetensors", "..", ".", "", r"..\x", r"C:x", 3, None]
+)
+def test_index_leaves_the_folder(sharded, file):
+    edit_index(sharded, a=file)
+    refused(sharded, "which is not a plain file name")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": ["a"]}'])
+def test_damaged_index(sharded, content):
+    (sharded / INDEX).write_text(content)
+    refused(sharded, INDEX)
+
+
+def test_duplicate_tensors(sharded):
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, sharded / "model-00002-of-00002.safetensors")
+    refused(sharded, "a is in both model-00001-of-00002.safetensors and model-00002-of-00002.safetensors")
+
+
+def test_two_sets_of_weights(sharded):
+    save_file({"a": torch.zeros(2)}, sharded / "model.safetensors")
+    refused(sharded, "remove the stale one")
+
+
+def test_index_of_one_file_is_fine(single):
+    reader = CheckpointReader.open(single)
+    weight_map = dict.fromkeys(reader.names(), "model.safetensors")
+    (single / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert CheckpointReader.open(single).names() == reader.names()
+
+
+def test_tensor_that_the_index_leaves_out_is_kept(sharded):
+    save_file({"b": torch.zeros(2), "extra": torch.ones(2)}, sharded / "model-00002-of-00002.safetensors")
+    assert CheckpointReader.open(sharded).names() == ["a", "b", "extra"]

@@ -1,0 +1,126 @@
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import surgery.errors
+import surgery.eval.loss as loss_module
+from surgery.errors import SurgeryError
+from surgery.eval.loss import LogitReader, causal_lm_loss, evaluation_mode
+from surgery.eval.sequences import random_windows, tokenize
+
+ASSETS = Path(surgery.errors.__file__).parent / "assets"
+TINY = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    pad_token_id=0,
+)
+
+
+def tokens(count: int = 5, length: int = 21) -> torch.Tensor:
+    return torch.randint(97, (count, length), generator=torch.Generator().manual_seed(0))
+
+
+def tiny_llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**TINY)).to(dtype).eval()
+
+
+@torch.no_grad()
+def reference_loss(model: nn.Module, batch: torch.Tensor) -> float:
+    return model(input_ids=batch, labels=batch).loss.item()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_equals_the_loss_of_transformers(batch_size):
+    model, batch = tiny_llama(), tokens()
+    assert causal_lm_loss(model, batch, batch_size) == pytest.approx(reference_loss(model, batch), abs=1e-5)
+
+
+def test_bf16_logits_are_read_in_fp32():
+    model, batch = tiny_llama(torch.bfloat16), tokens()
+    assert causal_lm_loss(model, batch) == pytest.approx(reference_loss(model, batch), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        (Gemma2ForCausalLM, Gemma2Config(**TINY, final_logit_softcapping=0.5)),
+        (GraniteForCausalLM, GraniteConfig(**TINY, logits_scaling=4.0)),
+    ],
+)
+def test_what_a_model_does_after_its_head_is_kept(model_class, config):
+    torch.manual_seed(0)
+    model, batch = model_class(config).eval(), tokens()
+    assert not LogitReader(model, batch).splits
+    assert causal_lm_loss(model, batch) == pytest.approx(reference_loss(model, batch), abs=1e-5)
+
+
+def test_the_head_never_sees_more_positions_than_allowed(monkeypatch):
+    monkeypatch.setattr(loss_module, "ROWS_AT_ONCE", 6)
+    model, batch = tiny_llama(), tokens()
+    expected, seen = reference_loss(model, batch), []
+    assert LogitReader(model, batch).splits
+    hook = model.lm_head.register_forward_pre_hook(lambda _module, args: seen.append(args[0].shape[:2].numel()))
+    assert causal_lm_loss(model, batch, batch_size=2) == pytest.approx(expected, abs=1e-5)
+    hook.remove()
+    assert max(seen[2:]) <= 6  # the first two calls try the split on 8 positions
+
+
+class Uniform(nn.Module):
+    """A model that knows nothing, without body, head or parameters."""
+
+    def forward(self, input_ids, **_):
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 50))
+
+
+def test_a_model_that_knows_nothing_loses_the_log_of_its_vocabulary():
+    assert causal_lm_loss(Uniform(), tokens() % 50) == pytest.approx(math.log(50), abs=1e-6)
+
+
+def test_training_modes_come_back_as_they_were():
+    model = tiny_llama().train()
+    model.model.layers[0].eval()
+    with evaluation_mode(model):
+        assert not any(module.training for module in model.modules())
+    assert model.training and model.model.layers[1].training and not model.model.layers[0].training
+
+
+@pytest.mark.parametrize(
+    ("batch", "batch_size", "message"),
+    [
+        (torch.zeros(4, dtype=torch.long), 1, r"shape \[4\]"),
+        (torch.zeros(4, 1, dtype=torch.long), 1, r"shape \[4, 1\]"),
+        (torch.zeros(0, 4, dtype=torch.long), 1, r"shape \[0, 4\]"),
+        (torch.zeros(2, 4, dtype=torch.long), 0, "batch size 0"),
+    ],
+)
+def test_impossible_requests(batch, batch_size, message):
+    with pytest.raises(SurgeryError, match=message):
+        causal_lm_loss(Uniform(), batch, batch_size)
+
+
+@pytest.mark.slow
+def test_the_demo_model_has_its_published_loss():
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "demo-model")
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "demo-model", dtype=torch.float32)
+    text = tokenize(tokenizer, (ASSETS / "heldout-stdlib.txt").read_text(encoding="utf-8"))
+    assert causal_lm_loss(model, random_windows(text, 24, 1024, seed=2, bos=1)) == pytest.approx(2.2785, abs=5e-5)
