@@ -72,13 +72,13 @@ def weight_statistics(anatomy: AttentionAnatomy, input_scale: Tensor) -> LayerSt
     values = _normalised((out.mT @ out).unflatten(0, (groups, repeat)).sum(1))
     gradient = torch.block_diag(*keys, *values)
 
-    def pair_norm(second_moment: Tensor) -> Tensor:
-        re, im = second_moment.diagonal(dim1=-2, dim2=-1).chunk(2, dim=-1)
-        return (re + im).clamp_min(0).sqrt()
+    def pair_norm(energy: Tensor) -> Tensor:
+        re, im = energy.clamp_min(0).chunk(2, dim=-1)
+        return (re + im).sqrt()
 
-    key_moment = torch.stack([moment[g * anatomy.head_dim :, g * anatomy.head_dim :][: anatomy.head_dim, : anatomy.head_dim]
-                              for g in range(groups)])
-    return LayerStatistics(moment, gradient, pair_norm(query_moment), pair_norm(key_moment), tokens=0)
+    key_energy = moment.diagonal()[: groups * anatomy.head_dim].view(groups, -1)
+    query_energy = query_moment.diagonal(dim1=-2, dim2=-1)
+    return LayerStatistics(moment, gradient, pair_norm(query_energy), pair_norm(key_energy), tokens=0)
 
 
 def prior_lags(anatomy: AttentionAnatomy, basis, statistics: LayerStatistics, context: int) -> LagStatistics:

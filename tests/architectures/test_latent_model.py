@@ -3,23 +3,24 @@
 import copy
 import json
 import pickle
-import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from surgery.architectures import latent as latent_package
 from surgery.architectures.latent import AUTO_MAP, SurgeryConfig, SurgeryForCausalLM, register, remote_code_files
 
 register()
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 32, 4, 2, 8, 2, 64
+HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 4, 2, 8, 2, 64
 LATENT = KV_HEADS * HEAD_DIM
+SHAPE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": LAYERS, "initializer_range": 0.2}
+SHAPE |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": 128}
+SHAPE |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 DENSE = {"intermediate_size": 48}
 EXPERTS = {"num_experts_per_tok": 2, "intermediate_size": 24}
 FAMILIES = {
@@ -36,38 +37,26 @@ MOE = ("mixtral", "qwen3_moe")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Matrices this small only wait for each other's threads, up to 200 times as long on a busy machine."""
+def one_thread_and_no_gradients():
+    """On matrices this small threads only wait for each other, up to 200 times as long on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with torch.no_grad():
+        yield
     torch.set_num_threads(threads)
 
 
-def tiny_source(family: str, **overrides) -> PreTrainedModel:
+def tiny_source(family: str) -> PreTrainedModel:
     """A random source model in which every bias and norm matters."""
     torch.manual_seed(0)
-    shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
-    config = CONFIG_MAPPING[family](**{**shape, **FAMILIES[family], **overrides})
+    config = CONFIG_MAPPING[family](**SHAPE, **FAMILIES[family])
     # transformers' grouped_mm has no fast path on a CPU.
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.5)
-            elif "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(std=0.5)
+        elif "norm" in name:
+            parameter.uniform_(0.5, 1.5)
     return model
 
 
@@ -79,26 +68,22 @@ def latent_attention_tensors(attention: torch.nn.Module, inv_freq: torch.Tensor)
     """
     norm = attention.k_norm.weight if hasattr(attention, "k_norm") else torch.ones(HEAD_DIM)
     half = HEAD_DIM // 2
-    rotated = [(g, pair) for g in range(KV_HEADS) for pair in range(half) if inv_freq[pair] != 0]
-    unrotated = [(g, pair) for g in range(KV_HEADS) for pair in range(half) if inv_freq[pair] == 0]
-    key_dims = [(g, dim) for pairs in (unrotated, rotated) for g, pair in pairs for dim in (pair, pair + half)]
-    key_rows = [g * HEAD_DIM + dim for g, dim in key_dims]
-    key_scale = torch.stack([norm[dim] for _, dim in key_dims])
-
-    tensors = {
-        "kv_down.weight": torch.cat((attention.v_proj.weight, attention.k_proj.weight[key_rows] * key_scale[:, None]))
-    }
-    if attention.k_proj.bias is not None:
-        tensors["kv_down.bias"] = torch.cat((attention.v_proj.bias, attention.k_proj.bias[key_rows] * key_scale))
-    rank = LATENT + 2 * len(unrotated)
+    pairs = [(g, pair) for g in range(KV_HEADS) for pair in range(half)]
+    pairs.sort(key=lambda g_and_pair: bool(inv_freq[g_and_pair[1]]))  # the unrotated first, into the latent
+    key_dims = [(g, dim) for g, pair in pairs for dim in (pair, pair + half)]
+    rows, scale = [g * HEAD_DIM + dim for g, dim in key_dims], norm[[dim for _, dim in key_dims]]
+    key, value = attention.k_proj, attention.v_proj
+    tensors = {"kv_down.weight": torch.cat((value.weight, key.weight[rows] * scale[:, None]))}
+    if key.bias is not None:
+        tensors["kv_down.bias"] = torch.cat((value.bias, key.bias[rows] * scale))
+    rank = LATENT + 2 * sum(inv_freq[pair] == 0 for _, pair in pairs)
     query_up = torch.zeros(HEADS, HEAD_DIM, LATENT + len(key_dims), dtype=norm.dtype)
     value_up = torch.zeros(HEADS, HEAD_DIM, rank, dtype=norm.dtype)
     for head in range(HEADS):
         group = head // (HEADS // KV_HEADS)
         value_up[head, :, group * HEAD_DIM : (group + 1) * HEAD_DIM] = torch.eye(HEAD_DIM)
         for column, (g, dim) in enumerate(key_dims):
-            if g == group:
-                query_up[head, dim, LATENT + column] = 1
+            query_up[head, dim, LATENT + column] = float(g == group)
     return {**tensors, "query_up": query_up, "value_up": value_up}
 
 
@@ -129,6 +114,16 @@ def lossless_model(source: PreTrainedModel, **overrides) -> SurgeryForCausalLM:
     return model.eval()
 
 
+def agree(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+def decode(model: PreTrainedModel, cache: Cache, prompt: int = 5) -> torch.Tensor:
+    """Logits of `tokens()`, a prompt in one piece and the rest token by token."""
+    pieces = tokens().split((prompt, *[1] * (tokens().shape[1] - prompt)), dim=1)
+    return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
+
+
 def tokens(batch: int = 2, length: int = 12) -> torch.Tensor:
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
 
@@ -149,43 +144,32 @@ def model(source) -> SurgeryForCausalLM:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@torch.no_grad()
 def test_logits_equal_the_source(source, model, implementation):
     source.set_attn_implementation(implementation)
     model.set_attn_implementation(implementation)
     assert model.model.layers[0].self_attn.config._attn_implementation == implementation
-    torch.testing.assert_close(model(tokens()).logits, source(tokens()).logits, atol=1e-5, rtol=1e-5)
+    agree(model(tokens()).logits, source(tokens()).logits)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in WITH_KEY_NORM], indirect=True)
-@torch.no_grad()
 def test_logits_equal_the_source_in_double(source):
     source = source.double()
-    torch.testing.assert_close(lossless_model(source)(tokens()).logits, source(tokens()).logits, atol=1e-9, rtol=1e-9)
+    agree(lossless_model(source)(tokens()).logits, source(tokens()).logits, 1e-9)
 
 
 @pytest.mark.parametrize("unrotated", [HEAD_DIM // 4, HEAD_DIM // 2], ids=["half", "no-rope"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"], indirect=True)
-@torch.no_grad()
 def test_keys_in_the_latent(source, unrotated):
     source.model.rotary_emb.inv_freq[-unrotated:] = 0
     model = lossless_model(source)
     full = model(tokens()).logits
-    torch.testing.assert_close(full, source(tokens()).logits, atol=1e-5, rtol=1e-5)
+    agree(full, source(tokens()).logits)
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)):
-        torch.testing.assert_close(decode(model, tokens(), cache), full, atol=1e-5, rtol=1e-5)
+        agree(decode(model, cache), full)
     assert model.model.layers[0].self_attn.rope_dim == 2 * KV_HEADS * (HEAD_DIM // 2 - unrotated)
 
 
-def decode(model: PreTrainedModel, ids: torch.Tensor, cache, prompt: int = 5) -> torch.Tensor:
-    """Logits of a prompt in one piece and the rest token by token."""
-    logits = [model(ids[:, :prompt], past_key_values=cache).logits]
-    logits += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(prompt, ids.shape[1])]
-    return torch.cat(logits, dim=1)
-
-
 @pytest.mark.parametrize("family", MOE, indirect=True)
-@torch.no_grad()
 def test_experts_run_as_in_the_source(source):
     config = lossless_config(source)
     for choice in (None, "grouped_mm", "batched_mm"):
@@ -193,27 +177,21 @@ def test_experts_run_as_in_the_source(source):
         model = SurgeryForCausalLM(config)
         assert model.model.config._experts_implementation == config._experts_implementation == (choice or "grouped_mm")
     model.load_state_dict(lossless_tensors(source, source.state_dict()))
-    torch.testing.assert_close(model.eval()(tokens()).logits, source(tokens()).logits, atol=1e-5, rtol=1e-5)
+    agree(model.eval()(tokens()).logits, source(tokens()).logits)
     model.set_experts_implementation("eager")
     assert model.model.config._experts_implementation == model.config._experts_implementation == "eager"
 
 
-@torch.no_grad()
 def test_copies_and_pickles(model):
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(tokens()).logits, model(tokens()).logits)
 
 
-@torch.no_grad()
 def test_cached_equals_uncached(model):
-    full = model(tokens(), use_cache=False).logits
-    dynamic = decode(model, tokens(), DynamicCache(config=model.config))
-    static = decode(model, tokens(), StaticCache(config=model.config, max_cache_len=16))
-    torch.testing.assert_close(dynamic, full, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(static, full, atol=1e-5, rtol=1e-5)
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)):
+        agree(decode(model, cache), model(tokens(), use_cache=False).logits)
 
 
-@torch.no_grad()
 def test_cache_holds_the_latent_and_nothing_else(family, model):
     ids = tokens(batch=2, length=12)
     cache = model(ids, use_cache=True).past_key_values
@@ -225,31 +203,28 @@ def test_cache_holds_the_latent_and_nothing_else(family, model):
     assert any(layer.is_sliding for layer in cache.layers) == (family not in FULL_ATTENTION)
 
 
-@torch.no_grad()
 def test_left_padding_equals_unpadded(model):
     ids = tokens(batch=1, length=7)
     padded = torch.cat((torch.zeros(1, 4, dtype=torch.long), ids), dim=1)
     mask = (torch.arange(11) >= 4).long()[None]
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = model(padded, attention_mask=mask, position_ids=position_ids).logits
-    torch.testing.assert_close(logits[:, 4:], model(ids).logits, atol=1e-5, rtol=1e-5)
+    agree(logits[:, 4:], model(ids).logits)
     alone = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
     beside = model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert torch.equal(alone[:, 7:], beside[:, 11:])
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"do_sample": False},
-        {"do_sample": False, "cache_implementation": "static", "disable_compile": True},
-        {"do_sample": False, "prefill_chunk_size": 4, "disable_compile": True},
-        {"do_sample": False, "num_beams": 3},
-        {"do_sample": True, "top_k": 5},
-    ],
-    ids=["greedy", "static", "chunked-prefill", "beams", "sampling"],
-)
-@torch.no_grad()
+GENERATION = {
+    "greedy": {"do_sample": False},
+    "static": {"do_sample": False, "cache_implementation": "static", "disable_compile": True},
+    "chunked-prefill": {"do_sample": False, "prefill_chunk_size": 4, "disable_compile": True},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "sampling": {"do_sample": True, "top_k": 5},
+}
+
+
+@pytest.mark.parametrize("how", GENERATION.values(), ids=GENERATION.keys())
 def test_generates_what_the_source_generates(source, model, how):
     def generate(any_model):
         torch.manual_seed(2)
@@ -259,7 +234,6 @@ def test_generates_what_the_source_generates(source, model, how):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"], indirect=True)
-@torch.no_grad()
 def test_decode_step_compiles_in_one_graph(model):
     caches = [StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
     for cache in caches:
@@ -267,9 +241,10 @@ def test_decode_step_compiles_in_one_graph(model):
     step = torch.compile(model.__call__, fullgraph=True, backend="eager", dynamic=False)
     next_token = tokens(length=1)
     compiled = step(next_token, past_key_values=caches[0]).logits
-    torch.testing.assert_close(compiled, model(next_token, past_key_values=caches[1]).logits, atol=1e-5, rtol=1e-5)
+    agree(compiled, model(next_token, past_key_values=caches[1]).logits)
 
 
+@torch.enable_grad()
 def test_trains_with_gradient_checkpointing(model):
     def gradients():
         model.zero_grad()
@@ -280,24 +255,22 @@ def test_trains_with_gradient_checkpointing(model):
     plain = gradients()
     model.gradient_checkpointing_enable()
     for name, gradient in gradients().items():
-        torch.testing.assert_close(gradient, plain[name], atol=1e-5, rtol=1e-4)
+        agree(gradient, plain[name], 1e-4)
     assert all(plain[name].abs().sum() > 0 for name in plain if "query_up" in name or "value_up" in name)
 
 
-@torch.no_grad()
 def test_loss_hidden_states_and_attentions_are_those_of_the_source(source, model):
     wanted = {"labels": tokens(), "logits_to_keep": 0, "output_hidden_states": True, "output_attentions": True}
     source.set_attn_implementation("eager")
     model.set_attn_implementation("eager")
     theirs, ours = source(tokens(), **wanted), model(tokens(), **wanted)
-    torch.testing.assert_close(ours.loss, theirs.loss, atol=1e-5, rtol=1e-5)
+    agree(ours.loss, theirs.loss)
     for a, b in zip((*ours.hidden_states, *ours.attentions), (*theirs.hidden_states, *theirs.attentions), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+        agree(a, b, 1e-4)
     assert model(tokens(), logits_to_keep=3).logits.shape == (2, 3, VOCAB)
     assert isinstance(model(tokens(), return_dict=False), tuple)
 
 
-@torch.no_grad()
 def test_saved_and_reloaded_is_bit_identical(model, tmp_path):
     model.save_pretrained(tmp_path)
     reloaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -311,7 +284,6 @@ def test_saved_and_reloaded_is_bit_identical(model, tmp_path):
     assert all((tmp_path / file.name).read_text() == file.read_text() for file in remote_code_files())
 
 
-@torch.no_grad()
 def test_half_precision_keeps_the_frequencies(source, model, tmp_path):
     frequencies = torch.tensor(model.config.latent_layers[0]["rope_inv_freq"], dtype=torch.float32)
     model.save_pretrained(tmp_path)
@@ -329,32 +301,27 @@ def test_meta_device_and_materialisation(source):
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     assert all(parameter.is_meta for parameter in skeleton.parameters())
-    assert {name: t.shape for name, t in skeleton.state_dict().items()} == {
-        name: t.shape for name, t in lossless_tensors(source, source.state_dict()).items()
-    }
+    expected = lossless_tensors(source, source.state_dict())
+    assert {name: t.shape for name, t in skeleton.state_dict().items()} == {n: t.shape for n, t in expected.items()}
     skeleton.to_empty(device="cpu")
-    expected = torch.tensor(config.latent_layers[0]["rope_inv_freq"], dtype=torch.float32)
-    assert torch.equal(skeleton.model.layers[1].self_attn.rotary.inv_freq, expected)
+    frequencies = torch.tensor(config.latent_layers[1]["rope_inv_freq"], dtype=torch.float32)
+    assert torch.equal(skeleton.model.layers[1].self_attn.rotary.inv_freq, frequencies)
 
 
 @pytest.mark.parametrize("family", MOE, indirect=True)
-@torch.no_grad()
 def test_checkpoint_with_one_tensor_per_expert_loads(source, tmp_path):
     source.save_pretrained(tmp_path / "source")
-    shards = load_file(tmp_path / "source" / "model.safetensors")
-    assert any(".experts.3." in name for name in shards), "the source's checkpoint should hold per-expert tensors"
-    target = tmp_path / "target"
-    lossless_config(source).save_pretrained(target)
-    converted = lossless_tensors(source, shards)
-    save_file(converted, target / "model.safetensors", metadata={"format": "pt"})
-    model, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    converted = lossless_tensors(source, load_file(tmp_path / "source" / "model.safetensors"))
+    assert any(".experts.3." in name for name in converted), "the checkpoint should hold per-expert tensors"
+    lossless_config(source).save_pretrained(tmp_path / "target")
+    save_file(converted, tmp_path / "target" / "model.safetensors", metadata={"format": "pt"})
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "target", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    torch.testing.assert_close(model(tokens()).logits, source(tokens()).logits, atol=1e-5, rtol=1e-5)
+    agree(model(tokens()).logits, source(tokens()).logits)
     model.save_pretrained(tmp_path / "again")
     assert load_file(tmp_path / "again" / "model.safetensors").keys() == converted.keys()
 
 
-@torch.no_grad()
 def test_layers_may_keep_their_own_attention_and_ranks_may_differ():
     source = tiny_source("qwen3")
     config = lossless_config(source)
@@ -363,8 +330,8 @@ def test_layers_may_keep_their_own_attention_and_ranks_may_differ():
     tensors = lossless_tensors(source, source.state_dict())
     first = {name: tensor for name, tensor in source.state_dict().items() if ".layers.0." in name}
     mixed.load_state_dict({k: v for k, v in tensors.items() if ".layers.0." not in k} | first, strict=True)
-    torch.testing.assert_close(mixed(tokens()).logits, source(tokens()).logits, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(decode(mixed, tokens(), DynamicCache(config=config)), source(tokens()).logits)
+    agree(mixed(tokens()).logits, source(tokens()).logits)
+    agree(decode(mixed, DynamicCache(config=config)), source(tokens()).logits)
 
     config.latent_layers = [
         {"kv_lora_rank": 3, "rope_inv_freq": [], "key_norm_eps": None},
@@ -372,7 +339,7 @@ def test_layers_may_keep_their_own_attention_and_ranks_may_differ():
     ]
     uneven = SurgeryForCausalLM(config).eval()
     cache = DynamicCache(config=config)
-    torch.testing.assert_close(decode(uneven, tokens(), cache), uneven(tokens()).logits)
+    agree(decode(uneven, cache), uneven(tokens()).logits)
     assert [(layer.keys.shape[-1], layer.values.shape[-1]) for layer in cache.layers] == [(3, 0), (7, 4 + KV_HEADS)]
 
 
@@ -384,10 +351,9 @@ def test_config_speaks_for_the_source_and_survives_the_file(source, tmp_path):
     loaded = AutoConfig.from_pretrained(tmp_path)
     assert type(loaded) is SurgeryConfig and loaded.latent_layers == layers
     theirs, ours = source.config.to_dict(), loaded.base_config().to_dict()
-    for name in theirs.keys() - {"architectures", "_name_or_path"}:
-        assert ours[name] == theirs[name], name
+    assert ours["model_type"] == theirs["model_type"]
     for name in theirs.keys() - {"architectures", "_name_or_path", "model_type", "transformers_version"}:
-        assert getattr(loaded, name) == getattr(source.config, name), name
+        assert ours[name] == theirs[name] and getattr(loaded, name) == getattr(source.config, name), name
 
 
 def test_legacy_fields_are_translated():
@@ -398,18 +364,21 @@ def test_legacy_fields_are_translated():
     assert config.dtype == torch.bfloat16
 
 
-def test_what_cannot_be_carried_is_refused():
-    layer = {"kv_lora_rank": 4, "rope_inv_freq": [], "key_norm_eps": None}
-    with pytest.raises(ValueError, match="gemma2"):
-        SurgeryConfig(base_model_type="gemma2")
-    with pytest.raises(ValueError, match="2 entries for 3 layers"):
-        SurgeryConfig(num_hidden_layers=3, latent_layers=[layer] * 2)
-    with pytest.raises(ValueError, match="at least 1"):
-        SurgeryConfig(num_hidden_layers=1, latent_layers=[{**layer, "kv_lora_rank": 0}])
-    with pytest.raises(ValueError, match="has no k_norm"):
-        SurgeryForCausalLM(SurgeryConfig(num_hidden_layers=1, latent_layers=[{**layer, "key_norm_eps": 1e-6}]))
-    with pytest.raises(ValueError, match="no latent_layers"):
-        SurgeryForCausalLM(SurgeryConfig(num_hidden_layers=1))
+LAYER = {"kv_lora_rank": 4, "rope_inv_freq": [], "key_norm_eps": None}
+REFUSED = {
+    "gemma2": {"base_model_type": "gemma2", "latent_layers": [LAYER]},
+    "entries for 3 layers": {"num_hidden_layers": 3, "latent_layers": [LAYER] * 2},
+    "at least 1": {"num_hidden_layers": 1, "latent_layers": [{**LAYER, "kv_lora_rank": 0}]},
+    "has keys": {"num_hidden_layers": 1, "latent_layers": [{"kv_lora_rank": 4}]},
+    "has no k_norm": {"num_hidden_layers": 1, "latent_layers": [{**LAYER, "key_norm_eps": 1e-6}]},
+    "no latent_layers": {"num_hidden_layers": 1},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_carried_is_refused(message):
+    with pytest.raises(ValueError, match=message):
+        SurgeryForCausalLM(SurgeryConfig(**SHAPE | REFUSED[message]))
 
 
 CHILD = """
@@ -431,25 +400,14 @@ for folder in sys.argv[1:]:
 """
 
 
-@torch.no_grad()
 def test_loads_without_the_package(tmp_path):
     for family in FAMILIES:
-        folder = tmp_path / family.replace("_", "")
         model = lossless_model(tiny_source(family))
-        lossless_config(tiny_source(family), auto_map=AUTO_MAP).save_pretrained(folder)
-        model.save_pretrained(folder)
-        for file in remote_code_files():
-            shutil.copy(file, folder)
-        save_file({"ids": tokens(), "logits": model(tokens()).logits}, folder / "expected.safetensors")
-    folders = [str(folder) for folder in sorted(tmp_path.iterdir())]
+        model.save_pretrained(tmp_path / family)
+        save_file({"ids": tokens(), "logits": model(tokens()).logits}, tmp_path / family / "expected.safetensors")
+    folders = [str(tmp_path / family) for family in FAMILIES]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     child = subprocess.run(
         [sys.executable, "-I", "-c", CHILD, *folders], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert child.returncode == 0, child.stderr
-
-
-def test_remote_code_imports_nothing_of_the_package():
-    for file in remote_code_files():
-        assert "surgery." not in "".join(line for line in file.read_text().splitlines() if "import" in line)
-    assert latent_package.AUTO_MAP.keys() == {"AutoConfig", "AutoModelForCausalLM"}

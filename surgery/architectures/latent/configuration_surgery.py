@@ -4,7 +4,7 @@ This file travels beside the weights as remote code: it may import torch, transf
 """
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -40,7 +40,7 @@ class SurgeryConfig(PreTrainedConfig):
     """
 
     model_type = "surgery"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
     base_model_type: str = "llama"
     latent_layers: list[dict[str, Any] | None] | None = None

@@ -11,7 +11,7 @@ This file travels beside the weights as remote code: it may import torch, transf
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -208,7 +208,8 @@ class LatentAttention(nn.Module):
     def _latent_key_value(self, latent: torch.Tensor, positional: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cached latent [B, 1, S, r] and positional part [B, 1, S, ρ (+ G)] → key [B, K, S, r + ρ], value [B, K, S, r].
 
-        K is 1, or G with q/k-norm, where the scaled copies live only for the length of this call.
+        K is 1, or G with q/k-norm, where the scaled copies live only for the length of this call. The two parts are
+        cached apart, as in transformers' `deepseek_v3`, and joined here because the attention interface takes one key.
         """
         if self.key_norm_eps is None:
             return torch.cat((latent, positional), dim=-1), latent
@@ -240,7 +241,7 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _skip_keys_device_placement = ("past_key_values",)
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (the type is transformers')
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True

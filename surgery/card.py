@@ -1,0 +1,88 @@
+"""The model card of a converted checkpoint, made from its report."""
+
+from __future__ import annotations
+
+LOADING = {
+    "deepseek_v3": """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("{name}")""",
+    "surgery": """\
+import surgery  # registers the model class; without the package pass trust_remote_code=True
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("{name}")""",
+}
+
+
+def model_card(report, name: str) -> str:
+    """README.md of a converted checkpoint."""
+    source, target, kv = report.source, report.target, report.kv
+    engines = "\n".join(f"| {engine} | {verdict} |" for engine, verdict in target["engines"].items())
+    return f"""---
+library_name: transformers
+base_model: {source["path"]}
+tags:
+- model-surgery
+- mla
+- kv-cache-compression
+---
+
+# {name}
+
+[{source["path"]}](README.source.md) with its attention rewritten to multi-head latent attention (MLA) by
+model-surgery {report.to_dict()["surgery_version"]}. It was calibrated, not trained.
+
+| | source | this model |
+|---|---:|---:|
+| KV cache, bytes per token | {kv["source_bytes_per_token"]:,} | {kv["measured_bytes_per_token"]:,.0f} ({kv["ratio"]:.1%}) |
+{_score_rows(report.ladder)}
+Class `{target["model_type"]}` ({"; ".join(target["reasons"])}), latent rank {target["kv_lora_rank"]}, {target["rope_dim"]} rotated
+numbers, method `{target["method"]}`. The KV bytes were measured on live caches.
+
+```python
+{LOADING[target["model_type"]].format(name=name)}
+```
+
+## Where the loss comes from
+
+{ladder_table(report.ladder)}
+
+Losses are nats per token on held-out calibration text ({report.calibration.get("source")}), recall is the share of
+planted five-digit keys that the model finds again.
+
+## Engines
+
+| engine | loads |
+|---|---|
+{engines}
+
+## Provenance
+
+Source weights sha256 `{source["sha256"]}`, command `{report.command or "Python API"}`; settings, versions and per-layer
+errors are in `surgery_report.json`. The licence of the source applies.
+"""
+
+
+def ladder_table(ladder: list[dict]) -> str:
+    """Loss and recall per stage in Markdown."""
+    rows = ["| stage | loss | recall |", "|---|---:|---:|"]
+    rows += [f"| {row['stage']} | {number(row['loss'], '.4f')} | {number(row['recall'], '.2f')} |" for row in ladder]
+    return "\n".join(rows)
+
+
+def number(value: float | None, form: str) -> str:
+    """A measured value, or a dash where there is none."""
+    return "-" if value is None else format(value, form)
+
+
+def _score_rows(ladder: list[dict]) -> str:
+    first, last = ladder[0], ladder[-1]
+    if first["loss"] is None:
+        return "\n"
+    return (
+        f"| loss on held-out calibration text | {first['loss']:.4f} | {last['loss']:.4f} |\n"
+        f"| recall of planted keys | {number(first['recall'], '.2f')} | {number(last['recall'], '.2f')} |\n"
+    )

@@ -1,0 +1,102 @@
+"""What a user can ask of a conversion, with the defaults in one place."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from surgery.errors import SurgeryError
+
+NO_CALIBRATION = "none"
+METHODS = ("fisher", "transmla", "mha2mla")
+CARRIERS = ("auto", "stock", "own")
+LATENT_NORMS = ("auto", "tiny", "constant")
+FREQUENCIES = ("free", "grid")
+
+
+@dataclass(frozen=True)
+class ConvertSettings:
+    """Settings of ``surgery convert --to mla``; configs/mla.yaml holds the same with comments.
+
+    Attributes:
+        method: named variant of the transform.
+        kv_ratio: share of the source's KV bytes per token to keep.
+        kv_lora_rank, rope_dim: the budget spelled out instead; with ``kv_ratio`` one of them fixes the split.
+        rope_frequencies: "free" lets any frequencies keep RoPE; "grid" only the highest ones, once each, so that the
+            result is a default-RoPE model that every engine loads.
+        freqfold: neighbouring frequencies that TransMLA takes for one; None tries several.
+        carrier: "stock" deepseek_v3, the project's "own" class, or "auto": stock where it can.
+        latent_norm: how a stock class's latent norm is neutralised.
+        calibration: builtin, self, a file, a datasets name, or none for weights only.
+        recall: share of calibration sequences that carry planted recalls.
+        held_out: sequences for choosing the split and for the report's losses; as many recall prompts, doubled.
+        dtype: in which layers run during calibration and measurement.
+    """
+
+    method: str = "fisher"
+    kv_ratio: float | None = None
+    kv_lora_rank: int | None = None
+    rope_dim: int | None = None
+    rope_frequencies: str = "free"
+    freqfold: int | None = None
+    carrier: str = "auto"
+    latent_norm: str = "auto"
+    calibration: str = "builtin"
+    calibration_tokens: int = 24_576
+    calibration_length: int = 1_024
+    text_field: str = "text"
+    recall: float = 1.0
+    held_out: int = 8
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+    batch_size: int = 4
+    max_shard_size: str = "5GB"
+
+    def __post_init__(self):
+        for name, allowed in (
+            ("method", METHODS),
+            ("carrier", CARRIERS),
+            ("latent_norm", LATENT_NORMS),
+            ("rope_frequencies", FREQUENCIES),
+            ("dtype", ("float32", "bfloat16", "float64")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise SurgeryError(f"{name} {getattr(self, name)!r} is unknown: choose {', '.join(allowed)}")
+        if self.kv_ratio is not None and not 0 < self.kv_ratio < 1:
+            raise SurgeryError(f"kv_ratio {self.kv_ratio} must lie between 0 and 1, such as 0.25")
+        for name in ("kv_lora_rank", "freqfold", "calibration_tokens", "calibration_length", "batch_size", "held_out"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SurgeryError(f"{name} must be at least 1, not {value}")
+        if self.rope_dim is not None and (self.rope_dim < 0 or self.rope_dim % 2):
+            raise SurgeryError(f"rope_dim must be even and not negative, not {self.rope_dim}")
+        if self.calibration == NO_CALIBRATION and self.method == "transmla":
+            raise SurgeryError("method transmla needs calibration text: drop --calibration none")
+
+    @classmethod
+    def from_file(cls, path: str | Path, **overrides) -> ConvertSettings:
+        """Reads a YAML file of settings; ``overrides`` that are not None win.
+
+        Raises:
+            SurgeryError: the file cannot be read, or names a setting that does not exist.
+        """
+        import yaml
+
+        try:
+            read = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise SurgeryError(f"{path}: {' '.join(str(error).split())}") from None
+        if not isinstance(read, dict):
+            raise SurgeryError(f"{path}: not a list of settings")
+        known = [field.name for field in fields(cls)]
+        for name in read:
+            if name not in known:
+                close = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise SurgeryError(f"{path}: unknown setting {name!r}{hint}")
+        return cls(**{**read, **{name: value for name, value in overrides.items() if value is not None}})
+
+    def to_dict(self) -> dict:
+        return asdict(self)
