@@ -51,7 +51,8 @@ def output(anatomy: AttentionAnatomy, mixed: Tensor) -> Tensor:
 class CapturedAttention(nn.Module):
     """Stands in for a transformers attention module, computes the same output and remembers its projections.
 
-    With ``gradients`` the remembered keys and values keep the gradients that a later backward pass leaves on them.
+    With ``gradients`` the remembered keys, values and outputs keep the gradients that a later backward pass leaves on
+    them.
     """
 
     def __init__(self, anatomy: AttentionAnatomy, *, gradients: bool = False):
@@ -59,6 +60,7 @@ class CapturedAttention(nn.Module):
         self.anatomy, self.gradients = anatomy, gradients
         self.inputs: Tensor | None = None
         self.projection: Projection | None = None
+        self.outputs: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
         self.inputs = hidden_states.detach()
@@ -66,4 +68,7 @@ class CapturedAttention(nn.Module):
         if self.gradients:
             self.projection.k.retain_grad()
             self.projection.v.retain_grad()
-        return output(self.anatomy, attend(self.anatomy, self.projection)), None
+        self.outputs = output(self.anatomy, attend(self.anatomy, self.projection))
+        if self.gradients:
+            self.outputs.retain_grad()
+        return self.outputs, None

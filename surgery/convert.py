@@ -8,7 +8,6 @@ before they get their final name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +16,10 @@ from torch import Tensor
 
 from surgery import mla_split, mla_statistics
 from surgery.anatomy import AttentionAnatomy
-from surgery.architectures.choose import Carrier, choose_carrier, engines
+from surgery.architectures.choose import Carrier, choose_carrier
 from surgery.architectures.spec import MLASpec
 from surgery.calibration.library import StatisticsLibrary
+from surgery.calibration.sweep import BoundaryStore
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, check_output, verify_files
 from surgery.errors import SurgeryError
 from surgery.families import Family, family_of
@@ -29,6 +29,7 @@ from surgery.layer_stream import LayerStream
 from surgery.mla_split import MLAPlan
 from surgery.progress import Progress
 from surgery.report import LayerReport, Report, build_report
+from surgery.sequential_fit import SequentialFit
 from surgery.settings import NO_CALIBRATION, ConvertSettings
 from surgery.texts import Texts, load_texts
 from surgery.transforms import mla
@@ -137,29 +138,34 @@ def convert_to_mla(
     first = opened.anatomy(0)
     splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
     texts = load_texts(opened, settings, progress)
-    with StatisticsLibrary() as library:
+    with StatisticsLibrary() as library, BoundaryStore() as store:
         if settings.calibration == NO_CALIBRATION:
             context = opened.config.max_position_embeddings
             mla_statistics.from_weights(
                 library, opened.layers, opened.anatomy, opened.input_scale, settings, progress, context
             )
         else:
-            mla_statistics.from_text(library, opened.stream, opened.anatomy, texts.calibration, settings, progress)
+            mla_statistics.from_text(
+                library, opened.stream, opened.anatomy, texts.calibration, store, settings, progress
+            )
         plan, tried = _choose_plan(splits, opened, library, texts.held_out, settings, progress)
         carrier = _carrier(opened, plan, settings)
         tensors = _planned_tensors(opened, carrier)
         with CheckpointWriter(
             out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite
         ) as writer:
-            ladder = Ladder(opened.stream, texts.held_out, settings.batch_size)
-            layers = _convert_layers(opened, plan, library, carrier, ladder, writer, progress)
+            fit = _sequential_fit(opened, texts, store, settings)
+            stages = ("partial RoPE", "truncated", "fitted")[: 3 if fit else 2]
+            ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, stages)
+            layers = _convert_layers(opened, plan, library, fit, carrier, ladder, writer, progress)
             scores = ladder.scores()
             _copy_the_rest(opened, carrier, writer, progress)
             writer.write_json("config.json", carrier.writer.config(opened.reader.config))
             _copy_sidecars(opened.reader, carrier, writer)
             writer.finish()
             verify_files(writer.partial, tensors)
-            verification = _verify(opened, carrier, ladder, texts, writer, settings, progress)
+            simulated = ladder.hidden[stages[-1]]
+            verification = _verify(opened, carrier, simulated, texts, writer, settings, progress)
             report = build_report(
                 opened, settings, command, plan, tried, carrier, texts, scores, layers, verification, progress
             )
@@ -272,24 +278,50 @@ def _planned_tensors(opened: Source, carrier: Carrier) -> dict[str, TensorSpec]:
     return plan
 
 
+def _sequential_fit(
+    opened: Source, texts: Texts, store: BoundaryStore, settings: ConvertSettings
+) -> SequentialFit | None:
+    """The least-squares fit, where the method has one and there is text to fit on."""
+    if texts.calibration is None or not mla.METHODS[settings.method].gradients or not settings.fit_steps:
+        return None
+    return SequentialFit(
+        opened.stream,
+        store,
+        texts.calibration,
+        steps=settings.fit_steps,
+        iterations=settings.fit_iterations,
+        queries=settings.fit_queries,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
+
+
 def _convert_layers(
     opened: Source,
     plan: MLAPlan,
     library: StatisticsLibrary,
+    fit: SequentialFit | None,
     carrier: Carrier,
     ladder: Ladder,
     writer: CheckpointWriter,
     progress: Progress,
 ) -> list[LayerReport]:
+    """Converts, measures and writes one layer after the other."""
     reports = []
     with progress.phase("convert", opened.layers) as advance:
         for index in range(opened.layers):
             anatomy = opened.anatomy(index).to(torch.float64)
+            statistics, _ = library.load(index)
+            basis = mla.key_basis(plan.method, anatomy, statistics, plan.split)
             converted = plan.convert(anatomy, library, index)
-            basis = mla.key_basis(plan.method, anatomy, library.load(index)[0], plan.split)
+            result = converted.truncated
+            stages = {"partial RoPE": converted.partial, "truncated": converted.truncated}
             with opened.stream.layer(index) as layer:
-                errors = ladder.advance(layer, anatomy, basis, converted.partial, converted.truncated)
-            for name, tensor in carrier.writer.tensors(index, converted.truncated).items():
+                if fit:
+                    result, _ = fit.fit(index, layer, anatomy, converted.truncated, statistics.output_gradient)
+                    stages["fitted"] = result
+                errors = ladder.advance(layer, anatomy, basis, stages)
+            for name, tensor in carrier.writer.tensors(index, result.to("cpu", torch.float64)).items():
                 writer.write(name, tensor)
             reports.append(LayerReport.of(index, converted, errors))
             advance()
@@ -326,7 +358,7 @@ def _copy_sidecars(reader: CheckpointReader, carrier: Carrier, writer: Checkpoin
 def _verify(
     opened: Source,
     carrier: Carrier,
-    ladder: Ladder,
+    simulated: Tensor,
     texts: Texts,
     writer: CheckpointWriter,
     settings: ConvertSettings,
@@ -336,7 +368,7 @@ def _verify(
         writer.partial,
         carrier.writer.spec.dtype,
         opened.stream,
-        ladder.hidden["truncated"],
+        simulated,
         texts.held_out,
         settings.batch_size,
         progress,

@@ -1,7 +1,8 @@
 """The exactness ladder: every stage of a conversion carried through the model side by side on held-out text.
 
-source → merged → rotated are exact, partial RoPE and truncation each lose something; what is written and loaded again
-must equal the last. One loss per stage says where a conversion's loss comes from.
+source → merged → rotated are exact, partial RoPE and truncation each lose something, a least-squares fit wins some of
+it back; what is written and loaded again must equal the last. One loss per stage says where a conversion's loss comes
+from.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from surgery.transforms.key_basis import KeyBasis, identity_basis
 from surgery.transforms.latent_layer import LatentLayer, SimulatedAttention
 from surgery.transforms.partial_rope import latent_form
 
-STAGES = ("source", "merged", "rotated", "partial RoPE", "truncated")
+EXACT_STAGES = ("merged", "rotated")
 # Sequences on which a layer's own output error is measured; it settles long before the loss does.
 ERROR_SEQUENCES = 2
 
@@ -29,36 +30,38 @@ class Ladder:
         stream: the source model.
         held_out: text and recall prompts.
         batch_size: sequences at a time.
+        stages: the lossy stages that :meth:`advance` will be given.
     """
 
-    def __init__(self, stream: LayerStream, held_out: HeldOut, batch_size: int):
+    def __init__(self, stream: LayerStream, held_out: HeldOut, batch_size: int, stages: tuple[str, ...]):
         self._stream, self._held_out, self._batch_size = stream, held_out, batch_size
         embedded = stream.embed(held_out.tokens)
-        self.hidden: dict[str, Tensor] = {stage: embedded.clone() for stage in STAGES}
+        self.hidden: dict[str, Tensor] = {
+            stage: embedded.clone() for stage in ("source", *EXACT_STAGES, *stages)
+        }
 
     def advance(
-        self,
-        layer: StreamedLayer,
-        anatomy: AttentionAnatomy,
-        basis: KeyBasis,
-        partial: LatentLayer,
-        truncated: LatentLayer,
+        self, layer: StreamedLayer, anatomy: AttentionAnatomy, basis: KeyBasis, lossy: dict[str, LatentLayer]
     ) -> dict[str, float]:
         """Runs one layer in every stage.
 
+        Args:
+            anatomy: the source's attention in float64.
+            basis: the key basis of the conversion.
+            lossy: the layer in each lossy stage.
+
         Returns:
-            The layer's own relative output error, ``‖converted - source‖ / ‖source‖`` on the source's inputs, with
-            partial RoPE and truncated.
+            The layer's own relative output error in each lossy stage, ``‖converted - source‖ / ‖source‖`` on the
+            source's inputs.
         """
         device, dtype = self._stream.device, self._stream.dtype
         stages = {
             "merged": latent_form(anatomy, identity_basis(anatomy.kv_heads, anatomy.head_dim // 2), _all(anatomy)),
             "rotated": latent_form(anatomy, basis, _all(anatomy)),
-            "partial RoPE": partial,
-            "truncated": truncated,
+            **lossy,
         }
         stages = {name: form.to(device, dtype) for name, form in stages.items()}
-        errors = self._own_errors(layer, anatomy.to(device, dtype), stages)
+        errors = self._own_errors(layer, anatomy.to(device, dtype), {name: stages[name] for name in lossy})
         self._stream.run_layer(layer, self.hidden["source"], self._batch_size)
         for name, form in stages.items():
             self._stream.run_layer(layer, self.hidden[name], self._batch_size, SimulatedAttention(form))
@@ -74,10 +77,9 @@ class Ladder:
     ) -> dict[str, float]:
         captured = CapturedAttention(anatomy)
         layer(self.hidden["source"][:ERROR_SEQUENCES].to(self._stream.device, self._stream.dtype), captured)
-        want = captured(captured.inputs)[0]
+        want = captured.outputs
         return {
-            name: float((stages[name].forward(captured.inputs) - want).norm() / want.norm())
-            for name in ("partial RoPE", "truncated")
+            name: float((form.forward(captured.inputs) - want).norm() / want.norm()) for name, form in stages.items()
         }
 
 

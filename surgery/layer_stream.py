@@ -172,6 +172,10 @@ class StreamedLayer:
         finally:
             block.self_attn = own
 
+    def attention_inputs(self, hidden: Tensor) -> Tensor:
+        """What enters the layer's attention, [B, T, D]: all families here normalise before it."""
+        return self.model.layers[0].input_layernorm(hidden)
+
     def decode(self, hidden: Tensor, prompt: int, cache) -> Tensor:
         """The same output computed through a live cache: the first ``prompt`` tokens at once, then one by one."""
         pieces = [hidden[:, :prompt], *hidden[:, prompt:].split(1, dim=1)]

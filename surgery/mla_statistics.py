@@ -25,25 +25,30 @@ def from_text(
     stream: LayerStream,
     anatomy_of: Callable[[int], AttentionAnatomy],
     tokens: Tensor,
+    store: BoundaryStore,
     settings: ConvertSettings,
     progress: Progress,
 ) -> None:
-    """Fills the library by one forward and one backward sweep over calibration tokens [N, T]."""
+    """Fills the library by one forward and one backward sweep over calibration tokens [N, T].
+
+    The forward sweep leaves what entered each layer in ``store``.
+    """
     method = mla.METHODS[settings.method]
-    with BoundaryStore() as store:
-        with progress.phase("calibrate: forward", stream.num_layers) as advance:
-            final = forward_sweep(stream, tokens, store, settings.batch_size, advance)
-        with progress.phase("calibrate: backward", stream.num_layers) as advance:
-            layers = backward_sweep(
-                stream, anatomy_of, store, final, settings.batch_size, gradients=method.gradients, seed=settings.seed
-            )
-            for layer in layers:
-                lags = None
-                if method.lags:
-                    basis = mla.key_basis(method, layer.anatomy, layer.statistics, None)
-                    lags = lag_statistics(layer.anatomy, basis, layer.inputs, LAG_SEQUENCES)
-                library.save(layer.index, layer.statistics, lags)
-                advance()
+    with progress.phase("calibrate: forward", stream.num_layers) as advance:
+        final = forward_sweep(stream, tokens, store, settings.batch_size, advance)
+    with progress.phase("calibrate: backward", stream.num_layers) as advance:
+        layers = backward_sweep(
+            stream, anatomy_of, store, final, settings.batch_size, gradients=method.gradients, seed=settings.seed
+        )
+        for layer in layers:
+            lags = None
+            if method.lags:
+                basis = mla.key_basis(method, layer.anatomy, layer.statistics, None)
+                # Evenly spread, so that text with and without planted recalls is in it.
+                chosen = torch.linspace(0, len(tokens) - 1, min(LAG_SEQUENCES, len(tokens))).long()
+                lags = lag_statistics(layer.anatomy, basis, layer.inputs[chosen])
+            library.save(layer.index, layer.statistics, lags)
+            advance()
 
 
 def from_weights(

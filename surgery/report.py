@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from surgery.architectures.choose import Carrier, engines
 from surgery.held_out import Score
-from surgery.ladder import STAGES
 from surgery.transforms.mla import ConvertedLayer, Split
 from surgery.version import __version__
 
@@ -26,7 +25,7 @@ class LayerReport:
         rope_error: predicted share of the squared scores lost with the dropped rotations.
         latent_error: predicted squared error of the truncated latent in the method's metric.
         latent_error_share: the same relative to the latent's whole energy.
-        measured_partial_rope, measured_truncated: relative error of the layer's own output, each on the source's inputs.
+        measured: relative error of the layer's own output on the source's inputs, at each lossy stage.
     """
 
     layer: int
@@ -35,8 +34,7 @@ class LayerReport:
     rope_error: float | None
     latent_error: float
     latent_error_share: float
-    measured_partial_rope: float
-    measured_truncated: float
+    measured: dict[str, float]
 
     @classmethod
     def of(cls, layer: int, converted: ConvertedLayer, errors: dict[str, float]) -> LayerReport:
@@ -47,8 +45,7 @@ class LayerReport:
             converted.rope_error,
             converted.latent_error,
             converted.latent_error / max(converted.latent_energy, 1e-300),
-            errors["partial RoPE"],
-            errors["truncated"],
+            errors,
         )
 
 
@@ -109,7 +106,7 @@ def build_report(
     first = opened.anatomy(0)
     source_bytes = first.kv_width * opened.layers * itemsize
     predicted = sum(writer.kv_width(layer) for layer in range(opened.layers)) * itemsize
-    ladder = [{"stage": stage, **asdict(scores[stage])} for stage in STAGES]
+    ladder = [{"stage": stage, **asdict(score)} for stage, score in scores.items()]
     ladder.append({"stage": "reloaded", **asdict(verification.score)})
     method = plan.method.name
     return Report(

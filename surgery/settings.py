@@ -31,6 +31,8 @@ class ConvertSettings:
         calibration: builtin, self, a file, a datasets name, or none for weights only.
         recall: share of calibration sequences that carry planted recalls.
         held_out: sequences for choosing the split and for the report's losses; as many recall prompts, doubled.
+        fit_steps, fit_iterations, fit_queries: Gauss-Newton steps of the least-squares fit of each layer (0: none),
+            conjugate-gradient iterations in each, and query positions sampled from each sequence; method fisher only.
         dtype: in which layers run during calibration and measurement.
     """
 
@@ -46,8 +48,11 @@ class ConvertSettings:
     calibration_tokens: int = 24_576
     calibration_length: int = 1_024
     text_field: str = "text"
-    recall: float = 1.0
+    recall: float = 0.5
     held_out: int = 8
+    fit_steps: int = 2
+    fit_iterations: int = 8
+    fit_queries: int = 256
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
@@ -66,7 +71,7 @@ class ConvertSettings:
                 raise SurgeryError(f"{name} {getattr(self, name)!r} is unknown: choose {', '.join(allowed)}")
         if self.kv_ratio is not None and not 0 < self.kv_ratio < 1:
             raise SurgeryError(f"kv_ratio {self.kv_ratio} must lie between 0 and 1, such as 0.25")
-        for name in ("kv_lora_rank", "freqfold", "calibration_tokens", "calibration_length", "batch_size", "held_out"):
+        for name in ("kv_lora_rank", "freqfold", "calibration_tokens", "calibration_length", "batch_size", "held_out", "fit_iterations", "fit_queries"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SurgeryError(f"{name} must be at least 1, not {value}")

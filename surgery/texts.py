@@ -45,23 +45,29 @@ def load_texts(opened, settings: ConvertSettings, progress: Progress) -> Texts:
     if source == SELF:
         progress.note("sampling calibration text from the model itself")
         source = _own_samples(opened, tokenizer, settings)
-    built = build_calibration(
-        tokenizer,
-        source,
-        tokens=settings.calibration_tokens,
-        length=settings.calibration_length,
-        recall=settings.recall,
-        seed=settings.seed,
-        held_out=settings.held_out,
-        max_positions=limit,
-        text_field=settings.text_field,
-    )
+
+    def build(recall: float):
+        return build_calibration(
+            tokenizer,
+            source,
+            tokens=settings.calibration_tokens,
+            length=settings.calibration_length,
+            recall=recall,
+            seed=settings.seed,
+            held_out=settings.held_out,
+            max_positions=limit,
+            text_field=settings.text_field,
+        )
+
+    built = build(settings.recall)
+    # The prompts plant facts of their own: the text between them must hold no others.
+    filler = built.held_out if settings.recall == 0 else build(0.0).held_out
     held_out, note = HeldOut.of_text(built.held_out), "recall prompts in held-out text"
     length = built.held_out.shape[1]
     try:
         prompts = recall_prompts(
             tokenizer,
-            built.held_out.flatten().tolist(),
+            filler.flatten().tolist(),
             RECALL_PROMPTS_PER_TEXT * len(built.held_out),
             length,
             settings.seed,

@@ -1,6 +1,6 @@
 """MLA in the project's own model class: what the stock class cannot carry.
 
-The class keeps the source's own query and output projections (copied byte for byte) and holds the latent form of
+The class keeps the source's own query projection and norm (copied byte for byte) and holds the latent form of
 :mod:`surgery.transforms.latent_layer` beside them.
 """
 
@@ -50,7 +50,7 @@ class OwnMLA:
 
     def copied(self, names: list[str]) -> list[str]:
         """Which of the source's attention tensors of a layer are kept as they are."""
-        kept = ["q_proj.", "q_norm.", "o_proj."]
+        kept = ["q_proj.", "q_norm.", "o_proj.bias"]
         if self.spec.key_norm_eps is not None:
             kept.append("k_proj.")  # gives the exact key norm its inverse RMS
         return [name for name in names if name.rpartition("self_attn.")[2].startswith(tuple(kept))]
@@ -63,6 +63,7 @@ class OwnMLA:
             "kv_down.weight": (width, spec.hidden),
             "query_up": (spec.heads, spec.head_dim, width),
             "value_up": (spec.heads, spec.value_dim, rank),
+            "o_proj.weight": (spec.hidden, spec.heads * spec.value_dim),
         }
         if spec.latent_bias:
             shapes["kv_down.bias"] = (width,)
@@ -79,6 +80,7 @@ class OwnMLA:
             "kv_down.weight": converted.down[order],
             "query_up": converted.query_up[..., order] * factor,
             "value_up": converted.value_up,
+            "o_proj.weight": converted.o.flatten(1),
         }
         if spec.latent_bias:
             result["kv_down.bias"] = converted.down_bias[order]

@@ -24,6 +24,7 @@ class LayerStatistics:
     query_norm: Tensor  # E|q_l| per pair, [H, d/2]
     key_norm: Tensor  # E|k_l| per pair, [G, d/2]
     tokens: int
+    output_gradient: Tensor | None = None  # E[g gᵀ] at the attention's output, [D, D]
 
     def keys(self, matrix: Tensor, anatomy: AttentionAnatomy) -> Tensor:
         """The key block of a moment over z, as [G, d, G, d]."""
@@ -40,15 +41,17 @@ class MomentAccumulator:
         self.gradient = torch.zeros(width, width, dtype=torch.float64) if gradients else None
         self.query_norm = torch.zeros(anatomy.heads, anatomy.head_dim // 2, dtype=torch.float64)
         self.key_norm = torch.zeros(anatomy.kv_heads, anatomy.head_dim // 2, dtype=torch.float64)
+        self.output_gradient = torch.zeros(anatomy.hidden, anatomy.hidden, dtype=torch.float64) if gradients else None
         self.tokens = 0
 
-    def add(self, projection: Projection) -> None:
-        """Adds one batch; gradients are read from ``projection.k.grad`` and ``projection.v.grad``."""
+    def add(self, projection: Projection, output_gradient: Tensor | None = None) -> None:
+        """Adds one batch; gradients of keys and values are read from ``projection.k.grad`` and ``projection.v.grad``."""
         k, v = projection.k.detach(), projection.v.detach()
         self.moment += _gram(torch.cat([k.flatten(2), v.flatten(2)], dim=-1).flatten(0, 1))
         if self.gradient is not None:
             k_grad, v_grad = projection.k.grad, projection.v.grad
             self.gradient += _gram(torch.cat([k_grad.flatten(2), v_grad.flatten(2)], dim=-1).flatten(0, 1))
+            self.output_gradient += _gram(output_gradient.flatten(0, 1))
         gain = 1 if projection.key_gain is None else projection.key_gain.detach()[..., None]
         self.query_norm += to_complex(projection.q.detach().float()).abs().double().sum((0, 1)).cpu()
         self.key_norm += (to_complex(k.float()).abs() * gain).double().sum((0, 1)).cpu()
@@ -62,6 +65,7 @@ class MomentAccumulator:
             query_norm=self.query_norm / count,
             key_norm=self.key_norm / count,
             tokens=count,
+            output_gradient=None if self.output_gradient is None else self.output_gradient / count,
         )
 
 
@@ -85,8 +89,8 @@ class LagStatistics:
         return (self.energy * (1 - self.constant().abs().square()).clamp_min(0)).sum(-1)
 
 
-def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, sequences: int) -> LagStatistics:
-    """Accumulates :class:`LagStatistics` over the first ``sequences`` of attention inputs [N, T, D].
+def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor) -> LagStatistics:
+    """Accumulates :class:`LagStatistics` over attention inputs [N, T, D].
 
     One sequence at a time: its attention weights are [H, T, T].
     """
@@ -97,23 +101,26 @@ def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, sequences: 
     energy = torch.zeros(basis.components, anatomy.heads, dtype=torch.float64)
     frequencies = anatomy.inv_freq[basis.frequency]
     group_of = torch.arange(anatomy.heads) // (anatomy.heads // anatomy.kv_heads)
-    for sequence in inputs[:sequences]:
+    for sequence in inputs:
         x = sequence[None].to(device, dtype)
         projection = anatomy.project(x)
         weights = attention_weights(anatomy, projection)[0]  # [H, T, T]
+        # Denormal numbers make matrix products ten times slower on CPUs, and count for nothing.
+        weights.masked_fill_(weights < 1e-20, 0)
         k = to_complex(projection.k[0])
         if projection.key_gain is not None:
             weights = weights * projection.key_gain[0].square().T[group_of][:, None]
         phase = phases(frequencies, torch.arange(x.shape[1], device=device), dtype)  # [T, P]
         key_energy = torch.einsum("pgl,tgl->tp", key, k).abs().square()
         key_turned = key_energy * phase
+        # One product with the attention matrix for all that is summed over keys: energies, cosines, sines.
+        summed = torch.cat([key_energy, key_turned.real, key_turned.imag], dim=-1)
         for head in range(anatomy.heads):
             q = to_complex(projection.q[0, :, head])
             query_energy = (q @ query[:, group_of[head]].T).abs().square()  # [T, P]
-            seen = weights[head]
-            energy[:, head] += (query_energy * (seen @ key_energy)).double().sum(0).cpu()
-            mixed = torch.complex(seen @ key_turned.real, seen @ key_turned.imag)
-            turned[:, head] += (query_energy * phase.conj() * mixed).sum(0).to(torch.complex128).cpu()
+            plain, real, imag = (weights[head] @ summed).chunk(3, dim=-1)
+            energy[:, head] += (query_energy * plain).sum(0).double().cpu()
+            turned[:, head] += (query_energy * phase.conj() * torch.complex(real, imag)).sum(0).to(turned)
     return LagStatistics(turned, energy)
 
 

@@ -1,0 +1,268 @@
+"""The command line: ``surgery VERB``. Imports torch only inside the verbs, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.errors import SurgeryError
+from surgery.version import __version__
+
+app = typer.Typer(
+    name="surgery",
+    help="Rewrites the attention of pretrained language models so that the KV cache becomes 2-20x smaller.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+CALIBRATION = "Inputs"
+BUDGET = "Budget"
+OUTPUT = "Output"
+MACHINE = "Machine"
+
+CheckpointArgument = Annotated[str, typer.Argument(metavar="CKPT", help="Checkpoint folder or hub id (org/name).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")]
+PickleOption = Annotated[bool, typer.Option("--allow-pickle", help="Read pickled weights if there are no others.")]
+CalibrationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE|DATASET|self|builtin|none",
+        help="Calibration text; builtin is the standard library's source, none uses the weights alone.",
+        rich_help_panel=CALIBRATION,
+    ),
+]
+TokensOption = Annotated[
+    int | None, typer.Option("--calibration-tokens", metavar="N", help="Tokens to calibrate on [24576].", rich_help_panel=CALIBRATION)
+]
+LengthOption = Annotated[
+    int | None, typer.Option("--calibration-length", metavar="N", help="Tokens in a sequence [1024].", rich_help_panel=CALIBRATION)
+]
+FieldOption = Annotated[
+    str | None, typer.Option("--text-field", metavar="NAME", help="Column that holds the text [text].", rich_help_panel=CALIBRATION)
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of every random choice [0].", rich_help_panel=CALIBRATION)]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="Where layers run: cpu, cuda, cuda:1 … [cuda if there is one].", rich_help_panel=MACHINE)
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option("--dtype", help="What layers run in while measuring: float32, bfloat16, float64 [float32].", rich_help_panel=MACHINE),
+]
+BatchOption = Annotated[int | None, typer.Option("--batch-size", metavar="N", help="Sequences at a time [4].", rich_help_panel=MACHINE)]
+
+
+@app.callback(invoke_without_command=True)
+def version_callback(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit()
+
+
+@app.command()
+def convert(
+    checkpoint: CheckpointArgument,
+    to: Annotated[str, typer.Option("--to", help="Target structure: mla.")] = "mla",
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder to write [CKPT-mla, beside it].", rich_help_panel=OUTPUT)] = None,
+    kv_ratio: Annotated[
+        float | None, typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep [0.25].", rich_help_panel=BUDGET)
+    ] = None,
+    kv_lora_rank: Annotated[
+        int | None, typer.Option("--kv-lora-rank", metavar="N", help="Rank of the latent instead.", rich_help_panel=BUDGET)
+    ] = None,
+    rope_dim: Annotated[
+        str | None,
+        typer.Option("--rope-dim", "--qk-rope-head-dim", metavar="N|auto", help="Rotated numbers per token; auto tries several splits.", rich_help_panel=BUDGET),
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option("--method", help="fisher (default), transmla or mha2mla.", rich_help_panel=BUDGET)
+    ] = None,
+    rope_frequencies: Annotated[
+        str | None,
+        typer.Option("--rope-frequencies", help="free, or grid for default RoPE that every engine loads.", rich_help_panel=BUDGET),
+    ] = None,
+    freqfold: Annotated[
+        int | None, typer.Option("--freqfold", metavar="N", help="Frequencies folded into one (transmla) [tries several].", rich_help_panel=BUDGET)
+    ] = None,
+    carrier: Annotated[
+        str | None, typer.Option("--carrier", help="stock (deepseek_v3), own (model class of this package) or auto.", rich_help_panel=OUTPUT)
+    ] = None,
+    latent_norm: Annotated[
+        str | None, typer.Option("--latent-norm", help="How stock's latent norm is neutralised: tiny, constant or auto.", rich_help_panel=OUTPUT)
+    ] = None,
+    max_shard_size: Annotated[str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file [5GB].", rich_help_panel=OUTPUT)] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)] = False,
+    calibration: CalibrationOption = None,
+    calibration_tokens: TokensOption = None,
+    calibration_length: LengthOption = None,
+    text_field: FieldOption = None,
+    recall: Annotated[
+        float | None, typer.Option("--recall", metavar="F", help="Share of sequences with planted recalls.", rich_help_panel=CALIBRATION)
+    ] = None,
+    held_out: Annotated[
+        int | None, typer.Option("--held-out", metavar="N", help="Held-out sequences for choices and the report.", rich_help_panel=CALIBRATION)
+    ] = None,
+    seed: SeedOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    batch_size: BatchOption = None,
+    config: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML of settings; flags win over it.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print plan, memory and disk estimate; write nothing.")] = False,
+    allow_pickle: PickleOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert a checkpoint's attention and write the result beside it.
+
+    Examples:
+
+        surgery convert --to mla ckpt/
+
+        surgery convert --to mla ckpt/ --kv-ratio 0.125 --out small/ --device cuda
+
+        surgery convert --to mla org/name --kv-lora-rank 512 --rope-dim 64 --rope-frequencies grid
+    """
+    from surgery.console import show_conversion, show_plan
+    from surgery.convert import convert_to_mla
+    from surgery.dry_run import plan_conversion
+    from surgery.progress import Progress
+    from surgery.settings import ConvertSettings
+
+    if to != "mla":
+        raise SurgeryError(f"--to {to}: unknown target; this version converts to mla")
+    given = {
+        "method": method,
+        "kv_ratio": kv_ratio,
+        "kv_lora_rank": kv_lora_rank,
+        "rope_dim": _rope_dim(rope_dim),
+        "rope_frequencies": rope_frequencies,
+        "freqfold": freqfold,
+        "carrier": carrier,
+        "latent_norm": latent_norm,
+        "calibration": calibration,
+        "calibration_tokens": calibration_tokens,
+        "calibration_length": calibration_length,
+        "text_field": text_field,
+        "recall": recall,
+        "held_out": held_out,
+        "seed": seed,
+        "device": device,
+        "dtype": dtype,
+        "batch_size": batch_size,
+        "max_shard_size": max_shard_size,
+    }
+    settings = (
+        ConvertSettings.from_file(config, **given)
+        if config
+        else ConvertSettings(**{name: value for name, value in given.items() if value is not None})
+    )
+    if dry_run:
+        show_plan(plan_conversion(checkpoint, out, settings, allow_pickle=allow_pickle), as_json=as_json)
+        return
+    conversion = convert_to_mla(
+        checkpoint,
+        out,
+        settings,
+        overwrite=overwrite,
+        allow_pickle=allow_pickle,
+        command=shlex.join(["surgery", *sys.argv[1:]]),
+        progress=Progress(),
+    )
+    show_conversion(conversion, as_json=as_json)
+
+
+@app.command()
+def inspect(
+    checkpoint: CheckpointArgument,
+    calibration: CalibrationOption = None,
+    calibration_tokens: TokensOption = None,
+    calibration_length: LengthOption = None,
+    text_field: FieldOption = None,
+    seed: SeedOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    batch_size: BatchOption = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Where to draw the spectra (png, svg, pdf) [CKPT-spectra.png].")] = None,
+    allow_pickle: PickleOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a checkpoint's attention, its KV bytes and what it can be converted to.
+
+    With --calibration also how compressible it is: the share of the loss-weighted KV energy that fits in each rank.
+
+    Examples:
+
+        surgery inspect ckpt/
+
+        surgery inspect ckpt/ --calibration builtin --plot spectra.png
+    """
+    from surgery.console import show_inspection
+    from surgery.inspection import inspect_checkpoint
+    from surgery.progress import Progress
+    from surgery.settings import ConvertSettings
+
+    given = {
+        "calibration": calibration,
+        "calibration_tokens": calibration_tokens,
+        "calibration_length": calibration_length,
+        "text_field": text_field,
+        "seed": seed,
+        "device": device,
+        "dtype": dtype,
+        "batch_size": batch_size,
+    }
+    settings = ConvertSettings(**{name: value for name, value in given.items() if value is not None})
+    inspection = inspect_checkpoint(
+        checkpoint,
+        settings,
+        spectra=calibration is not None,
+        allow_pickle=allow_pickle,
+        progress=Progress(),
+    )
+    show_inspection(inspection, plot=plot, as_json=as_json)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the converted demo model.")] = Path("surgery-demo"),
+    kv_ratio: Annotated[float, typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep.")] = 0.25,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert the built-in 5.5M-parameter model, load the result with stock transformers and compare.
+
+    Example:
+
+        surgery demo
+    """
+    from surgery.demo import run_demo
+
+    run_demo(out, kv_ratio=kv_ratio, overwrite=overwrite, as_json=as_json)
+
+
+def _rope_dim(value: str | None) -> int | None:
+    if value in (None, "auto"):
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise SurgeryError(f"--rope-dim {value}: give a number or auto") from None
+
+
+def main() -> None:
+    """Entry point: one line and exit code 1 for bad input, 2 for a wrong command line, 130 for Ctrl-C."""
+    try:
+        app()
+    except SurgeryError as error:
+        print(f"surgery: error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("surgery: interrupted, nothing was written", file=sys.stderr)
+        sys.exit(130)

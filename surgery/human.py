@@ -1,0 +1,47 @@
+"""Numbers as people read them. JSON keeps the exact ones."""
+
+from __future__ import annotations
+
+
+def size(count: float) -> str:
+    """Bytes in binary units with one decimal: ``3.0 KiB``; below 1 KiB as they are."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:,.1f} {unit}"
+    return f"{count:,.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as ``12.3 s``, ``4 min 05 s`` or ``2 h 10 min``."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    if seconds < 3599.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02d} s"
+    hours, rest = divmod(round(seconds / 60), 60)
+    return f"{hours} h {rest:02d} min"
+
+
+def count(value: float) -> str:
+    """A large number in words of thousands: ``5.5M``, ``8.0B``, ``1.2T``; below a thousand as it is."""
+    for unit, scale in (("P", 10**15), ("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if value >= scale:
+            return f"{value / scale:,.1f}{unit}"
+    return f"{value:,.0f}"
+
+
+def decimal(value: float | None, digits: int) -> str:
+    """A measured value, or a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    """A share of one as a percentage, small ones with more digits; a dash where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if abs(value) >= 0.001 or value == 0 else f"{value:.1e}"
+
+
+def per_token(count_: float) -> str:
+    """KV bytes of one token, exact as far as a page has room: ``3,072 (3.0 KiB)``."""
+    return f"{count_:,.0f} B" if count_ < 1024 else f"{count_:,.0f} B ({size(count_)})"

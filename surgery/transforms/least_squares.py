@@ -1,0 +1,310 @@
+"""Least squares of a latent layer's output: Gauss-Newton steps, each solved by conjugate gradients.
+
+A closed-form conversion treats keys, values and rotations one after the other. This fits all four matrices of the latent
+form together to what the source's attention put out,
+
+    min over (down, query_up, value_up, o) of  Σ_m ‖F^{1/2} (out_m - target_m)‖²,
+
+with F the second moment of the loss gradient at the output. Every step linearises the layer (softmax included) and solves
+the normal equations ``(JᵀJ + λ) δ = Jᵀ residual`` by products with J and Jᵀ alone; nothing of the size of JᵀJ exists.
+It is a layer-by-layer solve on calibration statistics, with no gradient descent and no loss of the whole model in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.mla_decode.reference import causal_mask
+from surgery.rope import phases, to_complex, to_real
+from surgery.transforms.algebra import psd_powers
+from surgery.transforms.latent_layer import LatentLayer
+
+# Directions with less than this share of the largest input energy are left alone: nothing was seen there.
+INPUT_FLOOR = 1e-4
+SMALLEST_WEIGHT = 1e-20  # attention below it is set to zero: denormals slow products down tenfold on CPUs
+
+
+@dataclass
+class Parameters:
+    """The fitted matrices, or a change of them, or a gradient."""
+
+    down: Tensor  # [r + ρ, D (+ 1 with biases)]
+    query_up: Tensor  # [H, d, r + ρ]
+    value_up: Tensor  # [H, e, r]
+    o: Tensor  # [D, H, e]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.down, self.query_up, self.value_up, self.o
+
+    def plus(self, factor: float | Tensor, other: Parameters) -> Parameters:
+        """``self + factor * other``."""
+        return Parameters(*(a + factor * b for a, b in zip(self.tensors(), other.tensors(), strict=True)))
+
+    def dot(self, other: Parameters) -> float:
+        return float(sum((a.double() * b.double()).sum() for a, b in zip(self.tensors(), other.tensors(), strict=True)))
+
+
+@dataclass
+class Linearisation:
+    """One sequence of the problem around the current parameters, at a sample of its query positions.
+
+    Legend: M sampled positions, T tokens, c = r + ρ.
+    """
+
+    layer: LatentLayer
+    parameters: Parameters
+    x: Tensor  # [T, D (+ 1)] inputs
+    q: Tensor  # [H, M, d] source queries
+    phase: Tensor  # complex [T, ρ/2]
+    positions: Tensor  # [M]
+    gain: Tensor | None  # [H, 1, T]
+    root: Tensor  # [D, D], F^{1/2}
+
+    def __post_init__(self):
+        p, scale = self.parameters, self.layer.source.scale
+        self.rank = self.layer.rank
+        self.query_phase = self.phase[self.positions]
+        self.query = self._rotate(self.q @ p.query_up, self.query_phase) * scale  # [H, M, c]
+        self.key = self._rotate(self.x @ p.down.mT, self.phase)  # [T, c]
+        self.latent = self.key[:, : self.rank]
+        logits = self._with_gain(self.query @ self.key.mT)
+        tokens = len(self.x)
+        visible = causal_mask(tokens, tokens, self.layer.source.window, self.x.device)[self.positions]
+        self.weights = logits.masked_fill_(~visible, -torch.inf).softmax(-1)  # [H, M, T]
+        self.weights.masked_fill_(self.weights < SMALLEST_WEIGHT, 0)
+        self.mixed = self.weights @ self.latent  # [H, M, r]
+        self.heads = self.mixed @ p.value_up.mT  # [H, M, e]
+
+    def output(self) -> Tensor:
+        """Output at the sampled positions without its bias, times F^{1/2}, [M, D]."""
+        return torch.einsum("hme,dhe->md", self.heads, self.parameters.o) @ self.root
+
+    def jvp(self, change: Parameters) -> Tensor:
+        """Change of :meth:`output` with a change of the parameters, [M, D]."""
+        p = self.parameters
+        key_change = self.x @ change.down.mT
+        logits = self._rotate(self.q @ change.query_up, self.query_phase).mul_(self.layer.source.scale) @ self.key.mT
+        logits += self.query @ self._rotate(key_change, self.phase).mT
+        mixed = self._softmax_change(self._with_gain(logits)) @ self.latent + self.weights @ key_change[:, : self.rank]
+        heads = mixed @ p.value_up.mT + self.mixed @ change.value_up.mT
+        out = torch.einsum("hme,dhe->md", heads, p.o) + torch.einsum("hme,dhe->md", self.heads, change.o)
+        return out @ self.root
+
+    def vjp(self, out: Tensor) -> Parameters:
+        """The transpose of :meth:`jvp`."""
+        p = self.parameters
+        out = out @ self.root.mT
+        o = torch.einsum("md,hme->dhe", out, self.heads)
+        heads = torch.einsum("md,dhe->hme", out, p.o)
+        value_up = heads.mT @ self.mixed
+        mixed = heads @ p.value_up
+        logits = self._with_gain(self._softmax_change(mixed @ self.latent.mT))
+        query = self._rotate(logits @ self.key, self.query_phase.conj()) * self.layer.source.scale
+        key = self._rotate(logits.flatten(0, 1).mT @ self.query.flatten(0, 1), self.phase.conj())
+        key[:, : self.rank] += self.weights.flatten(0, 1).mT @ mixed.flatten(0, 1)
+        return Parameters(key.mT @ self.x, self.q.mT @ query, value_up, o)
+
+    def _softmax_change(self, logits: Tensor) -> Tensor:
+        """The softmax's Jacobian, which is symmetric, applied to ``logits`` in place."""
+        mean = (self.weights * logits).sum(-1, keepdim=True)
+        return logits.sub_(mean).mul_(self.weights)
+
+    def _with_gain(self, logits: Tensor) -> Tensor:
+        return logits if self.gain is None else logits.mul_(self.gain)
+
+    def _rotate(self, z: Tensor, phase: Tensor) -> Tensor:
+        """Rotates the last ρ of c numbers."""
+        if phase.shape[-1] == 0:
+            return z
+        return torch.cat([z[..., : self.rank], to_real(to_complex(z[..., self.rank :]) * phase)], dim=-1)
+
+
+class LatentFit:
+    """The least-squares problem of one layer.
+
+    Args:
+        layer: where to start, on the device and in the dtype to compute in (float32 or better).
+        inputs: [N, T, D] what enters the attention.
+        targets: [N, T, D] wanted outputs, the output bias left out.
+        metric: F [D, D]; the identity asks for plain output error.
+        queries: query positions sampled from each sequence, anew in every step.
+        damping: λ relative to the curvature along the gradient.
+        seed: of the sampling.
+    """
+
+    def __init__(
+        self,
+        layer: LatentLayer,
+        inputs: Tensor,
+        targets: Tensor,
+        metric: Tensor,
+        *,
+        queries: int = 256,
+        damping: float = 1e-3,
+        seed: int = 0,
+    ):
+        self._layer = layer
+        like = layer.down
+        self._inputs, self._targets = inputs, targets
+        self._biased = layer.down_bias is not None
+        (root,) = psd_powers(metric.double(), (0.5,), floor=1e-3)
+        self._root = root.to(like)
+        self._queries, self._damping = min(queries, inputs.shape[1]), damping
+        self._generator = torch.Generator().manual_seed(seed)
+        self._phase = phases(layer.inv_freq, torch.arange(inputs.shape[1], device=like.device), like.dtype)
+        moment, query_moment = self._input_moments()
+        self._input_moment = moment
+        # Whitened unknowns: conjugate gradients converge by the spread of the inputs' energies otherwise.
+        (self._whiten_input,) = (m.to(like) for m in psd_powers(moment, (-0.5,), floor=INPUT_FLOOR))
+        (self._whiten_query,) = (m.to(like) for m in psd_powers(query_moment, (-0.5,), floor=INPUT_FLOOR))
+        down = layer.down if layer.down_bias is None else torch.cat([layer.down, layer.down_bias[:, None]], dim=1)
+        self.parameters = self._normalised(Parameters(down, layer.query_up, layer.value_up, layer.o))
+
+    @torch.no_grad()
+    def run(self, steps: int, iterations: int) -> tuple[LatentLayer, float, float]:
+        """Takes Gauss-Newton steps of so many conjugate-gradient iterations each.
+
+        Returns:
+            The fitted layer, and the error before and after the last step on that step's sample, relative to the
+            targets' energy in the metric.
+        """
+        before = after = 0.0
+        for _ in range(steps):
+            before, after = self._step(iterations)
+        p, biased = self.parameters, self._biased
+        fitted = replace(
+            self._layer,
+            down=p.down[:, :-1] if biased else p.down,
+            down_bias=p.down[:, -1] if biased else None,
+            query_up=p.query_up,
+            value_up=p.value_up,
+            o=p.o,
+        )
+        return fitted, before, after
+
+    def _step(self, iterations: int) -> tuple[float, float]:
+        self.parameters = self._normalised(self.parameters)
+        positions = [self._sample() for _ in self._inputs]
+        sequences = self._linearise(self.parameters, positions)
+        residuals = [self._wanted(n, positions[n]) - s.output() for n, s in enumerate(sequences)]
+        energy = sum(float(self._wanted(n, positions[n]).square().sum()) for n in range(len(sequences)))
+        before = sum(float(r.square().sum()) for r in residuals)
+        change = self._solve(sequences, residuals, iterations)
+        del sequences
+        start, factor = self.parameters, 1.0
+        for _ in range(4):
+            self.parameters = start.plus(factor, change)
+            after = self._error(positions)
+            if after < before:
+                return before / energy, after / energy
+            factor /= 2
+        self.parameters = start
+        return before / energy, before / energy
+
+    def _solve(self, sequences: list[Linearisation], residuals: list[Tensor], iterations: int) -> Parameters:
+        """Conjugate gradients on the damped normal equations in whitened unknowns; returns a change of parameters."""
+        scales = self.parameters
+        value_scale = 3 * scales.value_up.square().mean().sqrt()
+        o_scale = 3 * scales.o.square().mean().sqrt()
+
+        def whiten(p: Parameters) -> Parameters:
+            # Its own transpose, so it serves both ways.
+            return Parameters(
+                p.down @ self._whiten_input, self._whiten_query @ p.query_up, p.value_up * value_scale, p.o * o_scale
+            )
+
+        def transposed(outs: list[Tensor]) -> Parameters:
+            total = None
+            for sequence, out in zip(sequences, outs, strict=True):
+                gradient = sequence.vjp(out)
+                total = gradient if total is None else total.plus(1.0, gradient)
+            return whiten(total)
+
+        def normal(p: Parameters) -> Parameters:
+            raw = whiten(p)
+            return transposed([sequence.jvp(raw) for sequence in sequences])
+
+        gradient = transposed(residuals)
+        squared = gradient.dot(gradient)
+        solution = gradient.plus(-1.0, gradient)
+        if squared == 0:
+            return solution
+        curved = normal(gradient)
+        damping = self._damping * gradient.dot(curved) / squared
+        direction, residual = gradient, gradient
+        for iteration in range(iterations):
+            product = (normal(direction) if iteration else curved).plus(damping, direction)
+            step = squared / direction.dot(product)
+            solution, residual = solution.plus(step, direction), residual.plus(-step, product)
+            new_squared = residual.dot(residual)
+            direction = residual.plus(new_squared / squared, direction)
+            squared = new_squared
+        return whiten(solution)
+
+    def _error(self, positions: list[Tensor]) -> float:
+        total = 0.0
+        for n in range(len(self._inputs)):
+            (sequence,) = self._linearise(self.parameters, positions[n : n + 1], first=n)
+            total += float((self._wanted(n, positions[n]) - sequence.output()).square().sum())
+        return total
+
+    def _wanted(self, n: int, positions: Tensor) -> Tensor:
+        return self._targets[n, positions.to(self._targets.device)].to(self._root) @ self._root
+
+    def _linearise(self, parameters: Parameters, positions: list[Tensor], first: int = 0) -> list[Linearisation]:
+        source, sequences = self._layer.source, []
+        for n, sampled in enumerate(positions, start=first):
+            x = self._inputs[n].to(self._root)
+            gain = source.project_key_gain(x)
+            if gain is not None:
+                gain = gain.T.repeat_interleave(source.heads // source.kv_heads, dim=0)[:, None]
+            sequences.append(
+                Linearisation(
+                    layer=self._layer,
+                    parameters=parameters,
+                    x=self._augmented(x),
+                    q=source.project_queries(x[sampled]).transpose(0, 1),
+                    phase=self._phase,
+                    positions=sampled,
+                    gain=gain,
+                    root=self._root,
+                )
+            )
+        return sequences
+
+    def _sample(self) -> Tensor:
+        order = torch.randperm(self._inputs.shape[1], generator=self._generator)
+        return order[: self._queries].sort().values.to(self._root.device)
+
+    def _augmented(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x.new_ones(len(x), 1)], dim=-1) if self._biased else x
+
+    def _input_moments(self) -> tuple[Tensor, Tensor]:
+        """Second moments of the inputs and of each head's queries, float64."""
+        total, queries, count = 0, 0, 0
+        for sequence in self._inputs:
+            x = sequence.to(self._layer.down)
+            q = self._layer.source.project_queries(x).transpose(0, 1)
+            x = self._augmented(x)
+            total = total + (x.mT @ x).double()
+            queries = queries + (q.mT @ q).double()
+            count += len(x)
+        return total / count, queries / count
+
+    def _normalised(self, p: Parameters) -> Parameters:
+        """The same layer in another basis: a latent of unit covariance, rotary pairs of unit energy."""
+        rank = self._layer.rank
+        down = p.down.double()
+        covariance = down @ self._input_moment @ down.mT
+        root, inverse = psd_powers(covariance[:rank, :rank], (0.5, -0.5))
+        energy = covariance.diagonal()[rank:].view(2, -1).mean(0).clamp_min(1e-18).sqrt().repeat(2)
+        query_up = p.query_up.double()
+        return Parameters(
+            torch.cat([inverse @ down[:rank], down[rank:] / energy[:, None]]).to(p.down),
+            torch.cat([query_up[..., :rank] @ root, query_up[..., rank:] * energy], dim=-1).to(p.down),
+            (p.value_up.double() @ root).to(p.down),
+            p.o,
+        )

@@ -1,0 +1,57 @@
+"""The anatomy that a family yields computes what transformers' own attention computes."""
+
+import pytest
+import torch
+from tiny_models import FAMILIES
+from transformers import AutoModelForCausalLM
+
+from surgery.attention import CapturedAttention
+from surgery.convert import Source
+from surgery.errors import SurgeryError
+from surgery.families import family_of
+from surgery.settings import ConvertSettings
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_streamed_anatomy_reproduces_the_model(checkpoints, name):
+    folder = checkpoints(name)
+    tokens = torch.randint(4096, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
+    opened = Source.open(folder, ConvertSettings())
+    own = opened.stream.embed(tokens)
+    anatomy = own.clone()
+    for index in range(opened.layers):
+        with opened.stream.layer(index) as layer:
+            opened.stream.run_layer(layer, own, 2)
+            opened.stream.run_layer(layer, anatomy, 2, CapturedAttention(opened.anatomy(index)))
+    torch.testing.assert_close(opened.stream.logits(own), want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(opened.stream.logits(anatomy), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_streamed_loss_is_transformers_loss(checkpoints, name):
+    folder = checkpoints(name)
+    tokens = torch.randint(4096, (2, 24), generator=torch.Generator().manual_seed(1))
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        want = model(tokens, labels=tokens).loss.item()
+    stream = Source.open(folder, ConvertSettings()).stream
+    hidden = stream.embed(tokens)
+    for index in range(stream.num_layers):
+        with stream.layer(index) as layer:
+            stream.run_layer(layer, hidden, 1)
+    assert stream.loss(hidden, tokens) == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({}, "model_type None is not supported"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),
+    ],
+)
+def test_refused_configs(config, message):
+    with pytest.raises(SurgeryError, match=message):
+        family_of(config)

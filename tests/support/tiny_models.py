@@ -1,0 +1,82 @@
+"""Tiny random checkpoints of every family with the demo model's tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.utils import logging
+
+logging.disable_progress_bar()
+torch.set_num_threads(2)
+
+DEMO = Path(str(files("surgery"))) / "assets" / "demo-model"
+HELD_OUT = Path(str(files("surgery"))) / "assets" / "heldout-stdlib.txt"
+
+SHAPE = {
+    "vocab_size": 4096,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "pad_token_id": 2,
+    "initializer_range": 0.2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts_per_tok": 2}
+
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-6, tie_word_embeddings=True),
+    "llama3": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-5, rope_parameters=LLAMA3_ROPE, head_dim=16),
+    "llama_bias": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-6, attention_bias=True),
+    "mistral": lambda: MistralConfig(**SHAPE, rms_norm_eps=1e-5, sliding_window=None),
+    "mistral_window": lambda: MistralConfig(**SHAPE, sliding_window=16),
+    "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen2_window": lambda: Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=16, max_window_layers=1),
+    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=16),
+    "mixtral": lambda: MixtralConfig(**SHAPE, **EXPERTS, num_local_experts=4, sliding_window=None),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SHAPE, **EXPERTS, num_experts=4, moe_intermediate_size=24, head_dim=16, mlp_only_layers=[1]
+    ),
+}
+FAMILIES = tuple(CONFIGS)
+# What stock deepseek_v3 can carry, and the others.
+STOCK = ("llama", "llama3", "llama_bias", "mistral", "qwen2")
+
+
+def make_checkpoint(folder: Path, name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Saves a tiny random model with biases and norms that are not trivial, and a tokenizer."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]())
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias"):
+                parameter.normal_(0, 0.5)
+            elif "norm" in key:
+                parameter.uniform_(0.5, 1.5)
+    model.to(dtype).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, folder / file)
+    return folder

@@ -1,0 +1,106 @@
+"""The exact rungs of the ladder, for every family: merge and rotation change nothing."""
+
+import pytest
+import torch
+from tiny_models import FAMILIES
+
+from surgery import attention
+from surgery.convert import Source
+from surgery.kernels.mla_decode.reference import latent_attention
+from surgery.settings import ConvertSettings
+from surgery.transforms.key_basis import energy_basis, folded_basis, identity_basis
+from surgery.transforms.partial_rope import latent_form, latent_rows, truncate
+
+
+def random_moment(groups: int, dim: int, seed: int) -> torch.Tensor:
+    root = torch.randn(groups * dim, groups * dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (root @ root.T).view(groups, dim, groups, dim)
+
+
+def bases(groups: int, dim: int):
+    moment, metric = random_moment(groups, dim, 0), random_moment(groups, dim, 1)
+    return {
+        "merged": identity_basis(groups, dim // 2),
+        "complex": energy_basis(moment, None),
+        "real": energy_basis(moment, None, real=True),
+        "fisher": energy_basis(moment, metric),
+        "unfolded": folded_basis(moment, 1, dim // 2),
+    }
+
+
+@pytest.fixture
+def case(request, checkpoints):
+    opened = Source.open(checkpoints(request.param), ConvertSettings())
+    anatomy = opened.anatomy(0).to(torch.float64)
+    x = torch.randn(2, 33, anatomy.hidden, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return anatomy, x, attention.output(anatomy, attention.attend(anatomy, anatomy.project(x)))
+
+
+@pytest.mark.parametrize("case", FAMILIES, indirect=True)
+def test_merge_and_rotation_are_exact(case):
+    anatomy, x, want = case
+    for name, basis in bases(anatomy.kv_heads, anatomy.head_dim).items():
+        form = latent_form(anatomy, basis, torch.arange(basis.components))
+        assert form.rank + form.rope_dim == anatomy.kv_width
+        error = (form.forward(x) - want).abs().max() / want.abs().max()
+        assert error < 1e-9, name
+
+
+@pytest.mark.parametrize("case", FAMILIES, indirect=True)
+def test_a_full_rank_latent_is_exact(case):
+    """Truncation to all dimensions, through an ill-conditioned basis of the latent, changes nothing."""
+    anatomy, x, _ = case
+    basis = bases(anatomy.kv_heads, anatomy.head_dim)["fisher"]
+    form = latent_form(anatomy, basis, torch.arange(2))
+    mix = torch.randn(form.rank, form.rank, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    same = truncate(form, mix, torch.linalg.inv(mix))
+    torch.testing.assert_close(same.forward(x), form.forward(x), atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("case", FAMILIES, indirect=True)
+def test_simulation_equals_the_kernel_reference(case):
+    anatomy, x, _ = case
+    basis = bases(anatomy.kv_heads, anatomy.head_dim)["fisher"]
+    form = latent_form(anatomy, basis, torch.tensor([0, 3]))
+    latent, rope_key = form.compress(x)
+    mixed = latent_attention(
+        form.queries(x),
+        latent,
+        rope_key,
+        anatomy.scale,
+        key_gain=anatomy.project_key_gain(x),
+        window=anatomy.window,
+    )
+    torch.testing.assert_close(torch.einsum("bthr,her->bthe", mixed, form.value_up), form.attend(x))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_complex_maps_over_heads_commute_with_rope(seed):
+    """Components of rotated keys are the rotated components, and scores survive at every lag."""
+    groups, dim = 3, 12
+    basis = energy_basis(random_moment(groups, dim, seed), random_moment(groups, dim, seed + 100))
+    generator = torch.Generator().manual_seed(seed)
+    k = torch.complex(*torch.randn(2, groups, dim // 2, generator=generator, dtype=torch.float64))
+    q = torch.complex(*torch.randn(2, groups, dim // 2, generator=generator, dtype=torch.float64))
+    phase = torch.polar(torch.ones(dim // 2, dtype=torch.float64), torch.rand(dim // 2, generator=generator).double() * 100)
+
+    def components(coefficients, z):
+        return torch.einsum("pgl,gl->p", coefficients, z)
+
+    rotated = components(basis.key, k * phase)
+    torch.testing.assert_close(rotated, components(basis.key, k) * phase[basis.frequency])
+    want = (q.conj() * k * phase).real.sum()
+    torch.testing.assert_close((components(basis.query, q).conj() * rotated).real.sum(), want)
+
+
+def test_latent_rows_compute_the_latent(checkpoints):
+    opened = Source.open(checkpoints("llama"), ConvertSettings())
+    anatomy = opened.anatomy(0).to(torch.float64)
+    basis = bases(anatomy.kv_heads, anatomy.head_dim)["fisher"]
+    rotated = torch.tensor([1, 5])
+    x = torch.randn(1, 7, anatomy.hidden, dtype=torch.float64)
+    projection = anatomy.project(x)
+    z = torch.cat([projection.k.flatten(2), projection.v.flatten(2)], dim=-1)
+    rows, dual = latent_rows(anatomy, basis, rotated), latent_rows(anatomy, basis, rotated, dual=True)
+    torch.testing.assert_close(z @ rows.T, latent_form(anatomy, basis, rotated).compress(x)[0])
+    torch.testing.assert_close(rows @ dual.T, torch.eye(len(rows), dtype=torch.float64))

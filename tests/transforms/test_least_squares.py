@@ -1,0 +1,76 @@
+"""The Gauss-Newton fit: its products with J and Jᵀ are right, and it only ever improves."""
+
+import pytest
+import torch
+from tiny_models import FAMILIES
+
+from surgery import attention
+from surgery.convert import Source
+from surgery.settings import ConvertSettings
+from surgery.transforms.algebra import reduced_rank_projection
+from surgery.transforms.key_basis import energy_basis
+from surgery.transforms.least_squares import LatentFit, Parameters
+from surgery.transforms.partial_rope import latent_form, latent_rows, truncate
+
+
+def problem(checkpoints, name: str, queries: int = 30):
+    anatomy = Source.open(checkpoints(name), ConvertSettings()).anatomy(0).to(torch.float64)
+    x = torch.randn(4, 30, anatomy.hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    projection = anatomy.project(x)
+    z = torch.cat([projection.k.flatten(2), projection.v.flatten(2)], dim=-1).flatten(0, 1)
+    groups, dim = anatomy.kv_heads, anatomy.head_dim
+    moment = z.T @ z / len(z)
+    basis = energy_basis(moment[: groups * dim, : groups * dim].view(groups, dim, groups, dim), None)
+    rotated = torch.arange(3)
+    rows = latent_rows(anatomy, basis, rotated)
+    down, up, _ = reduced_rank_projection(rows @ moment @ rows.T, torch.eye(len(rows), dtype=torch.float64), 8)
+    layer = truncate(latent_form(anatomy, basis, rotated), down, up)
+    targets = torch.einsum("bthe,xhe->btx", attention.attend(anatomy, projection), anatomy.o)
+    metric = torch.eye(anatomy.hidden, dtype=torch.float64)
+    return layer, x, targets, LatentFit(layer, x, targets, metric, queries=queries)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_jvp_is_the_derivative_and_vjp_its_transpose(checkpoints, name):
+    _, _, _, fit = problem(checkpoints, name)
+    positions = [torch.arange(2, 30, 3)]
+    generator = torch.Generator().manual_seed(1)
+    change = Parameters(
+        *(torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in fit.parameters.tensors())
+    )
+
+    def output(parameters):
+        return fit._linearise(parameters, positions)[0].output()
+
+    (sequence,) = fit._linearise(fit.parameters, positions)
+    step = 1e-6
+    wanted = (output(fit.parameters.plus(step, change)) - output(fit.parameters.plus(-step, change))) / (2 * step)
+    product = sequence.jvp(change)
+    torch.testing.assert_close(product, wanted, atol=1e-6, rtol=1e-5)
+    out = torch.randn(product.shape, generator=generator, dtype=torch.float64)
+    assert float((product * out).sum()) == pytest.approx(sequence.vjp(out).dot(change), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral_window"])
+def test_the_fit_improves_and_reports_the_error_that_it_leaves(checkpoints, name):
+    layer, x, targets, fit = problem(checkpoints, name)
+
+    def error(form):
+        out = torch.einsum("bthe,xhe->btx", form.attend(x), form.o)
+        return float((out - targets).square().sum() / targets.square().sum())
+
+    fitted, _, after = fit.run(steps=3, iterations=8)
+    assert error(fitted) < 0.8 * error(layer)
+    assert error(fitted) == pytest.approx(after, rel=1e-6)
+    assert (fitted.rank, fitted.rope_dim) == (layer.rank, layer.rope_dim)
+
+
+def test_an_exact_layer_stays_exact(checkpoints):
+    anatomy = Source.open(checkpoints("llama"), ConvertSettings()).anatomy(0).to(torch.float64)
+    x = torch.randn(2, 20, anatomy.hidden, dtype=torch.float64)
+    basis = energy_basis(torch.eye(16, dtype=torch.float64).view(2, 8, 2, 8), None)
+    layer = latent_form(anatomy, basis, torch.arange(basis.components))
+    targets = layer.forward(x)
+    fitted, before, after = LatentFit(layer, x, targets, torch.eye(anatomy.hidden, dtype=torch.float64)).run(1, 4)
+    assert before < 1e-20 and after < 1e-20
+    torch.testing.assert_close(fitted.forward(x), targets, atol=1e-8, rtol=1e-8)
