@@ -29,11 +29,16 @@ def attend(anatomy: AttentionAnatomy, projection: Projection) -> Tensor:
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     """Softmax attention [B, H, T, ·] of a prompt to itself, within ``window`` latest tokens if given."""
-    tokens = q.shape[2]
+    tokens, width = q.shape[2], v.shape[-1]
+    # The fused kernels of PyTorch want keys and values of one width; without them this takes five times as long.
+    if width < k.shape[-1]:
+        v = nn.functional.pad(v, (0, k.shape[-1] - width))
     if window is None or window >= tokens:
-        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    mask = causal_mask(tokens, tokens, window, q.device)
-    return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    else:
+        mask = causal_mask(tokens, tokens, window, q.device)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return mixed[..., :width]
 
 
 def attention_weights(anatomy: AttentionAnatomy, projection: Projection) -> Tensor:

@@ -34,28 +34,45 @@ CalibrationOption = Annotated[
     typer.Option(
         "--calibration",
         metavar="FILE|DATASET|self|builtin|none",
-        help="Calibration text; builtin is the standard library's source, none uses the weights alone.",
+        help="Text to calibrate on [builtin, the standard library's source]; none uses the weights alone.",
         rich_help_panel=CALIBRATION,
     ),
 ]
 TokensOption = Annotated[
-    int | None, typer.Option("--calibration-tokens", metavar="N", help="Tokens to calibrate on [24576].", rich_help_panel=CALIBRATION)
+    int | None,
+    typer.Option(
+        "--calibration-tokens", metavar="N", help="Tokens to calibrate on [24576].", rich_help_panel=CALIBRATION
+    ),
 ]
 LengthOption = Annotated[
-    int | None, typer.Option("--calibration-length", metavar="N", help="Tokens in a sequence [1024].", rich_help_panel=CALIBRATION)
+    int | None,
+    typer.Option("--calibration-length", metavar="N", help="Tokens in a sequence [1024].", rich_help_panel=CALIBRATION),
 ]
 FieldOption = Annotated[
-    str | None, typer.Option("--text-field", metavar="NAME", help="Column that holds the text [text].", rich_help_panel=CALIBRATION)
+    str | None,
+    typer.Option(
+        "--text-field", metavar="NAME", help="Column that holds the text [text].", rich_help_panel=CALIBRATION
+    ),
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of every random choice [0].", rich_help_panel=CALIBRATION)]
+SeedOption = Annotated[
+    int | None,
+    typer.Option("--seed", metavar="N", help="Seed of every random choice [0].", rich_help_panel=CALIBRATION),
+]
 DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="Where layers run: cpu, cuda, cuda:1 … [cuda if there is one].", rich_help_panel=MACHINE)
+    str | None,
+    typer.Option("--device", help="Where layers run: cpu, cuda, cuda:1 … [cpu].", rich_help_panel=MACHINE),
 ]
 DtypeOption = Annotated[
     str | None,
-    typer.Option("--dtype", help="What layers run in while measuring: float32, bfloat16, float64 [float32].", rich_help_panel=MACHINE),
+    typer.Option(
+        "--dtype",
+        help="What layers run in while measuring: float32, bfloat16, float64 [float32].",
+        rich_help_panel=MACHINE,
+    ),
 ]
-BatchOption = Annotated[int | None, typer.Option("--batch-size", metavar="N", help="Sequences at a time [4].", rich_help_panel=MACHINE)]
+BatchOption = Annotated[
+    int | None, typer.Option("--batch-size", metavar="N", help="Sequences at a time [4].", rich_help_panel=MACHINE)
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -70,52 +87,108 @@ def version_callback(
 @app.command()
 def convert(
     checkpoint: CheckpointArgument,
-    to: Annotated[str, typer.Option("--to", help="Target structure: mla.")] = "mla",
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder to write [CKPT-mla, beside it].", rich_help_panel=OUTPUT)] = None,
+    to: Annotated[str, typer.Option("--to", help="Target structure; this version knows mla.")] = "mla",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder to write [CKPT-mla, beside it].", rich_help_panel=OUTPUT),
+    ] = None,
     kv_ratio: Annotated[
-        float | None, typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep [0.25].", rich_help_panel=BUDGET)
+        float | None,
+        typer.Option(
+            "--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep [0.25].", rich_help_panel=BUDGET
+        ),
     ] = None,
     kv_lora_rank: Annotated[
-        int | None, typer.Option("--kv-lora-rank", metavar="N", help="Rank of the latent instead.", rich_help_panel=BUDGET)
+        int | None,
+        typer.Option(
+            "--kv-lora-rank",
+            metavar="N",
+            help="Rank of the latent; with --rope-dim in place of a ratio.",
+            rich_help_panel=BUDGET,
+        ),
     ] = None,
     rope_dim: Annotated[
         str | None,
-        typer.Option("--rope-dim", "--qk-rope-head-dim", metavar="N|auto", help="Rotated numbers per token; auto tries several splits.", rich_help_panel=BUDGET),
+        typer.Option(
+            "--rope-dim",
+            "--qk-rope-head-dim",
+            metavar="N|auto",
+            help="Rotated numbers per token; auto (default) tries several splits.",
+            rich_help_panel=BUDGET,
+        ),
     ] = None,
     method: Annotated[
         str | None, typer.Option("--method", help="fisher (default), transmla or mha2mla.", rich_help_panel=BUDGET)
     ] = None,
     rope_frequencies: Annotated[
         str | None,
-        typer.Option("--rope-frequencies", help="free, or grid for default RoPE that every engine loads.", rich_help_panel=BUDGET),
+        typer.Option(
+            "--rope-frequencies",
+            help="free (default), or grid: default RoPE, which every engine loads.",
+            rich_help_panel=BUDGET,
+        ),
     ] = None,
     freqfold: Annotated[
-        int | None, typer.Option("--freqfold", metavar="N", help="Frequencies folded into one (transmla) [tries several].", rich_help_panel=BUDGET)
+        int | None,
+        typer.Option(
+            "--freqfold",
+            metavar="N",
+            help="Frequencies folded into one (transmla) [tries several].",
+            rich_help_panel=BUDGET,
+        ),
     ] = None,
     carrier: Annotated[
-        str | None, typer.Option("--carrier", help="stock (deepseek_v3), own (model class of this package) or auto.", rich_help_panel=OUTPUT)
+        str | None,
+        typer.Option(
+            "--carrier",
+            help="auto (default: stock where it can), stock (deepseek_v3) or own (class of this package).",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     latent_norm: Annotated[
-        str | None, typer.Option("--latent-norm", help="How stock's latent norm is neutralised: tiny, constant or auto.", rich_help_panel=OUTPUT)
+        str | None,
+        typer.Option(
+            "--latent-norm",
+            help="How stock's latent norm is neutralised: auto (default), tiny or constant.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
-    max_shard_size: Annotated[str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file [5GB].", rich_help_panel=OUTPUT)] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)] = False,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file [5GB].", rich_help_panel=OUTPUT),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)
+    ] = False,
     calibration: CalibrationOption = None,
     calibration_tokens: TokensOption = None,
     calibration_length: LengthOption = None,
     text_field: FieldOption = None,
     recall: Annotated[
-        float | None, typer.Option("--recall", metavar="F", help="Share of sequences with planted recalls.", rich_help_panel=CALIBRATION)
+        float | None,
+        typer.Option(
+            "--recall", metavar="F", help="Share of sequences with planted recalls [0.5].", rich_help_panel=CALIBRATION
+        ),
     ] = None,
     held_out: Annotated[
-        int | None, typer.Option("--held-out", metavar="N", help="Held-out sequences for choices and the report.", rich_help_panel=CALIBRATION)
+        int | None,
+        typer.Option(
+            "--held-out",
+            metavar="N",
+            help="Held-out sequences for choices and the report [8].",
+            rich_help_panel=CALIBRATION,
+        ),
     ] = None,
     seed: SeedOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     batch_size: BatchOption = None,
-    config: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML of settings; flags win over it.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print plan, memory and disk estimate; write nothing.")] = False,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="YAML of settings; flags win over it.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print what it would do and take; write nothing.")
+    ] = False,
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -164,7 +237,8 @@ def convert(
         else ConvertSettings(**{name: value for name, value in given.items() if value is not None})
     )
     if dry_run:
-        show_plan(plan_conversion(checkpoint, out, settings, allow_pickle=allow_pickle), as_json=as_json)
+        plan = plan_conversion(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
+        show_plan(plan, as_json=as_json)
         return
     conversion = convert_to_mla(
         checkpoint,
@@ -189,7 +263,10 @@ def inspect(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     batch_size: BatchOption = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Where to draw the spectra (png, svg, pdf) [CKPT-spectra.png].")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Where to draw the spectra (png, svg, pdf) [CKPT-spectra.png]."),
+    ] = None,
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -231,8 +308,12 @@ def inspect(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the converted demo model.")] = Path("surgery-demo"),
-    kv_ratio: Annotated[float, typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep.")] = 0.25,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the converted demo model.")] = Path(
+        "surgery-demo"
+    ),
+    kv_ratio: Annotated[
+        float, typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep.")
+    ] = 0.25,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo.")] = False,
     as_json: JsonOption = False,
 ) -> None:

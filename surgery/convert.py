@@ -370,6 +370,7 @@ def _verify(
         opened.stream,
         simulated,
         texts.held_out,
+        carrier.writer.spec.windows,
         settings.batch_size,
         progress,
     )

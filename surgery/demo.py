@@ -8,19 +8,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from surgery.errors import SurgeryError
 
 WINDOWS, PROMPTS, LENGTH, SEED = 8, 16, 1024, 2
 NEW_TOKENS = 48
-PROMPT = '''class Queue:
-    """A first-in, first-out queue."""
-
-    def __init__(self, maxsize=0):
-        self.maxsize = maxsize
-'''
+PROMPT = """def read_lines(path):
+    with open(path, encoding="utf-8") as"""
 
 
 @dataclass(frozen=True)
@@ -52,8 +48,6 @@ class Demo:
     seconds: float
 
     def to_dict(self) -> dict:
-        from dataclasses import asdict
-
         return {**asdict(self), "path": str(self.path), "prompt": PROMPT}
 
 

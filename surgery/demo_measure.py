@@ -76,14 +76,20 @@ def measure(path, tokens, prompt, new_tokens):
     module = type(model).__module__
     if not module.startswith("transformers.models."):
         raise SystemExit(f"{path}: loads as {module}.{type(model).__name__}, not as a class of transformers")
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    # Token by token there is not work enough for two cores; waiting for each other would cost more than it brings.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     cached = kv_bytes_per_token(model, tokens["windows"][0])
     model = model.float()
+    written = completion(model, tokenizer, prompt, new_tokens)
+    torch.set_num_threads(threads)
     return {
         "class": type(model).__name__,
         "kv_bytes_per_token": cached,
         "loss": loss(model, tokens["windows"]),
         "recall": recall(model, tokens["prompts"], tokens["answers"]),
-        "completion": completion(model, AutoTokenizer.from_pretrained(path, local_files_only=True), prompt, new_tokens),
+        "completion": written,
     }
 
 

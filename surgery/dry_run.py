@@ -16,7 +16,6 @@ from surgery.forecast import Forecast, forecast
 from surgery.progress import Progress
 from surgery.settings import NO_CALIBRATION, ConvertSettings
 from surgery.texts import RANDOM_LENGTH, RANDOM_SEQUENCES, RECALL_PROMPTS_PER_TEXT, load_texts, load_tokenizer
-from surgery.transforms import mla
 from surgery.transforms.budget import candidate_splits
 
 # The report, the card and the config: what is written beside weights and copied files.
@@ -32,7 +31,7 @@ class ConversionPlan:
         splits: the splits of the budget that would be tried, each with its KV bytes per token.
         kv: bytes per token of the source, and of the result (the largest of the splits).
         target: the class that carries the result, why, and the engines; ``frequencies_known`` says whether the engines
-            are settled or assume that the chosen frequencies are no default RoPE.
+            are settled, or depend on the frequencies that the conversion will choose.
         tokens: sequences and lengths of calibration and held-out text.
         disk: bytes of the output and of temporary files, and what is free for each.
         memory: estimated peaks in the host's memory and the device's, with their largest parts.
@@ -76,6 +75,8 @@ def plan_conversion(
     if (out.exists() or out.is_symlink()) and not overwrite:
         raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
     first = opened.anatomy(0)
+    for layer in range(1, opened.layers):
+        opened.anatomy(layer)  # refuses weights that are not finite
     splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
     forecasts = [forecast(opened, split, settings) for split in splits]
     chosen = max(forecasts, key=lambda found: found.kv_bytes_per_token)
@@ -171,11 +172,3 @@ def _free(folder: Path) -> int:
     with contextlib.suppress(OSError):
         return shutil.disk_usage(existing).free if existing else 0
     return 0
-
-
-def budget_in_words(settings: dict) -> str:
-    """The budget as it was given."""
-    if settings["kv_lora_rank"] is not None and settings["rope_dim"] is not None:
-        return f"latent rank {settings['kv_lora_rank']}, {settings['rope_dim']} rotated numbers"
-    ratio = 0.25 if settings["kv_ratio"] is None else settings["kv_ratio"]
-    return f"{ratio:.1%} of the KV bytes, method {mla.METHODS[settings['method']].name}"

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from surgery.families.base import LAYER_PREFIX
-from surgery.ladder import STAGES
+from surgery.ladder import EXACT_STAGES
 from surgery.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
 from surgery.mla_statistics import LAG_SEQUENCES
 from surgery.transforms import mla
@@ -56,6 +56,10 @@ class Workload:
     recall_prompts: int
     batch: int
     splits: int
+    cached: int  # numbers that the result caches per token and layer
+    fit_steps: int
+    fit_iterations: int
+    fit_queries: int
     stored: int  # s
     compute: int  # c
     gradients: bool
@@ -86,6 +90,10 @@ class Workload:
             recall_prompts=tokens["recall_prompts"],
             batch=settings.batch_size,
             splits=len(splits),
+            cached=max(split.rank + split.rope_dim for split in splits),
+            fit_steps=settings.fit_steps if method.gradients and tokens["calibration"] else 0,
+            fit_iterations=settings.fit_iterations,
+            fit_queries=min(settings.fit_queries, tokens["length"]),
             stored=stored,
             compute=opened.stream.dtype.itemsize,
             gradients=method.gradients,
@@ -99,16 +107,22 @@ class Workload:
         return 2 * self.kv_heads * self.head_dim
 
     @property
+    def stages(self) -> int:
+        """Residual streams that the ladder carries: the source, the exact stages, two or three lossy ones."""
+        return 1 + len(EXACT_STAGES) + (3 if self.fit_steps else 2)
+
+    @property
     def boundary_bytes(self) -> int:
         """Temporary disk of the sweeps: N T D numbers before every layer."""
         return self.calibration * self.length * self.hidden * self.layers * self.compute
 
     @property
     def statistics_bytes(self) -> int:
-        """Temporary disk of the statistics: two moments n² (one without gradients) and P/2 x H lags, in float64."""
+        """Temporary disk of the statistics: two moments n² and one D² (one n² without gradients), and lags."""
         moments = 2 if self.gradients else 1
         lags = 3 * self.kv_heads * self.head_dim // 2 * self.heads if self.lags else 0
-        return self.layers * 8 * (moments * self.kv_width**2 + lags)
+        output = self.hidden**2 if self.gradients else 0
+        return self.layers * 8 * (moments * self.kv_width**2 + output + lags)
 
     def memory(self) -> dict:
         """Peak bytes, the larger of calibration and conversion, in host and device memory, and what they consist of.
@@ -116,10 +130,11 @@ class Workload:
         ======================= =====================================================================================
         one layer               P (s + c): its tensors as stored, and the module that runs
         activations             calibration: 4 N T D c (a boundary, its gradient, the attention's inputs twice);
-                                conversion: 5 M T D c (one per stage of the ladder)
+                                conversion: one M T D c per stage of the ladder, and 4 N T D c for the fit
         one batch               calibration: B T (16 D + 6 H d + 6 I) c for autograd; conversion: 3 B T H n c, queries
                                 of the merged stage; one slice of the vocabulary beside it
         attention weights       4 H T² c of one sequence, for lag statistics
+        fit                     N H Q (T + 5 k) c: the linearised attention of Q sampled queries, k numbers cached
         statistics              8 matrices [n, n] in float64
         float64 forms           the attention in float64, three times, and two merged stages, H d n numbers each
         rescaled tensor         the embeddings in float64, where the residual stream is rescaled
@@ -172,7 +187,8 @@ class Workload:
             "activations": 4 * tokens * self.hidden * self.compute,
             "statistics": 8 * ALGEBRA_MATRICES * self.kv_width**2,
         }
-        device = {"one layer": self._layer_bytes(), "one batch": max(batch * width * self.compute, self._vocabulary_bytes())}
+        one_batch = max(batch * width * self.compute, self._vocabulary_bytes())
+        device = {"one layer": self._layer_bytes(), "one batch": one_batch}
         if self.lags:
             device["attention weights"] = 4 * self.heads * self.length**2 * self.compute
         return host, device
@@ -180,8 +196,9 @@ class Workload:
     def _conversion_memory(self) -> tuple[dict[str, int], dict[str, int]]:
         sequences = self.held_out + self.recall_prompts
         merged = self.heads * self.head_dim * self.kv_width
+        fitted = 4 * self.calibration if self.fit_steps else 0
         host = {
-            "activations": len(STAGES) * sequences * self.length * self.hidden * self.compute,
+            "activations": (self.stages * sequences + fitted) * self.length * self.hidden * self.compute,
             "statistics": 8 * ALGEBRA_MATRICES * self.kv_width**2,
             "float64 forms": 8 * (3 * self.attention_parameters + 2 * merged),
         }
@@ -191,6 +208,9 @@ class Workload:
             "one layer": self._layer_bytes() + 2 * merged * self.compute,
             "one batch": max(queries, self._vocabulary_bytes()),
         }
+        if self.fit_steps:
+            rows = self.calibration * self.heads * self.fit_queries
+            device["fit"] = rows * (self.length + 5 * self.cached) * self.compute
         return host, device
 
     def _model_flops(self) -> dict[str, int]:
@@ -212,10 +232,16 @@ class Workload:
                 found["lag statistics"] = sequences * self.layers * 6 * self.heads * self.length**2 * components
         absorbed = self._absorbed_flops(self.kv_width)
         if self.splits > 1 and texts:
-            small = self.layers * (forward + self._absorbed_flops(self.kv_width // 4))
+            small = self.layers * (forward + self._absorbed_flops(self.cached))
             found["try splits"] = self.splits * texts * (small + vocabulary)
-        exact, lossy = 2 * (forward + absorbed), 2 * (forward + self._absorbed_flops(self.kv_width // 3))
-        found["convert"] = held_out * self.layers * (forward + exact + lossy) + len(STAGES) * texts * vocabulary
+        exact = len(EXACT_STAGES) * (forward + absorbed)
+        lossy = (self.stages - 1 - len(EXACT_STAGES)) * (forward + self._absorbed_flops(self.cached))
+        found["convert"] = held_out * self.layers * (forward + exact + lossy) + self.stages * texts * vocabulary
+        if self.fit_steps:
+            # A product with J or its transpose takes four products of the size of the attention matrix.
+            product = 8 * self.heads * self.fit_queries * self.length * self.cached
+            steps = self.fit_steps * (2 * self.fit_iterations + 3) * product
+            found["fit"] = self.calibration * self.layers * (steps + 3 * self.length * forward)
         found["verify"] = held_out * self.layers * forward + texts * vocabulary
         return found
 
@@ -268,5 +294,3 @@ def _layer_sizes(opened) -> tuple[int, int]:
             totals[layer][".experts." in name] += numel
     largest = max(totals, key=sum)
     return sum(largest), round(largest[0] + used * largest[1])
-
-

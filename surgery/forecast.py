@@ -1,8 +1,8 @@
-"""What can be said of a conversion before it starts: the class that will carry it, and its KV bytes.
+"""What can be said of a conversion before it starts: the class that will carry it, its KV bytes and its engines.
 
-One thing is open then: which frequencies keep RoPE when they are free to be chosen. The choice of the class does not
-depend on it. Which engines load a stock result does: they want the grid of default RoPE. A free list is assumed to be
-no such grid, as it is in all but contrived models.
+One thing is open then: which frequencies keep RoPE, where they are free to be chosen. Many engines load the grid of
+default RoPE only. Small budgets often choose just that (the highest frequencies, once each), larger ones do not, so
+both outcomes are foreseen, and an engine's verdict names both where they differ.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from surgery.architectures.choose import Carrier, engines
-from surgery.convert import Source, _carrier, _planned_tensors
+from surgery.convert import Source, _carrier
 from surgery.mla_split import MLAPlan
 from surgery.settings import ConvertSettings
 from surgery.transforms import mla
@@ -23,8 +23,9 @@ class Forecast:
     """The outcome of one split of the budget, as far as it is known beforehand.
 
     Attributes:
-        kv_bytes_per_token: of the result, all layers, at an infinite window.
-        frequencies_known: whether the rotary frequencies, and with them the engines, are settled already.
+        kv_bytes_per_token: of the result, all layers, at an infinite window; the most that it can be.
+        frequencies_known: whether the rotary frequencies are settled already.
+        engines: what each will say of the result.
     """
 
     split: mla.Split
@@ -40,34 +41,46 @@ def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> For
     Raises:
         SurgeryError: the wanted carrier cannot hold it.
     """
-    method = mla.METHODS[settings.method]
-    known = method.folds or settings.rope_frequencies == "grid"
-    counts = None if method.folds else _counts(opened, split, settings.rope_frequencies == "grid")
-    carrier = _carrier(opened, MLAPlan(method, split, counts), settings)
-    width = sum(carrier.writer.kv_width(layer) for layer in range(opened.layers))
+    config = opened.reader.config
+    outcomes = [
+        _carrier(opened, MLAPlan(mla.METHODS[settings.method], split, counts), settings)
+        for counts in _possible_counts(opened, split, settings)
+    ]
+    # The last is the one without a grid: the class is the same, and what a norm needs besides is in it.
+    carrier = outcomes[-1]
+    verdicts = [engines(outcome, config) for outcome in outcomes]
     return Forecast(
         split,
         carrier,
-        width * carrier.writer.spec.dtype.itemsize,
-        known or not carrier.stock,
-        engines(carrier, opened.reader.config),
+        max(_kv_bytes(outcome, opened.layers) for outcome in outcomes),
+        len(outcomes) == 1,
+        verdicts[0] if len(verdicts) == 1 else {name: _either(name, *verdicts) for name in verdicts[0]},
     )
 
 
-def weight_bytes(opened: Source, carrier: Carrier) -> int:
-    """Bytes of all tensors that the conversion writes."""
-    return sum(spec.nbytes for spec in _planned_tensors(opened, carrier).values())
+def _either(engine: str, with_grid: dict[str, str], without: dict[str, str]) -> str:
+    """One verdict of two that depend on the frequencies."""
+    if with_grid[engine] == without[engine]:
+        return with_grid[engine]
+    return f"{with_grid[engine]}, if the highest frequencies are chosen; otherwise {without[engine]}"
 
 
-def _counts(opened: Source, split: mla.Split, grid: bool) -> torch.Tensor:
-    """Components of each frequency that keep RoPE: the highest once each, or lowest first for a list that is no grid."""
+def _kv_bytes(carrier: Carrier, layers: int) -> int:
+    return sum(carrier.writer.kv_width(layer) for layer in range(layers)) * carrier.writer.spec.dtype.itemsize
+
+
+def _possible_counts(opened: Source, split: mla.Split, settings: ConvertSettings) -> list[torch.Tensor | None]:
+    """Components of each frequency that keep RoPE, in the outcomes that engines tell apart: a grid, and no grid."""
+    if mla.METHODS[settings.method].folds:
+        return [None]  # fixed by the method
     anatomy = opened.anatomy(0)
     pairs, wanted = anatomy.head_dim // 2, split.rope_dim // 2
-    if grid:
-        return (torch.arange(pairs) < wanted).long()
+    highest = (torch.arange(pairs) < wanted).long()
+    if settings.rope_frequencies == "grid":
+        return [highest]
     full, rest = divmod(wanted, anatomy.kv_heads)
-    counts = torch.zeros(pairs, dtype=torch.long)
-    counts[pairs - full :] = anatomy.kv_heads
+    lowest = torch.zeros(pairs, dtype=torch.long)
+    lowest[pairs - full :] = anatomy.kv_heads
     if rest:
-        counts[pairs - full - 1] = rest
-    return counts
+        lowest[pairs - full - 1] = rest
+    return [highest, lowest] if 0 < wanted <= pairs else [lowest]

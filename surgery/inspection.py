@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from surgery import mla_statistics
-from surgery.architectures.choose import ENGINE_WIDTHS
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.checkpoint.reader import CheckpointReader
@@ -156,8 +156,6 @@ def _target(opened: Source, settings: ConvertSettings) -> dict:
         return {"applies": False, "class": None, "reasons": [str(error)], "engines": {}}
     stock = outcome.carrier.stock
     reasons = list(outcome.carrier.reasons)
-    if stock and not outcome.frequencies_known:
-        reasons.append("engines: unless the chosen frequencies happen to be a default RoPE")
     return {
         "applies": True,
         "class": "deepseek_v3" if stock else "surgery",
@@ -168,9 +166,7 @@ def _target(opened: Source, settings: ConvertSettings) -> dict:
 
 def _any_width(verdict: str) -> str:
     """An engine's verdict without the width of one split: the budget is not chosen yet."""
-    if verdict.startswith("yes (GPU kernels"):
-        return f"yes (GPU kernels want r + rope of {' or '.join(map(str, ENGINE_WIDTHS))})"
-    return verdict
+    return re.sub(r", this is \d+\)", ")", verdict)
 
 
 def _spectra(opened: Source, settings: ConvertSettings, progress: Progress) -> tuple[list[LayerSpectrum], dict]:

@@ -7,6 +7,8 @@ from.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -54,17 +56,22 @@ class Ladder:
             The layer's own relative output error in each lossy stage, ``‖converted - source‖ / ‖source‖`` on the
             source's inputs.
         """
-        device, dtype = self._stream.device, self._stream.dtype
-        stages = {
-            "merged": latent_form(anatomy, identity_basis(anatomy.kv_heads, anatomy.head_dim // 2), _all(anatomy)),
-            "rotated": latent_form(anatomy, basis, _all(anatomy)),
-            **lossy,
+        every_component = torch.arange(basis.components)
+        identity = identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
+        # Built one at a time: the exact forms are as wide as the source's whole cache.
+        forms: dict[str, Callable[[], LatentLayer]] = {
+            "merged": lambda: latent_form(anatomy, identity, every_component),
+            "rotated": lambda: latent_form(anatomy, basis, every_component),
+            **{name: lambda form=form: form for name, form in lossy.items()},
         }
-        stages = {name: form.to(device, dtype) for name, form in stages.items()}
-        errors = self._own_errors(layer, anatomy.to(device, dtype), {name: stages[name] for name in lossy})
+        captured = self._source_output(layer, anatomy)
+        errors = {}
+        for name, form in forms.items():
+            simulated = form().to(self._stream.device, self._stream.dtype)
+            if name in lossy:
+                errors[name] = _relative_error(simulated, captured)
+            self._stream.run_layer(layer, self.hidden[name], self._batch_size, SimulatedAttention(simulated))
         self._stream.run_layer(layer, self.hidden["source"], self._batch_size)
-        for name, form in stages.items():
-            self._stream.run_layer(layer, self.hidden[name], self._batch_size, SimulatedAttention(form))
         return errors
 
     def scores(self) -> dict[str, Score]:
@@ -72,16 +79,12 @@ class Ladder:
         return {stage: self._held_out.score(self._stream, hidden) for stage, hidden in self.hidden.items()}
 
     @torch.no_grad()
-    def _own_errors(
-        self, layer: StreamedLayer, anatomy: AttentionAnatomy, stages: dict[str, LatentLayer]
-    ) -> dict[str, float]:
-        captured = CapturedAttention(anatomy)
+    def _source_output(self, layer: StreamedLayer, anatomy: AttentionAnatomy) -> CapturedAttention:
+        captured = CapturedAttention(anatomy.to(self._stream.device, self._stream.dtype))
         layer(self.hidden["source"][:ERROR_SEQUENCES].to(self._stream.device, self._stream.dtype), captured)
-        want = captured.outputs
-        return {
-            name: float((form.forward(captured.inputs) - want).norm() / want.norm()) for name, form in stages.items()
-        }
+        return captured
 
 
-def _all(anatomy: AttentionAnatomy) -> Tensor:
-    return torch.arange(anatomy.kv_heads * anatomy.head_dim // 2)
+@torch.no_grad()
+def _relative_error(form: LatentLayer, source: CapturedAttention) -> float:
+    return float((form.forward(source.inputs) - source.outputs).norm() / source.outputs.norm())

@@ -111,7 +111,8 @@ def draw_spectra(spectra: list[LayerSpectrum], name: str, calibration: str, path
         axes.spines[side].set_visible(False)
     axes.set_xlabel(f"rank, as a share of the KV width ({spectra[0].width} numbers per token and layer)")
     axes.set_ylabel("lost share of the loss-weighted KV energy")
-    axes.set_title(f"{name}: how far keys and values can be compressed\ncalibrated on {SOURCES.get(calibration, calibration)}", fontsize=11)
+    basis = SOURCES.get(calibration, calibration)
+    axes.set_title(f"{name}: how far keys and values can be compressed\ncalibrated on {basis}", fontsize=11)
     bar = figure.colorbar(plt.cm.ScalarMappable(norm, colours), ax=axes, label="layer", pad=0.02)
     if layers <= 12:
         bar.set_ticks(range(layers), labels=[str(layer) for layer in range(layers)])

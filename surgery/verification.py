@@ -47,6 +47,7 @@ def verify_by_running(
     source_stream: LayerStream,
     simulated: Tensor,
     held_out: HeldOut,
+    windows: tuple[int | None, ...],
     batch_size: int,
     progress: Progress,
 ) -> Verification:
@@ -56,6 +57,7 @@ def verify_by_running(
         weight_dtype: of the rewritten tensors; the KV bytes are those of a model that runs in it.
         source_stream: gives device and compute dtype, and the logits of the simulation.
         simulated: final hidden states [N, T, D] of the simulated conversion.
+        windows: sliding window of every layer, or None.
 
     Raises:
         SurgeryError: a layer does not load, decoding differs from one forward pass, or logits differ from the
@@ -72,7 +74,8 @@ def verify_by_running(
     with progress.phase("verify: reload and run", stream.num_layers) as advance:
         for index in range(stream.num_layers):
             with stream.layer(index) as layer:
-                difference, measured = _decode(layer, hidden[:1, : PROMPT + STEPS].to(stream.device, stream.dtype))
+                first = hidden[:1, : PROMPT + STEPS].to(stream.device, stream.dtype)
+                difference, measured = _decode(layer, first, windows[index])
                 # The cache holds what the layer computes in; a model in the weights' dtype holds that.
                 bytes_per_token += measured * weight_dtype.itemsize / stream.dtype.itemsize
                 worst = max(worst, difference)
@@ -119,11 +122,15 @@ def _check_meta(config, reader: CheckpointReader) -> None:
 
 
 @torch.no_grad()
-def _decode(layer: StreamedLayer, hidden: Tensor) -> tuple[float, float]:
+def _decode(layer: StreamedLayer, hidden: Tensor, window: int | None) -> tuple[float, float]:
     """Relative difference of cached to uncached outputs, and bytes per token that the live cache grew by."""
     from transformers import DynamicCache
 
     prompt = min(PROMPT, hidden.shape[1] - 1)
+    if window:
+        # Bytes per token are those of a window that still fills.
+        prompt = max(1, min(prompt, window - 1 - STEPS))
+        hidden = hidden[:, : prompt + STEPS]
     cache = DynamicCache(config=layer.config)
     want = layer(hidden)
     first = layer.decode(hidden[:, :prompt], prompt, cache)

@@ -76,12 +76,11 @@ class LatentLayer:
         """Mixed head values [B, T, H, e] of a causal prompt, before the output projection."""
         latent, rope_key = self.compress(x)
         key = torch.cat([latent, rope_key], dim=-1)[:, None]  # one key and one value for all heads
-        value = latent[:, None]
         gain = self.source.project_key_gain(x)
         if gain is not None:
             key = key * gain.mT[..., None]
         key = key.repeat_interleave(self.source.heads // key.shape[1], dim=1)
-        value = value.expand(-1, self.source.heads, -1, -1)
+        value = latent[:, None].expand(-1, self.source.heads, -1, -1)
         mixed = causal_attention(self.queries(x).transpose(1, 2), key, value, self.source.scale, self.source.window)
         return torch.einsum("bhtr,her->bthe", mixed, self.value_up)
 

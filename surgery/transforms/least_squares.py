@@ -24,6 +24,7 @@ from surgery.transforms.latent_layer import LatentLayer
 
 # Directions with less than this share of the largest input energy are left alone: nothing was seen there.
 INPUT_FLOOR = 1e-4
+BLOCKS = 4  # per sequence; more save little and cost calls
 SMALLEST_WEIGHT = 1e-20  # attention below it is set to zero: denormals slow products down tenfold on CPUs
 
 
@@ -47,11 +48,19 @@ class Parameters:
         return float(sum((a.double() * b.double()).sum() for a, b in zip(self.tensors(), other.tensors(), strict=True)))
 
 
+@dataclass(frozen=True)
+class Block:
+    """Some query positions of one sequence, ascending [M]; keys beyond the last are out of its sight."""
+
+    sequence: int
+    positions: Tensor
+
+
 @dataclass
 class Linearisation:
-    """One sequence of the problem around the current parameters, at a sample of its query positions.
+    """One block of the problem around the current parameters.
 
-    Legend: M sampled positions, T tokens, c = r + ρ.
+    Legend: M sampled positions, T tokens up to the last of them, c = r + ρ.
     """
 
     layer: LatentLayer
@@ -187,24 +196,25 @@ class LatentFit:
 
     def _step(self, iterations: int) -> tuple[float, float]:
         self.parameters = self._normalised(self.parameters)
-        positions = [self._sample() for _ in self._inputs]
-        sequences = self._linearise(self.parameters, positions)
-        residuals = [self._wanted(n, positions[n]) - s.output() for n, s in enumerate(sequences)]
-        energy = sum(float(self._wanted(n, positions[n]).square().sum()) for n in range(len(sequences)))
-        before = sum(float(r.square().sum()) for r in residuals)
-        change = self._solve(sequences, residuals, iterations)
-        del sequences
+        blocks = self._sample()
+        linearised = [self._linearise(self.parameters, block) for block in blocks]
+        wanted = [self._wanted(block) for block in blocks]
+        residuals = [want - part.output() for want, part in zip(wanted, linearised, strict=True)]
+        energy = sum(float(want.square().sum()) for want in wanted)
+        before = sum(float(residual.square().sum()) for residual in residuals)
+        change = self._solve(linearised, residuals, iterations)
+        del linearised
         start, factor = self.parameters, 1.0
         for _ in range(4):
             self.parameters = start.plus(factor, change)
-            after = self._error(positions)
+            after = self._error(blocks, wanted)
             if after < before:
                 return before / energy, after / energy
             factor /= 2
         self.parameters = start
         return before / energy, before / energy
 
-    def _solve(self, sequences: list[Linearisation], residuals: list[Tensor], iterations: int) -> Parameters:
+    def _solve(self, blocks: list[Linearisation], residuals: list[Tensor], iterations: int) -> Parameters:
         """Conjugate gradients on the damped normal equations in whitened unknowns; returns a change of parameters."""
         scales = self.parameters
         value_scale = 3 * scales.value_up.square().mean().sqrt()
@@ -218,14 +228,14 @@ class LatentFit:
 
         def transposed(outs: list[Tensor]) -> Parameters:
             total = None
-            for sequence, out in zip(sequences, outs, strict=True):
-                gradient = sequence.vjp(out)
+            for block, out in zip(blocks, outs, strict=True):
+                gradient = block.vjp(out)
                 total = gradient if total is None else total.plus(1.0, gradient)
             return whiten(total)
 
         def normal(p: Parameters) -> Parameters:
             raw = whiten(p)
-            return transposed([sequence.jvp(raw) for sequence in sequences])
+            return transposed([block.jvp(raw) for block in blocks])
 
         gradient = transposed(residuals)
         squared = gradient.dot(gradient)
@@ -244,40 +254,40 @@ class LatentFit:
             squared = new_squared
         return whiten(solution)
 
-    def _error(self, positions: list[Tensor]) -> float:
-        total = 0.0
-        for n in range(len(self._inputs)):
-            (sequence,) = self._linearise(self.parameters, positions[n : n + 1], first=n)
-            total += float((self._wanted(n, positions[n]) - sequence.output()).square().sum())
-        return total
+    def _error(self, blocks: list[Block], wanted: list[Tensor]) -> float:
+        outputs = (self._linearise(self.parameters, block).output() for block in blocks)
+        return sum(float((want - out).square().sum()) for want, out in zip(wanted, outputs, strict=True))
 
-    def _wanted(self, n: int, positions: Tensor) -> Tensor:
-        return self._targets[n, positions.to(self._targets.device)].to(self._root) @ self._root
+    def _wanted(self, block: Block) -> Tensor:
+        """Targets at a block's positions in the metric, [M, D]."""
+        return self._targets[block.sequence][block.positions.to(self._targets.device)].to(self._root) @ self._root
 
-    def _linearise(self, parameters: Parameters, positions: list[Tensor], first: int = 0) -> list[Linearisation]:
-        source, sequences = self._layer.source, []
-        for n, sampled in enumerate(positions, start=first):
-            x = self._inputs[n].to(self._root)
-            gain = source.project_key_gain(x)
-            if gain is not None:
-                gain = gain.T.repeat_interleave(source.heads // source.kv_heads, dim=0)[:, None]
-            sequences.append(
-                Linearisation(
-                    layer=self._layer,
-                    parameters=parameters,
-                    x=self._augmented(x),
-                    q=source.project_queries(x[sampled]).transpose(0, 1),
-                    phase=self._phase,
-                    positions=sampled,
-                    gain=gain,
-                    root=self._root,
-                )
-            )
-        return sequences
+    def _linearise(self, parameters: Parameters, block: Block) -> Linearisation:
+        source = self._layer.source
+        tokens = int(block.positions[-1]) + 1
+        x = self._inputs[block.sequence, :tokens].to(self._root)
+        gain = source.project_key_gain(x)
+        if gain is not None:
+            gain = gain.T.repeat_interleave(source.heads // source.kv_heads, dim=0)[:, None]
+        return Linearisation(
+            layer=self._layer,
+            parameters=parameters,
+            x=self._augmented(x),
+            q=source.project_queries(x[block.positions]).transpose(0, 1),
+            phase=self._phase[:tokens],
+            positions=block.positions,
+            gain=gain,
+            root=self._root,
+        )
 
-    def _sample(self) -> Tensor:
-        order = torch.randperm(self._inputs.shape[1], generator=self._generator)
-        return order[: self._queries].sort().values.to(self._root.device)
+    def _sample(self) -> list[Block]:
+        """Random query positions of every sequence, in blocks of neighbours so that early ones meet few keys."""
+        blocks = []
+        for sequence in range(len(self._inputs)):
+            order = torch.randperm(self._inputs.shape[1], generator=self._generator)
+            positions = order[: self._queries].sort().values.to(self._root.device)
+            blocks += [Block(sequence, part) for part in positions.chunk(BLOCKS)]
+        return blocks
 
     def _augmented(self, x: Tensor) -> Tensor:
         return torch.cat([x, x.new_ones(len(x), 1)], dim=-1) if self._biased else x

@@ -9,7 +9,7 @@ from surgery.convert import Source
 from surgery.settings import ConvertSettings
 from surgery.transforms.algebra import reduced_rank_projection
 from surgery.transforms.key_basis import energy_basis
-from surgery.transforms.least_squares import LatentFit, Parameters
+from surgery.transforms.least_squares import Block, LatentFit, Parameters
 from surgery.transforms.partial_rope import latent_form, latent_rows, truncate
 
 
@@ -33,16 +33,16 @@ def problem(checkpoints, name: str, queries: int = 30):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_jvp_is_the_derivative_and_vjp_its_transpose(checkpoints, name):
     _, _, _, fit = problem(checkpoints, name)
-    positions = [torch.arange(2, 30, 3)]
+    block = Block(1, torch.arange(2, 28, 3))
     generator = torch.Generator().manual_seed(1)
     change = Parameters(
         *(torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in fit.parameters.tensors())
     )
 
     def output(parameters):
-        return fit._linearise(parameters, positions)[0].output()
+        return fit._linearise(parameters, block).output()
 
-    (sequence,) = fit._linearise(fit.parameters, positions)
+    sequence = fit._linearise(fit.parameters, block)
     step = 1e-6
     wanted = (output(fit.parameters.plus(step, change)) - output(fit.parameters.plus(-step, change))) / (2 * step)
     product = sequence.jvp(change)

@@ -1,0 +1,308 @@
+"""What the verbs print on standard output: tables for people, or with ``as_json`` one JSON object and nothing else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from surgery.human import count, decimal, duration, per_token, share, size
+
+# Where nobody says how wide the page is: a file, a pipe.
+PLAIN_WIDTH = 120
+OWN_CLASS = "surgery"
+
+
+def show_conversion(conversion, *, as_json: bool = False) -> None:
+    """Prints a finished conversion (:class:`surgery.convert.Conversion`)."""
+    report = conversion.report.to_dict()
+    if as_json:
+        print_json({"path": str(conversion.path), **report})
+        return
+    page, source, target, kv = _page(), report["source"], report["target"], report["kv"]
+    first, last = report["ladder"][0], report["ladder"][-1]
+    page.print(f"\n[bold]{_plain(source['path'])} → {_plain(conversion.path.name)}[/bold]")
+    page.print(
+        _table(
+            ["", "source", "converted"],
+            [
+                ("class", source["model_type"], target["model_type"]),
+                (
+                    "KV cache per token",
+                    per_token(kv["source_bytes_per_token"]),
+                    f"{per_token(kv['measured_bytes_per_token'])}, {share(kv['ratio'])}",
+                ),
+                ("held-out loss, nats per token", decimal(first["loss"], 4), decimal(last["loss"], 4)),
+                ("recall of planted keys", decimal(first["recall"], 2), decimal(last["recall"], 2)),
+            ],
+        )
+    )
+    _show_ladder(page, report["ladder"])
+    _show_layers(page, report["layers"])
+    _show_splits(page, report["splits"], (target["rope_dim"], target["kv_lora_rank"]))
+    _show_carrier(page, target)
+    page.print(
+        f"{duration(sum(report['seconds'].values()))}, peak memory {size(report['peak_memory_bytes'])}\n"
+        f"[bold]{_plain(conversion.path)}[/bold]",
+        soft_wrap=True,
+    )
+
+
+def show_plan(plan, *, as_json: bool = False) -> None:
+    """Prints a dry run (:class:`surgery.dry_run.ConversionPlan`)."""
+    if as_json:
+        print_json(plan.to_dict())
+        return
+    page, source, kv, disk, work = _page(), plan.source, plan.kv, plan.disk, plan.work
+    page.print(f"\n[bold]dry run: {_plain(source['path'])} → {_plain(plan.out)}[/bold] (nothing is written)")
+    page.print(
+        _table(
+            ["", "source", "converted"],
+            [
+                ("class", source["model_type"], plan.target["model_type"]),
+                (
+                    "KV cache per token",
+                    per_token(kv["source_bytes_per_token"]),
+                    f"{per_token(kv['bytes_per_token'])}, {share(kv['ratio'])}",
+                ),
+                ("weights on disk", size(source["weight_bytes"]), size(disk["output_bytes"])),
+            ],
+        )
+    )
+    _show_splits(page, plan.splits, None)
+    _show_carrier(page, plan.target)
+    memory, device = plan.memory, plan.memory["device_bytes"]
+    rows = [
+        ("output", size(disk["output_bytes"]), f"{size(disk['output_free_bytes'])} free"),
+        (
+            "temporary files",
+            size(disk["temporary_bytes"]),
+            f"{disk['temporary_folder']}, {size(disk['temporary_free_bytes'])} free",
+        ),
+        ("memory", size(memory["host_bytes"]), _parts(memory["host_parts"])),
+        *([("accelerator memory", size(device), _parts(memory["device_parts"]))] if device else []),
+        (
+            "time",
+            duration(work["estimated_seconds"]),
+            f"{work['total_flops'] / 1e12:,.1f} TFLOP, here at most {work['flops_per_second'] / 1e9:,.0f} GFLOP/s",
+        ),
+    ]
+    page.print(_table(["estimate", "", ""], rows, right=(1,)))
+    tokens = plan.tokens
+    page.print(
+        f"calibration: {tokens['calibration']} sequences of {tokens['length']} tokens; held out: {tokens['held_out']}"
+        f" and {tokens['recall_prompts']} recall prompts. Memory and time are estimates."
+    )
+
+
+def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = False) -> None:
+    """Prints an inspection (:class:`surgery.inspection.Inspection`) and draws its spectra, if it has any.
+
+    Raises:
+        SurgeryError: ``plot`` is given where there are no spectra, or cannot be written.
+    """
+    from surgery.errors import SurgeryError
+    from surgery.spectra import draw_spectra
+
+    if inspection.spectra is None and plot is not None:
+        raise SurgeryError("--plot draws the spectra, which need statistics: give --calibration too, such as builtin")
+    drawn = None
+    if inspection.spectra is not None:
+        drawn = plot or Path(f"{inspection.name}-spectra.png")
+        draw_spectra(inspection.spectra, inspection.name, inspection.calibration["source"], drawn)
+    if as_json:
+        print_json({**inspection.to_dict(), "plot": str(drawn) if drawn else None})
+        return
+    page = _page()
+    page.print(f"\n[bold]{_plain(inspection.name)}[/bold]")
+    page.print(_table(["", ""], _facts(inspection), header=False))
+    kv = inspection.kv
+    rows = [(f"{context // 1024}k tokens", size(held)) for context, held in kv["bytes_at"].items()]
+    page.print(_table(["KV cache", ""], [("per token", per_token(kv["bytes_per_token"])), *rows], right=(1,)))
+    for target in inspection.targets:
+        page.print(f"[bold]{_plain(target['command'])}[/bold]")
+        if not target["applies"]:
+            page.print(f"  does not apply: {_plain('; '.join(target['reasons']))}\n", soft_wrap=True)
+            continue
+        page.print(f"  {_class_and_why(target['class'], target['reasons'])}", soft_wrap=True)
+        page.print(_table(["engine", "loads the result"], target["engines"].items()))
+    if inspection.spectra is not None:
+        _show_spectra(page, inspection.spectra)
+        page.print(f"drawn in {_plain(drawn)}", soft_wrap=True)
+
+
+def show_demo(demo, *, as_json: bool = False) -> None:
+    """Prints the demo's outcome (:class:`surgery.demo.Demo`)."""
+    from surgery.demo import PROMPT
+
+    if as_json:
+        print_json(demo.to_dict())
+        return
+    page, source, converted = _page(), demo.source, demo.converted
+    page.print("\n[bold]before and after, measured by stock transformers without this package[/bold]")
+    ratio = converted.kv_bytes_per_token / source.kv_bytes_per_token
+    page.print(
+        _table(
+            ["", "source", "converted"],
+            [
+                ("loaded as", source.model_class, converted.model_class),
+                (
+                    "KV cache per token",
+                    per_token(source.kv_bytes_per_token),
+                    f"{per_token(converted.kv_bytes_per_token)}, {share(ratio)}",
+                ),
+                ("held-out loss, nats per token", decimal(source.loss, 4), decimal(converted.loss, 4)),
+                ("recall of planted keys", decimal(source.recall, 2), decimal(converted.recall, 2)),
+            ],
+        )
+    )
+    for name, measured in (("source", source), ("converted", converted)):
+        page.print(f"[bold]{name}[/bold] writes:")
+        page.print(f"[dim]{_plain(PROMPT)}[/dim]{_plain(measured.completion.rstrip())}\n", highlight=False)
+    page.print(f"{duration(demo.seconds)}; the converted model is in {_plain(demo.path)}", soft_wrap=True)
+    page.print("Next: surgery inspect CKPT/              what a model of yours caches, and what it can become")
+    page.print("      surgery convert --to mla CKPT/     converts it; --dry-run says first what that takes")
+
+
+def print_json(value: dict) -> None:
+    """One JSON object on standard output."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _page() -> Console:
+    terminal = sys.stdout.isatty()
+    return Console(width=None if terminal else PLAIN_WIDTH, highlight=False)
+
+
+def _plain(text: object) -> str:
+    """Text in which square brackets are no markup."""
+    return escape(str(text))
+
+
+def _table(
+    columns: list[str], rows: Iterable[tuple], *, right: tuple[int, ...] | None = None, header: bool = True
+) -> Table:
+    """A table; all columns but the first are right-aligned where ``right`` names others or they hold numbers."""
+    rows = [tuple(str(cell) for cell in row) for row in rows]
+    table = Table(box=SIMPLE_HEAD, show_header=header, pad_edge=False)
+    for index, name in enumerate(columns):
+        to_the_right = index in right if right is not None else index and _numeric(row[index] for row in rows)
+        table.add_column(name, justify="right" if to_the_right else "left")
+    for row in rows:
+        table.add_row(*map(_plain, row))
+    return table
+
+
+def _numeric(cells: Iterable[str]) -> bool:
+    return all(cell == "-" or cell.lstrip(">")[:1].isdigit() for cell in cells if cell)
+
+
+def _show_ladder(page: Console, ladder: list[dict]) -> None:
+    if ladder[0]["loss"] is None:
+        page.print("loss and recall were not measured: there was no text\n")
+        return
+    page.print("where the loss comes from")
+    rows = [(row["stage"], decimal(row["loss"], 4), decimal(row["recall"], 2)) for row in ladder]
+    page.print(_table(["stage", "loss", "recall"], rows))
+
+
+def _show_layers(page: Console, layers: list[dict]) -> None:
+    stages = list(layers[0]["measured"])
+    page.print("error of each layer: predicted from statistics, measured on its own output")
+    rows = [
+        (
+            layer["layer"],
+            layer["rank"],
+            layer["rope_dim"],
+            share(layer["rope_error"]),
+            share(layer["latent_error_share"]),
+            *(share(layer["measured"][stage]) for stage in stages),
+        )
+        for layer in layers
+    ]
+    page.print(_table(["layer", "rank", "rotated", "RoPE, predicted", "latent, predicted", *stages], rows))
+
+
+def _show_splits(page: Console, splits: list[dict], chosen: tuple[int, int] | None) -> None:
+    """The splits of the budget: tried ones with their losses, planned ones with their KV bytes."""
+    if len(splits) == 1 and chosen:
+        return
+    folds = any(split.get("fold", 1) > 1 for split in splits)
+    last = "held-out loss" if chosen else "KV per token"
+    losses = [split["held_out_loss"] for split in splits if split.get("held_out_loss") is not None]
+    rows = []
+    for split in splits:
+        loss = split.get("held_out_loss")
+        value = decimal(loss, 4) if chosen else per_token(split["kv_bytes_per_token"])
+        is_chosen = (split["rope_dim"], split["rank"]) == chosen and loss in (None, min(losses, default=None))
+        fold = (split.get("fold", 1),) if folds else ()
+        rows.append((split["rope_dim"], split["rank"], *fold, value, "chosen" if is_chosen else ""))
+    page.print("splits of the budget" + (" that were tried" if chosen else " that would be tried"))
+    page.print(_table(["rotated", "latent rank", *(["fold"] if folds else []), last, ""], rows))
+
+
+def _show_carrier(page: Console, target: dict) -> None:
+    page.print(_class_and_why(target["model_type"], target["reasons"]), soft_wrap=True)
+    page.print(_table(["engine", "loads it"], target["engines"].items()))
+
+
+def _class_and_why(model_type: str, reasons: list[str]) -> str:
+    why = "; ".join(reasons)
+    return _plain(f"model class of this package: {why}" if model_type == OWN_CLASS else f"class {model_type}: {why}")
+
+
+def _parts(parts: dict[str, int]) -> str:
+    """The three largest parts of an amount of memory."""
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {size(amount)}" for name, amount in largest)
+
+
+def _facts(inspection) -> list[tuple[str, str]]:
+    facts = inspection.architecture
+    base = f", base {facts['rope_theta']:,g}" if facts["rope_theta"] else ""
+    extras = [
+        f"biases on {', '.join(facts['biases'])}" if facts["biases"] else "",
+        "q/k-norm" if facts["qk_norm"] else "",
+        "mixture of experts" if facts["experts"] else "",
+        "tied embeddings" if facts["tied_embeddings"] else "",
+    ]
+    return [
+        ("family", facts["model_type"]),
+        ("parameters", f"{count(facts['parameters'])} in {facts['dtype']}"),
+        ("layers", f"{facts['layers']} of width {facts['hidden']:,}"),
+        ("heads", f"{facts['heads']} queries, {facts['kv_heads']} keys and values, {facts['head_dim']} numbers each"),
+        ("RoPE", f"{facts['rope_type']}{base}, {facts['max_positions']:,} positions"),
+        ("attention windows", _windows(inspection.windows)),
+        ("vocabulary", f"{facts['vocabulary']:,}"),
+        ("besides", ", ".join(filter(None, extras)) or "-"),
+    ]
+
+
+def _part(value: float) -> str:
+    """A share near one, which is not rounded up to all."""
+    return ">99.99%" if 0.9999 < value < 1 else f"{value:.2%}"
+
+
+def _windows(windows: list[int | None]) -> str:
+    limited = [window for window in windows if window is not None]
+    if not limited:
+        return "none"
+    sizes = ", ".join(f"{window:,}" for window in sorted(set(limited)))
+    return f"{sizes} tokens in {len(limited)} of {len(windows)} layers"
+
+
+def _show_spectra(page: Console, spectra: list) -> None:
+    found = [spectrum.to_dict() for spectrum in spectra]
+    widths, shares = list(found[0]["kept"]), list(found[0]["rank_for"])
+    page.print("share of the loss-weighted KV energy that fits in a rank, as a part of the KV width (keys unrotated)")
+    rows = [(layer["layer"], *(_part(layer["kept"][width]) for width in widths)) for layer in found]
+    page.print(_table(["layer", *widths], rows))
+    page.print(f"rank that holds a share, of {found[0]['width']}")
+    rows = [(layer["layer"], *(layer["rank_for"][wanted] for wanted in shares)) for layer in found]
+    page.print(_table(["layer", *(f"{float(wanted):.1%}" for wanted in shares)], rows))

@@ -1,0 +1,136 @@
+"""Layer-by-layer statistics equal those of one whole model under autograd."""
+
+import pytest
+import torch
+from tiny_models import FAMILIES
+from transformers import AutoModelForCausalLM
+
+from surgery.calibration.statistics import lag_statistics
+from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
+from surgery.convert import Source
+from surgery.settings import ConvertSettings
+from surgery.transforms.key_basis import identity_basis
+
+TOKENS = torch.randint(4096, (3, 24), generator=torch.Generator().manual_seed(0))
+
+
+def swept(folder, monkeypatch=None, labels=None, **kwargs):
+    opened = Source.open(folder, ConvertSettings())
+    if labels is not None:
+        queue = list(labels.split(2))  # the sweep goes by batches of two
+
+        def gradient(hidden, generator):
+            leaf = hidden.detach().requires_grad_()
+            with torch.enable_grad():
+                normed = opened.stream.final_norm(leaf)
+                weight = torch.cat([rows for _, rows in opened.stream.output_slices()])
+                loss = torch.nn.functional.cross_entropy(
+                    (normed @ weight.T).flatten(0, 1), queue.pop(0).flatten(), reduction="sum"
+                )
+            loss.backward()
+            return leaf.grad
+
+        monkeypatch.setattr(opened.stream, "sampled_loss_gradient", gradient)
+    with BoundaryStore() as store:
+        final = forward_sweep(opened.stream, TOKENS, store, 2, lambda: None)
+        layers = list(backward_sweep(opened.stream, opened.anatomy, store, final, 2, **kwargs))
+    return opened, sorted(layers, key=lambda layer: layer.index)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_bias", "qwen2", "mistral_window", "mixtral"])
+def test_moments_and_gradients_equal_autograd(checkpoints, monkeypatch, name):
+    labels = torch.randint(4096, TOKENS.shape, generator=torch.Generator().manual_seed(1))
+    _, layers = swept(checkpoints(name), monkeypatch, labels)
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoints(name)).eval()
+    kept = {}
+    for index, block in enumerate(model.model.layers):
+        for part in ("k_proj", "v_proj", "o_proj"):
+
+            def keep(module, args, out, key=(index, part)):
+                out.retain_grad()
+                kept[key] = out
+
+            getattr(block.self_attn, part).register_forward_hook(keep)
+    logits = model(TOKENS).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    for layer in layers:
+        k, v, o = (kept[layer.index, part] for part in ("k_proj", "v_proj", "o_proj"))
+        z = torch.cat([k, v], dim=-1).flatten(0, 1).double()
+        g = torch.cat([k.grad, v.grad], dim=-1).flatten(0, 1).double()
+        out = o.grad.flatten(0, 1).double()
+        for got, rows in (
+            (layer.statistics.moment, z),
+            (layer.statistics.gradient, g),
+            (layer.statistics.output_gradient, out),
+        ):
+            want = (rows.T @ rows / len(rows)).detach()
+            assert float((got - want).norm() / want.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sweep_without_gradients_gives_the_same_moments(checkpoints, name):
+    _, with_gradients = swept(checkpoints(name))
+    _, without = swept(checkpoints(name), gradients=False)
+    for a, b in zip(with_gradients, without, strict=True):
+        torch.testing.assert_close(a.statistics.moment, b.statistics.moment, rtol=1e-4, atol=1e-5)
+        assert b.statistics.gradient is None and a.statistics.tokens == TOKENS.numel()
+
+
+def test_sampled_gradient_is_that_of_one_label(checkpoints):
+    """Each token's gradient is Wᵀ (p - onehot(y)) for some y, and y is drawn from p."""
+    stream = Source.open(checkpoints("llama"), ConvertSettings()).stream
+    hidden = torch.randn(1, 400, 32, generator=torch.Generator().manual_seed(2))
+    hidden[:] = hidden[:, :1]  # one distribution, many draws
+    got = stream.sampled_loss_gradient(hidden, torch.Generator().manual_seed(3))[0]
+    leaf = hidden[0, :1].clone().requires_grad_()
+    probability = stream.logits(leaf.detach()).softmax(-1)[0]
+    weight = torch.cat([rows for _, rows in stream.output_slices()])
+    normed = stream.final_norm(leaf)
+    # The norm's Jacobian is the same for all draws; compare before it.
+    jacobian = torch.autograd.functional.jacobian(stream.final_norm, leaf[0].detach())
+    every = (probability @ weight - weight) @ jacobian
+    distance = torch.cdist(got, every)
+    nearest, label = distance.min(1)
+    assert nearest.max() < 1e-3 * every.norm(dim=1).mean()
+    drawn = probability[label].log().mean()
+    entropy = (probability * probability.log()).sum()
+    assert float(drawn - entropy) == pytest.approx(0, abs=0.25)
+    assert normed.shape == (1, 32)
+
+
+def test_lag_statistics_equal_a_direct_sum(checkpoints):
+    opened, layers = swept(checkpoints("qwen3"))
+    layer = layers[0]
+    anatomy = layer.anatomy.to(torch.float64)
+    basis = identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
+    inputs = layer.inputs[:1].double()
+    lags = lag_statistics(anatomy, basis, inputs)
+
+    from surgery.attention import attention_weights
+    from surgery.rope import to_complex
+
+    projection = anatomy.project(inputs)
+    weights = attention_weights(anatomy, projection)[0]
+    key = to_complex(projection.k[0] * projection.key_gain[0][..., None]).abs().square()
+    query = to_complex(projection.q[0]).abs().square()
+    tokens, pairs = inputs.shape[1], anatomy.head_dim // 2
+    turned = torch.zeros(anatomy.kv_heads * pairs, anatomy.heads, dtype=torch.complex128)
+    for head in range(anatomy.heads):
+        group = head // 2
+        for m in range(tokens):
+            for n in range(m + 1):
+                angle = anatomy.inv_freq * (n - m)
+                term = weights[head, m, n] * query[m, head] * key[n, group] * torch.polar(torch.ones_like(angle), angle)
+                turned[group * pairs : (group + 1) * pairs, head] += term
+    own = (torch.arange(anatomy.heads) // 2)[None] == (torch.arange(len(turned)) // pairs)[:, None]
+    torch.testing.assert_close(lags.turned[own], turned[own], rtol=1e-6, atol=1e-9)
+    assert (lags.energy >= lags.turned.abs() - 1e-9).all()
+
+
+def test_boundaries_are_removed():
+    with BoundaryStore() as store:
+        store.save(0, torch.zeros(1, 2, 3))
+        folder = store._path(0).parent
+        assert torch.equal(store.load(0), torch.zeros(1, 2, 3))
+    assert not folder.exists()

@@ -1,0 +1,162 @@
+"""Bad input gets one clear line and exit code 1, and leaves the disk as it was."""
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import HELD_OUT, make_checkpoint
+
+from surgery.convert import convert_to_mla
+from surgery.errors import SurgeryError
+from surgery.settings import ConvertSettings
+
+QUICK = {
+    "calibration": str(HELD_OUT),
+    "calibration_tokens": 512,
+    "calibration_length": 128,
+    "held_out": 1,
+    "fit_steps": 0,
+    "rope_dim": 4,
+    "kv_ratio": 0.5,
+}
+
+
+def edit_config(**changes):
+    def edit(folder):
+        config = json.loads((folder / "config.json").read_text())
+        config.update(changes)
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return edit
+
+
+def poison(name):
+    def edit(folder):
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name].view(-1)[3] = float("nan")
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return edit
+
+
+def truncate(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-100])
+
+
+def index(mapping):
+    def edit(folder):
+        tensors = load_file(folder / "model.safetensors")
+        names = list(tensors)
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+        weight_map = {name: "model-00001-of-00002.safetensors" for name in names} | mapping
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return edit
+
+
+def add_tensor(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.qkv_proj.weight"] = torch.zeros(4, 4)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def pickle_only(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+YARN_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+CASES = {
+    "missing shard": (index({"x": "model-00002-of-00002.safetensors"}), {}, "model-00002-of-00002"),
+    "truncated": (truncate, {}, "truncated|shorter|bytes"),
+    "absent tensor": (index({"ghost": "model-00001-of-00002.safetensors"}), {}, "ghost"),
+    "outside path": (index({"x": "../../etc/passwd"}), {}, "passwd"),
+    "NaN in attention": (poison("model.layers.1.self_attn.k_proj.weight"), {}, "NaN or infinity in k_proj of layer 1"),
+    "NaN elsewhere": (poison("model.layers.0.mlp.up_proj.weight"), {}, "up_proj|layer 0|not finite|NaN"),
+    "unknown model_type": (edit_config(model_type="gpt_oss"), {}, "model_type 'gpt_oss' is not supported"),
+    "quantised": (edit_config(quantization_config={"quant_method": "awq"}), {}, "quantised .awq."),
+    "RoPE type": (edit_config(rope_parameters=YARN_DYNAMIC), {}, "RoPE type 'dynamic' is not supported"),
+    "partial rotary": (
+        edit_config(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        {},
+        "partial_rotary_factor",
+    ),
+    "unknown tensor": (add_tensor, {}, "qkv_proj"),
+    "pickle only": (pickle_only, {}, "allow-pickle"),
+    "budget too small": (lambda folder: None, {"kv_ratio": 0.01, "rope_dim": None}, "ask for more"),
+    "budget too large": (
+        lambda folder: None,
+        {"kv_ratio": None, "kv_lora_rank": 64, "rope_dim": 8},
+        "would not be fewer",
+    ),
+    "rope too wide": (lambda folder: None, {"rope_dim": 64}, "impossible|budget"),
+    "absent text": (lambda folder: None, {"calibration": "nowhere.txt"}, "nowhere.txt"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), {}, "tokenizer"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_clear_line_and_a_clean_disk(case, tmp_path):
+    edit, changes, message = CASES[case]
+    source = make_checkpoint(tmp_path / "src", "llama")
+    edit(source)
+    before = sorted(path.name for path in source.iterdir())
+    with pytest.raises(SurgeryError, match=message) as caught:
+        convert_to_mla(source, tmp_path / "out", ConvertSettings(**{**QUICK, **changes}))
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["src"]
+    assert sorted(path.name for path in source.iterdir()) == before
+
+
+def test_pickle_is_read_when_allowed(tmp_path):
+    source = make_checkpoint(tmp_path / "src", "llama")
+    pickle_only(source)
+    convert_to_mla(source, tmp_path / "out", ConvertSettings(**QUICK), allow_pickle=True)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+
+
+def test_existing_output_is_kept_and_replaced_only_when_asked(tmp_path):
+    source = make_checkpoint(tmp_path / "src", "llama")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious.txt").write_text("mine")
+    with pytest.raises(SurgeryError, match="exists"):
+        convert_to_mla(source, out, ConvertSettings(**QUICK))
+    with pytest.raises(SurgeryError):
+        convert_to_mla(source, out, ConvertSettings(**QUICK), overwrite=True)
+    assert (out / "precious.txt").read_text() == "mine"
+    shutil.rmtree(out)
+    convert_to_mla(source, out, ConvertSettings(**QUICK))
+    with pytest.raises(SurgeryError, match="exists"):
+        convert_to_mla(source, out, ConvertSettings(**QUICK))
+    convert_to_mla(source, out, ConvertSettings(**QUICK), overwrite=True)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    source = make_checkpoint(tmp_path / "src", "llama")
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("surgery.checkpoint.writer.write_at", full)
+    with pytest.raises(SurgeryError, match="space"):
+        convert_to_mla(source, tmp_path / "out", ConvertSettings(**QUICK))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["src"]
+
+
+def test_command_line_prints_one_line_and_exits_1(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "surgery", "convert", "--to", "mla", str(tmp_path / "nowhere")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("surgery: error: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,201 @@
+"""The command line: quick help, one-line errors, pure JSON, and a dry run that writes nothing."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import HELD_OUT
+from typer.testing import CliRunner
+
+from surgery import cli
+from surgery.architectures import latent
+from surgery.dry_run import plan_conversion
+from surgery.errors import SurgeryError
+from surgery.settings import ConvertSettings
+from surgery.version import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICK = [
+    "--calibration", str(HELD_OUT), "--calibration-tokens", "256", "--calibration-length", "128", "--held-out", "1",
+    "--kv-ratio", "0.5", "--rope-dim", "4",
+]  # fmt: skip
+
+# Stands for the console script: argv[0] is what keeps the package from registering its model class at once.
+LAUNCH = "import sys; sys.argv[0] = 'surgery'; from surgery.cli import main; main()"
+HELP = """
+import contextlib, sys
+sys.argv[0] = 'surgery'
+from surgery.cli import app
+with contextlib.suppress(SystemExit):
+    app()
+print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_core():
+    """Tiny models have no work for two cores; on a busy machine they would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def launch(*arguments, code=LAUNCH, cwd=ROOT):
+    # Wide enough that rich does not break the lines that are looked for.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, env=environment
+    )
+
+
+def listing(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def run_main(monkeypatch, capsys, *arguments):
+    """`surgery ARGUMENTS` in this process: exit code, standard output, standard error."""
+    monkeypatch.setattr(sys, "argv", ["surgery", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    captured = capsys.readouterr()
+    return ended.value.code or 0, captured.out, captured.err
+
+
+@pytest.mark.parametrize("verb", [[], ["convert"], ["inspect"], ["demo"]])
+def test_help_answers_without_torch(verb):
+    done = launch(*verb, "--help", code=HELP)
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+def test_every_verb_has_an_example():
+    for verb in ("convert", "inspect", "demo"):
+        shown = CliRunner().invoke(cli.app, [verb, "--help"]).output
+        assert re.search(rf"surgery {verb}", shown), verb
+
+
+def test_version():
+    assert CliRunner().invoke(cli.app, ["--version"]).output.strip() == __version__
+
+
+BAD = {
+    "unknown target": (["convert", "--to", "mqa", "{source}"], "unknown target"),
+    "missing folder": (["convert", "{folder}/absent"], "absent: no such folder"),
+    "missing folder, inspected": (["inspect", "{folder}/absent"], "absent: no such folder"),
+    "existing output": (["convert", "{source}", "--out", "{folder}"], "exists; choose another --out"),
+    "existing output, dry": (["convert", "{source}", "--out", "{folder}", "--dry-run"], "exists; choose another --out"),
+    "bad --rope-dim": (["convert", "{source}", "--rope-dim", "some"], "give a number or auto"),
+    "odd --rope-dim": (["convert", "{source}", "--rope-dim", "3"], "must be even"),
+    "unknown method": (["convert", "{source}", "--method", "magic"], "unknown: choose"),
+    "unknown setting": (["convert", "{source}", "--config", "{folder}/bad.yaml"], "did you mean kv_ratio?"),
+    "plot of nothing": (["inspect", "{source}", "--plot", "{folder}/x.png"], "give --calibration too"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_are_one_line(case, checkpoints, tmp_path, monkeypatch, capsys):
+    arguments, message = BAD[case]
+    (tmp_path / "bad.yaml").write_text("kv_ration: 0.5\n")
+    filled = [argument.format(source=checkpoints("llama"), folder=tmp_path) for argument in arguments]
+    code, out, err = run_main(monkeypatch, capsys, *filled)
+    assert code == 1
+    assert out == ""
+    assert err.startswith("surgery: error: ") and err.count("\n") == 1
+    assert message in err
+    assert listing(tmp_path) == ["bad.yaml"]
+
+
+def test_a_process_ends_with_code_1_and_no_traceback(tmp_path):
+    done = launch("convert", tmp_path / "absent")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert re.fullmatch(r"surgery: error: .*absent: no such folder.*\n", done.stderr)
+    assert launch("convert", "--no-such-flag").returncode == 2
+
+
+def test_a_dry_run_writes_nothing_and_knows_the_result(checkpoints, tmp_path, monkeypatch, capsys):
+    source, before = checkpoints("llama"), listing(checkpoints("llama"))
+    monkeypatch.chdir(tmp_path)
+    arguments = ["convert", source, "--out", tmp_path / "out", *QUICK]
+    code, shown, _ = run_main(monkeypatch, capsys, *arguments, "--dry-run")
+    assert code == 0
+    assert "nothing is written" in shown
+    code, printed, _ = run_main(monkeypatch, capsys, *arguments, "--dry-run", "--json")
+    plan = json.loads(printed)
+    assert listing(tmp_path) == [] and listing(source) == before
+
+    code, printed, _ = run_main(monkeypatch, capsys, *arguments, "--json")
+    report = json.loads(printed)  # pure: everything else went to standard error
+    assert code == 0
+    assert report["path"] == str(tmp_path / "out")
+    assert plan["kv"]["bytes_per_token"] == report["kv"]["measured_bytes_per_token"]
+    assert plan["kv"]["source_bytes_per_token"] == report["kv"]["source_bytes_per_token"]
+    assert plan["target"]["model_type"] == report["target"]["model_type"]
+    assert [(s["rope_dim"], s["rank"]) for s in plan["splits"]] == [
+        (s["rope_dim"], s["rank"]) for s in report["splits"]
+    ]
+    written = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert plan["disk"]["output_bytes"] == pytest.approx(written, rel=0.2)
+
+    again, _, err = run_main(monkeypatch, capsys, *arguments, "--dry-run")
+    assert again == 1 and "exists" in err
+    cheaper = ["--calibration", "none", "--dry-run", "--overwrite"]
+    assert run_main(monkeypatch, capsys, *arguments, *cheaper)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama_bias", "mistral_window", "mixtral", "llama3"])
+def test_a_plan_names_the_class_that_a_conversion_chooses(name, checkpoints, tmp_path):
+    latent.register()
+    settings = ConvertSettings(calibration="none", kv_ratio=0.5, rope_frequencies="grid")
+    plan = plan_conversion(checkpoints(name), tmp_path / "out", settings)
+    stock = name in ("llama_bias", "llama3")
+    assert plan.target["model_type"] == ("deepseek_v3" if stock else "surgery")
+    assert plan.kv["ratio"] <= 0.5
+    assert plan.memory["host_bytes"] > sum(plan.memory["host_parts"].values()) * 0.99
+    assert plan.work["estimated_seconds"] > 0
+    json.dumps(plan.to_dict())
+
+
+def test_a_plan_finds_what_a_conversion_would_refuse(checkpoints, tmp_path):
+    settings = ConvertSettings(calibration="none", kv_ratio=0.5, carrier="stock")
+    with pytest.raises(SurgeryError, match="q/k-norm"):
+        plan_conversion(checkpoints("qwen3"), tmp_path / "out", settings)
+    settings = ConvertSettings(calibration="nowhere.txt")
+    with pytest.raises(SurgeryError, match=r"nowhere\.txt"):
+        plan_conversion(checkpoints("llama"), tmp_path / "out", settings)
+    settings = ConvertSettings(calibration="none", max_shard_size="5 parrots")
+    with pytest.raises(SurgeryError, match="is not a size"):
+        plan_conversion(checkpoints("llama"), tmp_path / "out", settings)
+    assert listing(tmp_path) == []
+
+
+def test_a_grid_is_known_to_load_everywhere_and_a_free_list_is_not(checkpoints, tmp_path):
+    source = checkpoints("llama", torch.bfloat16)
+    plans = {
+        kind: plan_conversion(
+            source, tmp_path / "out", ConvertSettings(calibration="none", rope_dim=4, rope_frequencies=kind)
+        )
+        for kind in ("grid", "free")
+    }
+    assert plans["grid"].target["frequencies_known"] and plans["grid"].target["engines"]["llama.cpp"] == "yes"
+    assert not plans["free"].target["frequencies_known"]
+    assert "otherwise no" in plans["free"].target["engines"]["llama.cpp"]
+    assert plans["free"].target["engines"]["transformers"] == "yes"
+
+
+def test_a_conversion_is_shown_with_its_reasons(checkpoints, tmp_path, monkeypatch, capsys):
+    arguments = ["convert", checkpoints("qwen3"), "--out", tmp_path / "out", "--calibration", "none"]
+    code, shown, err = run_main(monkeypatch, capsys, *arguments, "--kv-ratio", "0.5")
+    assert code == 0
+    assert "512 B" in shown and "256 B, 50.0%" in shown
+    assert "q/k-norm" in shown and "no: own model class" in shown
+    assert "not measured" in shown
+    assert str(tmp_path / "out") in shown
+    assert "\x1b" not in shown and "convert" in err  # plain on a pipe, progress beside it

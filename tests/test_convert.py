@@ -1,0 +1,231 @@
+"""Conversions of tiny models of every family, end to end: written, loaded elsewhere, compared with the simulation."""
+
+import json
+
+import pytest
+import torch
+from loading import run_elsewhere
+from tiny_models import FAMILIES, HELD_OUT, STOCK, make_checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from surgery import convert as conversion
+from surgery.checkpoint import CheckpointReader
+from surgery.convert import Source, convert_to_mla
+from surgery.errors import SurgeryError
+from surgery.ladder import Ladder
+from surgery.settings import ConvertSettings
+
+QUICK = {
+    "kv_ratio": 0.5,
+    "calibration": str(HELD_OUT),
+    "calibration_tokens": 1024,
+    "calibration_length": 128,
+    "held_out": 2,
+    "fit_steps": 1,
+    "fit_iterations": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def converted(checkpoints, tmp_path_factory):
+    """Converts a family once; returns folder, report and the simulation's final hidden states with their stream."""
+    made = {}
+
+    def get(name: str, dtype: torch.dtype = torch.float32, **settings):
+        key = (name, dtype, *sorted(settings.items()))
+        if key not in made:
+            ladders = []
+            original = Ladder.__init__
+
+            def remember(self, *args):
+                original(self, *args)
+                ladders.append(self)
+
+            Ladder.__init__ = remember
+            try:
+                out = tmp_path_factory.mktemp("out") / f"{name}-mla"
+                result = convert_to_mla(checkpoints(name, dtype), out, ConvertSettings(**{**QUICK, **settings}))
+            finally:
+                Ladder.__init__ = original
+            made[key] = result, ladders[0]
+        return made[key]
+
+    return get
+
+
+def simulated_logits(ladder: Ladder) -> torch.Tensor:
+    last = list(ladder.hidden)[-1]
+    return ladder._stream.logits(ladder.hidden[last])
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_written_checkpoint_equals_simulation_elsewhere(converted, name, tmp_path):
+    result, ladder = converted(name)
+    tokens = ladder._held_out.tokens
+    stock = name in STOCK
+    logits, cached, facts = run_elsewhere(result.path, tokens, tmp_path, trust=not stock)
+    assert facts["class"] == ("DeepseekV3ForCausalLM" if stock else "SurgeryForCausalLM")
+    assert relative(logits, simulated_logits(ladder)) < 1e-4
+    assert relative(cached, logits) < 1e-4
+    target = result.report.target
+    assert target["model_type"] == ("deepseek_v3" if stock else "surgery")
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "window" not in name])
+def test_live_cache_takes_the_promised_bytes(converted, name, tmp_path):
+    result, ladder = converted(name)
+    tokens = ladder._held_out.tokens[:1]
+    _, _, facts = run_elsewhere(result.path, tokens, tmp_path, trust=name not in STOCK)
+    kv = result.report.kv
+    assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"]
+    assert facts["cached_numbers"] * 4 == kv["predicted_bytes_per_token"] * tokens.shape[1]
+    assert kv["ratio"] <= 0.5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_exact_stages_lose_nothing(converted, name):
+    ladder = {row["stage"]: row["loss"] for row in converted(name)[0].report.ladder}
+    for stage in ("merged", "rotated"):
+        assert ladder[stage] == pytest.approx(ladder["source"], abs=2e-5)
+    assert ladder["reloaded"] == pytest.approx(ladder["fitted"], abs=1e-4)
+
+
+def test_stock_frequencies_are_the_sources_bit_for_bit(converted, tmp_path):
+    """A frequency list goes through longrope factors; the rotation must not drift over 100k tokens."""
+    result, ladder = converted("llama3", rope_dim=16)
+    _, _, facts = run_elsewhere(result.path, ladder._held_out.tokens[:1, :8], tmp_path)
+    assert facts["inv_freq"] == result.report.target["inverse_frequencies"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "kind"),
+    [
+        ("llama", {}, "tiny"),
+        ("llama", {"latent_norm": "constant"}, "constant"),
+        ("llama3", {}, "constant"),
+        ("mistral", {"rope_frequencies": "grid"}, "tiny"),
+        ("qwen2", {"latent_norm": "constant"}, "constant"),
+    ],
+)
+def test_both_neutral_norms_are_exact(converted, name, settings, kind, tmp_path):
+    result, ladder = converted(name, **settings)
+    assert result.report.target["latent_norm"] == kind
+    logits, _, _ = run_elsewhere(result.path, ladder._held_out.tokens, tmp_path)
+    assert relative(logits, simulated_logits(ladder)) < 1e-4
+
+
+def test_grid_of_a_model_without_biases_loads_everywhere(converted):
+    result, _ = converted("mistral", rope_frequencies="grid")
+    config = json.loads((result.path / "config.json").read_text())
+    assert config["rope_parameters"]["rope_type"] == "default"
+    assert config["attention_bias"] is False and config["rms_norm_eps"] == 1e-6
+    assert all(verdict.startswith("yes") for verdict in result.report.target["engines"].values())
+    assert result.report.target["residual_rescale"] == pytest.approx(0.1**0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_weights_stay_within_their_own_floor(converted, dtype, tmp_path):
+    """KL of the written model to the simulation, against KL of the source rounded to the same dtype to itself."""
+    result, ladder = converted("llama", dtype)
+    tokens = ladder._held_out.tokens
+    name = str(dtype).removeprefix("torch.")
+    logits, _, _ = run_elsewhere(result.path, tokens, tmp_path, dtype=name)
+
+    def divergence(low, high):
+        high, low = high.double().log_softmax(-1), low.double().log_softmax(-1)
+        return float((high.exp() * (high - low)).sum(-1).mean())
+
+    source = ladder._stream.reader.path
+    with torch.no_grad():
+        full = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(tokens).logits
+        low = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)(tokens).logits
+    floor = divergence(low, full)
+    assert divergence(logits, simulated_logits(ladder)) < 4 * floor
+    dtypes = {CheckpointReader.open(result.path).info(n).dtype for n in CheckpointReader.open(result.path).names()}
+    assert dtypes == {dtype}
+
+
+def test_only_attention_changes_and_sidecars_come_along(checkpoints, tmp_path):
+    source = make_checkpoint(tmp_path / "src", "llama")
+    (source / "README.md").write_text("the source's card")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    result = convert_to_mla(source, None, ConvertSettings(**QUICK, max_shard_size="100KB"))
+    assert result.path == (tmp_path / "src-mla").resolve()
+    before, after = CheckpointReader.open(source), CheckpointReader.open(result.path)
+    assert (result.path / "model.safetensors.index.json").is_file()
+    for name in before.names():
+        if ".self_attn." not in name:
+            assert torch.equal(before.tensor(name), after.tensor(name)), name
+    assert (result.path / "README.source.md").read_text() == "the source's card"
+    assert (result.path / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert "KV cache" in (result.path / "README.md").read_text()
+    AutoTokenizer.from_pretrained(result.path)
+    report = json.loads((result.path / "surgery_report.json").read_text())
+    assert report["source"]["sha256"] == before.fingerprint()
+    assert len(report["layers"]) == 2 and report["seconds"]
+
+
+def test_same_seed_same_bytes(checkpoints, tmp_path):
+    outs = [convert_to_mla(checkpoints("llama"), tmp_path / str(i), ConvertSettings(**QUICK)).path for i in range(2)]
+    first, second = (CheckpointReader.open(out) for out in outs)
+    assert all(torch.equal(first.tensor(name), second.tensor(name)) for name in first.names())
+
+
+@pytest.mark.parametrize("method", ["transmla", "mha2mla"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_named_methods(checkpoints, tmp_path, method, name):
+    result = convert_to_mla(checkpoints(name), tmp_path / "out", ConvertSettings(**QUICK, method=method))
+    assert result.report.target["method"] == method
+    assert "fitted" not in [row["stage"] for row in result.report.ladder]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_alone(checkpoints, tmp_path, name):
+    settings = ConvertSettings(calibration="none", kv_ratio=0.5)
+    result = convert_to_mla(checkpoints(name), tmp_path / "out", settings)
+    assert result.report.kv["measured_bytes_per_token"] <= 0.5 * result.report.kv["source_bytes_per_token"]
+    assert result.report.ladder[-1]["loss"] is None
+
+
+def test_own_class_on_request_equals_stock(converted, tmp_path):
+    stock, ladder = converted("llama")
+    own, own_ladder = converted("llama", carrier="own")
+    tokens = ladder._held_out.tokens
+    logits, _, facts = run_elsewhere(own.path, tokens, tmp_path, trust=True)
+    assert facts["class"] == "SurgeryForCausalLM"
+    assert relative(logits, simulated_logits(own_ladder)) < 1e-4
+    assert stock.report.kv == own.report.kv
+
+
+def test_generated_text_is_the_same_with_and_without_cache(converted):
+    result, ladder = converted("qwen2")
+    model = AutoModelForCausalLM.from_pretrained(result.path).eval()
+    prompt = ladder._held_out.tokens[:2, :20]
+    cached = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    plain = model.generate(prompt, max_new_tokens=12, do_sample=False, use_cache=False)
+    assert torch.equal(cached, plain)
+
+
+def test_a_wrong_tensor_is_caught_before_the_output_gets_its_name(checkpoints, tmp_path, monkeypatch):
+    """Verification by running: a writer that permutes rotary rows wrongly passes every check of files."""
+    monkeypatch.setattr("surgery.architectures.deepseek_v3.interleaving", lambda rope: torch.arange(rope))
+    with pytest.raises(SurgeryError, match="differ from the simulation"):
+        convert_to_mla(checkpoints("llama"), tmp_path / "out", ConvertSettings(**QUICK))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stock_is_refused_by_name_where_it_cannot_be(checkpoints, tmp_path):
+    with pytest.raises(SurgeryError, match="q/k-norm"):
+        convert_to_mla(checkpoints("qwen3"), tmp_path / "out", ConvertSettings(**QUICK, carrier="stock"))
+
+
+def test_source_is_opened_once_and_left_alone(checkpoints, tmp_path):
+    folder = checkpoints("llama")
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    convert_to_mla(folder, tmp_path / "out", ConvertSettings(**QUICK))
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert isinstance(Source.open(folder, ConvertSettings()), conversion.Source)

@@ -1,0 +1,68 @@
+"""The demo, and the process that measures for it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from surgery import demo
+from surgery.errors import SurgeryError
+from surgery.eval.kv_cache import kv_bytes_per_token
+from surgery.eval.loss import causal_lm_loss
+from surgery.eval.recall import RecallSet, recall_accuracy
+
+
+@pytest.fixture
+def one_core(monkeypatch):
+    """A little work has no use for two cores; on a busy machine they would mostly wait for each other."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_measuring_process_agrees_with_surgery_eval(one_core, monkeypatch):
+    monkeypatch.setattr(demo, "NEW_TOKENS", 4)
+    size = {"windows": 2, "prompts": 4, "length": 256}
+    (measured,) = demo.measure_with_stock_transformers([demo.demo_model()], **size)
+
+    tokens = demo._held_out_tokens(**size)
+    model = AutoModelForCausalLM.from_pretrained(demo.demo_model(), dtype=torch.float32)
+    assert measured.model_class == "LlamaForCausalLM"
+    assert measured.loss == pytest.approx(causal_lm_loss(model, tokens["windows"]), abs=1e-5)
+    assert measured.recall == recall_accuracy(model, RecallSet(tokens["prompts"], tokens["answers"]))
+    assert measured.kv_bytes_per_token == 3072 == kv_bytes_per_token(model) / 2  # fp32 here
+    assert measured.completion
+
+
+def test_the_measuring_process_cannot_import_this_package():
+    # The script's own first lines, and then what a converted checkpoint's remote code or a plug-in might try.
+    script = Path(demo.__file__).with_name("demo_measure.py").read_text(encoding="utf-8")
+    head = script[: script.index("import torch")]
+    done = subprocess.run([sys.executable, "-I", "-c", head + "import surgery"], capture_output=True, text=True)
+    assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr
+    assert "surgery" not in script[script.index("import torch") :]
+
+
+def test_a_failure_of_the_measuring_process_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SurgeryError, match="stock transformers could not run the models") as caught:
+        demo.measure_with_stock_transformers([tmp_path], windows=1, prompts=1, length=256)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_whole_demo(tmp_path, capsys):
+    outcome = demo.run_demo(tmp_path / "out", kv_ratio=0.25, as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["path"] == str(tmp_path / "out")
+    assert outcome.source.kv_bytes_per_token == 3072
+    assert outcome.converted.kv_bytes_per_token == 768
+    assert outcome.converted.model_class == "DeepseekV3ForCausalLM"
+    assert outcome.converted.loss - outcome.source.loss < 0.5
+    assert printed["converted"]["completion"] == outcome.converted.completion

@@ -1,0 +1,168 @@
+"""What `surgery inspect` says, against numbers known by hand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import HELD_OUT, SHAPE, make_checkpoint
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from surgery.calibration.statistics import LayerStatistics
+from surgery.console import show_inspection
+from surgery.errors import SurgeryError
+from surgery.eval.kv_cache import cache_bytes
+from surgery.inspection import CONTEXTS, inspect_checkpoint
+from surgery.settings import ConvertSettings
+from surgery.spectra import WIDTHS, LayerSpectrum
+
+# Two layers, two KV heads; 8 numbers a head unless the family sets 16; fp32.
+BYTES_PER_TOKEN = {
+    "llama": 2 * 2 * (8 + 8) * 4,
+    "llama_bias": 2 * 2 * (8 + 8) * 4,
+    "llama3": 2 * 2 * (16 + 16) * 4,
+    "qwen2": 2 * 2 * (8 + 8) * 4,
+    "qwen3": 2 * 2 * (16 + 16) * 4,
+    "mistral_window": 2 * 2 * (8 + 8) * 4,
+    "qwen3_moe": 2 * 2 * (16 + 16) * 4,
+}
+QUICK = ConvertSettings(calibration=str(HELD_OUT), calibration_tokens=256, calibration_length=64, held_out=1)
+
+
+@pytest.fixture(autouse=True)
+def one_core():
+    """Tiny models have no work for two cores; on a busy machine they would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", BYTES_PER_TOKEN)
+def test_kv_bytes(name, checkpoints):
+    kv = inspect_checkpoint(checkpoints(name)).kv
+    assert kv["bytes_per_token"] == BYTES_PER_TOKEN[name]
+    assert kv["bytes_per_token_and_layer"] * 2 == BYTES_PER_TOKEN[name]
+    assert list(kv["bytes_at"]) == list(CONTEXTS)
+
+
+def test_kv_bytes_are_those_of_a_live_cache_in_the_checkpoints_dtype(checkpoints):
+    path = checkpoints("llama", torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.arange(10)[None] + 5, past_key_values=cache)
+    assert inspect_checkpoint(path).kv["bytes_per_token"] * 10 == cache_bytes(cache)
+
+
+def test_windows_bound_the_cache(checkpoints):
+    everywhere = inspect_checkpoint(checkpoints("mistral_window"))
+    assert everywhere.windows == [16, 16]
+    assert set(everywhere.kv["bytes_at"].values()) == {16 * 256}
+    some = inspect_checkpoint(checkpoints("qwen2_window"))
+    assert some.windows == [None, 16]
+    assert some.kv["bytes_at"][8192] == (8192 + 16) * 128
+    none = inspect_checkpoint(checkpoints("llama"))
+    assert none.windows == [None, None]
+    assert none.kv["bytes_at"][131072] == 131072 * 256
+
+
+def test_architecture(checkpoints):
+    facts = inspect_checkpoint(checkpoints("llama3")).architecture
+    assert facts["rope_type"] == "llama3" and facts["rope_theta"] == 500_000.0
+    assert (facts["heads"], facts["kv_heads"], facts["head_dim"], facts["hidden"]) == (4, 2, 16, 32)
+    assert facts["max_positions"] == 256 and facts["vocabulary"] == 4096
+    assert facts["biases"] == [] and not facts["qk_norm"] and not facts["tied_embeddings"]
+
+    tied = inspect_checkpoint(checkpoints("llama")).architecture
+    model = AutoModelForCausalLM.from_pretrained(checkpoints("llama"))
+    assert tied["tied_embeddings"] and tied["dtype"] == "float32"
+    assert tied["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+
+    assert inspect_checkpoint(checkpoints("qwen2")).architecture["biases"] == ["q", "k", "v"]
+    assert inspect_checkpoint(checkpoints("llama_bias")).architecture["biases"] == ["q", "k", "v", "o"]
+    assert inspect_checkpoint(checkpoints("qwen3")).architecture["qk_norm"]
+    assert inspect_checkpoint(checkpoints("qwen3_moe")).architecture["experts"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("qwen3", "q/k-norm"),
+        ("mistral_window", "sliding windows"),
+        ("mixtral", "mixture of experts"),
+    ],
+)
+def test_what_stock_cannot_carry_goes_to_the_own_class_with_the_reason(name, reason, checkpoints):
+    targets = inspect_checkpoint(checkpoints(name)).targets
+    assert [target["class"] for target in targets] == ["surgery"]
+    assert reason in " ".join(targets[0]["reasons"])
+    assert targets[0]["engines"]["vLLM"].startswith("no")
+
+
+def test_stock_targets(checkpoints):
+    targets = {target["command"]: target for target in inspect_checkpoint(checkpoints("llama")).targets}
+    assert targets["surgery convert --to mla"]["class"] == "deepseek_v3"
+    assert targets["surgery convert --to mla --rope-frequencies grid"]["engines"]["llama.cpp"] == "yes"
+    assert targets["surgery convert --to mla --carrier own"]["class"] == "surgery"
+
+
+def test_a_rope_that_no_target_takes_is_a_reason_and_not_a_failure(tmp_path):
+    path = make_checkpoint(tmp_path / "src", "llama")
+    config = json.loads((path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    (path / "config.json").write_text(json.dumps(config))
+    inspection = inspect_checkpoint(path)
+    assert inspection.kv["bytes_per_token"] == 256
+    (target,) = inspection.targets
+    assert not target["applies"] and "'dynamic' is not supported" in target["reasons"][0]
+    with pytest.raises(SurgeryError, match="dynamic"):
+        inspect_checkpoint(path, replace(QUICK, calibration="none"), spectra=True)
+
+
+@pytest.mark.parametrize(("name", "calibration"), [("llama", str(HELD_OUT)), ("qwen3", "none")])
+def test_spectra(name, calibration, checkpoints):
+    settings = replace(QUICK, calibration=calibration)
+    spectra = inspect_checkpoint(checkpoints(name), settings, spectra=True).spectra
+    assert [spectrum.layer for spectrum in spectra] == [0, 1]
+    for spectrum in spectra:
+        assert spectrum.width == BYTES_PER_TOKEN[name] // 8
+        kept = [spectrum.kept(rank) for rank in range(spectrum.width + 1)]
+        assert kept[0] == 0.0 and kept[-1] == 1.0
+        assert kept == sorted(kept)
+        assert spectrum.kept_at(0.25) == kept[spectrum.width // 4]
+        for share in (0.9, 0.99, 0.999):
+            rank = spectrum.rank_for(share)
+            assert kept[rank] >= share > kept[rank - 1]
+
+
+def test_a_spectrum_known_by_hand():
+    energy = torch.tensor([1.0, 4.0, 16.0, 64.0], dtype=torch.float64)
+    one = torch.ones(1, 1)
+    statistics = LayerStatistics(torch.diag(energy), torch.eye(4, dtype=torch.float64), one, one, 1)
+    spectrum = LayerSpectrum.of(0, statistics)
+    assert spectrum.kept(1) == pytest.approx(64 / 85)
+    assert spectrum.kept(3) == pytest.approx(84 / 85)
+    assert spectrum.rank_for(0.9) == 2 and spectrum.rank_for(0.999) == 4
+
+
+def test_shown_drawn_and_printed_as_json(checkpoints, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    inspection = inspect_checkpoint(checkpoints("llama"), replace(QUICK, calibration="none"), spectra=True)
+    show_inspection(inspection)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown  # plain where standard output is no terminal
+    assert "256 B" in shown and "1/16" in shown
+    drawn = Path(f"{inspection.name}-spectra.png")
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+    show_inspection(inspection, plot=Path("curves.svg"), as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["plot"] == "curves.svg" and Path("curves.svg").is_file()
+    assert printed["architecture"]["vocabulary"] == SHAPE["vocab_size"]
+    assert [list(layer["kept"].values()) for layer in printed["spectra"]] == [
+        [spectrum.kept_at(width) for width in WIDTHS] for spectrum in inspection.spectra
+    ]
+    with pytest.raises(SurgeryError, match=r"curves\.xyz"):
+        show_inspection(inspection, plot=Path("curves.xyz"))

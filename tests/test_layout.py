@@ -1,0 +1,95 @@
+"""The house: who may import whom, and what the wheel holds."""
+
+import ast
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from surgery.settings import ConvertSettings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What a room may import of the package beside itself; see CONTRIBUTING.md.
+ROOMS = {
+    "surgery/checkpoint": {"errors"},
+    "eval": {"errors"},
+    "kernels": set(),
+    "surgery/anatomy.py": set(),
+    "surgery/rope.py": {"errors"},
+    "surgery/attention.py": {"anatomy", "kernels", "rope"},
+    "surgery/families": {"anatomy", "errors", "rope"},
+    "surgery/layer_stream.py": {"errors", "families"},
+    "surgery/calibration": {"anatomy", "attention", "errors", "eval", "layer_stream", "rope"},
+    "surgery/transforms": {"anatomy", "attention", "calibration", "errors", "kernels", "rope", "settings"},
+    "surgery/architectures": {"checkpoint", "errors", "families", "rope", "transforms"},
+    "surgery/architectures/latent": set(),
+}
+
+
+def python_files(room: str) -> list[Path]:
+    path = ROOT / room
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
+
+
+def imported_rooms(file: Path) -> set[str]:
+    """First names below ``surgery`` that a file imports, wherever in it."""
+    rooms = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module]
+        rooms |= {name.split(".")[1] for name in names if name.startswith("surgery.")}
+    return rooms
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_go_one_way(room):
+    allowed = ROOMS[room] | {Path(room).stem}
+    for file in python_files(room):
+        inner = next((r for r in sorted(ROOMS, key=len, reverse=True) if file.is_relative_to(ROOT / r)), room)
+        if inner == room:
+            assert imported_rooms(file) <= allowed, file
+
+
+def test_the_wheel_holds_one_package_and_its_data(tmp_path):
+    tree = tmp_path / "tree"
+    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if names.returncode:
+        pytest.skip("not a git checkout")
+    for name in names.stdout.splitlines():
+        source, copy = ROOT / name, tree / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            copy.symlink_to(source.readlink())
+        elif source.exists():
+            shutil.copy(source, copy)
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=tree, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0] for name in held if ".dist-info/" not in name} == {"surgery"}
+    for name in (
+        "surgery/kernels/mla_decode/reference.py",
+        "surgery/eval/recall.py",
+        "surgery/configs/mla.yaml",
+        "surgery/recipes/mla-everywhere.yaml",
+        "surgery/architectures/latent/modeling_surgery.py",
+        "surgery/assets/demo-model/model.safetensors",
+        "surgery/assets/heldout-stdlib.txt",
+    ):
+        assert name in held, name
+
+
+def test_shipped_settings_are_the_defaults():
+    assert ConvertSettings.from_file(ROOT / "configs" / "mla.yaml") == ConvertSettings()
+
+
+def test_recipes_are_valid_settings():
+    for recipe in (ROOT / "recipes").glob("*.yaml"):
+        ConvertSettings.from_file(recipe)

@@ -1,0 +1,100 @@
+"""The figures that the README states for the demo model, measured as a stranger would: stock transformers elsewhere."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import save_file
+from tiny_models import DEMO, HELD_OUT
+
+from surgery.convert import convert_to_mla
+from surgery.eval.recall import recall_prompts
+from surgery.eval.sequences import random_windows, tokenize
+from surgery.settings import ConvertSettings
+from surgery.texts import load_tokenizer
+
+SOURCE_LOSS = 2.2785
+
+CHILD = """
+import json, sys
+sys.modules["surgery"] = None
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+data, path = load_file(sys.argv[1]), sys.argv[2]
+model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+loss, right = [], 0
+with torch.no_grad():
+    for tokens in data["text"].split(4):
+        logits = model(tokens, use_cache=False).logits[:, :-1]
+        loss.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"))
+    for tokens, asked in zip(data["recall"].split(4), data["answers"].split(4)):
+        guess = model(tokens, use_cache=False).logits.argmax(-1)[:, :-1]
+        right += int(((guess == tokens[:, 1:]) | ~asked[:, 1:]).all(1).sum())
+print(json.dumps({"class": type(model).__name__, "loss": torch.cat(loss).mean().item(), "recall": right / len(data["recall"])}))
+"""
+
+
+@pytest.fixture(scope="module")
+def measure(tmp_path_factory):
+    """Loss increase and recall of a checkpoint on the held-out text (24 x 1,024) and 48 recall prompts."""
+    folder = tmp_path_factory.mktemp("testbed")
+    tokenizer = load_tokenizer(DEMO)
+    ids = tokenize(tokenizer, HELD_OUT.read_text(encoding="utf-8"))
+    prompts = recall_prompts(tokenizer, ids, 48, 1024, 3)
+    text = random_windows(ids, 24, 1024, 2, tokenizer.bos_token_id)
+    save_file(
+        {"text": text, "recall": prompts.tokens, "answers": prompts.answer_mask}, folder / "data.safetensors"
+    )
+
+    def run(path):
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", CHILD, str(folder / "data.safetensors"), str(path)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found = json.loads(done.stdout.splitlines()[-1])
+        return found["class"], found["loss"] - SOURCE_LOSS, found["recall"]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ratio", "increase", "recall"),
+    [(0.5, 0.013, 0.83), (0.25, 0.11, 0.40), (0.125, 0.8, 0.0)],
+)
+def test_default_settings(measure, tmp_path, ratio, increase, recall):
+    out = convert_to_mla(DEMO, tmp_path / "out", ConvertSettings(kv_ratio=ratio)).path
+    loaded_as, found, found_recall = measure(out)
+    assert loaded_as == "DeepseekV3ForCausalLM"
+    assert found <= increase
+    assert found_recall >= recall - 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ratio", "rope", "published"),
+    [(0.5, 32, 0.136), (0.25, 32, 0.327), (0.125, 16, 1.16)],
+)
+def test_transmla_comes_out_where_its_public_code_does(measure, tmp_path, ratio, rope, published):
+    """The comparison is fair: measured with its public code at the same settings, 48 x 512 tokens of plain text."""
+    settings = ConvertSettings(
+        method="transmla",
+        kv_ratio=ratio,
+        rope_dim=rope,
+        freqfold=2,
+        calibration_length=512,
+        recall=0.0,
+        held_out=1,
+    )
+    _, found, _ = measure(convert_to_mla(DEMO, tmp_path / "out", settings).path)
+    assert found == pytest.approx(published, rel=0.1)
+
+
+@pytest.mark.slow
+def test_the_source_is_what_its_figures_say(measure):
+    _, increase, recall = measure(DEMO)
+    assert increase == pytest.approx(0, abs=1e-4) and recall == pytest.approx(41 / 48)
