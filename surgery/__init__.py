@@ -15,7 +15,7 @@ _root = Path(__file__).resolve().parent.parent
 if not (Path(__file__).parent / "kernels").is_dir() and (_root / "kernels").is_dir():
     __path__.append(str(_root))
 
-if Path(sys.argv[0]).stem != "surgery":
+if Path(sys.argv[0]).stem not in ("surgery", "-m"):
     from surgery.architectures.latent import register
 
     register()

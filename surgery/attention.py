@@ -13,7 +13,9 @@ from surgery.rope import phases, rotate
 def rotated_heads(anatomy: AttentionAnatomy, projection: Projection) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [B, H, T, ·] of a prompt as they meet in the softmax, heads repeated."""
     repeat = anatomy.heads // anatomy.kv_heads
-    phase = phases(anatomy.inv_freq, torch.arange(projection.q.shape[1], device=projection.q.device), projection.q.dtype)
+    phase = phases(
+        anatomy.inv_freq, torch.arange(projection.q.shape[1], device=projection.q.device), projection.q.dtype
+    )
     q, k = rotate(projection.q, phase), rotate(projection.k, phase)
     if projection.key_gain is not None:
         k = k * projection.key_gain[..., None]

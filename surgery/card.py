@@ -20,6 +20,7 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")""",
 def model_card(report, name: str) -> str:
     """README.md of a converted checkpoint."""
     source, target, kv = report.source, report.target, report.kv
+    measured = kv["measured_bytes_per_token"]
     engines = "\n".join(f"| {engine} | {verdict} |" for engine, verdict in target["engines"].items())
     return f"""---
 library_name: transformers
@@ -37,10 +38,10 @@ model-surgery {report.to_dict()["surgery_version"]}. It was calibrated, not trai
 
 | | source | this model |
 |---|---:|---:|
-| KV cache, bytes per token | {kv["source_bytes_per_token"]:,} | {kv["measured_bytes_per_token"]:,.0f} ({kv["ratio"]:.1%}) |
+| KV cache, bytes per token | {kv["source_bytes_per_token"]:,} | {measured:,.0f} ({kv["ratio"]:.1%}) |
 {_score_rows(report.ladder)}
-Class `{target["model_type"]}` ({"; ".join(target["reasons"])}), latent rank {target["kv_lora_rank"]}, {target["rope_dim"]} rotated
-numbers, method `{target["method"]}`. The KV bytes were measured on live caches.
+Class `{target["model_type"]}` ({"; ".join(target["reasons"])}), latent rank {target["kv_lora_rank"]},
+{target["rope_dim"]} rotated numbers, method `{target["method"]}`. The KV bytes were measured on live caches.
 
 ```python
 {LOADING[target["model_type"]].format(name=name)}

@@ -15,79 +15,26 @@ import torch
 from torch import Tensor
 
 from surgery import mla_split, mla_statistics
-from surgery.anatomy import AttentionAnatomy
-from surgery.architectures.choose import Carrier, choose_carrier
-from surgery.architectures.spec import MLASpec
+from surgery.architectures.choose import Carrier
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
-from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, check_output, verify_files
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, check_output, verify_files
 from surgery.errors import SurgeryError
-from surgery.families import Family, family_of
 from surgery.held_out import HeldOut
 from surgery.ladder import Ladder
-from surgery.layer_stream import LayerStream
+from surgery.mla_output import carrier_of, planned_tensors, replaced_names, reserved_numbers
 from surgery.mla_split import MLAPlan
 from surgery.progress import Progress
 from surgery.report import LayerReport, Report, build_report
 from surgery.sequential_fit import SequentialFit
 from surgery.settings import NO_CALIBRATION, ConvertSettings
+from surgery.source import Source
 from surgery.texts import Texts, load_texts
 from surgery.transforms import mla
 from surgery.transforms.budget import candidate_splits
-from surgery.verification import Verification, load_config, verify_by_running
+from surgery.verification import Verification, verify_by_running
 
 REPORT, CARD, SOURCE_CARD = "surgery_report.json", "README.md", "README.source.md"
-
-
-@dataclass
-class Source:
-    """An opened source checkpoint with all that its family says about it."""
-
-    reader: CheckpointReader
-    family: Family
-    config: object
-    stream: LayerStream
-
-    @classmethod
-    def open(cls, source: str | Path, settings: ConvertSettings, *, allow_pickle: bool = False) -> Source:
-        """Opens and checks a checkpoint.
-
-        Raises:
-            SurgeryError: it cannot be read, or its family, RoPE or weights are not supported.
-        """
-        reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
-        family = family_of(reader.config)
-        config = load_config(reader.path)
-        for layer in range(config.num_hidden_layers):
-            family.attention_names(reader, layer)
-        stream = LayerStream(
-            reader,
-            config,
-            family.single_layer_config,
-            device=settings.device,
-            dtype=getattr(torch, settings.dtype),
-        )
-        return cls(reader, family, config, stream)
-
-    @property
-    def layers(self) -> int:
-        return self.config.num_hidden_layers
-
-    def anatomy(self, layer: int) -> AttentionAnatomy:
-        """The anatomy of one layer.
-
-        Raises:
-            SurgeryError: one of its weights is not finite.
-        """
-        anatomy = self.family.anatomy(self.reader, self.config, layer)
-        for name in "qkvo":
-            if not getattr(anatomy, name).isfinite().all():
-                raise SurgeryError(f"{self.reader.path}: NaN or infinity in {name}_proj of layer {layer}")
-        return anatomy
-
-    def input_scale(self, layer: int) -> Tensor:
-        """The weight of the norm before a layer's attention, [D]."""
-        return self.reader.tensor(f"model.layers.{layer}.input_layernorm.weight")
 
 
 @dataclass(frozen=True)
@@ -149,11 +96,9 @@ def convert_to_mla(
                 library, opened.stream, opened.anatomy, texts.calibration, store, settings, progress
             )
         plan, tried = _choose_plan(splits, opened, library, texts.held_out, settings, progress)
-        carrier = _carrier(opened, plan, settings)
-        tensors = _planned_tensors(opened, carrier)
-        with CheckpointWriter(
-            out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite
-        ) as writer:
+        carrier = carrier_of(opened, plan, settings)
+        tensors = planned_tensors(opened, carrier)
+        with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
             fit = _sequential_fit(opened, texts, store, settings)
             stages = ("partial RoPE", "truncated", "fitted")[: 3 if fit else 2]
             ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, stages)
@@ -175,21 +120,6 @@ def convert_to_mla(
     return Conversion(writer.out, report)
 
 
-def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: AttentionAnatomy) -> int:
-    """Cached numbers per token that are neither latent nor rotated key: an exact key norm's, a constant channel's.
-
-    The carrier is known for sure only after the split; what it may need at most is set aside, so that the budget holds.
-    """
-    if anatomy.k_norm is not None:
-        return anatomy.kv_heads
-    stock = settings.carrier != "own" and not opened.family.experts
-    eps = opened.reader.config.get("rms_norm_eps", 1e-6)
-    constant = settings.latent_norm == "constant" or (
-        settings.latent_norm == "auto" and (anatomy.q.dtype == torch.float16 or abs(eps - 1e-6) > 1e-12)
-    )
-    return int(stock and constant)
-
-
 def _choose_plan(
     splits: list[mla.Split],
     opened: Source,
@@ -208,74 +138,13 @@ def _choose_plan(
         return plans[0], [(splits[0], None)]
     if not held_out.texts:
         # Nothing to try them on: a third for rotated numbers, the middle of what calibrated conversions choose.
-        middle = min(range(len(splits)), key=lambda i: abs(splits[i].rope_dim - (splits[i].rope_dim + splits[i].rank) / 3))
+        middle = min(
+            range(len(splits)), key=lambda i: abs(splits[i].rope_dim - (splits[i].rope_dim + splits[i].rank) / 3)
+        )
         return plans[middle], [(splits[middle], None)]
-    losses = mla_split.try_plans(
-        plans, opened.stream, opened.anatomy, library, held_out, settings.batch_size, progress
-    )
+    losses = mla_split.try_plans(plans, opened.stream, opened.anatomy, library, held_out, settings.batch_size, progress)
     best = min(range(len(plans)), key=losses.__getitem__)
     return plans[best], list(zip(splits, losses, strict=True))
-
-
-def _carrier(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carrier:
-    anatomy = opened.anatomy(0)
-    if plan.counts is None:
-        split = plan.split
-        pairs = anatomy.head_dim // 2
-        frequency = torch.arange(0, pairs, pairs // (split.rope_dim // 2))
-    else:
-        frequency = torch.arange(len(plan.counts)).repeat_interleave(plan.counts)
-    layers = opened.layers
-    names = opened.family.attention_names(opened.reader, 0)
-    spec = MLASpec(
-        heads=anatomy.heads,
-        kv_heads=anatomy.kv_heads,
-        head_dim=anatomy.head_dim,
-        value_dim=anatomy.value_dim,
-        hidden=anatomy.hidden,
-        ranks=(plan.split.rank,) * layers,
-        inv_freq=(anatomy.inv_freq[frequency],) * layers,
-        dtype=anatomy.q.dtype,
-        query_bias=any(name.endswith("q_proj.bias") for name in names),
-        latent_bias=any(name.endswith(("k_proj.bias", "v_proj.bias")) for name in names),
-        output_bias=any(name.endswith("o_proj.bias") for name in names),
-        key_norm_eps=anatomy.k_norm.eps if anatomy.k_norm else None,
-        windows=tuple(opened.family.window(opened.config, layer) for layer in range(layers)),
-    )
-    return choose_carrier(
-        opened.reader.config,
-        spec,
-        experts=opened.family.experts,
-        mlp_bias=opened.family.mlp_bias(opened.config),
-        wanted=settings.carrier,
-        latent_norm=settings.latent_norm,
-    )
-
-
-def _replaced_names(opened: Source, carrier: Carrier) -> dict[str, int]:
-    """The source's tensors that the conversion does away with or writes anew, and their layers."""
-    replaced = {}
-    for layer in range(opened.layers):
-        names = opened.family.attention_names(opened.reader, layer)
-        kept = set() if carrier.stock else set(carrier.writer.copied(names))
-        replaced |= {name: layer for name in names if name not in kept}
-    if opened.config.tie_word_embeddings:
-        # Loaders take the embeddings for it; a copy in the files would only say the same again.
-        replaced["lm_head.weight"] = -1
-    return replaced
-
-
-def _planned_tensors(opened: Source, carrier: Carrier) -> dict[str, TensorSpec]:
-    """Every tensor of the output in the source's order, a layer's new attention where the old one began."""
-    replaced = _replaced_names(opened, carrier)
-    plan: dict[str, TensorSpec] = {}
-    for name in opened.reader.names():
-        if name not in replaced:
-            info = opened.reader.info(name)
-            plan[name] = TensorSpec(info.dtype, info.shape)
-        elif replaced[name] >= 0:
-            plan |= carrier.writer.plan(replaced[name])
-    return plan
 
 
 def _sequential_fit(
@@ -330,7 +199,7 @@ def _convert_layers(
 
 def _copy_the_rest(opened: Source, carrier: Carrier, writer: CheckpointWriter, progress: Progress) -> None:
     """Everything but the attention, byte for byte; scaled only where a rescaled residual stream asks for it."""
-    replaced = _replaced_names(opened, carrier)
+    replaced = replaced_names(opened, carrier)
     names = [name for name in opened.reader.names() if name not in replaced]
     factors = carrier.writer.rescaled(names) if carrier.stock else {}
     with progress.phase("copy the rest", sum(opened.reader.info(name).nbytes for name in names), "B") as advance:

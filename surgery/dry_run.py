@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from surgery.checkpoint import CheckpointWriter, check_output
-from surgery.convert import Source, _planned_tensors, default_output, reserved_numbers
+from surgery.convert import default_output
 from surgery.errors import SurgeryError
 from surgery.estimates import Workload, measure_speed
 from surgery.forecast import Forecast, forecast
+from surgery.mla_output import planned_tensors, reserved_numbers
 from surgery.progress import Progress
 from surgery.settings import NO_CALIBRATION, ConvertSettings
+from surgery.source import Source
 from surgery.texts import RANDOM_LENGTH, RANDOM_SEQUENCES, RECALL_PROMPTS_PER_TEXT, load_texts, load_tokenizer
 from surgery.transforms.budget import candidate_splits
 
@@ -80,7 +82,7 @@ def plan_conversion(
     splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
     forecasts = [forecast(opened, split, settings) for split in splits]
     chosen = max(forecasts, key=lambda found: found.kv_bytes_per_token)
-    tensors = _planned_tensors(opened, chosen.carrier)
+    tensors = planned_tensors(opened, chosen.carrier)
     # Its constructor refuses what cannot be written (too little space, a size that is none) and writes nothing.
     CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite)
 

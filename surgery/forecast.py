@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from surgery.architectures.choose import Carrier, engines
-from surgery.convert import Source, _carrier
+from surgery.mla_output import carrier_of
 from surgery.mla_split import MLAPlan
 from surgery.settings import ConvertSettings
+from surgery.source import Source
 from surgery.transforms import mla
 
 
@@ -43,7 +44,7 @@ def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> For
     """
     config = opened.reader.config
     outcomes = [
-        _carrier(opened, MLAPlan(mla.METHODS[settings.method], split, counts), settings)
+        carrier_of(opened, MLAPlan(mla.METHODS[settings.method], split, counts), settings)
         for counts in _possible_counts(opened, split, settings)
     ]
     # The last is the one without a grid: the class is the same, and what a norm needs besides is in it.

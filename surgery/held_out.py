@@ -48,7 +48,9 @@ class HeldOut:
         recall = None
         if self.answers.any():
             row, position = self.answers.nonzero().T
-            predicted = stream.logits(hidden[self.texts :][row, position - 1].to(stream.device, stream.dtype)).argmax(-1)
+            predicted = stream.logits(hidden[self.texts :][row, position - 1].to(stream.device, stream.dtype)).argmax(
+                -1
+            )
             wrong = predicted.cpu() != self.tokens[self.texts :][row, position]
             recall = 1 - len(row[wrong].unique()) / len(self.answers)
         return Score(loss, recall)

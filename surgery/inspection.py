@@ -10,12 +10,13 @@ from surgery import mla_statistics
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.checkpoint.reader import CheckpointReader
-from surgery.convert import Source, reserved_numbers
 from surgery.errors import SurgeryError
 from surgery.families import head_shape
 from surgery.forecast import forecast
+from surgery.mla_output import reserved_numbers
 from surgery.progress import Progress
 from surgery.settings import NO_CALIBRATION, ConvertSettings
+from surgery.source import Source
 from surgery.spectra import LayerSpectrum
 from surgery.texts import load_texts
 from surgery.transforms.budget import candidate_splits

@@ -38,9 +38,7 @@ class Ladder:
     def __init__(self, stream: LayerStream, held_out: HeldOut, batch_size: int, stages: tuple[str, ...]):
         self._stream, self._held_out, self._batch_size = stream, held_out, batch_size
         embedded = stream.embed(held_out.tokens)
-        self.hidden: dict[str, Tensor] = {
-            stage: embedded.clone() for stage in ("source", *EXACT_STAGES, *stages)
-        }
+        self.hidden: dict[str, Tensor] = {stage: embedded.clone() for stage in ("source", *EXACT_STAGES, *stages)}
 
     def advance(
         self, layer: StreamedLayer, anatomy: AttentionAnatomy, basis: KeyBasis, lossy: dict[str, LatentLayer]

@@ -179,7 +179,9 @@ class StreamedLayer:
     def decode(self, hidden: Tensor, prompt: int, cache) -> Tensor:
         """The same output computed through a live cache: the first ``prompt`` tokens at once, then one by one."""
         pieces = [hidden[:, :prompt], *hidden[:, prompt:].split(1, dim=1)]
-        outputs = [self.model(inputs_embeds=piece, past_key_values=cache, use_cache=True) for piece in pieces if piece.shape[1]]
+        outputs = [
+            self.model(inputs_embeds=piece, past_key_values=cache, use_cache=True) for piece in pieces if piece.shape[1]
+        ]
         return torch.cat([output.last_hidden_state for output in outputs], dim=1)
 
     @property

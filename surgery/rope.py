@@ -25,7 +25,9 @@ def rope_frequencies(config, head_dim: int) -> tuple[Tensor, float]:
 
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict) or "rope_theta" not in parameters:
-        raise SurgeryError(f"config.json: no single set of RoPE parameters in {parameters!r}; this model is not supported")
+        raise SurgeryError(
+            f"config.json: no single set of RoPE parameters in {parameters!r}; this model is not supported"
+        )
     kind = parameters.get("rope_type", "default")
     if kind not in STATIC_ROPE_TYPES:
         raise SurgeryError(

@@ -61,10 +61,8 @@ class SequentialFit:
         device, dtype = self._stream.device, self._stream.dtype
         start = start.to(device, dtype)
         inputs, targets = self._problem(index, layer, anatomy.to(device, dtype))
-        problem = LatentFit(
-            start, inputs, targets, metric.to(device), queries=self._queries, seed=self._seed + index
-        )
-        fitted, before, after = problem.run(self._steps, self._iterations)
+        problem = LatentFit(start, inputs, targets, metric.to(device), queries=self._queries, seed=self._seed + index)
+        fitted, _, after = problem.run(self._steps, self._iterations)
         self._stream.run_layer(layer, self._hidden, self._batch_size, SimulatedAttention(fitted))
         return fitted, after
 

@@ -71,7 +71,16 @@ class ConvertSettings:
                 raise SurgeryError(f"{name} {getattr(self, name)!r} is unknown: choose {', '.join(allowed)}")
         if self.kv_ratio is not None and not 0 < self.kv_ratio < 1:
             raise SurgeryError(f"kv_ratio {self.kv_ratio} must lie between 0 and 1, such as 0.25")
-        for name in ("kv_lora_rank", "freqfold", "calibration_tokens", "calibration_length", "batch_size", "held_out", "fit_iterations", "fit_queries"):
+        for name in (
+            "kv_lora_rank",
+            "freqfold",
+            "calibration_tokens",
+            "calibration_length",
+            "batch_size",
+            "held_out",
+            "fit_iterations",
+            "fit_queries",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SurgeryError(f"{name} must be at least 1, not {value}")

@@ -66,9 +66,7 @@ def verify_by_running(
     reader = CheckpointReader.open(path)
     config = load_config(path)
     _check_meta(config, reader)
-    stream = LayerStream(
-        reader, config, single_layer_config, device=source_stream.device, dtype=source_stream.dtype
-    )
+    stream = LayerStream(reader, config, single_layer_config, device=source_stream.device, dtype=source_stream.dtype)
     hidden = stream.embed(held_out.tokens)
     worst, bytes_per_token = 0.0, 0.0
     with progress.phase("verify: reload and run", stream.num_layers) as advance:

@@ -8,9 +8,8 @@ from loading import run_elsewhere
 from tiny_models import FAMILIES, HELD_OUT, STOCK, make_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from surgery import convert as conversion
 from surgery.checkpoint import CheckpointReader
-from surgery.convert import Source, convert_to_mla
+from surgery.convert import convert_to_mla
 from surgery.errors import SurgeryError
 from surgery.ladder import Ladder
 from surgery.settings import ConvertSettings
@@ -228,4 +227,3 @@ def test_source_is_opened_once_and_left_alone(checkpoints, tmp_path):
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     convert_to_mla(folder, tmp_path / "out", ConvertSettings(**QUICK))
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-    assert isinstance(Source.open(folder, ConvertSettings()), conversion.Source)

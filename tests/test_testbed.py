@@ -32,7 +32,8 @@ with torch.no_grad():
     for tokens, asked in zip(data["recall"].split(4), data["answers"].split(4)):
         guess = model(tokens, use_cache=False).logits.argmax(-1)[:, :-1]
         right += int(((guess == tokens[:, 1:]) | ~asked[:, 1:]).all(1).sum())
-print(json.dumps({"class": type(model).__name__, "loss": torch.cat(loss).mean().item(), "recall": right / len(data["recall"])}))
+recall = right / len(data["recall"])
+print(json.dumps({"class": type(model).__name__, "loss": torch.cat(loss).mean().item(), "recall": recall}))
 """
 
 
@@ -44,9 +45,7 @@ def measure(tmp_path_factory):
     ids = tokenize(tokenizer, HELD_OUT.read_text(encoding="utf-8"))
     prompts = recall_prompts(tokenizer, ids, 48, 1024, 3)
     text = random_windows(ids, 24, 1024, 2, tokenizer.bos_token_id)
-    save_file(
-        {"text": text, "recall": prompts.tokens, "answers": prompts.answer_mask}, folder / "data.safetensors"
-    )
+    save_file({"text": text, "recall": prompts.tokens, "answers": prompts.answer_mask}, folder / "data.safetensors")
 
     def run(path):
         done = subprocess.run(

@@ -124,9 +124,9 @@ class StockMLA:
                 "original_max_position_embeddings": limit,
             }
         kept = (
-            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads hidden_act initializer_range "
-            "max_position_embeddings use_cache bos_token_id eos_token_id pad_token_id tie_word_embeddings pretraining_tp "
-            "dtype torch_dtype attention_dropout"
+            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads hidden_act "
+            "max_position_embeddings use_cache bos_token_id eos_token_id pad_token_id tie_word_embeddings "
+            "initializer_range pretraining_tp dtype torch_dtype attention_dropout"
         )
         return {
             "architectures": ["DeepseekV3ForCausalLM"],
@@ -147,7 +147,7 @@ class StockMLA:
             "rope_interleave": True,
             "rope_theta": rope["rope_theta"],
             "rope_parameters": rope,
-            # Dense: every layer comes before the first mixture of experts. Loaders want the experts' fields all the same.
+            # Dense: every layer comes before the first mixture of experts, whose fields loaders want all the same.
             "first_k_dense_replace": spec.layers,
             "moe_layer_freq": 1,
             "moe_intermediate_size": source["intermediate_size"],

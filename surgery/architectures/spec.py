@@ -43,4 +43,3 @@ class MLASpec:
         return (
             self.ranks[layer] + 2 * len(self.inv_freq[layer]) + (self.kv_heads if self.key_norm_eps is not None else 0)
         )
-

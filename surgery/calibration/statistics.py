@@ -45,7 +45,7 @@ class MomentAccumulator:
         self.tokens = 0
 
     def add(self, projection: Projection, output_gradient: Tensor | None = None) -> None:
-        """Adds one batch; gradients of keys and values are read from ``projection.k.grad`` and ``projection.v.grad``."""
+        """Adds one batch; the gradients of keys and values are what a backward pass left on them."""
         k, v = projection.k.detach(), projection.v.detach()
         self.moment += _gram(torch.cat([k.flatten(2), v.flatten(2)], dim=-1).flatten(0, 1))
         if self.gradient is not None:

@@ -22,8 +22,12 @@ def family_of(config: dict) -> Family:
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
-        raise SurgeryError(f"config.json: model_type {model_type!r} is not supported (supported: {', '.join(FAMILIES)})")
+        raise SurgeryError(
+            f"config.json: model_type {model_type!r} is not supported (supported: {', '.join(FAMILIES)})"
+        )
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
-        raise SurgeryError(f"config.json: the weights are quantised ({method}); convert the unquantised checkpoint instead")
+        raise SurgeryError(
+            f"config.json: the weights are quantised ({method}); convert the unquantised checkpoint instead"
+        )
     return FAMILIES[model_type]

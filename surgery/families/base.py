@@ -71,7 +71,9 @@ class Family:
         known = required | {f"{p}_proj.bias" for p in "qkvo"}
         present = {name.removeprefix(prefix) for name in found}
         if unknown := sorted(present - known - {"rotary_emb.inv_freq"}):
-            raise SurgeryError(f"{prefix}{unknown[0]}: a tensor that attention of family {self.model_type!r} does not have")
+            raise SurgeryError(
+                f"{prefix}{unknown[0]}: a tensor that attention of family {self.model_type!r} does not have"
+            )
         if missing := sorted(required - present):
             raise SurgeryError(f"{prefix}{missing[0]}: missing from the checkpoint")
         return found
@@ -87,7 +89,9 @@ class Family:
                 return None
             value = reader.tensor(prefix + name)
             if value.numel() != math.prod(shape):
-                raise SurgeryError(f"{prefix}{name}: shape {tuple(value.shape)} does not fit the config, wanted {shape}")
+                raise SurgeryError(
+                    f"{prefix}{name}: shape {tuple(value.shape)} does not fit the config, wanted {shape}"
+                )
             return value.reshape(shape)
 
         def norm(name: str) -> HeadNorm | None:

@@ -41,7 +41,9 @@ def candidate_splits(settings: ConvertSettings, anatomy: AttentionAnatomy, reser
             if METHODS[settings.method].folds:
                 sizes = [_folded_size(budget, pairs)]
         if budget < 2:
-            raise SurgeryError(f"kv_ratio {ratio:g} leaves {budget} of {full} numbers per token and layer: ask for more")
+            raise SurgeryError(
+                f"kv_ratio {ratio:g} leaves {budget} of {full} numbers per token and layer: ask for more"
+            )
     if settings.rope_frequencies == "grid":
         sizes = list(dict.fromkeys((min(rope, 2 * pairs), rank + max(0, rope - 2 * pairs)) for rope, rank in sizes))
     for rope, rank in sizes:

@@ -1,12 +1,12 @@
 """Least squares of a latent layer's output: Gauss-Newton steps, each solved by conjugate gradients.
 
-A closed-form conversion treats keys, values and rotations one after the other. This fits all four matrices of the latent
-form together to what the source's attention put out,
+A closed-form conversion treats keys, values and rotations one after the other. This fits all four matrices of the
+latent form together to what the source's attention put out,
 
     min over (down, query_up, value_up, o) of  Σ_m ‖F^{1/2} (out_m - target_m)‖²,
 
-with F the second moment of the loss gradient at the output. Every step linearises the layer (softmax included) and solves
-the normal equations ``(JᵀJ + λ) δ = Jᵀ residual`` by products with J and Jᵀ alone; nothing of the size of JᵀJ exists.
+with F the second moment of the loss gradient at the output. Every step linearises the layer (softmax included) and
+solves the normal equations ``(JᵀJ + λ) δ = Jᵀ residual`` by products with J and Jᵀ alone; nothing of the size of JᵀJ exists.
 It is a layer-by-layer solve on calibration statistics, with no gradient descent and no loss of the whole model in it.
 """
 

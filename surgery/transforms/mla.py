@@ -91,9 +91,7 @@ def key_basis(method: Method, anatomy: AttentionAnatomy, statistics: LayerStatis
     if method.folds:
         return folded_basis(statistics.keys(statistics.moment, anatomy), split.fold, split.rope_dim // 2)
     if method.gradients:
-        return energy_basis(
-            statistics.keys(statistics.moment, anatomy), statistics.keys(statistics.gradient, anatomy)
-        )
+        return energy_basis(statistics.keys(statistics.moment, anatomy), statistics.keys(statistics.gradient, anatomy))
     return identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
 
 

@@ -41,7 +41,11 @@ def latent_form(
     down_bias = None
     if key_bias is not None or anatomy.v_bias is not None:
         k_bias = torch.zeros(groups * dim, dtype=dtype, device=device) if key_bias is None else key_bias.flatten()
-        v_bias = torch.zeros(groups * width, dtype=dtype, device=device) if anatomy.v_bias is None else anatomy.v_bias.flatten()
+        v_bias = (
+            torch.zeros(groups * width, dtype=dtype, device=device)
+            if anatomy.v_bias is None
+            else anatomy.v_bias.flatten()
+        )
         down_bias = torch.cat([still_rows @ k_bias, v_bias, rotated_rows @ k_bias])
 
     still_columns = basis.query_columns(still, heads).to(device, dtype)

@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from surgery.calibration.statistics import lag_statistics
 from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
-from surgery.convert import Source
 from surgery.settings import ConvertSettings
+from surgery.source import Source
 from surgery.transforms.key_basis import identity_basis
 
 TOKENS = torch.randint(4096, (3, 24), generator=torch.Generator().manual_seed(0))
@@ -100,7 +100,7 @@ def test_sampled_gradient_is_that_of_one_label(checkpoints):
 
 
 def test_lag_statistics_equal_a_direct_sum(checkpoints):
-    opened, layers = swept(checkpoints("qwen3"))
+    _, layers = swept(checkpoints("qwen3"))
     layer = layers[0]
     anatomy = layer.anatomy.to(torch.float64)
     basis = identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)

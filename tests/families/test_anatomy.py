@@ -6,10 +6,10 @@ from tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM
 
 from surgery.attention import CapturedAttention
-from surgery.convert import Source
 from surgery.errors import SurgeryError
 from surgery.families import family_of
 from surgery.settings import ConvertSettings
+from surgery.source import Source
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -21,8 +20,8 @@ from transformers.utils import logging
 logging.disable_progress_bar()
 torch.set_num_threads(2)
 
-DEMO = Path(str(files("surgery"))) / "assets" / "demo-model"
-HELD_OUT = Path(str(files("surgery"))) / "assets" / "heldout-stdlib.txt"
+ASSETS = Path(__file__).resolve().parents[2] / "surgery" / "assets"
+DEMO, HELD_OUT = ASSETS / "demo-model", ASSETS / "heldout-stdlib.txt"
 
 SHAPE = {
     "vocab_size": 4096,

@@ -5,9 +5,9 @@ import torch
 from tiny_models import FAMILIES
 
 from surgery import attention
-from surgery.convert import Source
 from surgery.kernels.mla_decode.reference import latent_attention
 from surgery.settings import ConvertSettings
+from surgery.source import Source
 from surgery.transforms.key_basis import energy_basis, folded_basis, identity_basis
 from surgery.transforms.partial_rope import latent_form, latent_rows, truncate
 
@@ -82,7 +82,9 @@ def test_complex_maps_over_heads_commute_with_rope(seed):
     generator = torch.Generator().manual_seed(seed)
     k = torch.complex(*torch.randn(2, groups, dim // 2, generator=generator, dtype=torch.float64))
     q = torch.complex(*torch.randn(2, groups, dim // 2, generator=generator, dtype=torch.float64))
-    phase = torch.polar(torch.ones(dim // 2, dtype=torch.float64), torch.rand(dim // 2, generator=generator).double() * 100)
+    phase = torch.polar(
+        torch.ones(dim // 2, dtype=torch.float64), torch.rand(dim // 2, generator=generator).double() * 100
+    )
 
     def components(coefficients, z):
         return torch.einsum("pgl,gl->p", coefficients, z)

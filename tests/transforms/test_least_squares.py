@@ -5,8 +5,8 @@ import torch
 from tiny_models import FAMILIES
 
 from surgery import attention
-from surgery.convert import Source
 from surgery.settings import ConvertSettings
+from surgery.source import Source
 from surgery.transforms.algebra import reduced_rank_projection
 from surgery.transforms.key_basis import energy_basis
 from surgery.transforms.least_squares import Block, LatentFit, Parameters

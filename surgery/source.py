@@ -1,0 +1,81 @@
+"""An opened source checkpoint: its files, its family, and the means to run it layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from surgery.anatomy import AttentionAnatomy
+from surgery.checkpoint import CheckpointReader
+from surgery.errors import SurgeryError
+from surgery.families import Family, family_of
+from surgery.layer_stream import LayerStream
+from surgery.settings import ConvertSettings
+from surgery.verification import load_config
+
+
+@dataclass
+class Source:
+    """An opened source checkpoint with all that its family says about it."""
+
+    reader: CheckpointReader
+    family: Family
+    config: object
+    stream: LayerStream
+
+    @classmethod
+    def open(cls, source: str | Path, settings: ConvertSettings, *, allow_pickle: bool = False) -> Source:
+        """Opens and checks a checkpoint.
+
+        Raises:
+            SurgeryError: it cannot be read, or its family, RoPE or weights are not supported.
+        """
+        reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
+        family = family_of(reader.config)
+        config = load_config(reader.path)
+        for layer in range(config.num_hidden_layers):
+            family.attention_names(reader, layer)
+        stream = LayerStream(
+            reader,
+            config,
+            family.single_layer_config,
+            device=checked_device(settings.device),
+            dtype=getattr(torch, settings.dtype),
+        )
+        return cls(reader, family, config, stream)
+
+    @property
+    def layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    def anatomy(self, layer: int) -> AttentionAnatomy:
+        """The anatomy of one layer.
+
+        Raises:
+            SurgeryError: one of its weights is not finite.
+        """
+        anatomy = self.family.anatomy(self.reader, self.config, layer)
+        for name in "qkvo":
+            if not getattr(anatomy, name).isfinite().all():
+                raise SurgeryError(f"{self.reader.path}: NaN or infinity in {name}_proj of layer {layer}")
+        return anatomy
+
+    def input_scale(self, layer: int) -> Tensor:
+        """The weight of the norm before a layer's attention, [D]."""
+        return self.reader.tensor(f"model.layers.{layer}.input_layernorm.weight")
+
+
+def checked_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        SurgeryError: there is no such device on this machine.
+    """
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0][:120]
+        raise SurgeryError(f"--device {name}: cannot be used here ({reason})") from None
