@@ -67,7 +67,7 @@ class ConvertBench:
     report: dict
 
 
-def bench_convert(shape: str, folder: Path, arguments: list[str], progress: Progress) -> ConvertBench:
+def measure_conversion(shape: str, folder: Path, arguments: list[str], progress: Progress) -> ConvertBench:
     """Makes a random checkpoint of ``shape`` in ``folder`` if it is not there, and converts it.
 
     Args:

@@ -33,7 +33,7 @@ tags:
 
 # {name}
 
-[{source["path"]}](README.source.md) with its attention rewritten to multi-head latent attention (MLA) by
+{source["path"]} with its attention rewritten to multi-head latent attention (MLA) by
 model-surgery {report.to_dict()["surgery_version"]}. It was calibrated, not trained.
 
 | | source | this model |
@@ -63,7 +63,7 @@ planted five-digit keys that the model finds again.
 ## Provenance
 
 Source weights sha256 `{source["sha256"]}`, command `{report.command or "Python API"}`; settings, versions and per-layer
-errors are in `surgery_report.json`. The licence of the source applies.
+errors are in `surgery_report.json`. The licence of the source applies; its own card, if any, is `README.source.md`.
 """
 
 

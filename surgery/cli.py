@@ -137,6 +137,15 @@ def convert(
             rich_help_panel=BUDGET,
         ),
     ] = None,
+    fit_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--fit-steps",
+            metavar="N",
+            help="Least-squares steps after the closed form; 0 for none [2].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
     carrier: Annotated[
         str | None,
         typer.Option(
@@ -217,6 +226,7 @@ def convert(
         "rope_dim": _rope_dim(rope_dim),
         "rope_frequencies": rope_frequencies,
         "freqfold": freqfold,
+        "fit_steps": fit_steps,
         "carrier": carrier,
         "latent_norm": latent_norm,
         "calibration": calibration,
@@ -326,6 +336,38 @@ def demo(
     from surgery.demo import run_demo
 
     run_demo(out, kv_ratio=kv_ratio, overwrite=overwrite, as_json=as_json)
+
+
+bench = typer.Typer(help="Measure time and memory.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("convert")
+def bench_convert(
+    shape: Annotated[str, typer.Option("--shape", help="llama3-8b, llama2-7b or llama3-1b.")] = "llama3-8b",
+    folder: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Where checkpoints are made; both stay there.")
+    ] = Path("surgery-bench"),
+    calibration: CalibrationOption = "none",
+    kv_ratio: Annotated[
+        float, typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep.")
+    ] = 0.28125,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert a checkpoint of random weights in a real model's shape; report time and peak memory.
+
+    Example:
+
+        surgery bench convert --shape llama3-8b --dir /data/bench
+    """
+    from surgery.bench import measure_conversion
+    from surgery.console import show_bench
+    from surgery.progress import Progress
+
+    arguments = ["--calibration", calibration or "none", "--kv-ratio", str(kv_ratio)]
+    arguments += ["--device", device] if device else []
+    show_bench(measure_conversion(shape, folder, arguments, Progress()), as_json=as_json)
 
 
 def _rope_dim(value: str | None) -> int | None:

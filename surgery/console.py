@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -99,6 +100,17 @@ def show_plan(plan, *, as_json: bool = False) -> None:
         f"calibration: {tokens['calibration']} sequences of {tokens['length']} tokens; held out: {tokens['held_out']}"
         f" and {tokens['recall_prompts']} recall prompts. Memory and time are estimates."
     )
+
+
+def show_bench(bench, *, as_json: bool = False) -> None:
+    """Prints a measured conversion (:class:`surgery.bench.ConvertBench`)."""
+    if as_json:
+        print_json(asdict(bench))
+        return
+    page, report = _page(), bench.report
+    page.print(f"\n[bold]{_plain(bench.shape)}[/bold], {size(bench.source_bytes)} of weights")
+    page.print(_table(["phase", "seconds"], [(name, decimal(value, 1)) for name, value in report["seconds"].items()]))
+    page.print(f"{duration(bench.seconds)} in all, peak memory {size(bench.peak_memory_bytes)}")
 
 
 def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = False) -> None:

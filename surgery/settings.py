@@ -30,7 +30,7 @@ class ConvertSettings:
         latent_norm: how a stock class's latent norm is neutralised.
         calibration: builtin, self, a file, a datasets name, or none for weights only.
         recall: share of calibration sequences that carry planted recalls.
-        held_out: sequences for choosing the split and for the report's losses; as many recall prompts, doubled.
+        held_out: sequences for choosing the split and for the report's losses, and as many recall prompts.
         fit_steps, fit_iterations, fit_queries: Gauss-Newton steps of the least-squares fit of each layer (0: none),
             conjugate-gradient iterations in each, and query positions sampled from each sequence; method fisher only.
         dtype: in which layers run during calibration and measurement.

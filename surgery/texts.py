@@ -14,7 +14,7 @@ from surgery.settings import NO_CALIBRATION, ConvertSettings
 
 # Random tokens that stand in for held-out text where there is none, to compare logits on.
 RANDOM_SEQUENCES, RANDOM_LENGTH = 2, 64
-RECALL_PROMPTS_PER_TEXT = 2
+RECALL_PROMPTS_PER_TEXT = 1
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ latent form together to what the source's attention put out,
     min over (down, query_up, value_up, o) of  Σ_m ‖F^{1/2} (out_m - target_m)‖²,
 
 with F the second moment of the loss gradient at the output. Every step linearises the layer (softmax included) and
-solves the normal equations ``(JᵀJ + λ) δ = Jᵀ residual`` by products with J and Jᵀ alone; nothing of the size of JᵀJ exists.
+solves the normal equations ``(JᵀJ + λ) δ = Jᵀ residual`` by products with J and Jᵀ alone; nothing of the size of
+JᵀJ exists.
 It is a layer-by-layer solve on calibration statistics, with no gradient descent and no loss of the whole model in it.
 """
 
@@ -22,8 +23,9 @@ from surgery.rope import phases, to_complex, to_real
 from surgery.transforms.algebra import psd_powers
 from surgery.transforms.latent_layer import LatentLayer
 
-# Directions with less than this share of the largest input energy are left alone: nothing was seen there.
-INPUT_FLOOR = 1e-4
+# Directions with less than this share of the largest energy are not blown up: little was seen there.
+SEEN_FLOOR = 1e-4
+PROBED = 4  # every so manieth block tells how the kinds of unknowns compare
 BLOCKS = 4  # per sequence; more save little and cost calls
 SMALLEST_WEIGHT = 1e-20  # attention below it is set to zero: denormals slow products down tenfold on CPUs
 
@@ -131,6 +133,63 @@ class Linearisation:
         return torch.cat([z[..., : self.rank], to_real(to_complex(z[..., self.rank :]) * phase)], dim=-1)
 
 
+@dataclass
+class Preconditioner:
+    """Symmetric factors on both sides of each block of unknowns, after which their curvatures are alike.
+
+    Conjugate gradients converge by the spread of curvatures. What meets the unknowns on either side is known: inputs,
+    queries, attended latents and head outputs on the right of their matrices, the output metric on the left.
+    """
+
+    inputs: Tensor  # [D, D], right of down
+    queries: Tensor  # [H, d, d], left of query_up
+    values: tuple[Tensor, Tensor]  # [H, e, e] and [H, r, r]
+    outputs: tuple[Tensor, Tensor]  # [D, D] and [H e, H e]
+    scales: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
+
+    @classmethod
+    def of(cls, blocks: list[Linearisation], inputs: Tensor, queries: Tensor) -> Preconditioner:
+        """Takes the second moments of a linearised problem; ``inputs`` and ``queries`` are those of all tokens."""
+        like, parameters, root = blocks[0].root, blocks[0].parameters, blocks[0].root.double()
+        mixed = sum((block.mixed.mT @ block.mixed).double() for block in blocks)
+        heads = sum(_gram(block.heads.transpose(0, 1).flatten(1)) for block in blocks)
+        o = parameters.o.double()
+        metric = torch.einsum("xhe,xy,yhf->hef", o, root @ root, o)
+
+        def inverse_root(moment: Tensor) -> Tensor:
+            # Moments of one scale, so that the factors of different blocks differ by their scales alone.
+            mean = moment.diagonal(dim1=-2, dim2=-1).mean().clamp_min(torch.finfo(torch.float64).tiny)
+            return psd_powers(moment / mean, (-0.5,), floor=SEEN_FLOOR)[0].to(like)
+
+        return cls(
+            inverse_root(inputs),
+            inverse_root(queries),
+            (inverse_root(metric), inverse_root(mixed)),
+            (inverse_root(root @ root), inverse_root(heads)),
+        )
+
+    def apply(self, p: Parameters) -> Parameters:
+        """Whitened unknowns to parameters; its own transpose, so gradients go the other way by it too."""
+        down, query_up, value_up, o = self.scales
+        return Parameters(
+            p.down @ self.inputs * down,
+            self.queries @ p.query_up * query_up,
+            self.values[0] @ p.value_up @ self.values[1] * value_up,
+            (self.outputs[0] @ p.o.flatten(1) @ self.outputs[1] * o).view_as(p.o),
+        )
+
+    def balanced(self, blocks: list[Linearisation], gradient: Parameters) -> Preconditioner:
+        """With scales that give each kind of unknown the same curvature along its own whitened ``gradient``."""
+        plain, scales = replace(self, scales=(1.0,) * 4), []
+        whitened = plain.apply(gradient)
+        for kind in range(4):
+            alone = Parameters(*(t if i == kind else torch.zeros_like(t) for i, t in enumerate(whitened.tensors())))
+            raw = plain.apply(alone)
+            curvature = sum(float(block.jvp(raw).square().sum()) for block in blocks)
+            scales.append((alone.dot(alone) / curvature) ** 0.5 if curvature > 0 else 0.0)
+        return replace(self, scales=tuple(scales))
+
+
 class LatentFit:
     """The least-squares problem of one layer.
 
@@ -164,11 +223,8 @@ class LatentFit:
         self._queries, self._damping = min(queries, inputs.shape[1]), damping
         self._generator = torch.Generator().manual_seed(seed)
         self._phase = phases(layer.inv_freq, torch.arange(inputs.shape[1], device=like.device), like.dtype)
-        moment, query_moment = self._input_moments()
-        self._input_moment = moment
-        # Whitened unknowns: conjugate gradients converge by the spread of the inputs' energies otherwise.
-        (self._whiten_input,) = (m.to(like) for m in psd_powers(moment, (-0.5,), floor=INPUT_FLOOR))
-        (self._whiten_query,) = (m.to(like) for m in psd_powers(query_moment, (-0.5,), floor=INPUT_FLOOR))
+        self._input_moment, self._query_moment = self._input_moments()
+        self._preconditioner: Preconditioner | None = None
         down = layer.down if layer.down_bias is None else torch.cat([layer.down, layer.down_bias[:, None]], dim=1)
         self.parameters = self._normalised(Parameters(down, layer.query_up, layer.value_up, layer.o))
 
@@ -216,28 +272,17 @@ class LatentFit:
 
     def _solve(self, blocks: list[Linearisation], residuals: list[Tensor], iterations: int) -> Parameters:
         """Conjugate gradients on the damped normal equations in whitened unknowns; returns a change of parameters."""
-        scales = self.parameters
-        value_scale = 3 * scales.value_up.square().mean().sqrt()
-        o_scale = 3 * scales.o.square().mean().sqrt()
-
-        def whiten(p: Parameters) -> Parameters:
-            # Its own transpose, so it serves both ways.
-            return Parameters(
-                p.down @ self._whiten_input, self._whiten_query @ p.query_up, p.value_up * value_scale, p.o * o_scale
-            )
-
-        def transposed(outs: list[Tensor]) -> Parameters:
-            total = None
-            for block, out in zip(blocks, outs, strict=True):
-                gradient = block.vjp(out)
-                total = gradient if total is None else total.plus(1.0, gradient)
-            return whiten(total)
+        # The factors hold for all steps, their scales do not.
+        if self._preconditioner is None:
+            self._preconditioner = Preconditioner.of(blocks, self._input_moment, self._query_moment)
+        raw_gradient = _transposed_product(blocks, residuals)
+        preconditioner = self._preconditioner.balanced(blocks[::PROBED], raw_gradient)
 
         def normal(p: Parameters) -> Parameters:
-            raw = whiten(p)
-            return transposed([block.jvp(raw) for block in blocks])
+            raw = preconditioner.apply(p)
+            return preconditioner.apply(_transposed_product(blocks, [block.jvp(raw) for block in blocks]))
 
-        gradient = transposed(residuals)
+        gradient = preconditioner.apply(raw_gradient)
         squared = gradient.dot(gradient)
         solution = gradient.plus(-1.0, gradient)
         if squared == 0:
@@ -252,7 +297,7 @@ class LatentFit:
             new_squared = residual.dot(residual)
             direction = residual.plus(new_squared / squared, direction)
             squared = new_squared
-        return whiten(solution)
+        return preconditioner.apply(solution)
 
     def _error(self, blocks: list[Block], wanted: list[Tensor]) -> float:
         outputs = (self._linearise(self.parameters, block).output() for block in blocks)
@@ -318,3 +363,15 @@ class LatentFit:
             (p.value_up.double() @ root).to(p.down),
             p.o,
         )
+
+
+def _transposed_product(blocks: list[Linearisation], outs: list[Tensor]) -> Parameters:
+    total = None
+    for block, out in zip(blocks, outs, strict=True):
+        gradient = block.vjp(out)
+        total = gradient if total is None else total.plus(1.0, gradient)
+    return total
+
+
+def _gram(rows: Tensor) -> Tensor:
+    return (rows.mT @ rows).double()
