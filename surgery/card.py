@@ -40,7 +40,7 @@ model-surgery {report.to_dict()["surgery_version"]}. It was calibrated, not trai
 |---|---:|---:|
 | KV cache, bytes per token | {kv["source_bytes_per_token"]:,} | {measured:,.0f} ({kv["ratio"]:.1%}) |
 {_score_rows(report.ladder)}
-Class `{target["model_type"]}` ({"; ".join(target["reasons"])}), latent rank {target["kv_lora_rank"]},
+Class `{target["model_type"]}` ({"; ".join(target["reasons"])}), latent rank {_rank(target)},
 {target["rope_dim"]} rotated numbers, method `{target["method"]}`. The KV bytes were measured on live caches.
 
 ```python
@@ -65,6 +65,12 @@ planted five-digit keys that the model finds again.
 Source weights sha256 `{source["sha256"]}`, command `{report.command or "Python API"}`; settings, versions and per-layer
 errors are in `surgery_report.json`. The licence of the source applies; its own card, if any, is `README.source.md`.
 """
+
+
+def _rank(target: dict) -> str:
+    if target["kv_lora_rank"] is not None:
+        return str(target["kv_lora_rank"])
+    return f"{min(target['kv_lora_ranks'])} to {max(target['kv_lora_ranks'])} by layer"
 
 
 def ladder_table(ladder: list[dict]) -> str:

@@ -60,7 +60,7 @@ SeedOption = Annotated[
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option("--device", help="Where layers run: cpu, cuda, cuda:1 … [cpu].", rich_help_panel=MACHINE),
+    typer.Option("--device", help="Where layers run: cpu, cuda, cuda:1 … [cuda if there is one].", rich_help_panel=MACHINE),
 ]
 DtypeOption = Annotated[
     str | None,
@@ -135,6 +135,12 @@ def convert(
             metavar="N",
             help="Frequencies folded into one (transmla) [tries several].",
             rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    allocate: Annotated[
+        str | None,
+        typer.Option(
+            "--allocate", help="uniform ranks (default), or spectrum: per layer, own class.", rich_help_panel=BUDGET
         ),
     ] = None,
     fit_steps: Annotated[
@@ -227,6 +233,7 @@ def convert(
         "rope_frequencies": rope_frequencies,
         "freqfold": freqfold,
         "fit_steps": fit_steps,
+        "allocate": allocate,
         "carrier": carrier,
         "latent_norm": latent_norm,
         "calibration": calibration,

@@ -96,6 +96,8 @@ def convert_to_mla(
                 library, opened.stream, opened.anatomy, texts.calibration, store, settings, progress
             )
         plan, tried = _choose_plan(splits, opened, library, texts.held_out, settings, progress)
+        if settings.allocate == "spectrum":
+            plan = plan.with_ranks_by_spectrum(opened.anatomy, library, opened.layers, progress)
         carrier = carrier_of(opened, plan, settings)
         tensors = planned_tensors(opened, carrier)
         with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:

@@ -8,7 +8,6 @@ expert kernels are transformers', for source and converted checkpoints alike.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from surgery.errors import SurgeryError
+from surgery.families import FAMILIES
 from surgery.families.base import LAYER_PREFIX
+from surgery.families.llama import LLAMA
 
 VOCABULARY_SLICE = 16_384
 TOKEN_SLICE = 2_048
@@ -191,14 +192,11 @@ class StreamedLayer:
 
 def single_layer_config(config, layer: int):
     """A one-layer copy of a converted checkpoint's config (stock MLA or the project's own class)."""
-    single = copy.deepcopy(config)
-    single.num_hidden_layers = 1
-    single.vocab_size = 1
-    single.pad_token_id = None
-    single.tie_word_embeddings = False
-    for name in ("layer_types", "latent_layers"):
-        if getattr(config, name, None):
-            setattr(single, name, [getattr(config, name)[layer]])
+    # The own class keeps the fields of the family that it was made from; stock MLA has none to adapt.
+    family = FAMILIES.get(getattr(config, "base_model_type", None), LLAMA)
+    single = family.single_layer_config(config, layer)
+    if getattr(config, "latent_layers", None):
+        single.latent_layers = [config.latent_layers[layer]]
     return single
 
 

@@ -20,7 +20,7 @@ def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: Attenti
     """
     if anatomy.k_norm is not None:
         return anatomy.kv_heads
-    stock = settings.carrier != "own" and not opened.family.experts
+    stock = settings.carrier != "own" and settings.allocate == "uniform" and not opened.family.experts
     eps = opened.reader.config.get("rms_norm_eps", 1e-6)
     constant = settings.latent_norm == "constant" or (
         settings.latent_norm == "auto" and (anatomy.q.dtype == torch.float16 or abs(eps - 1e-6) > 1e-12)
@@ -49,7 +49,7 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         head_dim=anatomy.head_dim,
         value_dim=anatomy.value_dim,
         hidden=anatomy.hidden,
-        ranks=(plan.split.rank,) * layers,
+        ranks=plan.ranks or (plan.split.rank,) * layers,
         inv_freq=(anatomy.inv_freq[frequency],) * layers,
         dtype=anatomy.q.dtype,
         query_bias=any(name.endswith("q_proj.bias") for name in names),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from surgery.held_out import HeldOut
 from surgery.layer_stream import LayerStream
 from surgery.progress import Progress
 from surgery.transforms import mla
+from surgery.transforms.allocation import water_fill
 from surgery.transforms.latent_layer import SimulatedAttention
 from surgery.transforms.partial_rope import choose_components
 
@@ -25,6 +26,7 @@ class MLAPlan:
     method: mla.Method
     split: mla.Split
     counts: Tensor | None  # [d/2] components of each frequency that keep RoPE; None where the method's order decides
+    ranks: tuple[int, ...] | None = None  # per layer; None: the split's in all
 
     def convert(self, anatomy: AttentionAnatomy, library: StatisticsLibrary, layer: int) -> mla.ConvertedLayer:
         """Converts one layer (float64)."""
@@ -32,7 +34,19 @@ class MLAPlan:
         basis = mla.key_basis(self.method, anatomy, statistics, self.split)
         costs = None if self.method.folds else mla.component_costs(self.method, anatomy, statistics, lags)
         rotated = mla.rotated_components(self.method, basis, costs, self.counts, self.split)
-        return mla.convert_layer(self.method, anatomy, statistics, basis, rotated, self.split.rank, lags)
+        rank = self.ranks[layer] if self.ranks else self.split.rank
+        return mla.convert_layer(self.method, anatomy, statistics, basis, rotated, rank, lags)
+
+    def with_ranks_by_spectrum(
+        self, anatomy_of: Callable[[int], AttentionAnatomy], library: StatisticsLibrary, layers: int, progress: Progress
+    ) -> MLAPlan:
+        """The same plan with the same bytes in all, each layer's rank by the energies of its latent."""
+        spectra = []
+        with progress.phase("allocate ranks", layers) as advance:
+            for layer in range(layers):
+                spectra.append(self.convert(anatomy_of(layer).to(torch.float64), library, layer).energy)
+                advance()
+        return replace(self, ranks=tuple(water_fill(spectra, layers * self.split.rank)))
 
 
 def plan_for(

@@ -44,7 +44,7 @@ class LayerReport:
             converted.truncated.rope_dim,
             converted.rope_error,
             converted.latent_error,
-            converted.latent_error / max(converted.latent_energy, 1e-300),
+            converted.latent_error / max(float(converted.energy.sum()), 1e-300),
             errors,
         )
 
@@ -125,7 +125,8 @@ def build_report(
             "method": method,
             "model_type": "deepseek_v3" if carrier.stock else "surgery",
             "reasons": list(carrier.reasons),
-            "kv_lora_rank": layers[0].rank,
+            "kv_lora_rank": layers[0].rank if writer.spec.uniform else None,
+            "kv_lora_ranks": list(writer.spec.ranks),
             "rope_dim": layers[0].rope_dim,
             "inverse_frequencies": writer.spec.inv_freq[0].tolist(),
             "default_rope_theta": writer.theta if carrier.stock else None,

@@ -13,6 +13,7 @@ METHODS = ("fisher", "transmla", "mha2mla")
 CARRIERS = ("auto", "stock", "own")
 LATENT_NORMS = ("auto", "tiny", "constant")
 FREQUENCIES = ("free", "grid")
+ALLOCATIONS = ("uniform", "spectrum")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class ConvertSettings:
         rope_frequencies: "free" lets any frequencies keep RoPE; "grid" only the highest ones, once each, so that the
             result is a default-RoPE model that every engine loads.
         freqfold: neighbouring frequencies that TransMLA takes for one; None tries several.
+        allocate: "uniform" ranks, or ranks per layer by "spectrum" at the same bytes in all, which only the own class
+            holds; method fisher with text only.
         carrier: "stock" deepseek_v3, the project's "own" class, or "auto": stock where it can.
         latent_norm: how a stock class's latent norm is neutralised.
         calibration: builtin, self, a file, a datasets name, or none for weights only.
@@ -33,6 +36,7 @@ class ConvertSettings:
         held_out: sequences for choosing the split and for the report's losses, and as many recall prompts.
         fit_steps, fit_iterations, fit_queries: Gauss-Newton steps of the least-squares fit of each layer (0: none),
             conjugate-gradient iterations in each, and query positions sampled from each sequence; method fisher only.
+        device: where layers run; "auto" is a CUDA device if there is one, otherwise the CPU.
         dtype: in which layers run during calibration and measurement.
     """
 
@@ -42,6 +46,7 @@ class ConvertSettings:
     rope_dim: int | None = None
     rope_frequencies: str = "free"
     freqfold: int | None = None
+    allocate: str = "uniform"
     carrier: str = "auto"
     latent_norm: str = "auto"
     calibration: str = "builtin"
@@ -54,7 +59,7 @@ class ConvertSettings:
     fit_iterations: int = 8
     fit_queries: int = 256
     seed: int = 0
-    device: str = "cpu"
+    device: str = "auto"
     dtype: str = "float32"
     batch_size: int = 4
     max_shard_size: str = "5GB"
@@ -65,6 +70,7 @@ class ConvertSettings:
             ("carrier", CARRIERS),
             ("latent_norm", LATENT_NORMS),
             ("rope_frequencies", FREQUENCIES),
+            ("allocate", ALLOCATIONS),
             ("dtype", ("float32", "bfloat16", "float64")),
         ):
             if getattr(self, name) not in allowed:
@@ -86,6 +92,8 @@ class ConvertSettings:
                 raise SurgeryError(f"{name} must be at least 1, not {value}")
         if self.rope_dim is not None and (self.rope_dim < 0 or self.rope_dim % 2):
             raise SurgeryError(f"rope_dim must be even and not negative, not {self.rope_dim}")
+        if self.allocate == "spectrum" and (self.method != "fisher" or self.calibration == NO_CALIBRATION):
+            raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
         if self.calibration == NO_CALIBRATION and self.method == "transmla":
             raise SurgeryError("method transmla needs calibration text: drop --calibration none")
 

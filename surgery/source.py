@@ -69,11 +69,13 @@ class Source:
 
 
 def checked_device(name: str) -> torch.device:
-    """The device of that name.
+    """The device of that name; "auto" is a CUDA device if there is one.
 
     Raises:
         SurgeryError: there is no such device on this machine.
     """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:

@@ -174,6 +174,23 @@ def test_same_seed_same_bytes(checkpoints, tmp_path):
     assert all(torch.equal(first.tensor(name), second.tensor(name)) for name in first.names())
 
 
+def test_ranks_per_layer_go_to_the_own_class(converted, tmp_path):
+    result, ladder = converted("llama", allocate="spectrum")
+    ranks = result.report.target["kv_lora_ranks"]
+    logits, _, facts = run_elsewhere(result.path, ladder._held_out.tokens, tmp_path, trust=True)
+    assert facts["class"] == "SurgeryForCausalLM"
+    assert relative(logits, simulated_logits(ladder)) < 1e-4
+    uniform = converted("llama")[0].report
+    assert sum(ranks) == sum(uniform.target["kv_lora_ranks"])
+    assert result.report.kv["measured_bytes_per_token"] == uniform.kv["measured_bytes_per_token"]
+
+
+def test_calibration_on_the_models_own_samples(checkpoints, tmp_path):
+    settings = ConvertSettings(**{**QUICK, "calibration": "self", "calibration_tokens": 256, "calibration_length": 64})
+    result = convert_to_mla(checkpoints("llama"), tmp_path / "out", settings)
+    assert result.report.ladder[-1]["loss"] is not None
+
+
 @pytest.mark.parametrize("method", ["transmla", "mha2mla"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_named_methods(checkpoints, tmp_path, method, name):

@@ -74,16 +74,19 @@ class ConvertedLayer:
         partial: RoPE on the chosen components only, nothing truncated.
         truncated: the result.
         rope_error: predicted share of the squared scores lost with the dropped rotations (None without lags).
-        latent_error: predicted squared error of the truncated latent; with a Fisher metric twice the expected loss
-            increase in nats per token, otherwise in the method's own units.
-        latent_energy: what it is an error of.
+        energy: of the latent's dimensions in the method's metric, descending; with a Fisher metric each is twice the
+            loss increase in nats per token that dropping it is expected to cost.
     """
 
     partial: LatentLayer
     truncated: LatentLayer
     rope_error: float | None
-    latent_error: float
-    latent_energy: float
+    energy: Tensor
+
+    @property
+    def latent_error(self) -> float:
+        """Predicted squared error of the truncated latent."""
+        return float(self.energy[self.truncated.rank :].sum())
 
 
 def key_basis(method: Method, anatomy: AttentionAnatomy, statistics: LayerStatistics, split: Split | None) -> KeyBasis:
@@ -156,8 +159,7 @@ def convert_layer(
         partial=partial,
         truncated=partial_rope.truncate(partial, down, up),
         rope_error=rope_error,
-        latent_error=float(energy[rank:].sum()),
-        latent_energy=float(energy.sum()),
+        energy=energy,
     )
 
 
