@@ -60,7 +60,9 @@ SeedOption = Annotated[
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option("--device", help="Where layers run: cpu, cuda, cuda:1 … [cuda if there is one].", rich_help_panel=MACHINE),
+    typer.Option(
+        "--device", help="Where layers run: cpu, cuda, cuda:1 … [cuda if there is one].", rich_help_panel=MACHINE
+    ),
 ]
 DtypeOption = Annotated[
     str | None,
@@ -148,7 +150,7 @@ def convert(
         typer.Option(
             "--fit-steps",
             metavar="N",
-            help="Least-squares steps after the closed form; 0 for none [2].",
+            help="Least-squares steps after the closed form; 0 for none [3].",
             rich_help_panel=BUDGET,
         ),
     ] = None,

@@ -72,7 +72,9 @@ class LayerStream:
         state["model.norm.weight"] = torch.ones(hidden)
         state["lm_head.weight"] = torch.zeros(1, hidden)
         config = self._single_layer_config(self.config, index)
-        yield StreamedLayer(_model_from_state(config, state, self.dtype).to(self.device))
+        model = _model_from_state(config, state, self.dtype).to(self.device)
+        state.clear()  # what was cast to another dtype would stay in memory twice
+        yield StreamedLayer(model)
 
     def run_layer(self, layer: StreamedLayer, hidden: Tensor, batch_size: int, attention=None) -> Tensor:
         """Applies a layer to [N, T, D] in batches, in place (the input's memory is reused)."""

@@ -55,7 +55,7 @@ class ConvertSettings:
     text_field: str = "text"
     recall: float = 0.5
     held_out: int = 8
-    fit_steps: int = 2
+    fit_steps: int = 3
     fit_iterations: int = 8
     fit_queries: int = 256
     seed: int = 0
