@@ -207,11 +207,17 @@ def _copy_the_rest(opened: Source, carrier: Carrier, writer: CheckpointWriter, p
     with progress.phase("copy the rest", sum(opened.reader.info(name).nbytes for name in names), "B") as advance:
         for name in names:
             if name in factors:
-                tensor = opened.reader.tensor(name)
-                writer.write(name, (tensor.double() * factors[name]).to(tensor.dtype))
+                writer.write(name, _scaled(opened.reader.tensor(name), factors[name]))
             else:
                 writer.copy(name, opened.reader)
             advance(opened.reader.info(name).nbytes)
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    """``tensor * factor`` in place, rounded once, a piece at a time: an embedding in float64 would not fit."""
+    for piece in tensor.view(-1).split(2**22):
+        piece.copy_(piece.double() * factor)
+    return tensor
 
 
 def _copy_sidecars(reader: CheckpointReader, carrier: Carrier, writer: CheckpointWriter) -> None:

@@ -37,7 +37,7 @@ class Workload:
         layer_parameters, active_parameters: of the largest decoder layer, all and those that one token passes (fewer
             with experts).
         splits: how many splits of the budget are tried.
-        embedding_bytes: of a matrix that is held whole, in float64, because the residual stream is rescaled; or 0.
+        embedding_bytes: of a matrix that is held whole because the residual stream is rescaled; or 0.
     """
 
     layers: int
@@ -98,7 +98,7 @@ class Workload:
             compute=opened.stream.dtype.itemsize,
             gradients=method.gradients,
             lags=method.lags,
-            embedding_bytes=config.vocab_size * anatomy.hidden * (8 + 2 * stored) if rescaled else 0,
+            embedding_bytes=config.vocab_size * anatomy.hidden * stored if rescaled else 0,
             on_host=opened.stream.device.type == "cpu",
         )
 
