@@ -27,7 +27,7 @@ from surgery.mla_split import MLAPlan
 from surgery.progress import Progress
 from surgery.report import LayerReport, Report, build_report
 from surgery.sequential_fit import SequentialFit
-from surgery.settings import NO_CALIBRATION, ConvertSettings
+from surgery.settings import ConvertSettings
 from surgery.source import Source
 from surgery.texts import Texts, load_texts
 from surgery.transforms import mla
@@ -49,6 +49,23 @@ def default_output(source: str | Path, target: str) -> Path:
     """Beside the source, its name with the target behind it; beside the working folder for a hub id."""
     path = Path(source)
     return path.parent / f"{path.name}-{target}" if path.is_dir() else Path(f"{path.name}-{target}")
+
+
+def check_request(
+    source: str | Path, out: str | Path | None, settings: ConvertSettings, *, overwrite: bool, allow_pickle: bool
+) -> tuple[Source, Path, list[mla.Split]]:
+    """Opens the source and refuses what can be refused before any work: the output's place, the budget.
+
+    Returns:
+        The opened source, the output's folder and the splits of the budget to try.
+    """
+    opened = Source.open(source, settings, allow_pickle=allow_pickle)
+    out = Path(out) if out else default_output(source, "mla")
+    check_output(opened.reader.path, out)
+    if (out.exists() or out.is_symlink()) and not overwrite:
+        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
+    first = opened.anatomy(0)
+    return opened, out, candidate_splits(settings, first, reserved_numbers(opened, settings, first))
 
 
 def convert_to_mla(
@@ -76,25 +93,10 @@ def convert_to_mla(
         SurgeryError: bad input or an impossible request; nothing is left behind.
     """
     settings, progress = settings or ConvertSettings(), progress or Progress(silent=True)
-    opened = Source.open(source, settings, allow_pickle=allow_pickle)
-    out = Path(out) if out else default_output(source, "mla")
-    check_output(opened.reader.path, out)
-    if (out.exists() or out.is_symlink()) and not overwrite:
-        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
-
-    first = opened.anatomy(0)
-    splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
+    opened, out, splits = check_request(source, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
     texts = load_texts(opened, settings, progress)
     with StatisticsLibrary() as library, BoundaryStore() as store:
-        if settings.calibration == NO_CALIBRATION:
-            context = opened.config.max_position_embeddings
-            mla_statistics.from_weights(
-                library, opened.layers, opened.anatomy, opened.input_scale, settings, progress, context
-            )
-        else:
-            mla_statistics.from_text(
-                library, opened.stream, opened.anatomy, texts.calibration, store, settings, progress
-            )
+        mla_statistics.gather(opened, library, texts.calibration, store, settings, progress)
         plan, tried = _choose_plan(splits, opened, library, texts.held_out, settings, progress)
         if settings.allocate == "spectrum":
             plan = plan.with_ranks_by_spectrum(opened.anatomy, library, opened.layers, progress)

@@ -8,17 +8,15 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from surgery.checkpoint import CheckpointWriter, check_output
-from surgery.convert import default_output
-from surgery.errors import SurgeryError
+from surgery.checkpoint import CheckpointWriter
+from surgery.convert import check_request
 from surgery.estimates import Workload, measure_speed
 from surgery.forecast import Forecast, forecast
-from surgery.mla_output import planned_tensors, reserved_numbers
+from surgery.mla_output import planned_tensors
 from surgery.progress import Progress
 from surgery.settings import NO_CALIBRATION, ConvertSettings
 from surgery.source import Source
 from surgery.texts import RANDOM_LENGTH, RANDOM_SEQUENCES, RECALL_PROMPTS_PER_TEXT, load_texts, load_tokenizer
-from surgery.transforms.budget import candidate_splits
 
 # The report, the card and the config: what is written beside weights and copied files.
 REPORT_BYTES = 64 * 1024
@@ -71,15 +69,10 @@ def plan_conversion(
     Raises:
         SurgeryError: whatever the conversion would refuse before it computes.
     """
-    opened = Source.open(source, settings, allow_pickle=allow_pickle)
-    out = Path(out) if out else default_output(source, "mla")
-    check_output(opened.reader.path, out)
-    if (out.exists() or out.is_symlink()) and not overwrite:
-        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
+    opened, out, splits = check_request(source, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
     first = opened.anatomy(0)
     for layer in range(1, opened.layers):
         opened.anatomy(layer)  # refuses weights that are not finite
-    splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
     forecasts = [forecast(opened, split, settings) for split in splits]
     chosen = max(forecasts, key=lambda found: found.kv_bytes_per_token)
     tensors = planned_tensors(opened, chosen.carrier)

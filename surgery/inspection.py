@@ -15,7 +15,7 @@ from surgery.families import head_shape
 from surgery.forecast import forecast
 from surgery.mla_output import reserved_numbers
 from surgery.progress import Progress
-from surgery.settings import NO_CALIBRATION, ConvertSettings
+from surgery.settings import ConvertSettings
 from surgery.source import Source
 from surgery.spectra import LayerSpectrum
 from surgery.texts import load_texts
@@ -174,14 +174,6 @@ def _spectra(opened: Source, settings: ConvertSettings, progress: Progress) -> t
     settings = replace(settings, method="fisher")  # the method whose statistics weigh by the loss
     texts = load_texts(opened, settings, progress)
     with StatisticsLibrary() as library, BoundaryStore() as store:
-        if settings.calibration == NO_CALIBRATION:
-            context = opened.config.max_position_embeddings
-            mla_statistics.from_weights(
-                library, opened.layers, opened.anatomy, opened.input_scale, settings, progress, context
-            )
-        else:
-            mla_statistics.from_text(
-                library, opened.stream, opened.anatomy, texts.calibration, store, settings, progress
-            )
+        mla_statistics.gather(opened, library, texts.calibration, store, settings, progress)
         found = [LayerSpectrum.of(layer, library.load(layer)[0]) for layer in range(opened.layers)]
     return found, texts.description

@@ -14,10 +14,27 @@ from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_swe
 from surgery.layer_stream import LayerStream
 from surgery.progress import Progress
 from surgery.settings import ConvertSettings
+from surgery.source import Source
 from surgery.transforms import mla
 
 # Lag statistics take the whole attention matrix of a sequence; eight sequences of a thousand tokens settle them.
 LAG_SEQUENCES = 8
+
+
+def gather(
+    opened: Source,
+    library: StatisticsLibrary,
+    tokens: Tensor | None,
+    store: BoundaryStore,
+    settings: ConvertSettings,
+    progress: Progress,
+) -> None:
+    """Fills the library from calibration tokens [N, T], or from the weights alone where there are none."""
+    if tokens is None:
+        context = opened.config.max_position_embeddings
+        from_weights(library, opened.layers, opened.anatomy, opened.input_scale, settings, progress, context)
+    else:
+        from_text(library, opened.stream, opened.anatomy, tokens, store, settings, progress)
 
 
 def from_text(

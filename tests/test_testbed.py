@@ -55,6 +55,7 @@ def measure(tmp_path_factory):
             check=True,
         )
         found = json.loads(done.stdout.splitlines()[-1])
+        print(f"\n{path}: loss {found['loss'] - SOURCE_LOSS:+.4f}, recall {found['recall']:.3f}")
         return found["class"], found["loss"] - SOURCE_LOSS, found["recall"]
 
     return run
