@@ -74,7 +74,13 @@ class LayerStream:
         config = self._single_layer_config(self.config, index)
         model = _model_from_state(config, state, self.dtype).to(self.device)
         state.clear()  # what was cast to another dtype would stay in memory twice
-        yield StreamedLayer(model)
+        streamed = StreamedLayer(model)
+        del model
+        try:
+            yield streamed
+        finally:
+            # The caller's name for the layer outlives the block, into the loading of the next one.
+            streamed.model = None
 
     def run_layer(self, layer: StreamedLayer, hidden: Tensor, batch_size: int, attention=None) -> Tensor:
         """Applies a layer to [N, T, D] in batches, in place (the input's memory is reused)."""
@@ -160,9 +166,9 @@ class LayerStream:
 
 @dataclass
 class StreamedLayer:
-    """One loaded decoder layer, callable on hidden states [B, T, D]."""
+    """One loaded decoder layer, callable on hidden states [B, T, D] as long as it is loaded."""
 
-    model: nn.Module
+    model: nn.Module | None
 
     def __call__(self, hidden: Tensor, attention: nn.Module | None = None) -> Tensor:
         """The layer's output for a causal prompt; ``attention`` stands in for its own attention if given."""
