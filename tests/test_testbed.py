@@ -19,6 +19,7 @@ SOURCE_LOSS = 2.2785
 CHILD = """
 import json, sys
 sys.modules["surgery"] = None
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
