@@ -184,16 +184,16 @@ def _convert_layers(
     with progress.phase("convert", opened.layers) as advance:
         for index in range(opened.layers):
             anatomy = opened.anatomy(index).to(torch.float64)
-            statistics, _ = library.load(index)
-            basis = mla.key_basis(plan.method, anatomy, statistics, plan.split)
             converted = plan.convert(anatomy, library, index)
             result = converted.truncated
             stages = {"partial RoPE": converted.partial, "truncated": converted.truncated}
             with opened.stream.layer(index) as layer:
                 if fit:
-                    result, _ = fit.fit(index, layer, anatomy, converted.truncated, statistics.output_gradient)
+                    result, _ = fit.fit(
+                        index, layer, anatomy, converted.truncated, library.load(index)[0].output_gradient
+                    )
                     stages["fitted"] = result
-                errors = ladder.advance(layer, anatomy, basis, stages)
+                errors = ladder.advance(layer, anatomy, converted.basis, stages)
             for name, tensor in carrier.writer.tensors(index, result.to("cpu", torch.float64)).items():
                 writer.write(name, tensor)
             reports.append(LayerReport.of(index, converted, errors))

@@ -24,7 +24,6 @@ from surgery.errors import SurgeryError
 TINY_SCALE = 2.0**-30
 TINY_EPS = 1e-6
 CONSTANT = 2.0**14  # its square, averaged over the channels, dwarfs a latent of unit size; fits fp16
-RESCALE_REASON = "rms_norm_eps must be 1e-6 for the tiny-latent norm"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from surgery.transforms.latent_layer import LatentLayer
 
 # Directions with less than this share of the largest energy are not blown up: little was seen there.
 SEEN_FLOOR = 1e-4
-PROBED = 4  # every so manieth block tells how the kinds of unknowns compare
+PROBED = 4  # one block in so many tells how the kinds of unknowns compare
 BLOCKS = 4  # per sequence; more save little and cost calls
 SMALLEST_WEIGHT = 1e-20  # attention below it is set to zero: denormals slow products down tenfold on CPUs
 

@@ -71,6 +71,7 @@ class ConvertedLayer:
     """A layer on every rung of the ladder, with its predicted errors.
 
     Attributes:
+        basis: the components of the keys.
         partial: RoPE on the chosen components only, nothing truncated.
         truncated: the result.
         rope_error: predicted share of the squared scores lost with the dropped rotations (None without lags).
@@ -78,6 +79,7 @@ class ConvertedLayer:
             loss increase in nats per token that dropping it is expected to cost.
     """
 
+    basis: KeyBasis
     partial: LatentLayer
     truncated: LatentLayer
     rope_error: float | None
@@ -156,6 +158,7 @@ def convert_layer(
         cost, total = lags.cost(), lags.energy.sum()
         rope_error = float((cost.sum() - cost[rotated].sum()) / total)
     return ConvertedLayer(
+        basis=basis,
         partial=partial,
         truncated=partial_rope.truncate(partial, down, up),
         rope_error=rope_error,
