@@ -1,15 +1,45 @@
 """How many bytes a model's KV cache really takes: counted in a live cache object, never computed from a config."""
 
-from collections.abc import Iterator, Mapping
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch import LongTensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from surgery.errors import SurgeryError
 from surgery.eval.loss import evaluation_mode
+from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
+
+GROWTH_STEPS = 64
+"""Decoded tokens over which the growth of a cache is taken: a quantised cache may pack 32 or more tokens at a time."""
+
+UNWATCHED = nullcontext()
+
+
+@dataclass(frozen=True)
+class KVUse:
+    """What the live cache of a model held.
+
+    Attributes:
+        context: tokens of each sequence in the cache.
+        batch: sequences.
+        held_bytes: of the whole cache at exactly `context` tokens.
+        bytes_per_token: `held_bytes` over all tokens of all sequences.
+        growth_per_token: bytes by which one sequence's cache grew per token, over the last decoded tokens. It differs
+            from `bytes_per_token` where some layers keep only a window, or old tokens take fewer bytes than new ones.
+        dtype: of the model, as in "bfloat16".
+    """
+
+    context: int
+    batch: int
+    held_bytes: int
+    bytes_per_token: float
+    growth_per_token: float
+    dtype: str
 
 
 def cache_bytes(past_key_values: Any) -> int:
@@ -20,17 +50,47 @@ def cache_bytes(past_key_values: Any) -> int:
     are left out: they are position counters. Tensors that share a storage are counted once, views of it by their own
     elements: a key expanded to many heads counts as one, the window of a sliding layer as its window.
     """
-    views: dict[tuple[torch.device, int], dict[tuple, int]] = {}
-    limits: dict[tuple[torch.device, int], int] = {}
-    for tensor in _tensors(past_key_values, set()):
-        if tensor.ndim == 0 and not tensor.is_floating_point():
-            continue
-        storage = tensor.untyped_storage()
-        key = (tensor.device, storage.data_ptr())
-        view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        views.setdefault(key, {})[view] = tensor.numel() * tensor.element_size()
-        limits[key] = storage.nbytes()
-    return sum(min(limits[key], sum(held.values())) for key, held in views.items())
+    held = plain_tensors(past_key_values)
+    return storage_bytes(tensor for tensor in held if tensor.ndim > 0 or tensor.is_floating_point())
+
+
+@torch.no_grad()
+def measure_kv(
+    model: nn.Module,
+    context: int,
+    batch: int = 1,
+    prefill: AbstractContextManager = UNWATCHED,
+    decode: AbstractContextManager = UNWATCHED,
+) -> KVUse:
+    """Fills the cache that a model makes for itself with `context` random tokens, and counts what it holds.
+
+    All but the last 64 tokens are prefilled in one pass, and those are decoded one by one, so that what is counted is
+    the cache of a model that generates. (With fewer than 65 tokens, the first one is prefilled.)
+
+    Args:
+        model: any causal model that returns `past_key_values`.
+        context: tokens of each sequence, at least 2.
+        batch: sequences.
+        prefill: entered around the prefill, to measure it.
+        decode: entered around the decoding.
+
+    Raises:
+        SurgeryError: `context` is below 2, `batch` below 1, or the model returns no cache.
+    """
+    if context < 2 or batch < 1:
+        raise SurgeryError(f"cannot measure a cache of {batch} x {context} tokens: at least 1 x 2 are needed")
+    steps = min(GROWTH_STEPS, context - 1)
+    tokens = random_tokens(model, batch, context)
+    with evaluation_mode(model):
+        with prefill:
+            past = forward_with_cache(model, tokens[:, :-steps], None).past_key_values
+        before = cache_bytes(past)
+        with decode:
+            for token in tokens[:, -steps:].split(1, dim=1):
+                past = forward_with_cache(model, token, past).past_key_values
+    held = cache_bytes(past)
+    growth = (held - before) / (steps * batch)
+    return KVUse(context, batch, held, held / (context * batch), growth, dtype_name(model))
 
 
 @torch.no_grad()
@@ -47,15 +107,15 @@ def kv_bytes_per_token(model: nn.Module, prompt_length: int = 64, steps: int = 8
     """
     if prompt_length < 1 or steps < 1:
         raise SurgeryError(f"cannot decode {steps} tokens after {prompt_length}: at least 1 of each is needed")
-    tokens = _random_tokens(model, prompt_length + steps)
+    tokens = random_tokens(model, 1, prompt_length + steps)
     with evaluation_mode(model):
-        cache = _extend(model, tokens[:, :prompt_length], None)
-        prefilled = cache_bytes(cache)
-        for position in range(prompt_length, prompt_length + steps):
-            cache = _extend(model, tokens[:, position : position + 1], cache)
-    total = cache_bytes(cache)
+        past = forward_with_cache(model, tokens[:, :prompt_length], None).past_key_values
+        prefilled = cache_bytes(past)
+        for token in tokens[:, prompt_length:].split(1, dim=1):
+            past = forward_with_cache(model, token, past).past_key_values
+    total = cache_bytes(past)
     growth = (total - prefilled) / steps
-    if _only_grows(cache) and total != growth * tokens.shape[1]:
+    if _only_grows(past) and total != growth * tokens.shape[1]:
         raise SurgeryError(
             f"the cache holds {total} bytes after {tokens.shape[1]} tokens but grows by {growth:g} per token: "
             "it keeps something that does not belong to a token"
@@ -63,38 +123,47 @@ def kv_bytes_per_token(model: nn.Module, prompt_length: int = 64, steps: int = 8
     return growth
 
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Every plain tensor reachable from a cache through attributes and containers, but not through modules."""
-    if id(value) in seen or isinstance(value, nn.Module | type):
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        if not is_traceable_wrapper_subclass(value):
-            yield value
-            return
-        # Quantised tensors of torchao and quanto own no storage: they wrap codes, scales and zero points.
-        children = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
-    elif isinstance(value, Mapping):
-        children = list(value.values())
-    elif isinstance(value, list | tuple | set | frozenset):
-        children = list(value)
-    else:
-        children = list(getattr(value, "__dict__", {}).values())
-    for child in children:
-        yield from _tensors(child, seen)
+def random_tokens(model: nn.Module, batch: int, length: int, seed: int = 0) -> LongTensor:
+    """Uniformly random token ids [batch, length], int64, where the model's inputs go; equal seeds give equal ones."""
+    embedding = model.get_input_embeddings().weight
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(embedding.shape[0], (batch, length), generator=generator).to(embedding.device)
 
 
-def _random_tokens(model: nn.Module, length: int) -> Tensor:
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    tokens = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
-    return tokens.to(next(model.parameters()).device)
+def forward_with_cache(model: nn.Module, tokens: LongTensor, past_key_values: Any) -> Any:
+    """One pass over `tokens` [B, T] after what is cached (None: nothing yet), as `generate` does it.
 
+    Only the last position's logits are made if the model can leave out the others: those of a long prompt can take more
+    memory than all else.
 
-def _extend(model: nn.Module, tokens: Tensor, cache: Any) -> Any:
-    cache = model(input_ids=tokens, past_key_values=cache, use_cache=True).past_key_values
-    if cache is None:
+    Raises:
+        SurgeryError: the model returns no cache.
+    """
+    last = {"logits_to_keep": 1} if _takes_logits_to_keep(type(model)) else {}
+    output = model(input_ids=tokens, past_key_values=past_key_values, use_cache=True, **last)
+    if output.past_key_values is None:
         raise SurgeryError(f"{type(model).__name__} returns no cache, even with use_cache=True: nothing to measure")
-    return cache
+    return output
+
+
+def dtype_name(model: nn.Module) -> str:
+    """The dtype of a model's floating-point parameters, as in "bfloat16"; where they differ, the one of most of them.
+
+    Raises:
+        SurgeryError: there are none.
+    """
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    if not counts:
+        raise SurgeryError(f"{type(model).__name__} has no floating-point parameters: its dtype cannot be told")
+    return str(max(counts, key=counts.get)).removeprefix("torch.")
+
+
+@cache
+def _takes_logits_to_keep(model_class: type[nn.Module]) -> bool:
+    return "logits_to_keep" in inspect.signature(model_class.forward).parameters
 
 
 def _only_grows(cache: Any) -> bool:

@@ -4,8 +4,10 @@ The logits of 8k positions over a vocabulary of 128k take 4 GB in fp32, more tha
 therefore keeps the hidden states of a batch and turns a few positions at a time into logits.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +71,25 @@ class LogitReader:
         module = self._body if self.splits else self._model
         output = module(input_ids=tokens.to(self._device), use_cache=False)
         return output.last_hidden_state if self.splits else output.logits
+
+    def extend(self, tokens: LongTensor, cache: Any) -> tuple[Tensor, Any]:
+        """Runs the model on `tokens` [B, T] after those in `cache` (None at the start).
+
+        Returns:
+            States as in `states`, and the live cache that the model made or went on with.
+
+        Raises:
+            SurgeryError: the model keeps no cache.
+        """
+        module = self._body if self.splits else self._model
+        output = module(input_ids=tokens.to(self._device), past_key_values=cache, use_cache=True)
+        if output.past_key_values is None:
+            raise SurgeryError(f"{type(self._model).__name__} keeps no cache: nothing can be decoded through it")
+        return output.last_hidden_state if self.splits else output.logits, output.past_key_values
+
+    def frozen_head(self) -> nn.Module | None:
+        """A copy of the head, to make logits of states when the model has gone; None where states are logits."""
+        return copy.deepcopy(self._head).requires_grad_(False) if self.splits else None
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [B, n, vocabulary] in fp32 of states [B, n, ...] at any n positions."""

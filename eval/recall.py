@@ -117,21 +117,30 @@ def recall_accuracy(model: nn.Module, recall_set: RecallSet, batch_size: int = 8
     Raises:
         SurgeryError: a prompt has no answer, or its answer has nothing before it; or `batch_size` is below 1.
     """
+    check_prompts(recall_set, batch_size)
+    batches = zip(recall_set.tokens.split(batch_size), recall_set.answer_mask.split(batch_size), strict=True)
+    with evaluation_mode(model):
+        reader = LogitReader(model, recall_set.tokens)
+        hits = [hit for tokens, asked in batches for hit in recall_hits(reader, tokens, asked)]
+    return sum(hits) / len(hits)
+
+
+def check_prompts(recall_set: RecallSet, batch_size: int) -> None:
+    """Raises SurgeryError unless every prompt has an answer with something before it, and batches are positive."""
     tokens, answer_mask = recall_set.tokens, recall_set.answer_mask
     check_batch(tokens, batch_size)
     if answer_mask.shape != tokens.shape or not answer_mask.any(1).all() or answer_mask[:, 0].any():
         raise SurgeryError(
             "every recall prompt needs an answer mask of its own shape, true somewhere after the first token"
         )
-    right = 0
-    with evaluation_mode(model):
-        reader = LogitReader(model, tokens)
-        for batch, asked in zip(tokens.split(batch_size), answer_mask.split(batch_size), strict=True):
-            first = int(asked.any(0).nonzero()[0])
-            guess = reader.logits(reader.states(batch)[:, first - 1 : -1]).argmax(-1).to(batch.device)
-            hit = (guess == batch[:, first:]) | ~asked[:, first:]
-            right += int(hit.all(1).sum())
-    return right / len(tokens)
+
+
+def recall_hits(reader: LogitReader, tokens: LongTensor, asked: BoolTensor) -> list[bool]:
+    """Which prompts of one batch [B, T] are answered right; `asked` [B, T] is true at the tokens of the answers."""
+    first = int(asked.any(0).nonzero()[0])
+    guess = reader.logits(reader.states(tokens)[:, first - 1 : -1]).argmax(-1).to(tokens.device)
+    hit = (guess == tokens[:, first:]) | ~asked[:, first:]
+    return hit.all(1).tolist()
 
 
 def _prompt(

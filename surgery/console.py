@@ -182,6 +182,39 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     page.print("      surgery convert --to mla CKPT/     converts it; --dry-run says first what that takes")
 
 
+def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False) -> None:
+    """Prints an evaluation's report, and where its files are."""
+    from surgery.eval.report.tables import columns
+
+    if as_json:
+        print_json(report)
+        return
+    page, settings = _page(), report["settings"]
+    page.print(f"\n[bold]{_plain(report['title'])}[/bold]")
+    if settings["limit"]:
+        page.print(f"[bold yellow]quick look: at most {settings['limit']} samples a task[/bold yellow]")
+    shown = [column for column in columns(report) if column.key != "name"]
+    rows = []
+    for row in report["rows"]:
+        cells = []
+        for column in shown:
+            # Intervals of everything would not fit a terminal; the page and the JSON have them.
+            interval = column.change_text(row) if column.is_difference else None
+            cells.append(column.text(row, report) + (f" {interval}" if interval else ""))
+        rows.append((row["name"], *cells))
+    page.print(_table(["", *(column.title for column in shown)], rows, right=tuple(range(1, len(shown) + 1))))
+    page.print(
+        f"measured in {settings['dtype']} on {settings['device']}, seed {settings['seed']}; "
+        + (
+            "differences to the baseline with 95% intervals of a paired bootstrap"
+            if report["baseline"]
+            else "no baseline"
+        )
+    )
+    for path in written:
+        page.print(_plain(path), soft_wrap=True)
+
+
 def print_json(value: dict) -> None:
     """One JSON object on standard output."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

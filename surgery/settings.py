@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 
 from surgery.errors import SurgeryError
+from surgery.file_settings import FileSettings
 
 NO_CALIBRATION = "none"
 METHODS = ("fisher", "transmla", "mha2mla")
@@ -17,7 +16,7 @@ ALLOCATIONS = ("uniform", "spectrum")
 
 
 @dataclass(frozen=True)
-class ConvertSettings:
+class ConvertSettings(FileSettings):
     """Settings of ``surgery convert --to mla``; configs/mla.yaml holds the same with comments.
 
     Attributes:
@@ -96,29 +95,3 @@ class ConvertSettings:
             raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
         if self.calibration == NO_CALIBRATION and self.method == "transmla":
             raise SurgeryError("method transmla needs calibration text: drop --calibration none")
-
-    @classmethod
-    def from_file(cls, path: str | Path, **overrides) -> ConvertSettings:
-        """Reads a YAML file of settings; ``overrides`` that are not None win.
-
-        Raises:
-            SurgeryError: the file cannot be read, or names a setting that does not exist.
-        """
-        import yaml
-
-        try:
-            read = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise SurgeryError(f"{path}: {' '.join(str(error).split())}") from None
-        if not isinstance(read, dict):
-            raise SurgeryError(f"{path}: not a list of settings")
-        known = [field.name for field in fields(cls)]
-        for name in read:
-            if name not in known:
-                close = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"; did you mean {close[0]}?" if close else ""
-                raise SurgeryError(f"{path}: unknown setting {name!r}{hint}")
-        return cls(**{**read, **{name: value for name, value in overrides.items() if value is not None}})
-
-    def to_dict(self) -> dict:
-        return asdict(self)

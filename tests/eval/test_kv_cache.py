@@ -1,9 +1,12 @@
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_models import FAMILIES, SHAPE
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     DynamicCache,
@@ -15,7 +18,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from surgery.errors import SurgeryError
-from surgery.eval.kv_cache import cache_bytes, kv_bytes_per_token
+from surgery.eval.kv_cache import cache_bytes, forward_with_cache, kv_bytes_per_token, measure_kv, random_tokens
 
 TINY = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
 
@@ -66,12 +69,18 @@ def test_grouped_query_attention(dtype, size):
     assert growth == 3 * 2 * (2 * 8) * size  # layers, K and V, KV heads of 8
 
 
-def test_latent_attention_caches_only_its_latent():
+def tiny_mla() -> DeepseekV3ForCausalLM:
     config = DeepseekV3Config(
         **TINY, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8,
         v_head_dim=8, first_k_dense_replace=3, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
     )  # fmt: skip
-    assert kv_bytes_per_token(DeepseekV3ForCausalLM(config), prompt_length=12, steps=3) == 3 * (12 + 4) * 4
+    return DeepseekV3ForCausalLM(config)
+
+
+def test_latent_attention_caches_only_its_latent():
+    assert kv_bytes_per_token(tiny_mla(), prompt_length=12, steps=3) == 3 * (12 + 4) * 4
+    use = measure_kv(tiny_mla(), 70)
+    assert (use.held_bytes, use.bytes_per_token, use.growth_per_token) == (70 * 192, 192, 192)
 
 
 def test_a_full_window_does_not_grow():
@@ -120,3 +129,76 @@ def test_a_model_without_a_cache_is_refused():
 def test_impossible_requests(prompt_length, steps):
     with pytest.raises(SurgeryError, match="at least 1 of each"):
         kv_bytes_per_token(Caching(), prompt_length, steps)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_use_of_every_family(checkpoints, family):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints(family))
+    head_dim = getattr(model.config, "head_dim", None) or SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
+    layer = 2 * SHAPE["num_key_value_heads"] * head_dim * 4  # bytes a token
+    windows = {"mistral_window": 2, "qwen2_window": 1}.get(family, 0)
+    use = measure_kv(model, 100, batch=2)
+    # A window of 16 needs 15 tokens before the one that attends.
+    assert use.held_bytes == 2 * layer * ((2 - windows) * 100 + windows * 15)
+    assert use.bytes_per_token == use.held_bytes / 200
+    assert use.growth_per_token == layer * (2 - windows)
+    assert (use.context, use.batch, use.dtype) == (100, 2, "float32")
+
+
+def test_only_the_last_logits_are_made():
+    model = tiny_llama().eval()
+    tokens = random_tokens(model, 2, 9)
+    with torch.no_grad():
+        output = forward_with_cache(model, tokens, None)
+        torch.testing.assert_close(output.logits, model(tokens).logits[:, -1:])
+
+
+class Packing(nn.Module):
+    """Caches four bytes a token, and half of that in groups of 32."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids, past_key_values=None, use_cache=True):
+        past_key_values = past_key_values or SimpleNamespace(length=0)
+        past_key_values.length += input_ids.shape[1]
+        fresh = past_key_values.length % 32
+        packed = past_key_values.length - fresh
+        past_key_values.data = [torch.zeros(packed, dtype=torch.int16), torch.zeros(fresh, dtype=torch.int32)]
+        return SimpleNamespace(past_key_values=past_key_values)
+
+
+@pytest.mark.parametrize(("context", "held"), [(96, 192), (127, 192 + 31 * 4), (128, 256)])
+def test_growth_is_taken_over_whole_groups(context, held):
+    use = measure_kv(Packing(), context)
+    assert (use.held_bytes, use.growth_per_token) == (held, 2)
+
+
+def test_a_short_context_is_decoded_from_its_first_token():
+    assert measure_kv(Caching(), 2) == measure_kv(Caching(), 2, batch=1)
+    assert (measure_kv(Caching(), 2).held_bytes, measure_kv(Caching(), 2).growth_per_token) == (32, 16)
+
+
+def test_both_phases_are_watched():
+    model, seen = Caching(), []
+    original = model.forward
+    model.forward = lambda input_ids, **rest: seen.append(input_ids.shape[1]) or original(input_ids, **rest)
+
+    @contextmanager
+    def watch(name):
+        seen.append(name)
+        yield
+        seen.append(f"end of {name}")
+
+    measure_kv(model, 70, prefill=watch("prefill"), decode=watch("decode"))
+    assert seen == ["prefill", 6, "end of prefill", "decode", *[1] * 64, "end of decode"]
+
+
+@pytest.mark.parametrize(("context", "batch"), [(1, 1), (2, 0)])
+def test_too_little_to_measure(context, batch):
+    with pytest.raises(SurgeryError, match="at least 1 x 2"):
+        measure_kv(Caching(), context, batch)

@@ -1,0 +1,91 @@
+"""Axes of a report's plots: contexts, bytes, shares, quantities over decades, and changes around zero."""
+
+from __future__ import annotations
+
+import math
+
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
+from surgery.eval.report.style import MUTED
+from surgery.eval.report.tables import signed
+from surgery.human import count, size
+
+
+def context_axis(ax: Axes, contexts: list[int]) -> None:
+    """Contexts across, log2, with a tick at each that was measured, thinned to what there is room for."""
+    ticks = sorted(set(contexts))
+    ax.set_xscale("log", base=2)
+    _ticks(ax.xaxis, ticks[:: -(-len(ticks) // 6)], lambda value: f"{value:,.0f}")
+    ax.set_xlabel("context, tokens")
+
+
+def bytes_axis(ax: Axes, values: list[float]) -> None:
+    """Bytes up, log2: ticks at powers of two, or at multiples of one where the values are close together."""
+    low, high = min(values), max(values)
+    ax.set_yscale("log", base=2)
+    if high < 4 * low:
+        step = 2.0 ** math.floor(math.log2(max(high - low, 0.2 * high) / 3))
+        ticks = [step * k for k in range(math.floor(low / step), math.ceil(high / step) + 1) if k]
+    else:
+        first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
+        ticks = [2.0**power for power in range(first, last + 1, max(1, round((last - first) / 6)))]
+    pad = (high / low) ** 0.06 if high > low else 1.1
+    ax.set_ylim(low / pad, high * pad)
+    _ticks(ax.yaxis, ticks, size)
+
+
+def share_axis(ax: Axes, values: list[float]) -> None:
+    """Shares of one across, log2: every halving is a tick."""
+    low, high = min(values) / 1.3, max(values) * 1.3
+    ax.set_xscale("log", base=2)
+    ax.set_xlim(low, high)
+    ticks = [2.0**power for power in range(-10, 11) if low <= 2.0**power <= high]
+    _ticks(ax.xaxis, ticks or sorted(set(values)), lambda value: f"{100 * value:.3g}%")
+
+
+def decades_axis(ax: Axes, values: list[float]) -> None:
+    """Positive quantities up, log10, with ticks at 1, 2, 5, or at 1 alone where they span many decades."""
+    low, high = min(values), max(values)
+    steps = (1, 2, 5) if high < 300 * low else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ax.set_yscale("log")
+    pad = max((high / low) ** 0.06, 1.1)
+    ax.set_ylim(low / pad, high * pad)
+    _ticks(ax.yaxis, [step * 10.0**power for power in powers for step in steps], _plain)
+
+
+def change_axis(ax: Axes, values: list[float]) -> None:
+    """Changes up, zero marked. Linear, unless a bad row would press all others onto zero: then log far from zero."""
+    sizes = sorted(abs(value) for value in values if value)
+    ax.axhline(0, color=MUTED, linewidth=0.7, zorder=0)
+    if not sizes:
+        return
+    middle = sizes[len(sizes) // 2]
+    if sizes[-1] > 12 * middle:
+        ax.set_yscale("symlog", linthresh=middle, linscale=1.2)
+        steps = [m * 10.0**power for power in range(-7, 5) for m in (1, 3)]
+        shown = [step for step in steps if middle / 2.5 <= step <= sizes[-1] * 1.3]
+        ax.yaxis.set_major_locator(FixedLocator([*(-step for step in shown), 0, *shown]))
+        low, high = min(0, *values), max(0, *values)
+        ax.set_ylim(1.3 * low - middle / 3, 1.3 * high + middle / 3)
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if abs(value) < 1e-12 else _signed(value)))
+
+
+def _ticks(axis: Axis, places: list[float], form) -> None:
+    axis.set_major_locator(FixedLocator(places))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _plain(value: float) -> str:
+    return count(value) if value >= 10_000 else f"{value:,.5g}"
+
+
+def _signed(value: float) -> str:
+    """As many decimals as a tick like 0.003, 2.5 or 40 needs."""
+    digits = next((d for d in range(8) if abs(value * 10**d - round(value * 10**d)) < 1e-6), 8)
+    return signed(value, digits)

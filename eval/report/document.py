@@ -1,0 +1,146 @@
+"""The report itself: a plain dictionary, how rows compare with the baseline, and how reports merge."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from surgery.errors import SurgeryError
+from surgery.eval.bootstrap import paired_difference
+
+SCHEMA = 1
+# Settings that decide results besides those of each task: reports in which they differ do not mix.
+SHARED_SETTINGS = ("seed", "limit", "batch_size", "dtype", "device", "context")
+
+Report = dict[str, Any]
+Row = dict[str, Any]
+
+# Per-sample values of a row's results, by what the comparison is called.
+SAMPLES: dict[str, Callable[[dict], Sequence[float]]] = {
+    "loss": lambda results: results["loss"]["per_sequence"],
+    "cached_loss": lambda results: results["loss"]["cached"]["per_sequence"],
+    "recall": lambda results: results["recall"]["hits"],
+    "needle": lambda results: results["needle"]["hits"],
+    "ruler": lambda results: [
+        score
+        for length in results["ruler"]["lengths"].values()
+        for task in length["tasks"].values()
+        for score in task["scores"]
+    ],
+}
+
+
+def compare_with_baseline(row: Row, baseline: Row, seed: int) -> dict[str, Any]:
+    """Paired differences of a row to the baseline's in everything that both have samples of."""
+    found = {}
+    for name, samples in SAMPLES.items():
+        try:
+            pair = samples(row["results"]), samples(baseline["results"])
+        except (KeyError, TypeError):  # not measured in one of them
+            continue
+        found[name] = asdict(paired_difference(*pair, seed=seed))
+    return found
+
+
+def finish(report: Report) -> Report:
+    """Fills in what follows from the rows together: KV shares of, and differences to, the baseline."""
+    baseline = next((row for row in report["rows"] if row["name"] == report["baseline"]), None)
+    for row in report["rows"]:
+        row["kv"]["ratio"] = row["kv"]["held_bytes"] / baseline["kv"]["held_bytes"] if baseline else None
+        compares = baseline is not None and row is not baseline
+        row["comparison"] = compare_with_baseline(row, baseline, report["settings"]["seed"]) if compares else None
+    return report
+
+
+def read_report(path: str | Path) -> Report:
+    """Reads report.json, or that of the folder it is in.
+
+    Raises:
+        SurgeryError: it cannot be read, or is something else.
+    """
+    path = Path(path)
+    path = path / "report.json" if path.is_dir() else path
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SurgeryError(f"{path}: {error.strerror or error}; give the report.json of surgery eval") from None
+    except ValueError as error:
+        raise SurgeryError(f"{path}: not JSON ({error})") from None
+    if not isinstance(report, dict) or not {"schema", "rows", "tasks", "settings", "baseline"} <= report.keys():
+        raise SurgeryError(f"{path}: not a report of surgery eval")
+    if report["schema"] != SCHEMA:
+        raise SurgeryError(f"{path}: report of schema {report['schema']}, this version reads {SCHEMA}; evaluate again")
+    return report
+
+
+def merge(reports: Sequence[Report], names: Sequence[str]) -> Report:
+    """One report of several, made at different times but on the same data with the same settings.
+
+    The baseline is that of the first report that has one; another report's baseline, if it is the same model, is the
+    same row. Rows of one name must be of one model; what a later report measured of it besides is added.
+
+    Args:
+        names: what to call the reports in errors.
+
+    Raises:
+        SurgeryError: data, settings or baselines differ, or one name stands for two models.
+    """
+    if not reports:
+        raise SurgeryError("no report to compare: give the report.json of two or more evaluations")
+    first = reports[0]
+    merged = {**first, "tasks": dict(first["tasks"]), "rows": []}
+    for report, name in zip(reports, names, strict=True):
+        _check_same(first, report, names[0], name)
+        for task, settings in report["tasks"].items():
+            known = merged["tasks"].setdefault(task, settings)
+            if known != settings:
+                differing = ", ".join(k for k in {**known, **settings} if known.get(k) != settings.get(k))
+                raise SurgeryError(f"{name}: task {task} was measured with other settings or data ({differing})")
+        merged["baseline"] = merged["baseline"] or report["baseline"]
+        for row in report["rows"]:
+            _add_row(merged["rows"], row, name)
+    _check_baselines(reports, names, merged)
+    merged["merged_from"] = [
+        {"report": name, **{key: report[key] for key in ("created", "command", "environment")}}
+        for report, name in zip(reports, names, strict=True)
+    ]
+    return finish(merged)
+
+
+def _check_same(first: Report, other: Report, first_name: str, name: str) -> None:
+    for setting in SHARED_SETTINGS:
+        mine, theirs = first["settings"].get(setting), other["settings"].get(setting)
+        if mine != theirs:
+            raise SurgeryError(f"{name}: {setting} is {theirs}, in {first_name} it is {mine}; they do not compare")
+    if first["tokenizer"] != other["tokenizer"]:
+        raise SurgeryError(f"{name}: its models have another tokenizer than those of {first_name}; they do not compare")
+
+
+def _add_row(rows: list[Row], row: Row, report: str) -> None:
+    known = next((other for other in rows if other["name"] == row["name"]), None)
+    if known is None:
+        rows.append({**row, "results": dict(row["results"]), "seconds": dict(row["seconds"]), "kv": dict(row["kv"])})
+        return
+    if (known["sha256"], known["variant"]) != (row["sha256"], row["variant"]):
+        raise SurgeryError(
+            f"{report}: {row['name']} is another model than in an earlier report; name it anew: surgery eval NAME=CKPT"
+        )
+    for task, result in row["results"].items():
+        if task not in known["results"]:
+            known["results"][task] = result
+            known["seconds"][task] = row["seconds"].get(task)
+
+
+def _check_baselines(reports: Sequence[Report], names: Sequence[str], merged: Report) -> None:
+    """KL is to the baseline of its own report, so all must have had the same."""
+    rows = {row["name"]: row for row in merged["rows"]}
+    expected = rows.get(merged["baseline"])
+    for report, name in zip(reports, names, strict=True):
+        if report["baseline"] and rows[report["baseline"]]["sha256"] != expected["sha256"]:
+            raise SurgeryError(
+                f"{name}: its baseline {report['baseline']} is another model than {merged['baseline']}; "
+                "they do not compare"
+            )

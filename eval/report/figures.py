@@ -1,0 +1,74 @@
+"""All plots of a report by name, and as PNG files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+from surgery.errors import SurgeryError
+from surgery.eval.report import heat_maps, pareto, plots
+from surgery.eval.report.style import save_png
+from surgery.eval.report.tables import Report
+
+
+class Plot(NamedTuple):
+    """A plot of a report: its title in words, and what draws it (None if there is nothing to draw)."""
+
+    title: str
+    draw: Callable[[Report], Figure | None]
+
+
+PLOTS = {
+    "pareto-loss": Plot("Loss against KV bytes", pareto.loss),
+    "pareto-recall": Plot("Recall against KV bytes", pareto.recall),
+    "loss-by-position": Plot("Loss by position in the sequence", plots.loss_by_position),
+    "needle": Plot("Needles found, by length and depth", heat_maps.needle),
+    "ruler": Plot("RULER-style scores, by row and task", heat_maps.ruler),
+    "memory": Plot("Memory against context", plots.memory),
+    "speed": Plot("Decoded tokens a second against context", plots.speed),
+    "layer-errors": Plot("Errors of converted checkpoints, by layer", plots.layer_errors),
+}
+
+
+def save_pngs(report: Report, folder: Path, keys: Iterable[str] = tuple(PLOTS)) -> dict[str, Path]:
+    """Writes the plots `keys` that `report` has something for as ``KEY.png``; gives the paths by key of `PLOTS`.
+
+    Raises:
+        SurgeryError: the folder or a file cannot be written.
+    """
+    drawn = {key: PLOTS[key].draw(report) for key in keys}
+    _make(folder)
+    return {key: save_png(figure, folder / f"{key}.png") for key, figure in drawn.items() if figure is not None}
+
+
+def save_needle_png(report: Report, folder: Path) -> dict[str, Path]:
+    """Writes the needle heat map of each row that has one as ``needle-NAME.png``; gives the paths by name of the row.
+
+    Letters that a file name cannot hold become dashes; if two names then agree, the row's number tells them apart.
+
+    Raises:
+        SurgeryError: the folder or a file cannot be written.
+    """
+    _make(folder)
+    paths: dict[str, Path] = {}
+    for number, row in enumerate(report["rows"]):
+        figure = heat_maps.needle({**report, "rows": [row]})
+        if figure is None:
+            continue
+        name = re.sub(r"[^\w.+-]+", "-", str(row["name"])).strip("-.")[:80] or "row"
+        path = folder / f"needle-{name}.png"
+        if path in paths.values():
+            path = folder / f"needle-{name}-{number}.png"
+        paths[row["name"]] = save_png(figure, path)
+    return paths
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SurgeryError(f"cannot make the folder {folder}: {error.strerror}") from None

@@ -1,0 +1,213 @@
+"""Quality against KV bytes: what a row costs, what it keeps, and which rows no other row beats at both."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from surgery.eval.report.axes import change_axis, share_axis
+from surgery.eval.report.plots import WIDTH
+from surgery.eval.report.style import INK, MUTED, Look, label, looks, styled
+from surgery.eval.report.tables import Report, Row, dig
+from surgery.human import size
+
+HOLLOW = "variant"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A row in the plane.
+
+    Attributes:
+        x: KV bytes, as a share of the baseline's or absolute.
+        y: quality: a change from the baseline, or the value itself.
+        low, high: 95 % interval of y; equal to y where there is none.
+    """
+
+    row: Row
+    look: Look
+    x: float
+    y: float
+    low: float
+    high: float
+
+
+@styled
+def loss(report: Report) -> Figure | None:
+    """KV share against the change of the loss from the baseline (nats a token), or the loss if there is no baseline."""
+    points = _points(report, "loss", ("results", "loss", "loss"), scale=1)
+    change = _is_relative(report)
+    title = f"loss, change from {label(report['baseline'])}, nats a token" if change else "loss, nats a token"
+    return _plot(report, points, title, better="low")
+
+
+@styled
+def recall(report: Report) -> Figure | None:
+    """KV share against the change of recall from the baseline in percentage points, or the recall in per cent."""
+    points = _points(report, "recall", ("results", "recall", "accuracy"), scale=100)
+    change = _is_relative(report)
+    title = f"recall, change from {label(report['baseline'])}, points" if change else "recall, %"
+    return _plot(report, points, title, better="high")
+
+
+def frontier(points: list[tuple[float, float]], better: str) -> list[int]:
+    """Indices, by growing x, of the points (x, y) that no other point beats.
+
+    A point is beaten by one that is no worse in both and better in one; x is better low, y as `better` says
+    ("low" or "high"). Of equal points the first stays.
+    """
+    sign = 1 if better == "low" else -1
+    kept: list[int] = []
+    for index in sorted(range(len(points)), key=lambda i: (points[i][0], sign * points[i][1])):
+        if not kept or sign * points[index][1] < sign * points[kept[-1]][1]:
+            kept.append(index)
+    return kept
+
+
+def _is_relative(report: Report) -> bool:
+    return report.get("baseline") is not None
+
+
+def _points(report: Report, compared: str, path: tuple[str, ...], scale: float) -> list[Point]:
+    found = []
+    for row, look in zip(report["rows"], looks(report), strict=True):
+        x = dig(row, "kv", "ratio" if _is_relative(report) else "bytes_per_token")
+        value, change = dig(row, *path), dig(row, "comparison", compared) or {}
+        y = value
+        if _is_relative(report):
+            y = 0.0 if row.get("role") == "baseline" else change.get("difference")
+        if value is None or y is None or not x or not math.isfinite(y):
+            continue
+        bounds = [change.get("low"), change.get("high")]
+        low, high = bounds if all(b is not None and math.isfinite(b) for b in bounds) else (y, y)
+        found.append(Point(row, look, x, scale * y, scale * low, scale * high))
+    return found
+
+
+def _plot(report: Report, points: list[Point], title: str, better: str) -> Figure | None:
+    if len(points) < 2:
+        return None
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+    ax = figure.add_subplot()
+    best = [points[i] for i in frontier([(p.x, p.y) for p in points], better)]
+    ax.plot(
+        [p.x for p in best],
+        [p.y for p in best],
+        color=MUTED,
+        linewidth=1,
+        linestyle=(0, (4, 3)),
+        drawstyle="steps-post",
+        zorder=1,
+        label="no row is better at both",
+    )
+    for point in points:
+        # Interval ends are drawn as they are: a paired bootstrap interval need not hold its own estimate.
+        ax.plot([point.x] * 2, [point.low, point.high], color=point.look.colour, linewidth=1.4, zorder=2)
+        ax.plot(
+            [point.x],
+            [point.y],
+            marker=point.look.marker,
+            markersize=7,
+            linestyle="none",
+            markerfacecolor="none" if point.row.get("role") == HOLLOW else point.look.colour,
+            markeredgecolor=point.look.colour,
+            markeredgewidth=1.6,
+            zorder=3,
+        )
+    if _is_relative(report):
+        share_axis(ax, [p.x for p in points])
+        change_axis(ax, [value for p in points for value in (p.y, p.low, p.high)])
+        ax.set_xlabel("KV bytes a token, share of the baseline's")
+    else:
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
+        ax.set_xlabel("KV bytes a token")
+    ax.set_ylabel(title)
+    _legend(ax, {p.row.get("role") for p in points}, better)
+    _name_points(figure, ax, points, best)
+    return figure
+
+
+def _legend(ax: Axes, roles: set, better: str) -> None:
+    words = {"baseline": ("D", "baseline"), "checkpoint": ("o", "checkpoint"), "variant": ("s", "cheap baseline")}
+    for role, (marker, text) in words.items():
+        if role in roles:
+            fill = "none" if role == HOLLOW else MUTED
+            ax.plot([], [], marker=marker, linestyle="none", markerfacecolor=fill, markeredgecolor=MUTED, label=text)
+    corner = "upper right" if better == "low" else "lower right"
+    ax.legend(loc=corner, labelcolor=INK, title="bars: 95% intervals", alignment="left")
+
+
+def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point]) -> None:
+    """Writes every name beside its point, at the first place around it where it covers nothing drawn before."""
+    figure.draw_without_rendering()
+    renderer = figure.canvas.get_renderer() if hasattr(figure.canvas, "get_renderer") else None
+    marks = [ax.transData.transform((p.x, p.y)) for p in points]
+    taken = [(x - 7, y - 7, x + 7, y + 7) for x, y in marks]
+    taken.append(ax.get_legend().get_window_extent(renderer).extents)
+    taken += _steps([ax.transData.transform((p.x, p.y)) for p in best])
+    frame = ax.get_window_extent(renderer).extents
+    for point in sorted(points, key=lambda p: p.x):
+        chosen = None
+        for dx, dy, ha, va in PLACES:
+            text = ax.annotate(
+                label(point.row["name"]),
+                (point.x, point.y),
+                (dx, dy),
+                textcoords="offset points",
+                ha=ha,
+                va=va,
+                fontsize=8.5,
+                color=INK,
+                zorder=4,
+            )
+            box = text.get_window_extent(renderer).extents
+            clashes = sum(_overlap(box, other) for other in taken) + 5 * (1 - _inside(box, frame))
+            if chosen is None or clashes < chosen[0]:
+                if chosen is not None:
+                    chosen[1].remove()
+                chosen = (clashes, text, box)
+            else:
+                text.remove()
+            if clashes == 0:
+                break
+        taken.append(chosen[2])
+
+
+PLACES = tuple(
+    (dx * reach, dy * reach, ha, va)
+    for reach in (1, 2.2, 3.6)
+    for dx, dy, ha, va in (
+        (8, 0, "left", "center"),
+        (7, 7, "left", "bottom"),
+        (7, -7, "left", "top"),
+        (-8, 0, "right", "center"),
+        (-7, 7, "right", "bottom"),
+        (-7, -7, "right", "top"),
+        (0, 9, "center", "bottom"),
+        (0, -9, "center", "top"),
+    )
+)
+"""Places of a name around its point: offset in points and alignment, best first."""
+
+
+def _steps(corners: list) -> list[tuple]:
+    """The boxes that the frontier's line takes: from each point across to the next one's place, then up or down."""
+    boxes = []
+    for (x, y), (next_x, next_y) in pairwise(corners):
+        boxes.append((x, y - 1, next_x, y + 1))
+        boxes.append((next_x - 1, min(y, next_y), next_x + 1, max(y, next_y)))
+    return boxes
+
+
+def _overlap(one: tuple, other: tuple) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def _inside(box: tuple, frame: tuple) -> bool:
+    return box[0] >= frame[0] and box[1] >= frame[1] and box[2] <= frame[2] and box[3] <= frame[3]

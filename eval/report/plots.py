@@ -1,0 +1,178 @@
+"""The plots of a report. Each takes the report and gives a matplotlib `Figure`, or None if there is nothing to draw.
+
+Figures are made without pyplot: nothing global changes and nothing has to be closed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from surgery.eval.report.axes import bytes_axis, change_axis, context_axis, decades_axis
+from surgery.eval.report.style import INK, MUTED, Look, label, looks, styled
+from surgery.eval.report.tables import Report, Row, dig
+
+WIDTH = 12.0
+"""Inches; at the page's 96 pixels an inch all of a page's column."""
+
+
+@styled
+def loss_by_position(report: Report) -> Figure | None:
+    """Loss along the context, and beside it what each row loses against the baseline, nats a token."""
+    drawn = [
+        (row, look, {(b["start"] + b["end"]) / 2: b["loss"] for b in dig(row, "results", "loss", "by_position")})
+        for row, look in zip(report["rows"], looks(report), strict=True)
+        if dig(row, "results", "loss", "by_position")
+    ]
+    if not drawn:
+        return None
+    base = next((losses for row, _, losses in drawn if row["name"] == report.get("baseline")), None)
+    compares = base is not None and len(drawn) > 1
+    figure, axes = _panels(2 if compares else 1, height=3.6)
+    for row, look, losses in drawn:
+        _line(axes[0], list(losses), list(losses.values()), row, look)
+        if compares:
+            shared = [x for x in losses if x in base]
+            _line(axes[1], shared, [losses[x] - base[x] for x in shared], row, look)
+    axes[0].set_title("Loss by position")
+    axes[0].set_ylabel("nats a token")
+    if compares:
+        axes[1].set_title(f"Change from {label(report['baseline'])}")
+        change_axis(axes[1], _heights(axes[1]))
+    buckets = [bucket for row, *_ in drawn for bucket in row["results"]["loss"]["by_position"]]
+    for ax in axes:
+        if len({bucket["end"] - bucket["start"] for bucket in buckets}) > 2:  # growing, and perhaps a cut last one
+            context_axis(ax, [bucket["end"] for bucket in buckets])
+        ax.set_xlabel("position in the sequence, tokens")
+    return _with_legend(figure, axes)
+
+
+@styled
+def speed(report: Report) -> Figure | None:
+    """Decoded tokens a second against context, a panel a batch size: measured solid, its roofline dashed."""
+    points = [
+        (row, look, point)
+        for row, look in zip(report["rows"], looks(report), strict=True)
+        for point in dig(row, "results", "speed", "points") or []
+        if positive(point.get("decode_tokens_per_second"))
+    ]
+    if not points:
+        return None
+    batches = sorted({point["batch"] for *_, point in points})
+    figure, axes = _panels(len(batches), height=3.8)
+    for ax, batch in zip(axes, batches, strict=True):
+        for row, look in zip(report["rows"], looks(report), strict=True):
+            mine = sorted((p for r, _, p in points if r is row and p["batch"] == batch), key=lambda p: p["context"])
+            _line(ax, [p["context"] for p in mine], [p["decode_tokens_per_second"] for p in mine], row, look)
+            roof = [(p["context"], dig(p, "roofline", "decode_tokens_per_second")) for p in mine]
+            roof = [(x, y) for x, y in roof if positive(y)]
+            ax.plot(*_columns(roof), color=look.colour, linestyle=(0, (3, 2)), linewidth=0.9, alpha=0.75)
+        ax.set_title(f"Decoding, batch {batch}")
+        context_axis(ax, [p["context"] for *_, p in points])
+        decades_axis(ax, _heights(ax))
+        ax.set_ylabel("tokens a second" if ax is axes[0] else "")
+    axes[0].plot([], [], color=MUTED, linestyle=(0, (3, 2)), linewidth=0.9, label="roofline of the row")
+    return _with_legend(figure, axes)
+
+
+@styled
+def memory(report: Report) -> Figure | None:
+    """Bytes against context: the KV cache, and the peaks of prefill and decoding above the weights."""
+    kinds = {
+        "cache_bytes": "KV cache",
+        "peak_prefill_bytes": "Peak of prefill, above the weights",
+        "peak_decode_bytes": "Peak of decoding, above the weights",
+    }
+    series = {
+        kind: [
+            (row, look, [(p["context"], p[kind]) for p in contexts if positive(p.get(kind))])
+            for row, look in zip(report["rows"], looks(report), strict=True)
+            if (contexts := dig(row, "results", "memory", "contexts"))
+        ]
+        for kind in kinds
+    }
+    series = {kind: rows for kind, rows in series.items() if any(points for *_, points in rows)}
+    if not series:
+        return None
+    figure, axes = _panels(len(series), height=3.6)
+    for ax, (kind, rows) in zip(axes, series.items(), strict=True):
+        for row, look, points in rows:
+            _line(ax, *_columns(points), row, look)
+        ax.set_title(kinds[kind])
+        context_axis(ax, [x for *_, points in rows for x, _ in points])
+        bytes_axis(ax, [y for *_, points in rows for _, y in points])
+    return _with_legend(figure, axes)
+
+
+@styled
+def layer_errors(report: Report) -> Figure | None:
+    """Relative error of each converted layer's own output, a panel for each lossy stage; and the ranks if they vary."""
+    rows = [
+        (row, look, layers)
+        for row, look in zip(report["rows"], looks(report), strict=True)
+        if (layers := dig(row, "conversion", "layers"))
+    ]
+    stages = list(dict.fromkeys(stage for *_, layers in rows for x in layers for stage in x.get("measured") or {}))
+    panels: dict[str, Callable[[dict], float | None]] = {
+        f"Error after {stage}": lambda layer, stage=stage: dig(layer, "measured", stage) for stage in stages
+    }
+    if any(layer.get("latent_error_share") for *_, layers in rows for layer in layers):
+        panels["Energy outside the latent, predicted"] = lambda layer: layer.get("latent_error_share")
+    if any(len({layer.get("rank") for layer in layers}) > 1 for *_, layers in rows):
+        panels["Rank"] = lambda layer: layer.get("rank")
+    if not panels:
+        return None
+    figure, axes = _panels(len(panels), height=3.4)
+    for ax, (title, value) in zip(axes, panels.items(), strict=True):
+        for row, look, layers in rows:
+            _line(ax, *_columns([(x["layer"], value(x)) for x in layers if positive(value(x))]), row, look)
+        ax.set_title(title)
+        ax.set_xlabel("layer")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9))
+        if title != "Rank" and _heights(ax):
+            decades_axis(ax, _heights(ax))
+        if title.startswith("Error"):
+            ax.set_ylabel("relative error" if ax is axes[0] else "")
+    return _with_legend(figure, axes)
+
+
+def _panels(number: int, height: float) -> tuple[Figure, list[Axes]]:
+    """A figure with panels side by side, at most three in a line; four make a square."""
+    across = 2 if number == 4 else min(number, 3)
+    down = -(-number // across)
+    figure = Figure(figsize=(WIDTH * (0.62 if number == 1 else 1), height * down), layout="constrained")
+    return figure, [figure.add_subplot(down, across, index + 1) for index in range(number)]
+
+
+def _line(ax: Axes, x: Sequence[float], y: Sequence[float | None], row: Row, look: Look) -> None:
+    """A row's line through what was measured and is finite; a broken checkpoint's NaN leaves a gap."""
+    y = [value if value is not None and math.isfinite(value) else math.nan for value in y]
+    if all(map(math.isnan, y)):
+        return
+    style = {"color": look.colour, "linestyle": look.dashes, "marker": look.marker, "markersize": 3.5}
+    ax.plot(x, y, **style, label=label(row["name"]))
+
+
+def _heights(ax: Axes) -> list[float]:
+    """The finite heights of everything drawn so far."""
+    return [y for line in ax.lines for y in line.get_ydata() if math.isfinite(y)]
+
+
+def _with_legend(figure: Figure, axes: list[Axes]) -> Figure:
+    """One legend below all panels, of every line that is in any of them."""
+    found = {text: handle for ax in axes for handle, text in zip(*ax.get_legend_handles_labels(), strict=True)}
+    figure.legend(found.values(), found.keys(), loc="outside lower left", ncols=5, handlelength=2.6, labelcolor=INK)
+    return figure
+
+
+def positive(value: float | None) -> bool:
+    """Whether a logarithmic axis can show it."""
+    return value is not None and math.isfinite(value) and value > 0
+
+
+def _columns(pairs: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in pairs], [y for _, y in pairs]

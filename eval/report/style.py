@@ -1,0 +1,124 @@
+"""How all plots of a report look: one colour a row, one set of lines, and the same bytes for the same report."""
+
+from __future__ import annotations
+
+import io
+import unicodedata
+from collections.abc import Callable
+from functools import wraps
+from itertools import cycle
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from surgery.errors import SurgeryError
+from surgery.eval.report.tables import Report
+
+INK, MUTED, GRID, PAPER = "#1b1f24", "#5d6670", "#dfe3e8", "#fefefd"
+"""Text, axes, lines behind the data, ground. Used for nothing else, so that a page can put its own in their place."""
+
+# Okabe and Ito's colour-blind safe set (https://jfly.uni-koeln.de/color/) without its black and its faint yellow.
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+BASELINE_COLOUR = "#767d86"
+DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
+MARKERS = {"baseline": "D", "variant": "s", "checkpoint": "o"}
+LABEL_LENGTH = 40
+
+STYLE = {
+    "figure.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "axes.facecolor": "none",
+    "font.family": ["DejaVu Sans"],  # comes with matplotlib: the same picture everywhere
+    "font.size": 9,
+    "text.color": INK,
+    "text.parse_math": False,  # names of rows may hold dollar signs
+    "axes.labelcolor": INK,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "surgery",
+    "svg.id": None,
+}
+
+
+class Look(NamedTuple):
+    """How one row is drawn in every plot."""
+
+    colour: str
+    dashes: str | tuple
+    marker: str
+
+
+def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure | None]:
+    """Draws in the style of all plots, whatever the process has set."""
+
+    @wraps(draw)
+    def inner(report: Report) -> Figure | None:
+        with matplotlib.rc_context(_known_style()):
+            return draw(report)
+
+    return inner
+
+
+def looks(report: Report) -> list[Look]:
+    """The look of each row. Colours repeat after six rows, then with other dashes; the baseline is grey."""
+    styles = cycle((colour, dashes) for dashes in DASHES for colour in PALETTE)
+    return [
+        Look(BASELINE_COLOUR, "-", MARKERS["baseline"])
+        if row.get("role") == "baseline"
+        else Look(*next(styles), MARKERS.get(row.get("role"), "o"))
+        for row in report["rows"]
+    ]
+
+
+def label(text: object) -> str:
+    """A name that can stand in a picture: one line of at most 40 printable characters."""
+    shown = "".join(" " if unicodedata.category(c).startswith(("C", "Z")) else c for c in str(text)).strip()
+    return shown if len(shown) <= LABEL_LENGTH else shown[: LABEL_LENGTH - 1] + "…"
+
+
+def to_svg(figure: Figure) -> str:
+    """The figure as SVG; equal figures give equal text."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context(_known_style()):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
+
+
+def save_png(figure: Figure, path: Path, dpi: int = 144) -> Path:
+    """Writes the figure as PNG, without a date or a version inside.
+
+    Raises:
+        SurgeryError: the file cannot be written.
+    """
+    try:
+        with matplotlib.rc_context(_known_style()):
+            figure.savefig(path, format="png", dpi=dpi, metadata={"Software": None})
+    except OSError as error:
+        raise SurgeryError(f"cannot write {path}: {error.strerror}") from None
+    return path
+
+
+def _known_style() -> dict:
+    """The style without the settings that an older matplotlib does not have."""
+    return {key: value for key, value in STYLE.items() if key in matplotlib.rcParams}

@@ -1,0 +1,158 @@
+"""The report in Weights & Biases: a run a row, beside the run that healed the checkpoint."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from surgery.errors import SurgeryError
+from surgery.eval.report.figures import save_needle_png, save_pngs
+from surgery.eval.report.page_details import healing_run
+from surgery.eval.report.tables import Report, Row, columns, dig, scalars
+
+PARETO = ("pareto-loss", "pareto-recall")
+NAME_LENGTH = 128
+"""Of a run or a group, as far as the service takes it."""
+
+
+def log_to_wandb(
+    report: Report,
+    *,
+    project: str,
+    mode: Literal["online", "offline"],
+    entity: str | None = None,
+    folder: Path,
+    figures: Mapping[str, Path] | None = None,
+) -> list[str]:
+    """Writes one wandb run of job type ``eval`` for each row, and finishes it before the next.
+
+    The configuration holds the settings, tasks, environment, and how the row was made; the summary holds the headline
+    numbers, their changes from the baseline and all of `tables.scalars`. Rows of one report share a group, the title.
+    A row whose checkpoint was healed in a wandb run is instead in the group of that run's id, and names it in its
+    configuration as ``healing_run``: ``entity/project/run_id``.
+
+    Args:
+        mode: "offline" writes to `folder` only; ``wandb sync`` uploads it later.
+        folder: where wandb keeps its files; made if missing.
+        figures: PNG files of plots of the whole report by name, shown in every run; None for quality against KV bytes.
+
+    Returns:
+        For each row the address of its run, or its folder if offline.
+
+    Raises:
+        SurgeryError: wandb is missing or refuses, or the folder cannot be made.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise SurgeryError("logging to wandb needs wandb: pip install wandb") from None
+    found = []
+    with tempfile.TemporaryDirectory() as pictures:
+        needles = save_needle_png(report, Path(pictures))
+        if figures is None:
+            figures = save_pngs(report, Path(pictures), PARETO)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for row in report["rows"]:
+                images = {f"plots/{name}": path for name, path in figures.items()}
+                if row["name"] in needles:
+                    images["needle"] = needles[row["name"]]
+                run = wandb.init(
+                    project=project,
+                    entity=entity,
+                    name=str(row["name"])[:NAME_LENGTH],
+                    group=group(row, report),
+                    job_type="eval",
+                    config=config(row, report),
+                    dir=str(folder),
+                    mode=mode,
+                    settings=wandb.Settings(silent=True, console="off"),
+                )
+                # A run of the service's own context: it is finished, and marked as failed, should logging fail.
+                with run:
+                    tables = {name: wandb.Table(columns=heads, data=data) for name, heads, data in _tables(row)}
+                    run.log(tables | {name: wandb.Image(str(path)) for name, path in images.items()})
+                    run.summary.update(summary(row, report))
+                    found.append(str(Path(run.dir).parent) if mode == "offline" else str(run.url))
+        except wandb.Error as error:
+            raise SurgeryError(f"wandb: {error}; `wandb login` first, or choose offline") from None
+        except OSError as error:
+            raise SurgeryError(f"cannot write wandb's files to {folder}: {error.strerror}") from None
+    return found
+
+
+def group(row: Row, report: Report) -> str | None:
+    """The group of a row's run: the id of the run that healed it, else the report's title."""
+    name = dig(row, "conversion", "healing", "wandb", "run_id") or report.get("title")
+    return str(name)[:NAME_LENGTH] if name else None
+
+
+def config(row: Row, report: Report) -> dict[str, Any]:
+    """What decided the numbers of a row. Layers of a conversion are left to a table."""
+    told = {
+        key: report.get(key)
+        for key in (
+            "settings",
+            "tasks",
+            "environment",
+            "tokenizer",
+            "baseline",
+            "command",
+            "created",
+            "surgery_version",
+        )
+    }
+    told |= {key: row.get(key) for key in ("role", "path", "sha256", "class", "dtype", "variant")}
+    conversion = row.get("conversion")
+    if conversion:
+        told["conversion"] = {key: value for key, value in conversion.items() if key != "layers"}
+        if run := healing_run(conversion):
+            told["healing_run"] = run
+    return told
+
+
+def summary(row: Row, report: Report) -> dict[str, float]:
+    """Headline numbers by column key, ``KEY/change``, ``KEY/low`` and ``KEY/high``, and `tables.scalars`."""
+    found: dict[str, float | str | None] = {}
+    for column in columns(report):
+        if column.key == "name":
+            continue
+        found[column.key] = column.value(row, report)
+        for key, value in (column.change(row) or {}).items():
+            if not (column.is_difference and key == "difference"):
+                found[f"{column.key}/{'change' if key == 'difference' else key}"] = value
+    found |= {key.replace(".", "/"): value for key, value in scalars(row).items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _tables(row: Row) -> Iterator[tuple[str, list[str], list[list]]]:
+    """Name, column names and lines of every table of a row."""
+    results = row.get("results") or {}
+    by_position = dig(results, "loss", "by_position") or []
+    ruler = [
+        [int(length), task, score.get("score"), score.get("samples"), bool(score.get("generated"))]
+        for length, part in (dig(results, "ruler", "lengths") or {}).items()
+        for task, score in (part.get("tasks") or {}).items()
+    ]
+    layers = dig(row, "conversion", "layers") or []
+    stages = list(dict.fromkeys(stage for layer in layers for stage in layer.get("measured") or {}))
+    found = {
+        "loss_by_position": (
+            ["start", "end", "loss", "tokens"],
+            [[part.get(key) for key in ("start", "end", "loss", "tokens")] for part in by_position],
+        ),
+        "ruler_style": (["length", "task", "score", "samples", "generated_data"], ruler),
+        "completions": (
+            ["prompt", "text"],
+            [[one["prompt"], one["text"]] for one in dig(results, "generate", "completions") or []],
+        ),
+        "layers": (
+            ["layer", "rank", *stages],
+            [[x.get("layer"), x.get("rank"), *(dig(x, "measured", stage) for stage in stages)] for x in layers],
+        ),
+    }
+    for name, (heads, data) in found.items():
+        if data:
+            yield name, heads, data

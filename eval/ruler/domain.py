@@ -1,0 +1,162 @@
+"""The wording of RULER-style tasks: RULER's own for text, and comments of Python source for code.
+
+`TEXT` has RULER's prompts to the letter (Hsieh et al., arXiv:2404.06654; github.com/NVIDIA/RULER, Apache-2.0,
+scripts/data/synthetic/constants.py), its misspelling included, since scores compare only so. One blank is left out: the
+one that ends RULER's prompt of variable tracking, which no tokenizer with blanks in front of words joins to an answer.
+
+`CODE` puts the same tasks to models that were trained on source code and would not follow an English instruction:
+
+- the haystack is source text, line by line, and the noise a line without effect;
+- needles are the comments of `surgery.eval.recall` and the question is its question, so the instruction before the
+  haystack is gone; numbers have five digits as there, uuids are RULER's;
+- variable tracking has assignments of Python; lists, documents and questions are comments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from surgery.errors import SurgeryError
+from surgery.eval.haystack import REPEATED_SENTENCE, Haystack, python_reference
+from surgery.eval.recall import FACT, QUESTION
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Wording of one domain.
+
+    Attributes:
+        name: "text" or "code".
+        split: makes a haystack of a text.
+        noise: the repeated line.
+        join: what stands between lines of noise and needles; nothing if they have their own ends.
+        needle: a fact, of `kind` ("numbers" or "uuids"), `key` and `value`.
+        digits: of a number that is asked for.
+        find_one, find_all: prompts for one value and for several, of `kind` ("number"; "numbers"), `context`, `query`.
+        root, hop: assignments of a `value` to a `name`, and of the variable `source`.
+        assignments_end, assignments_join: how noise lines end and what stands between lines, in variable tracking.
+        track: prompt of variable tracking, of `context`, `value`, `count`.
+        common, frequent: prompts for the most common words, of `context`.
+        document: of `number` and `text`; documents_join stands between documents.
+        ask: prompt of question answering, of `context` and `question`.
+    """
+
+    name: str
+    split: Callable[[str], Haystack]
+    noise: str
+    join: str
+    needle: str
+    digits: int
+    find_one: str
+    find_all: str
+    root: str
+    hop: str
+    assignments_end: str
+    assignments_join: str
+    track: str
+    common: str
+    frequent: str
+    document: str
+    documents_join: str
+    ask: str
+
+
+TEXT = Domain(
+    name="text",
+    split=Haystack.of_words,
+    noise=REPEATED_SENTENCE,
+    join="\n",
+    needle="One of the special magic {kind} for {key} is: {value}.",
+    digits=7,
+    find_one=(
+        "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about the {kind} afterwards.\n{context}\n"
+        "What is the special magic {kind} for {query} mentioned in the provided text? "
+        "The special magic {kind} for {query} mentioned in the provided text is"
+    ),
+    find_all=(
+        "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about the {kind} afterwards.\n{context}\n"
+        "What are all the special magic {kind} for {query} mentioned in the provided text? "
+        "The special magic {kind} for {query} mentioned in the provided text are"
+    ),
+    root="VAR {name} = {value}",
+    hop="VAR {name} = VAR {source} ",
+    assignments_end="\n",
+    assignments_join=" ",
+    track=(
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
+        "Question: Find all variables that are assigned the value {value} in the text above. "
+        "Answer: According to the chain(s) of variable assignment in the text above, "
+        "{count} variables are assgined the value {value}, they are:"
+    ),
+    common=(
+        "Below is a numbered list of words. In these words, some appear more often than others. "
+        "Memorize the ones that appear most often.\n{context}\n"
+        "Question: What are the 10 most common words in the above list? "
+        "Answer: The top 10 words that appear most often in the list are:"
+    ),
+    frequent=(
+        "Read the following coded text and track the frequency of each coded word. "
+        "Find the three most frequently appeared coded words. {context}\n"
+        "Question: Do not provide any explanation. Please ignore the dots '....'. "
+        "What are the three most frequently appeared words in the above coded text? "
+        "Answer: According to the coded text above, the three most frequently appeared words are:"
+    ),
+    document="Document {number}:\n{text}",
+    documents_join="\n\n",
+    ask=(
+        "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+        "\n\nThe following are given documents.\n\n{context}\n\n"
+        "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+        "\n\nQuestion: {question} Answer:"
+    ),
+)
+
+CODE = Domain(
+    name="code",
+    split=Haystack.of_lines,
+    noise="assert True\n",
+    join="",
+    needle=FACT.format(name="{key}", value="{value}"),
+    digits=5,
+    find_one="{context}" + QUESTION.format(name="{query}"),
+    find_all="{context}\n# Recall: the secret keys of {query} are",
+    root="{name} = {value}\n",
+    hop="{name} = {source}\n",
+    assignments_end="",
+    assignments_join="",
+    track="{context}\n# The {count} variables that are equal to {value}:",
+    common="# A numbered list of words, some of them many times:\n# {context}\n# The 10 most common words of the list:",
+    frequent="# A text:\n# {context}\n# The three most frequent words of the text, without the dots:",
+    document="# Document {number}:\n# {text}\n",
+    documents_join="\n",
+    ask="{context}\n# Question: {question}\n# Answer:",
+)
+
+DOMAINS = {domain.name: domain for domain in (TEXT, CODE)}
+
+
+def find_domain(name: str) -> Domain:
+    """The domain of that name.
+
+    Raises:
+        SurgeryError: there is none.
+    """
+    if name not in DOMAINS:
+        raise SurgeryError(f"there is no domain {name!r} of tasks: choose from {', '.join(DOMAINS)}")
+    return DOMAINS[name]
+
+
+def haystack_text(domain: Domain, text: str | None) -> str:
+    """`text`, or if there is none the prose that every machine has.
+
+    Raises:
+        SurgeryError: the text is empty, or there is none and the domain is code.
+    """
+    if text is None and domain.name == "code":
+        raise SurgeryError("tasks of the code domain hide facts in source text: give them a file of it")
+    if text is not None and not text.strip():
+        raise SurgeryError("the haystack text is empty: give a text file with some words in it")
+    return python_reference() if text is None else text

@@ -1,0 +1,108 @@
+"""Needles in a haystack: eight of RULER's tasks."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from dataclasses import dataclass
+
+import numpy as np
+
+from surgery.eval.recall import NAMES
+from surgery.eval.ruler.sample import Draft, Setting
+from surgery.eval.word_lists import adjective_noun, draw_distinct
+
+DEPTHS = tuple(np.round(np.linspace(0, 100, 40)).astype(int).tolist())
+"""Percent of the sentences of prose after which a needle may stand."""
+
+
+@dataclass(frozen=True)
+class Needles:
+    """One task: draws a prompt with a haystack of the given size.
+
+    Attributes:
+        haystack: "noise" (one line again and again), "prose" (the text of the setting), or "needles" (facts that
+            nobody asks for).
+        keys: facts have different keys; so many are planted besides the haystack,
+        values: each with so many values,
+        asked: and all values of so many keys are asked for.
+        key_kind: "words" or "uuids".
+        value_kind: "numbers" or "uuids".
+    """
+
+    haystack: str
+    keys: int = 1
+    values: int = 1
+    asked: int = 1
+    key_kind: str = "words"
+    value_kind: str = "numbers"
+
+    @property
+    def least(self) -> int:
+        """The smallest haystack: one word or line of prose, or else a line for every needle."""
+        return 1 if self.haystack == "prose" else self.keys * self.values
+
+    def __call__(self, setting: Setting, size: int) -> Draft:
+        """A prompt with `size` lines of noise or facts, or units of prose."""
+        domain, rng = setting.domain, setting.rng("facts")
+        keys = draw_distinct(rng, lambda rng: self._key(rng, setting), self.keys)
+        facts = {key: draw_distinct(rng, lambda rng: self._value(rng, setting), self.values) for key in keys}
+        needles = [self._needle(setting, key, value) for key in keys for value in facts[key]]
+        rng.shuffle(needles)
+        asked = rng.sample(keys, self.asked)
+        query = asked[0] if len(asked) == 1 else ", ".join(asked[:-1]) + ", and " + asked[-1]
+        references = tuple(value for key in asked for value in facts[key])
+
+        several = len(references) > 1
+        prompt = (domain.find_all if several else domain.find_one).format(
+            kind=self.value_kind if several else self.value_kind.removesuffix("s"),
+            context=self._context(setting, size, needles, set(keys)),
+            query=query,
+        )
+        return Draft(prompt, references)
+
+    def _context(self, setting: Setting, size: int, needles: list[str], taken: set[str]) -> str:
+        domain, rng, places = setting.domain, setting.rng("haystack"), setting.rng("places")
+        if self.haystack == "prose":
+            lines = setting.haystack.sentences(rng.randrange(len(setting.haystack.units)), size)
+            cuts = sorted(int(len(lines) * depth / 100) for depth in places.sample(DEPTHS, len(needles)))
+            join = setting.haystack.separator
+        else:
+            if self.haystack == "noise":
+                lines = [domain.noise] * size
+            else:
+                keys = draw_distinct(rng, lambda rng: self._key(rng, setting), size + len(taken))
+                keys = [key for key in keys if key not in taken][:size]
+                values = setting.rng("distractors")
+                lines = [self._needle(setting, key, self._value(values, setting)) for key in keys]
+            cuts = sorted(places.sample(range(size), len(needles)))
+            join = domain.join
+        for cut, needle in zip(reversed(cuts), reversed(needles), strict=True):
+            lines.insert(cut, needle)
+        return join.join(lines)
+
+    def _needle(self, setting: Setting, key: str, value: str) -> str:
+        return setting.domain.needle.format(kind=self.value_kind, key=key, value=value)
+
+    def _key(self, rng: random.Random, setting: Setting) -> str:
+        if self.key_kind == "uuids":
+            return random_uuid(rng)
+        if setting.domain.name == "text":
+            return adjective_noun(rng)
+        if self.haystack != "needles":
+            return rng.choice(NAMES)
+        # A haystack of facts needs more than 24 names: two of them make 552, three 12 thousand, four 255 thousand.
+        return "_".join(rng.sample(NAMES, 2 if setting.length <= 4096 else 3 if setting.length <= 65536 else 4))
+
+    def _value(self, rng: random.Random, setting: Setting) -> str:
+        return random_uuid(rng) if self.value_kind == "uuids" else random_number(rng, setting.domain.digits)
+
+
+def random_number(rng: random.Random, digits: int) -> str:
+    """A number of so many digits, the first of which is not 0."""
+    return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
+
+
+def random_uuid(rng: random.Random) -> str:
+    """A uuid of version 4 whose bits come from `rng`."""
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))

@@ -1,0 +1,132 @@
+"""The thirteen tasks of the RULER-style suite, and prompts that fit a length.
+
+After "RULER: What's the Real Context Size of Your Long-Context Language Models?" (Hsieh et al., arXiv:2404.06654). What
+differs from it: the questions of `qa_1` and `qa_2` are generated, prose is any text instead of Paul Graham's essays and
+starts at a random place of it, words come from an own list, prompts fill the length to within one unit of haystack (or
+a thousandth of the length) instead of up to 500, and every key of a sample is a different one. Lengths that a task
+cannot meet are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from transformers import PreTrainedTokenizerBase
+
+from surgery.errors import SurgeryError
+from surgery.eval.haystack import Haystack, largest_fit
+from surgery.eval.ruler.aggregation import LEAST_CODED, LEAST_WORDS, draft_common_words, draft_frequent_words
+from surgery.eval.ruler.domain import Domain
+from surgery.eval.ruler.niah import Needles
+from surgery.eval.ruler.questions import draft_one_hop, draft_two_hops
+from surgery.eval.ruler.sample import Draft, Sample, Setting
+from surgery.eval.ruler.tracing import LEAST_NOISE, draft_tracing
+from surgery.eval.sequences import tokenize
+
+VERSION = 1
+"""Goes up with every change that changes a prompt or a score; part of the settings of every result."""
+
+
+@dataclass(frozen=True)
+class RulerSpec:
+    """One task.
+
+    Attributes:
+        draft: makes a sample with a haystack of a size.
+        least: the smallest size.
+        new_tokens: tokens of an answer, by domain. RULER's for text. In code, needles are answered at once by five
+            digits (a token each at worst), but variables are longer than with RULER's tokenizers.
+        any_reference: whether one reference is enough.
+        generated: whether it stands in for a data set.
+    """
+
+    draft: Callable[[Setting, int], Draft]
+    least: int
+    new_tokens: dict[str, int]
+    any_reference: bool = False
+    generated: bool = False
+
+
+def _needles(code_tokens: int, haystack: str, **options: int | str) -> RulerSpec:
+    draft = Needles(haystack, **options)
+    return RulerSpec(draft, draft.least, {"text": 128, "code": code_tokens})
+
+
+def _questions(draft: Callable[[Setting, int], Draft], least: int) -> RulerSpec:
+    return RulerSpec(draft, least, {"text": 32, "code": 32}, any_reference=True, generated=True)
+
+
+TASKS = {
+    "niah_single_1": _needles(16, "noise"),
+    "niah_single_2": _needles(16, "prose"),
+    "niah_single_3": _needles(48, "prose", value_kind="uuids"),
+    "niah_multikey_1": _needles(16, "prose", keys=4),
+    "niah_multikey_2": _needles(16, "needles"),
+    "niah_multikey_3": _needles(48, "needles", key_kind="uuids", value_kind="uuids"),
+    "niah_multivalue": _needles(48, "prose", values=4),
+    "niah_multiquery": _needles(48, "prose", keys=4, asked=4),
+    "vt": RulerSpec(draft_tracing, LEAST_NOISE, {"text": 30, "code": 48}),
+    "cwe": RulerSpec(draft_common_words, LEAST_WORDS, {"text": 120, "code": 120}),
+    "fwe": RulerSpec(draft_frequent_words, LEAST_CODED, {"text": 50, "code": 50}),
+    "qa_1": _questions(draft_one_hop, least=1),
+    "qa_2": _questions(draft_two_hops, least=2),
+}
+
+
+def build(
+    task: str,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    count: int,
+    seed: int,
+    domain: Domain,
+    haystack: Haystack,
+) -> list[Sample]:
+    """`count` samples of a task whose prompts and answers take at most `length` tokens.
+
+    Each has the largest haystack that fits, or one that falls short of the length by no more than a thousandth of it.
+    Sample i is the same whatever `count` is.
+
+    Raises:
+        SurgeryError: there is no such task, or even its smallest sample does not fit.
+    """
+    check_tasks([task])
+    samples: list[Sample] = []
+    size = 0
+    for index in range(count):
+        setting = Setting(domain, haystack, length, seed=f"{seed} {task} {length} {index}")
+        sample, size = _fitted(task, tokenizer, setting, start=size)
+        samples.append(sample)
+    return samples
+
+
+def check_tasks(names: list[str] | tuple[str, ...]) -> None:
+    """Raises SurgeryError for a name that is none of the thirteen."""
+    for name in names:
+        if name not in TASKS:
+            raise SurgeryError(f"there is no RULER-style task {name!r}: choose from {', '.join(TASKS)}")
+
+
+def _fitted(task: str, tokenizer: PreTrainedTokenizerBase, setting: Setting, start: int) -> tuple[Sample, int]:
+    """The sample with the largest haystack that fits, and its size; `start` is a guess of it."""
+    spec = TASKS[task]
+    new_tokens = spec.new_tokens[setting.domain.name]
+    room = setting.length - new_tokens
+    bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+
+    @cache
+    def sample(size: int) -> Sample:
+        draft = spec.draft(setting, size)
+        ids = (*bos, *tokenize(tokenizer, draft.prompt))
+        return Sample(draft.prompt, ids, draft.references, new_tokens, spec.any_reference)
+
+    least = len(sample(spec.least).ids)
+    if least > room:
+        raise SurgeryError(
+            f"the RULER-style task {task} does not fit in {setting.length} tokens: its smallest sample and the answer "
+            f"take {least + new_tokens}; use a greater length or leave the task out"
+        )
+    size = largest_fit(lambda size: len(sample(size).ids), room, spec.least, start, slack=setting.length // 1000)
+    return sample(size), size

@@ -1,0 +1,85 @@
+"""What all tasks of one evaluation share, and what a task is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.eval.distributed import Processes
+
+
+class ProgressLike(Protocol):
+    """Bars on standard error: `surgery.progress.Progress`, or anything with its two methods."""
+
+    def phase(self, name: str, total: int, unit: str = ...) -> AbstractContextManager[Callable[..., None]]:
+        """Gives a function that advances the bar by one, or by what it is given."""
+
+    def note(self, text: str) -> None:
+        """A line between bars."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """What every task needs besides the model.
+
+    Attributes:
+        tokenizer: one for all models of the report; losses over different tokens do not compare.
+        processes: the processes that share the work.
+        progress: bars.
+        batch_size: sequences at a time. Part of a result's identity: rounding depends on it.
+        seed: of every random choice.
+        limit: at most this many samples a task, for a quick look; None for all.
+        scratch: folder for what an interrupted task can go on from, of this model alone; None for nowhere.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    processes: Processes
+    progress: ProgressLike
+    batch_size: int = 8
+    seed: int = 0
+    limit: int | None = None
+    scratch: Path | None = None
+
+
+class Task(Protocol):
+    """One thing to measure. A new task is a file in `eval/tasks/` and a line in its registry.
+
+    Attributes:
+        name: what `--tasks` calls it, and the key of its result in the report.
+        native: whether it is measured in the checkpoint's own dtype (bytes, speed) rather than in the one asked for.
+    """
+
+    name: str
+    native: ClassVar[bool]
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the result besides the model: sizes, seeds, hashes of the data. Plain values.
+
+        Results compare only if these are equal.
+        """
+
+    def run(self, model: PreTrainedModel, session: Session, kept: Any) -> dict[str, Any]:
+        """Measures `model`. Plain values for JSON; per-sample values where a paired comparison needs them.
+
+        `kept` is what `keep` gave for the baseline, for tasks that have it; None otherwise, and where there is no
+        baseline.
+        """
+
+
+@runtime_checkable
+class ComparingTask(Protocol):
+    """A task that compares with the baseline sample by sample while both are at hand."""
+
+    def keep(self, model: PreTrainedModel, session: Session) -> Any:
+        """What is needed of the baseline after it has gone."""
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where a model's inputs go."""
+    return model.get_input_embeddings().weight.device

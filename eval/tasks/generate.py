@@ -1,0 +1,56 @@
+"""What the models write: greedy completions of the same prompts, to be read side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from transformers import PreTrainedModel
+
+from surgery.errors import SurgeryError
+from surgery.eval.generation import complete
+from surgery.eval.sequences import tokenize
+from surgery.eval.session import Session
+
+
+@dataclass(frozen=True)
+class GenerateTask:
+    """Completes texts greedily. No score: a reader sees what the other figures do not say.
+
+    Attributes:
+        prompts: texts to complete. Each gets the tokenizer's bos token in front, if it has one.
+        new_tokens: at most this many tokens each.
+    """
+
+    prompts: tuple[str, ...]
+    new_tokens: int = 64
+    name: ClassVar[str] = "generate"
+    native: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not self.prompts or self.new_tokens < 1:
+            raise SurgeryError(
+                f"generate: {len(self.prompts)} prompts, {self.new_tokens} new tokens: at least 1 of each is needed"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        return {"prompts": list(self.prompts), "new_tokens": self.new_tokens}
+
+    def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
+        """Returns `completions`: for each prompt (the first `session.limit` of them) its text and the model's.
+
+        Raises:
+            SurgeryError: a prompt has no tokens.
+        """
+        tokenizer = session.tokenizer
+        bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        prompts = self.prompts[: session.limit]
+        ids = [bos + tokenize(tokenizer, prompt) for prompt in prompts]
+        texts = [
+            tokenizer.decode(completion, skip_special_tokens=True)
+            for completion in complete(model, session, ids, self.new_tokens, self.name)
+        ]
+        return {
+            "completions": [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)],
+            "new_tokens": self.new_tokens,
+        }

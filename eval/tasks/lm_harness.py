@@ -1,0 +1,46 @@
+"""Tasks of lm-evaluation-harness, its own and the user's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import PreTrainedModel
+
+from surgery.eval import lm_harness
+from surgery.eval.session import Session
+
+
+@dataclass(frozen=True)
+class LmHarnessTask:
+    """One task, group or tag of lm-evaluation-harness.
+
+    Attributes:
+        task: as the harness names it.
+        include_path: folder of the user's own tasks.
+        num_fewshot: examples in each prompt; None for what the task says.
+    """
+
+    task: str
+    include_path: Path | None = None
+    num_fewshot: int | None = None
+    native: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """What `--tasks` calls it."""
+        return f"lm-eval:{self.task}"
+
+    def settings(self) -> dict[str, Any]:
+        """Names the task, and the code and configuration behind the name.
+
+        Raises:
+            SurgeryError: the harness is not installed, the folder does not exist, or there is no such task.
+        """
+        identity = lm_harness.task_identity(self.task, self.include_path)
+        return {"task": self.task, "num_fewshot": self.num_fewshot, **identity}
+
+    def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
+        """Returns the metrics; see `lm_harness.evaluate`."""
+        return lm_harness.evaluate(model, session, self.task, self.include_path, self.num_fewshot)

@@ -1,0 +1,167 @@
+"""Held-out loss: by source and position, in one forward pass and through the live cache, beside the baseline's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import LongTensor, Tensor, nn
+from transformers import PreTrainedModel
+
+from surgery.eval.held_out_text import HeldOutText
+from surgery.eval.loss import LogitReader, check_batch, evaluation_mode
+from surgery.eval.session import Session
+from surgery.eval.token_losses import divergence, losses_of_states, losses_through_cache
+
+FIRST_BUCKET = 32
+"""Tokens in the first position bucket; every later one is as long as all before it."""
+
+
+@dataclass(frozen=True)
+class KeptPredictions:
+    """The baseline's final states, with the head that makes logits of them, so that the model itself can go.
+
+    Attributes:
+        head: None where the states are the logits.
+        states: [B, T - 1, ...] of each batch by its number, on the CPU; only of the batches of this process.
+    """
+
+    head: nn.Module | None
+    states: dict[int, Tensor]
+
+
+@dataclass(frozen=True)
+class LossTask:
+    """Loss, perplexity, bits per byte, KL to the baseline and top-1 agreement on held-out text.
+
+    Attributes:
+        text: the windows.
+        decoded: how many of the last tokens of each are decoded one by one for the through-cache loss; 0 for none.
+    """
+
+    text: HeldOutText
+    decoded: int = 128
+    name: ClassVar[str] = "loss"
+    native: ClassVar[bool] = False
+
+    def settings(self) -> dict[str, Any]:
+        count, length = self.text.tokens.shape
+        return {
+            "windows": count,
+            "length": length,
+            "decoded": self.decoded,
+            "sources": list(self.text.sources),
+            "data_sha256": self.text.sha256,
+        }
+
+    @torch.no_grad()
+    def keep(self, model: PreTrainedModel, session: Session) -> KeptPredictions:
+        """What later models are compared with."""
+        batches = self._batches(session)
+        kept: dict[int, Tensor] = {}
+        with (
+            evaluation_mode(model),
+            session.progress.phase("loss: baseline's predictions", len(batches), "batch") as done,
+        ):
+            reader = LogitReader(model, batches[0][1])
+
+            def run(batch: tuple[int, LongTensor]) -> None:
+                kept[batch[0]] = reader.states(batch[1])[:, :-1].cpu()
+
+            session.processes.map(run, batches, done)
+        return KeptPredictions(reader.frozen_head(), kept)
+
+    @torch.no_grad()
+    def run(self, model: PreTrainedModel, session: Session, kept: KeptPredictions | None) -> dict[str, Any]:
+        batches = self._batches(session)
+        check_batch(batches[0][1], session.batch_size)
+        with evaluation_mode(model), session.progress.phase("loss", len(batches), "batch") as done:
+            reader = LogitReader(model, batches[0][1])
+
+            def measure(batch: tuple[int, LongTensor]) -> dict[str, np.ndarray]:
+                index, tokens = batch
+                states = reader.states(tokens)[:, :-1]
+                found = {"loss": losses_of_states(reader, states, tokens[:, 1:])}
+                if self.decoded:
+                    found["cached"] = losses_through_cache(reader, tokens, self.decoded)
+                if kept is not None:
+                    found["kl"], found["same"] = divergence(reader, states, kept.head, kept.states[index])
+                return {name: value.numpy() for name, value in found.items()}
+
+            found = session.processes.map(measure, batches, done)
+        return self._summary({name: np.concatenate([part[name] for part in found]) for name in found[0]})
+
+    def _batches(self, session: Session) -> list[tuple[int, LongTensor]]:
+        return list(enumerate(self.text.first(session.limit).tokens.split(session.batch_size)))
+
+    def _summary(self, found: dict[str, np.ndarray]) -> dict[str, Any]:
+        """The result of per-token values [N, T - 1]."""
+        losses = found["loss"].astype(np.float64)
+        text = self.text.first(len(losses))
+        source, size = text.source[:, 1:].numpy(), text.bytes[:, 1:].numpy()
+        result = {
+            "sequences": len(losses),
+            "length": text.tokens.shape[1],
+            **_totals(losses, size),
+            "perplexity": _perplexity(losses.mean()),
+            "per_sequence": losses.mean(axis=1).tolist(),
+            "by_source": {
+                name: _totals(losses[source == index], size[source == index])
+                for index, name in enumerate(self.text.sources)
+                if (source == index).any()
+            },
+            "by_position": [
+                {"start": start, "end": end, **_totals(losses[:, start - 1 : end - 1], size[:, start - 1 : end - 1])}
+                for start, end in position_buckets(text.tokens.shape[1])
+            ],
+            "cached": None,
+            "divergence": None,
+        }
+        if "cached" in found:
+            cached = found["cached"].astype(np.float64)
+            result["cached"] = {
+                "loss": float(cached.mean()),
+                "prefill": text.tokens.shape[1] - 1 - self.decoded,
+                "decoded": self.decoded,
+                # Only decoded tokens have seen the cache as decoding sees it; theirs tells more than the mean of all.
+                "decoded_loss": float(cached[:, -self.decoded :].mean()),
+                "decoded_loss_one_forward": float(losses[:, -self.decoded :].mean()),
+                "largest_difference": float(np.abs(cached - losses).max()),
+                "per_sequence": cached.mean(axis=1).tolist(),
+            }
+        if "kl" in found:
+            kl, same = found["kl"].astype(np.float64), found["same"]
+            result["divergence"] = {
+                "kl": float(kl.mean()),
+                "top1_agreement": float(same.mean()),
+                "kl_per_sequence": kl.mean(axis=1).tolist(),
+                "agreement_per_sequence": same.mean(axis=1).tolist(),
+            }
+        return result
+
+
+def position_buckets(length: int) -> list[tuple[int, int]]:
+    """Ranges [start, end) of predicted positions of sequences of `length` tokens: 1-31, 32-63, 64-127, 128-255, ..."""
+    edges = [1]
+    edge = FIRST_BUCKET
+    while edge < length:
+        edges.append(edge)
+        edge *= 2
+    return list(zip(edges, [*edges[1:], length], strict=True))
+
+
+def _totals(losses: np.ndarray, size: np.ndarray) -> dict[str, Any]:
+    nats, bytes_ = float(losses.sum()), int(size.sum())
+    return {
+        "loss": nats / losses.size,
+        "tokens": losses.size,
+        "bits_per_byte": nats / math.log(2) / bytes_ if bytes_ else None,
+    }
+
+
+def _perplexity(loss: float) -> float | None:
+    """None where it is beyond all numbers: JSON has no infinity."""
+    return math.exp(loss) if loss < 700 else None

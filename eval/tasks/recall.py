@@ -1,0 +1,45 @@
+"""Planted recall: the share of five-digit keys, asked for far behind the place where they stood, that are found."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from surgery.eval.loss import LogitReader, evaluation_mode
+from surgery.eval.recall import RecallSet, check_prompts, recall_hits
+from surgery.eval.session import Session
+
+
+@dataclass(frozen=True)
+class RecallTask:
+    """Answers recall prompts greedily; see `surgery.eval.recall`."""
+
+    prompts: RecallSet
+    name: ClassVar[str] = "recall"
+    native: ClassVar[bool] = False
+
+    def settings(self) -> dict[str, Any]:
+        count, length = self.prompts.tokens.shape
+        data = self.prompts.tokens.numpy().tobytes() + self.prompts.answer_mask.numpy().tobytes()
+        return {"prompts": count, "length": length, "data_sha256": hashlib.sha256(data).hexdigest()}
+
+    @torch.no_grad()
+    def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:
+        prompts = RecallSet(self.prompts.tokens[: session.limit], self.prompts.answer_mask[: session.limit])
+        check_prompts(prompts, session.batch_size)
+        size = session.batch_size
+        batches = list(zip(prompts.tokens.split(size), prompts.answer_mask.split(size), strict=True))
+        with evaluation_mode(model), session.progress.phase("recall", len(batches), "batch") as done:
+            reader = LogitReader(model, prompts.tokens)
+            found = session.processes.map(lambda batch: recall_hits(reader, *batch), batches, done)
+        hits = [int(hit) for batch in found for hit in batch]
+        return {
+            "accuracy": sum(hits) / len(hits),
+            "prompts": len(hits),
+            "length": prompts.tokens.shape[1],
+            "hits": hits,
+        }

@@ -1,0 +1,110 @@
+"""Task `ruler`: the RULER-style suite at one length or several."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from transformers import PreTrainedModel
+
+from surgery.errors import SurgeryError
+from surgery.eval.generation import complete
+from surgery.eval.ruler import suite
+from surgery.eval.ruler.domain import find_domain, haystack_text
+from surgery.eval.ruler.sample import Sample, prompts_sha256
+from surgery.eval.session import Session
+
+
+@dataclass(frozen=True)
+class RulerTask:
+    """Thirteen tasks of retrieval, tracing, aggregation and questions; see `surgery.eval.ruler.suite`.
+
+    Attributes:
+        lengths: tokens of prompt and answer together, at most.
+        samples: of each task at each length. The paper has 500.
+        domain: "text" or "code".
+        haystack: the prose or source text; None for the Python language reference (`domain` "text" only).
+        tasks: which of the thirteen, in the order they are run.
+
+    Raises:
+        SurgeryError: a field makes no sense.
+    """
+
+    lengths: tuple[int, ...] = (4096,)
+    samples: int = 50
+    domain: str = "text"
+    haystack: str | None = None
+    tasks: tuple[str, ...] = tuple(suite.TASKS)
+    name: ClassVar[str] = "ruler"
+    native: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self._text()
+        suite.check_tasks(self.tasks)
+        if not self.lengths or not self.tasks or self.samples < 1:
+            raise SurgeryError(
+                f"{len(self.lengths)} lengths, {len(self.tasks)} tasks and {self.samples} samples of the RULER-style "
+                "suite: at least 1 of each is needed"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """Sizes, names, the version of the suite, and the hash of the haystack text."""
+        return {
+            "suite": "RULER-style",
+            "version": suite.VERSION,
+            "domain": self.domain,
+            "lengths": list(self.lengths),
+            "samples": self.samples,
+            "tasks": list(self.tasks),
+            "haystack_sha256": hashlib.sha256(self._text().encode()).hexdigest(),
+        }
+
+    def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:
+        """Mean share of references found, by length and task.
+
+        Returns:
+            "lengths": for each length "tasks" with "score" (0 to 1), "scores" of its samples, "samples", whether its
+            questions are "generated", and "prompts_sha256"; and their "average". "average": mean over the lengths.
+
+        Raises:
+            SurgeryError: a task does not fit in a length. All prompts are built before the first is answered.
+        """
+        prompts = {length: self._samples(session, length) for length in self.lengths}
+        lengths = {}
+        for length, by_task in prompts.items():
+            tasks = {task: _measure(model, session, task, length, samples) for task, samples in by_task.items()}
+            lengths[str(length)] = {"tasks": tasks, "average": _mean([task["score"] for task in tasks.values()])}
+        average = _mean([length["average"] for length in lengths.values()])
+        return {"domain": self.domain, "lengths": lengths, "average": average}
+
+    def _samples(self, session: Session, length: int) -> dict[str, list[Sample]]:
+        domain = find_domain(self.domain)
+        haystack = domain.split(self._text())
+        count = self.samples if session.limit is None else max(1, min(self.samples, session.limit))
+        samples = {}
+        with session.progress.phase(f"ruler prompts, {length} tokens", len(self.tasks), "task") as done:
+            for task in self.tasks:
+                samples[task] = suite.build(task, session.tokenizer, length, count, session.seed, domain, haystack)
+                done()
+        return samples
+
+    def _text(self) -> str:
+        return haystack_text(find_domain(self.domain), self.haystack)
+
+
+def _measure(model: PreTrainedModel, session: Session, task: str, length: int, samples: list[Sample]) -> dict[str, Any]:
+    ids = [sample.ids for sample in samples]
+    outputs = complete(model, session, ids, samples[0].new_tokens, f"{task}, {length} tokens")
+    scores = [sample.score(session.tokenizer.decode(output)) for sample, output in zip(samples, outputs, strict=True)]
+    return {
+        "score": _mean(scores),
+        "scores": scores,
+        "samples": len(scores),
+        "generated": suite.TASKS[task].generated,
+        "prompts_sha256": prompts_sha256(ids),
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,72 @@
+"""Per-token losses of a batch, in one forward pass and through a live cache, and divergence from a baseline."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import LongTensor, Tensor, nn
+
+from surgery.errors import SurgeryError
+from surgery.eval.loss import ROWS_AT_ONCE, LogitReader
+
+
+def losses_of_states(reader: LogitReader, states: Tensor, targets: LongTensor) -> Tensor:
+    """Cross-entropy in nats [B, n], fp32 on the CPU, of `targets` [B, n] predicted by the states [B, n, ...]."""
+    parts = []
+    for part, wanted in _in_parts(states, targets):
+        logits = reader.logits(part)
+        loss = F.cross_entropy(logits.flatten(0, 1), wanted.to(logits.device).flatten(), reduction="none")
+        parts.append(loss.view(wanted.shape).cpu())
+    return torch.cat(parts, dim=1)
+
+
+def losses_through_cache(reader: LogitReader, tokens: LongTensor, decoded: int) -> Tensor:
+    """Cross-entropy [B, T-1] of `tokens` [B, T], read through the cache that the model keeps while it decodes.
+
+    All tokens but the last `decoded` are prefilled in one go, those are fed one by one, each seeing the earlier ones
+    only as the cache holds them. For a model whose cache is exact this equals the losses of one forward pass.
+
+    Raises:
+        SurgeryError: the model keeps no cache, or `decoded` leaves nothing to prefill.
+    """
+    length = tokens.shape[1]
+    if not 1 <= decoded < length - 1:
+        raise SurgeryError(f"cannot decode {decoded} of {length} tokens: from 1 to {length - 2} are possible")
+    # The last token is only predicted.
+    prefill = length - 1 - decoded
+    states, cache = reader.extend(tokens[:, :prefill], None)
+    losses = [losses_of_states(reader, states, tokens[:, 1 : prefill + 1])]
+    for position in range(prefill, length - 1):
+        states, cache = reader.extend(tokens[:, position : position + 1], cache)
+        losses.append(losses_of_states(reader, states, tokens[:, position + 1 : position + 2]))
+    return torch.cat(losses, dim=1)
+
+
+def divergence(
+    reader: LogitReader, states: Tensor, baseline_head: nn.Module | None, baseline_states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How far predictions are from a baseline's at the same positions.
+
+    Args:
+        states: of the model, [B, n, ...].
+        baseline_head, baseline_states: the baseline's frozen head and its states [B, n, ...]; without a head the
+            states are logits.
+
+    Returns:
+        KL(baseline || model) in nats, and whether both have the same most likely token: [B, n] each, on the CPU.
+    """
+    kl, same = [], []
+    for part, other in _in_parts(states, baseline_states):
+        logits = reader.logits(part)
+        other = other.to(logits.device)
+        expected = (other if baseline_head is None else baseline_head(other)).float()
+        log_p, log_q = expected.log_softmax(-1), logits.log_softmax(-1)
+        kl.append((log_p.exp() * (log_p - log_q)).sum(-1).cpu())
+        same.append((expected.argmax(-1) == logits.argmax(-1)).cpu())
+    return torch.cat(kl, dim=1), torch.cat(same, dim=1)
+
+
+def _in_parts(states: Tensor, others: Tensor):
+    """Both cut along positions, so that few rows of logits exist at one time."""
+    positions = max(1, ROWS_AT_ONCE // len(states))
+    return zip(states.split(positions, dim=1), others.split(positions, dim=1), strict=True)

@@ -1,0 +1,87 @@
+"""The baseline with a window of recent tokens and attention sinks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import BoolTensor, Tensor, nn
+from transformers import PreTrainedModel
+
+from surgery.caches.sink_window import SinkWindowCache
+from surgery.errors import SurgeryError
+from surgery.eval.variants.cache_hook import Call, install, keeps_cache, own_cache
+
+ATTENTIONS = ("sdpa", "eager")
+"""Implementations that take a mask of any form."""
+
+
+def sink_window(model: PreTrainedModel, sinks: int, recent: int) -> PreTrainedModel:
+    """Makes every attention of `model` see the first `sinks` tokens and the last `recent`, its own among them.
+
+    A plain forward pass, a prefill in any chunks and decoding are one function; `surgery.caches.sink_window` defines
+    it. Batches may be padded on the left, and on the right too where no cache is kept.
+
+    Returns:
+        `model` itself, with a hook on its decoder.
+
+    Raises:
+        SurgeryError: impossible settings, a model with other layers than full attention or whose attention takes no
+            mask, or one that is a variant already. Later: a call with a filled cache of another kind, with a mask that
+            is not [B, T], or with padding after the first token of a row and a cache.
+    """
+    new_cache = partial(SinkWindowCache, sinks, recent, model.config.num_hidden_layers)
+    new_cache()  # refuses impossible settings
+    attention = model.config._attn_implementation
+    if attention not in ATTENTIONS:
+        raise SurgeryError(
+            f"a window with sinks needs a mask, which {attention} attention does not take: "
+            "load the model with attn_implementation='sdpa'"
+        )
+
+    def prepare(decoder: nn.Module, call: Call) -> None:
+        new = call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
+        if new is None:
+            return  # the decoder says so better
+        keep = keeps_cache(decoder, call)
+        layers = (own_cache(decoder, call, new_cache) if keep else new_cache()).layers
+        batch, queries = new.shape[:2]
+        total = layers[0].seen + queries
+        real = _real_tokens(call.get("attention_mask"), batch, total)
+        padding = _left_padding(real) if real is not None else layers[0].padding or [0] * batch
+        for layer in layers:
+            layer.padding = padding
+        visible = layers[0].visible(queries, new.device)
+        if real is not None and int(real.sum()) != real.numel() - sum(padding):
+            if keep:
+                raise SurgeryError("the attention mask has padding after a row's first token: pad on the left")
+            visible &= real[:, None, None, :].to(visible.device) | torch.eye(
+                queries, dtype=torch.bool, device=visible.device
+            )
+        eager = decoder.config._attn_implementation == "eager"
+        call["attention_mask"] = _additive(visible, decoder.dtype) if eager else visible
+
+    return install(model, f"a window of {recent} tokens and {sinks} sinks", prepare)
+
+
+def _real_tokens(mask: Tensor | None, batch: int, total: int) -> BoolTensor | None:
+    """The mask [batch, total] of tokens that are no padding, or None if there is none."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.shape != (batch, total):
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise SurgeryError(
+            f"the attention mask is {shape}: a model with a window and sinks takes [batch, all tokens so far], "
+            f"here {[batch, total]}"
+        )
+    return mask.bool()
+
+
+def _left_padding(real: BoolTensor) -> list[int]:
+    """How many tokens of each row [B, T] come before the first real one."""
+    return (real.cumsum(dim=1) == 0).sum(dim=1).tolist()
+
+
+def _additive(visible: BoolTensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, else the least number."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)

@@ -1,0 +1,162 @@
+"""The models of an evaluation: opening, identifying and loading any causal model, local or from the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.checkpoint import CheckpointReader
+from surgery.errors import SurgeryError
+
+REPORT = "surgery_report.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint.
+
+    Attributes:
+        name: its row's name.
+        given: as the user named it.
+        reader: its files.
+        sha256: of all its weights.
+        trust_remote_code: whether code beside the weights may run.
+    """
+
+    name: str
+    given: str
+    reader: CheckpointReader
+    sha256: str
+    trust_remote_code: bool = False
+
+    @classmethod
+    def open(
+        cls,
+        given: str,
+        *,
+        allow_pickle: bool = False,
+        trust_remote_code: bool = False,
+        advance: Callable[[int], Any] | None = None,
+    ) -> Checkpoint:
+        """Opens ``path``, ``org/name`` or ``row name=path`` and hashes its weights.
+
+        Raises:
+            SurgeryError: there is no such checkpoint, or it is damaged.
+        """
+        name, path = _named(given)
+        reader = CheckpointReader.open(path, allow_pickle=allow_pickle)
+        return cls(name, path, reader, reader.fingerprint(advance), trust_remote_code)
+
+    @property
+    def dtype(self) -> str:
+        """Dtype that the checkpoint says its weights have, or that of its largest tensor."""
+        said = self.reader.config.get("dtype") or self.reader.config.get("torch_dtype")
+        if said:
+            return str(said).removeprefix("torch.")
+        largest = max(self.reader.names(), key=lambda name: self.reader.info(name).nbytes)
+        return str(self.reader.info(largest).dtype).removeprefix("torch.")
+
+    @property
+    def config_sha256(self) -> str:
+        """Hash of config.json: the same weights under another config are another model."""
+        return hashlib.sha256(json.dumps(self.reader.config, sort_keys=True).encode()).hexdigest()
+
+    def load(self, device: torch.device) -> PreTrainedModel:
+        """The model in the checkpoint's own dtype, in evaluation mode.
+
+        Raises:
+            SurgeryError: transformers cannot load it, or it does not fit.
+        """
+        from surgery.architectures import latent
+
+        latent.register()
+        with _errors(self.given):
+            model = AutoModelForCausalLM.from_pretrained(
+                self.reader.path,
+                dtype="auto",
+                local_files_only=True,
+                trust_remote_code=self.trust_remote_code,
+            )
+            return model.to(device).eval()
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Its tokenizer.
+
+        Raises:
+            SurgeryError: there is none that transformers can read.
+        """
+        with _errors(self.given):
+            return AutoTokenizer.from_pretrained(
+                self.reader.path, local_files_only=True, trust_remote_code=self.trust_remote_code
+            )
+
+    def conversion(self) -> dict[str, Any] | None:
+        """What the report of this package's own conversions says, as far as evaluation reports show it."""
+        try:
+            report = json.loads((self.reader.path / REPORT).read_text(encoding="utf-8"))
+            return {
+                "to": report["target"]["to"],
+                "method": report["target"]["method"],
+                "reasons": report["target"]["reasons"],
+                "command": report["command"],
+                "source_sha256": report["source"]["sha256"],
+                "seconds": sum(report["seconds"].values()),
+                "peak_memory_bytes": report["peak_memory_bytes"],
+                "layers": report["layers"],
+                "healing": report.get("healing"),
+            }
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SurgeryError(
+                f"{self.reader.path / REPORT}: not a conversion report ({error!r}); repair or remove it"
+            ) from None
+
+
+def _named(given: str) -> tuple[str, str]:
+    """Row name and path of an argument; ``name=path``, unless there is a path with that sign in it."""
+    name, sign, path = given.partition("=")
+    if not sign or Path(given).exists():
+        name, path = Path(given.rstrip("/")).name or given, given
+    if not name or not path:
+        raise SurgeryError(f"{given!r}: give a checkpoint folder or hub id, or NAME=PATH")
+    return name, path
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of a vocabulary and of how a few texts are cut: tokenizers that agree in it give equal tokens."""
+    samples = ["def f(x):\n    return x + 1234  # naïve", "The quick brown fox, 3.14 — and\ttabs.\n\n日本"]
+    cut = [tokenizer(text, add_special_tokens=False).input_ids for text in samples]
+    facts = [sorted(tokenizer.get_vocab().items()), cut, tokenizer.bos_token_id, tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Casts a model's parameters in place. Buffers stay: RoPE frequencies in half precision would be wrong ones."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+class _errors:
+    """Turns what transformers raises at loading into one line."""
+
+    def __init__(self, given: str) -> None:
+        self._given = given
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise SurgeryError(f"{self._given}: does not fit on the device; try --device cpu") from None
+        known = (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError, RuntimeError)
+        if isinstance(error, known) and not isinstance(error, SurgeryError):
+            reason = " ".join(str(error).split())[:300]
+            raise SurgeryError(f"{self._given}: transformers cannot load it ({reason})") from None

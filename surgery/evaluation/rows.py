@@ -1,0 +1,115 @@
+"""The rows of an evaluation: checkpoints, and cheaper forms of the baseline at the checkpoints' KV ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from surgery.errors import SurgeryError
+from surgery.eval.variants.mean_pool import mean_pool
+from surgery.eval.variants.quantized_kv import quantize_kv
+from surgery.eval.variants.sink_window import sink_window
+from surgery.evaluation.models import Checkpoint
+
+SINKS = 4
+"""Attention sinks of the window variant, as StreamingLLM (arXiv:2309.17453) recommends."""
+
+RATIOS = (0.5, 0.25)
+"""KV ratios of the variants where there is no smaller checkpoint to match."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model to measure.
+
+    Attributes:
+        name: its name in the report.
+        role: baseline, checkpoint or variant.
+        checkpoint: whose weights.
+        variant: kind and parameters of a cheaper form of that checkpoint; None for itself.
+    """
+
+    name: str
+    role: str
+    checkpoint: Checkpoint
+    variant: dict[str, Any] | None = None
+
+    def load(self, device: torch.device) -> PreTrainedModel:
+        """The model, in the checkpoint's own dtype.
+
+        Raises:
+            SurgeryError: it cannot be loaded, or has no such form.
+        """
+        model = self.checkpoint.load(device)
+        if self.variant is None:
+            return model
+        parameters = {name: value for name, value in self.variant.items() if name != "kind"}
+        return VARIANTS[self.variant["kind"]](model, **parameters)
+
+    def identity(self) -> dict[str, Any]:
+        """Which model this is, whatever it is called."""
+        return {
+            "sha256": self.checkpoint.sha256,
+            "config_sha256": self.checkpoint.config_sha256,
+            "variant": self.variant,
+        }
+
+
+VARIANTS = {"quantized-kv": quantize_kv, "mean-pool": mean_pool, "sink-window": sink_window}
+
+
+def plan_variants(
+    names: Sequence[str], baseline: Checkpoint, ratios: Sequence[float], context: int
+) -> tuple[list[Row], list[str]]:
+    """Rows of the baseline's cheaper forms, and notes on those that there are not.
+
+    Quantised caches have the bytes that they have. Pooled heads and windows are made to hold at most as many bytes at
+    ``context`` as each of the ``ratios`` (of the checkpoints beside them) allows.
+    """
+    ratios = [ratio for ratio in dict.fromkeys(ratios) if 0 < ratio < 1] or list(RATIOS)
+    found: dict[str, dict[str, Any]] = {}
+    notes = []
+    for name in names:
+        if name.startswith("int"):
+            bits = int(name.removeprefix("int"))
+            found[f"{name} KV"] = {"kind": "quantized-kv", "bits": bits}
+        elif name == "mean-pool":
+            for ratio in ratios:
+                heads, note = _pooled_heads(baseline, ratio)
+                if heads:
+                    found[f"mean-pool {heads}"] = {"kind": "mean-pool", "kv_heads": heads}
+                if note:
+                    notes.append(note)
+        elif name == "window":
+            for ratio in ratios:
+                tokens = int(ratio * context)
+                if tokens <= 2 * SINKS:
+                    notes.append(f"no window at a KV share of {ratio:.3g}: {tokens} of {context} tokens")
+                    continue
+                found[f"window {tokens}"] = {"kind": "sink-window", "sinks": SINKS, "recent": tokens - SINKS}
+    return [Row(name, "variant", baseline, variant) for name, variant in found.items()], notes
+
+
+def _pooled_heads(baseline: Checkpoint, ratio: float) -> tuple[int | None, str | None]:
+    """The most KV heads that fit in the ratio, if any; or why not."""
+    config = baseline.reader.config
+    heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
+    if not isinstance(heads, int):
+        return None, "no mean-pooled heads: the baseline's config has no num_key_value_heads"
+    # Bytes of real checkpoints are a little above or below their ratio: 0.249 is meant to match a quarter.
+    fitting = [count for count in range(1, heads) if heads % count == 0 and count <= ratio * heads * 1.02]
+    if not fitting:
+        return None, f"no mean-pooled heads at a KV share of {ratio:.3g}: one of {heads} is more than that"
+    return fitting[-1], None
+
+
+def check_names(rows: Sequence[Row]) -> None:
+    """Raises SurgeryError where two rows have one name."""
+    names = [row.name for row in rows]
+    for name in names:
+        if names.count(name) > 1:
+            raise SurgeryError(f"two models are called {name}: name them, surgery eval one=CKPT other=CKPT")

@@ -1,0 +1,310 @@
+"""The verb: measures rows task by task, goes on where an earlier run stopped, and makes the report."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from surgery.errors import SurgeryError
+from surgery.eval.distributed import Processes
+from surgery.eval.report.document import SCHEMA, Report, finish, read_report
+from surgery.eval.session import ComparingTask, Session, Task
+from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
+from surgery.evaluation.rows import Row, check_names, plan_variants
+from surgery.evaluation.settings import EvalSettings
+from surgery.evaluation.store import ResultStore, key_of
+from surgery.evaluation.tasks import Tasks, build_tasks
+from surgery.progress import Progress
+from surgery.report import environment
+from surgery.source import checked_device
+from surgery.version import __version__
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    Attributes:
+        checkpoints: folders, hub ids, or NAME=one of those.
+        baseline: likewise; None for none.
+        out: folder of results and report; None for the first checkpoint's name and "-eval".
+        settings: what to measure and how.
+        command: as it was called, for the report.
+    """
+
+    checkpoints: tuple[str, ...]
+    baseline: str | None
+    out: Path | None
+    settings: EvalSettings
+    command: str = ""
+    overwrite: bool = False
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A finished evaluation: its report and the folder for it; `is_main` on the process that writes and prints."""
+
+    report: Report
+    folder: Path
+    is_main: bool
+
+
+def evaluate(request: Request, progress: Progress) -> Evaluation:
+    """Measures everything asked for. Every process returns the same report; nothing but results is written yet.
+
+    Raises:
+        SurgeryError: something asked for cannot be measured, found before anything is measured where that can be.
+    """
+    settings = request.settings
+    processes = Processes(cpu=settings.device == "cpu")
+    if not processes.is_main:
+        progress = Progress(silent=True)
+    device = _device(settings.device, processes)
+    baseline, checkpoints = _open(request, progress)
+    rows = [Row(c.name, "baseline" if c is baseline else "checkpoint", c) for c in checkpoints]
+    check_names(rows)
+    tokenizer = _common_tokenizer(checkpoints)
+    tasks = build_tasks(settings, tokenizer, checkpoints[0].reader.config, progress)
+    out = request.out or Path(f"{checkpoints[-1 if baseline is None else 1 if len(checkpoints) > 1 else 0].name}-eval")
+    store = processes.from_main(lambda: _opened_store(out, request, rows, tasks))
+    session = Session(
+        tokenizer,
+        processes,
+        progress,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        limit=settings.limit,
+    )
+    work = _Work(store, session, device, settings, tasks, next((r for r in rows if r.role == "baseline"), None))
+    measured = [work.measure(row) for row in rows]
+    if baseline is not None and settings.variants:
+        held = {entry["name"]: entry["kv"]["held_bytes"] for entry in measured}
+        ratios = [held[row.name] / held[baseline.name] for row in rows if row.role == "checkpoint"]
+        variants, notes = plan_variants(settings.variants, baseline, ratios, tasks.context)
+        for note in notes:
+            progress.note(note)
+        measured += [work.measure(row) for row in variants]
+    report = {
+        "schema": SCHEMA,
+        "surgery_version": __version__,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": request.command,
+        "title": " and ".join(row.name for row in rows if row.role == "checkpoint") or rows[0].name,
+        "settings": {
+            **settings.to_dict(),
+            "context": tasks.context,
+            "dtype": work.dtype_setting,
+            "device": device.type,
+        },
+        "environment": {**environment(), **_machine(device, processes)},
+        "tokenizer": {"sha256": tokenizer_sha256(tokenizer)},
+        "tasks": {task.name: task.settings() for task in tasks.all},
+        "baseline": baseline.name if baseline else None,
+        "rows": measured,
+    }
+    # Through JSON, so that what is returned is what a reader of the file gets.
+    return Evaluation(finish(json.loads(json.dumps(report, allow_nan=False))), out, processes.is_main)
+
+
+class _Work:
+    """Measures rows, loading a model only if something of it is still to be measured."""
+
+    def __init__(
+        self,
+        store: ResultStore,
+        session: Session,
+        device: torch.device,
+        settings: EvalSettings,
+        tasks: Tasks,
+        baseline: Row | None,
+    ) -> None:
+        self._store, self._session, self._device = store, session, device
+        self._settings, self._tasks, self._baseline = settings, tasks, baseline
+        self._kept: dict[str, Any] = {}
+        self.dtype_setting = settings.dtype
+        if settings.dtype == "auto" and device.type == "cpu":
+            # CPUs are slow in half precision and differ in it from one another.
+            self.dtype_setting = "float32"
+
+    def measure(self, row: Row) -> dict[str, Any]:
+        """The row's entry in the report."""
+        self._session.progress.note(f"{row.name}:")
+        keys = {task.name: self._key(row, task) for task in self._tasks.all}
+        found = self._session.processes.from_main(lambda: {name: self._store.get(key) for name, key in keys.items()})
+        missing = [task for task in self._tasks.all if found[task.name] is None]
+        if len(missing) < len(found):
+            done = [name for name in found if found[name] is not None]
+            self._session.progress.note(f"  measured before: {', '.join(done)}")
+        if missing:
+            comparing = [task for task in missing if self._compares(row, task)]
+            if comparing and any(task.name not in self._kept for task in comparing):
+                # The baseline's own results were all there, so that it was not loaded in its turn.
+                self._keep_baseline(comparing)
+            model = row.load(self._device)
+            for task in sorted(missing, key=lambda task: not task.native):
+                found[task.name] = self._run(row, model, task, keys[task.name])
+            if row.role == "baseline":
+                self._keep(model, [task for task in self._tasks.all if isinstance(task, ComparingTask)])
+            model_class = type(model).__name__
+            del model
+            _free_memory()
+        else:
+            model_class = found["kv"]["class"]
+        results = {name: found[name]["result"] for name in found if name != "kv"}
+        return {
+            "name": row.name,
+            "role": row.role,
+            "path": row.checkpoint.given,
+            "sha256": row.checkpoint.sha256,
+            "class": model_class,
+            "dtype": row.checkpoint.dtype,
+            "variant": row.variant,
+            "kv": found["kv"]["result"],
+            "conversion": row.checkpoint.conversion() if row.variant is None else None,
+            "results": results,
+            "seconds": {name: found[name]["seconds"] for name in found},
+        }
+
+    def _run(self, row: Row, model: PreTrainedModel, task: Task, key: str) -> dict[str, Any]:
+        if not task.native and self.dtype_setting != "auto":
+            cast(model, getattr(torch, self.dtype_setting))
+        processes = self._session.processes
+        scratch = processes.from_main(lambda: self._store.scratch(key))
+        start = time.perf_counter()
+        try:
+            result = task.run(
+                model,
+                replace(self._session, scratch=scratch),
+                self._kept.get(task.name) if self._compares(row, task) else None,
+            )
+        except torch.OutOfMemoryError:
+            raise SurgeryError(
+                f"{row.name}, task {task.name}: out of memory; use a smaller --batch-size or --length"
+            ) from None
+        found = {"result": result, "seconds": time.perf_counter() - start, "class": type(model).__name__}
+        if processes.is_main:
+            self._store.put(key, found)
+            self._store.drop_scratch(key)
+        processes.wait()
+        return found
+
+    def _compares(self, row: Row, task: Task) -> bool:
+        return self._baseline is not None and row.role != "baseline" and isinstance(task, ComparingTask)
+
+    def _keep_baseline(self, tasks: Sequence[ComparingTask]) -> None:
+        model = self._baseline.load(self._device)
+        if self.dtype_setting != "auto":
+            cast(model, getattr(torch, self.dtype_setting))
+        self._keep(model, tasks)
+        del model
+        _free_memory()
+
+    def _keep(self, model: PreTrainedModel, tasks: Sequence[ComparingTask]) -> None:
+        for task in tasks:
+            self._kept[task.name] = task.keep(model, self._session)
+
+    def _key(self, row: Row, task: Task) -> str:
+        settings = self._settings
+        facts = {
+            "model": row.identity(),
+            "task": task.name,
+            "settings": task.settings(),
+            "seed": settings.seed,
+            "limit": settings.limit,
+            "batch_size": settings.batch_size,
+            "dtype": "checkpoint" if task.native else self.dtype_setting,
+            "device": self._device.type,
+            "baseline": self._baseline.identity() if self._compares(row, task) else None,
+            "versions": {name: environment()[name] for name in ("torch", "transformers")},
+            "surgery": __version__,
+        }
+        return key_of(facts)
+
+
+def _opened_store(out: Path, request: Request, rows: Sequence[Row], tasks: Tasks) -> ResultStore:
+    """The folder of results.
+
+    Raises:
+        SurgeryError: it holds a report with something that the new report would not have.
+    """
+    store = ResultStore.open(out)
+    if (out / "report.json").exists() and not request.overwrite:
+        old = read_report(out)
+        lost = [name for name in old["tasks"] if name not in {task.name for task in tasks.all}]
+        lost += [
+            f"row {row['name']}"
+            for row in old["rows"]
+            if row["role"] != "variant" and row["sha256"] not in {r.checkpoint.sha256 for r in rows}
+        ]
+        if lost:
+            raise SurgeryError(
+                f"{out}: its report has {', '.join(lost)}, which the new one would not; choose another --out or say "
+                "--overwrite"
+            )
+    return store
+
+
+def _open(request: Request, progress: Progress) -> tuple[Checkpoint | None, list[Checkpoint]]:
+    """Baseline and all checkpoints, the baseline first; a checkpoint that is the baseline is not measured twice."""
+    given = [*([request.baseline] if request.baseline else []), *request.checkpoints]
+    if not given:
+        raise SurgeryError("nothing to evaluate: give a checkpoint folder or a hub id")
+    opened = []
+    with progress.phase("open and hash the weights", len(given), "model") as advance:
+        for name in given:
+            opened.append(
+                Checkpoint.open(name, allow_pickle=request.allow_pickle, trust_remote_code=request.trust_remote_code)
+            )
+            advance()
+    baseline = opened[0] if request.baseline else None
+    if baseline is not None:
+        same = (baseline.sha256, baseline.config_sha256)
+        opened = [baseline, *(c for c in opened[1:] if (c.sha256, c.config_sha256) != same)]
+    return baseline, opened
+
+
+def _common_tokenizer(checkpoints: Sequence[Checkpoint]) -> Any:
+    tokenizer = checkpoints[0].tokenizer()
+    expected = tokenizer_sha256(tokenizer)
+    for checkpoint in checkpoints[1:]:
+        if tokenizer_sha256(checkpoint.tokenizer()) != expected:
+            raise SurgeryError(
+                f"{checkpoint.name} has another tokenizer than {checkpoints[0].name}: losses over different tokens do "
+                "not compare; evaluate them apart"
+            )
+    return tokenizer
+
+
+def _device(name: str, processes: Processes) -> torch.device:
+    device = checked_device(name)
+    if device.type == "cuda" and processes.count > 1:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device
+
+
+def _machine(device: torch.device, processes: Processes) -> dict[str, Any]:
+    on_gpu = device.type == "cuda"
+    return {
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
+        "processes": processes.count,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

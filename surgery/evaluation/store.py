@@ -1,0 +1,83 @@
+"""Results on disk, each under a key of everything that decides it, so that an evaluation goes on where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from surgery.errors import SurgeryError
+
+MARKER = "surgery-eval.json"
+
+
+def key_of(facts: dict[str, Any]) -> str:
+    """Key of a result: a hash of plain values, the same in every process."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+class ResultStore:
+    """The folder of an evaluation: one file a finished result, written whole or not at all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._results = folder / "results"
+
+    @classmethod
+    def open(cls, folder: Path) -> ResultStore:
+        """Makes the folder, or goes on with that of an earlier evaluation.
+
+        Raises:
+            SurgeryError: it is a file, it cannot be written, or it holds something that is no evaluation.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()) and not (folder / MARKER).exists():
+                raise SurgeryError(f"{folder}: holds other things than an evaluation; choose another --out")
+            (folder / MARKER).write_text('{"what": "an evaluation by surgery eval"}\n', encoding="utf-8")
+            store = cls(folder)
+            store._results.mkdir(exist_ok=True)
+        except OSError as error:
+            raise SurgeryError(f"--out {folder}: {error.strerror or error}") from None
+        return store
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The result under a key; None if there is none."""
+        try:
+            return json.loads((self._results / f"{key}.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError:  # a file that some other program damaged: measured again
+            return None
+
+    def put(self, key: str, result: dict[str, Any]) -> None:
+        """Keeps a result."""
+        write_whole(self._results / f"{key}.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
+
+    def scratch(self, key: str) -> Path:
+        """A folder for parts of unfinished results of one model."""
+        folder = self.folder / "unfinished" / key
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def drop_scratch(self, key: str) -> None:
+        """Removes that folder, once the result is whole."""
+        shutil.rmtree(self.folder / "unfinished" / key, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that it never exists in part.
+
+    Raises:
+        SurgeryError: it cannot be written.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise SurgeryError(f"{path}: {error.strerror or error}") from None

@@ -1,0 +1,217 @@
+"""Recipe files: a list of steps, each with the settings of a verb; ``surgery run`` does them in order.
+
+    name: two-ratios
+    steps:
+      - convert: {source: org/name, name: half, to: mla, kv_ratio: 0.5}
+      - convert: {source: org/name, name: quarter, to: mla, kv_ratio: 0.25}
+      - eval: {name: report, baseline: org/name, checkpoints: [half, quarter], tasks: [loss, recall]}
+
+A step's output lies under its name in the work folder, and later steps may use the name as a checkpoint. `builtin` is
+the model that ships with the package. Steps that are done already, from the same source with the same settings, are
+kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from surgery.errors import SurgeryError
+from surgery.file_settings import did_you_mean, read_mapping
+from surgery.progress import Progress
+
+BUILTIN = "builtin"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: the verb, and its settings by name."""
+
+    verb: str
+    name: str
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe file."""
+
+    path: Path
+    name: str
+    steps: tuple[Step, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Recipe:
+        """Reads and checks a recipe; whether its settings are right is checked before any step runs.
+
+        Raises:
+            SurgeryError: it cannot be read, has an unknown verb, or two steps of one name.
+        """
+        content = read_mapping(path)
+        for key in content:
+            if key not in ("name", "steps"):
+                raise SurgeryError(f"{path}: unknown entry {key!r}{did_you_mean(str(key), ['name', 'steps'])}")
+        listed = content.get("steps")
+        if not isinstance(listed, list) or not listed:
+            raise SurgeryError(f"{path}: no steps; see recipes/testbed-report.yaml")
+        steps = tuple(_step(path, number, entry) for number, entry in enumerate(listed, 1))
+        names = [step.name for step in steps]
+        for name in names:
+            if names.count(name) > 1:
+                raise SurgeryError(f"{path}: two steps are called {name}")
+        return cls(path, str(content.get("name", path.stem)), steps)
+
+
+@dataclass
+class Finished:
+    """What a recipe made: checkpoints by step, and the last report with its files."""
+
+    checkpoints: dict[str, Path] = field(default_factory=dict)
+    report: dict[str, Any] | None = None
+    written: list[Path] = field(default_factory=list)
+
+
+def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
+    """Runs all steps.
+
+    Args:
+        work: folder for their outputs; None for the recipe's name, in the current folder.
+
+    Raises:
+        SurgeryError: the recipe is wrong (before anything runs), or a step's own.
+    """
+    recipe = Recipe.read(path)
+    work = work or Path(recipe.name)
+    finished = Finished()
+    # All settings are checked first: a typing error in the last step should not cost an hour.
+    ready = [VERBS[step.verb](step, f"{path}, step {step.name}") for step in recipe.steps]
+    for number, (step, do) in enumerate(zip(recipe.steps, ready, strict=True), 1):
+        progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
+        do(work / step.name, finished, progress)
+    return finished
+
+
+Action = Callable[[Path, Finished, Progress], None]
+
+
+def _convert(step: Step, where: str) -> Action:
+    from surgery.settings import ConvertSettings
+
+    given = dict(step.settings)
+    source, to = _taken(given, "source", where), given.pop("to", "mla")
+    if to != "mla":
+        raise SurgeryError(f"{where}: to {to} is an unknown target; this version converts to mla")
+    settings = ConvertSettings.from_mapping(given, where)
+
+    def do(out: Path, finished: Finished, progress: Progress) -> None:
+        from surgery.convert import convert_to_mla
+
+        checkpoint = _checkpoint(source, finished)
+        finished.checkpoints[step.name] = out
+        if out.exists():
+            _check_kept(out, checkpoint, settings.to_dict())
+            progress.note(f"{out}: is there already")
+            return
+        convert_to_mla(checkpoint, out, settings, command=f"surgery run {where}", progress=progress)
+
+    return do
+
+
+def _evaluate(step: Step, where: str) -> Action:
+    from surgery.evaluation.settings import EvalSettings
+
+    given = dict(step.settings)
+    checkpoints, baseline = _taken(given, "checkpoints", where), given.pop("baseline", None)
+    publish = given.pop("publish", None)
+    if not isinstance(checkpoints, list):
+        raise SurgeryError(f"{where}: checkpoints must be a list")
+    settings = EvalSettings.from_mapping(given, where)
+
+    def do(out: Path, finished: Finished, progress: Progress) -> None:
+        from surgery.evaluation.output import track, write_report
+        from surgery.evaluation.run import Request, evaluate
+
+        named = tuple(_row(name, finished) for name in checkpoints)
+        request = Request(
+            named,
+            None if baseline is None else _row(baseline, finished),
+            out,
+            settings,
+            command=f"surgery run {where}",
+            overwrite=True,
+        )
+        evaluation = evaluate(request, progress)
+        if not evaluation.is_main:
+            return
+        finished.report = evaluation.report
+        finished.written = write_report(evaluation.report, out)
+        if publish is not None:
+            Path(publish).mkdir(parents=True, exist_ok=True)
+            finished.written += write_report(evaluation.report, Path(publish))
+        if settings.wandb:
+            track(evaluation.report, out, settings.wandb, settings.wandb_mode)
+
+    return do
+
+
+VERBS: dict[str, Callable[[Step, str], Action]] = {"convert": _convert, "eval": _evaluate}
+
+
+def _step(path: Path, number: int, entry: Any) -> Step:
+    where = f"{path}, step {number}"
+    if not isinstance(entry, dict) or len(entry) != 1:
+        raise SurgeryError(
+            f"{where}: must be one verb with its settings, such as `convert: {{source: ..., name: ...}}`"
+        )
+    ((verb, settings),) = entry.items()
+    if verb not in VERBS:
+        raise SurgeryError(f"{where}: unknown verb {verb!r}{did_you_mean(str(verb), list(VERBS))}")
+    if not isinstance(settings, dict):
+        raise SurgeryError(f"{where}: {verb} has no settings")
+    settings = dict(settings)
+    name = str(_taken(settings, "name", where))
+    if Path(name).name != name or name in ("", ".", ".."):
+        raise SurgeryError(f"{where}: name {name!r} must be a plain file name")
+    return Step(verb, name, settings)
+
+
+def _taken(settings: dict[str, Any], name: str, where: str) -> Any:
+    try:
+        return settings.pop(name)
+    except KeyError:
+        raise SurgeryError(f"{where}: {name} is missing") from None
+
+
+def _checkpoint(name: str, finished: Finished) -> str:
+    """A checkpoint's path or hub id: of an earlier step, of the model that ships, or as it is given."""
+    from surgery.demo import demo_model
+
+    if name in finished.checkpoints:
+        return str(finished.checkpoints[name])
+    return str(demo_model()) if name == BUILTIN else name
+
+
+def _row(given: str, finished: Finished) -> str:
+    """A row of an evaluation: ``name=checkpoint``, or a step's name for both."""
+    name, sign, checkpoint = str(given).partition("=")
+    if not sign:
+        name = checkpoint = str(given)
+    found = _checkpoint(checkpoint, finished)
+    return f"{name}={found}" if sign or found != checkpoint else checkpoint
+
+
+def _check_kept(out: Path, source: str, settings: dict[str, Any]) -> None:
+    """Raises SurgeryError unless a finished conversion is of that source with those settings."""
+    from surgery.checkpoint import CheckpointReader
+
+    try:
+        report = json.loads((out / "surgery_report.json").read_text(encoding="utf-8"))
+        same = report["settings"] == json.loads(json.dumps(settings))
+        same = same and report["source"]["sha256"] == CheckpointReader.open(source).fingerprint()
+    except (OSError, ValueError, KeyError, TypeError):
+        same = False
+    if not same:
+        raise SurgeryError(f"{out}: is of another source or other settings; remove it, or choose another --work folder")

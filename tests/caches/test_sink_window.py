@@ -1,0 +1,94 @@
+"""The cache of sinks and a window, against keys of all tokens."""
+
+import pytest
+import torch
+
+from surgery.caches.sink_window import SinkWindowCache, SinkWindowLayer, sink_window_bytes
+from surgery.errors import SurgeryError
+from surgery.eval.kv_cache import cache_bytes
+
+CPU = torch.device("cpu")
+PADDINGS = [0, 3, 11]
+TOKENS = 40
+
+
+def chunks(sizes):
+    first = 0
+    for size in sizes:
+        yield first, first + size
+        first += size
+
+
+@pytest.mark.parametrize("sizes", [[40], [1] * 40, [7, 1, 1, 20, 11], [2, 38], [13, 13, 14]])
+@pytest.mark.parametrize(("sinks", "recent"), [(4, 8), (0, 8), (4, 1), (0, 1), (2, 30), (8, 4), (50, 50), (0, 40)])
+def test_a_query_sees_exactly_the_tokens_of_the_definition(sinks, recent, sizes):
+    """Each key is its own place in the row, so that what the mask shows can be read off."""
+    places = torch.arange(1.0, TOKENS + 1).view(1, 1, -1, 1).expand(len(PADDINGS), 2, -1, 3)
+    layer = SinkWindowLayer(sinks, recent)
+    layer.padding = list(PADDINGS)
+    for first, last in chunks(sizes):
+        visible = layer.visible(last - first, CPU)
+        keys, values = layer.update(places[:, :, first:last], -places[:, :, first:last])
+        assert visible.shape == (3, 1, last - first, keys.shape[2])
+        assert torch.equal(keys, -values)
+        for row, padding in enumerate(PADDINGS):
+            for query in range(first, last):
+                shown = keys[row, 0, visible[row, 0, query - first], 0].tolist()
+                expected = [
+                    key + 1.0 for key in range(padding, query + 1) if query - key < recent or key - padding < sinks
+                ] or [query + 1.0]
+                assert sorted(shown) == expected
+        assert layer.get_seq_length() == last
+        assert layer.keys.shape[2] == min(last, recent - 1)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_bytes_are_those_predicted(batch):
+    cache = SinkWindowCache(4, 16, layers=2)
+
+    for first, last in chunks([3, 9, 1, 1, 30, 1]):
+        for layer in range(2):
+            new = torch.zeros(batch, 2, last - first, 8, dtype=torch.bfloat16), torch.zeros(batch, 2, last - first, 6)
+            cache.update(new[0], new[1].bfloat16(), layer)
+        predicted = sink_window_bytes(
+            4, 16, batch=batch, heads=2, tokens=last, key_dim=8, value_dim=6, dtype=torch.bfloat16
+        )
+        assert cache_bytes(cache) == 2 * predicted
+    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values, layer.sink_keys, layer.sink_values)]
+    held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    assert held == 2 * predicted == 2 * batch * 2 * 19 * 14 * 2
+
+
+def test_rows_are_repeated_reordered_and_selected():
+    keys = torch.randn(2, 2, 20, 4)
+    cache = SinkWindowCache(3, 6, layers=1)
+    cache.layers[0].padding = [0, 5]
+    cache.update(keys, keys, 0)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([3, 0, 0, 1]))
+    cache.batch_select_indices(torch.tensor([0, 1]))
+    direct = SinkWindowCache(3, 6, layers=1)
+    direct.layers[0].padding = [5, 0]
+    direct.update(keys[[1, 0]], keys[[1, 0]], 0)
+    assert cache.layers[0].padding == [5, 0]
+    assert torch.equal(cache.layers[0].visible(2, CPU), direct.layers[0].visible(2, CPU))
+    more = torch.randn(2, 2, 2, 4)
+    assert torch.equal(cache.update(more, more, 0)[0], direct.update(more, more, 0)[0])
+
+
+def test_reset_crop_and_a_mask_of_transformers():
+    cache = SinkWindowCache(3, 6, layers=1)
+    keys = torch.randn(2, 2, 20, 4)
+    cache.update(keys, keys, 0)
+    with pytest.raises(SurgeryError, match="mask"):
+        cache.get_mask_sizes(1, 0)
+    with pytest.raises(SurgeryError, match="assisted"):
+        cache.crop(-1)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache_bytes(cache) == 0 and cache.layers[0].padding is None
+
+
+@pytest.mark.parametrize("arguments", [(-1, 4), (4, 0)])
+def test_impossible_settings_are_refused(arguments):
+    with pytest.raises(SurgeryError):
+        SinkWindowCache(*arguments, layers=1)

@@ -1,0 +1,132 @@
+"""Several processes give what one gives."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from surgery.errors import SurgeryError
+from surgery.eval.distributed import Processes
+
+PROMPTS = [[1, 40, 7, 300], [1], [9, 9, 12], list(range(5, 30)), [1, 2, 77], [1, 55, 56, 57, 58, 3000], [800, 4000]]
+
+
+class Bars:
+    """Counts the prompts of the last phase."""
+
+    done = 0
+
+    @contextmanager
+    def phase(self, name, total, unit="item"):
+        self.done = 0
+
+        def advance(count=1):
+            self.done += count
+
+        yield advance
+
+
+def measure(checkpoint: Path, scratch: Path) -> dict:
+    """What every process of a launch does; everything in it but `own` and the rank should not depend on how many."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from surgery.eval.generation import complete
+    from surgery.eval.session import Session
+
+    torch.set_num_threads(1)
+    processes = Processes(cpu=True)
+    own: list[int] = []
+    asked: list[int] = []
+    advanced: list[int] = []
+
+    def square(item: int) -> int:
+        own.append(item)
+        return item * item
+
+    def refuse(item: int) -> int:
+        if item == 1:
+            raise SurgeryError("item 1 is refused")
+        return item
+
+    def refusal(call) -> str:
+        try:
+            call()
+        except SurgeryError as error:
+            return str(error)
+        return "none"
+
+    squares = processes.map(square, range(5), lambda: advanced.append(1))
+    fewer = processes.map(lambda item: item, [7])
+    nothing = processes.map(square, [])
+    answer = processes.from_main(lambda: asked.append(1) or {"rank": processes.rank, "value": 0.1})
+    refusals = [
+        refusal(lambda: processes.map(refuse, range(3))),
+        refusal(lambda: processes.from_main(lambda: refuse(1))),
+    ]
+    processes.wait()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    session = Session(tokenizer, processes, Bars(), batch_size=2, scratch=scratch)
+    completions = complete(model, session, PROMPTS, 6, "write")
+    return {
+        "same": [squares, fewer, nothing, answer, refusals, completions],
+        "rank": processes.rank,
+        "count": processes.count,
+        "own": own,
+        "asked": len(asked),
+        "advanced": len(advanced),
+        "prompts": session.progress.done,
+        "files": sorted(file.name for file in scratch.iterdir()) if processes.count == 1 else None,
+    }
+
+
+def test_one_process(checkpoints, tmp_path):
+    result = measure(checkpoints("llama"), tmp_path)
+    squares, fewer, nothing, answer, refusals, completions = result["same"]
+    assert (squares, fewer, nothing) == ([0, 1, 4, 9, 16], [7], [])
+    assert answer == {"rank": 0, "value": 0.1}
+    assert refusals == ["item 1 is refused"] * 2
+    assert len(completions) == len(PROMPTS) and len({tuple(completion) for completion in completions}) > 3
+    assert (result["rank"], result["count"], result["own"]) == (0, 1, [0, 1, 2, 3, 4])
+    assert (result["asked"], result["advanced"], result["prompts"]) == (1, 5, 7)
+    assert result["files"] == ["completions-0.jsonl"]
+
+
+def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
+    pytest.importorskip("accelerate")
+    one = measure(checkpoints("llama"), tmp_path / "one")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    folders = [str(checkpoints("llama")), str(tmp_path / "two"), str(tmp_path)]
+    run = subprocess.Popen(
+        [*launch, *folders], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        output, _ = run.communicate(timeout=120)
+    finally:
+        run.terminate()  # which makes the launcher end its processes, if it has not finished
+    assert run.returncode == 0, output[-3000:]
+    main, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    assert main["same"] == other["same"] == one["same"]
+    assert [(each["rank"], each["count"]) for each in (main, other)] == [(0, 2), (1, 2)]
+    assert (main["own"], other["own"]) == ([0, 2, 4], [1, 3])
+    assert (main["asked"], other["asked"]) == (1, 0)
+    assert (main["advanced"], main["prompts"]) == (5, 7)
+    assert sorted(file.name for file in (tmp_path / "two").iterdir()) == ["completions-0.jsonl", "completions-1.jsonl"]
+
+
+def test_several_processes_need_accelerate(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(SurgeryError, match="pip install accelerate"):
+        Processes()
+
+
+if __name__ == "__main__":
+    checkpoint, scratch, results = map(Path, sys.argv[1:])
+    result = measure(checkpoint, scratch)
+    (results / f"rank-{result['rank']}.json").write_text(json.dumps(result))

@@ -1,0 +1,172 @@
+import random
+import re
+
+import pytest
+import torch
+from copying_model import CopyingModel
+from tiny_models import CONFIGS, DEMO, HELD_OUT
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from surgery.errors import SurgeryError
+from surgery.eval.distributed import Processes
+from surgery.eval.haystack import python_reference
+from surgery.eval.needle import ANSWER_TOKENS, NeedleHaystack, default_lengths, needle_prompts
+from surgery.eval.recall import QUESTION, fact_line, recall_accuracy, recall_prompts
+from surgery.eval.ruler.domain import DOMAINS
+from surgery.eval.sequences import tokenize
+from surgery.eval.session import Session
+from surgery.eval.tasks.needle import NeedleTask
+from surgery.progress import Progress
+
+SOURCE = HELD_OUT.read_text(encoding="utf-8")[:40_000]
+TEXTS = {"text": python_reference()[:40_000], "code": SOURCE}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="module")
+def haystacks(tokenizer):
+    return {name: NeedleHaystack(tokenizer, domain, TEXTS[name]) for name, domain in DOMAINS.items()}
+
+
+def session(tokenizer, **options):
+    return Session(tokenizer, Processes(), Progress(silent=True), **options)
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+@pytest.mark.parametrize("length", [256, 257, 700])
+def test_prompts_have_exactly_the_length_and_one_needle(tokenizer, haystacks, domain, length):
+    prompts = needle_prompts(haystacks[domain], length, (0, 33, 100), 4, seed=0)
+    assert len(prompts) == 12 and len({prompt.value for prompt in prompts}) == 12
+    for prompt in prompts:
+        assert len(prompt.ids) + ANSWER_TOKENS == length and prompt.ids[0] == tokenizer.bos_token_id
+        text = tokenizer.decode(prompt.ids[1:])
+        if domain == "code":
+            name = re.search(r"secret key of (\w+) is$", text)[1]
+            assert text.endswith(QUESTION.format(name=name)) and text.count("# The secret key of") == 1
+            assert fact_line(name, prompt.value) in text and re.fullmatch(r"\d{5}", prompt.value)
+        else:
+            key = re.search(r"number for (\S+) mentioned in the provided text is$", text)[1]
+            assert text.count("One of the special magic numbers for") == 1
+            assert f"One of the special magic numbers for {key} is: {prompt.value}." in text
+            assert re.fullmatch(r"\d{7}", prompt.value)
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_needles_stand_at_their_depths_after_sentences(tokenizer, haystacks, domain):
+    length, mark = 3000, {"code": "\n# The secret", "text": " One of the special"}[domain]
+    for depth in (0, 25, 50, 75, 100):
+        for prompt in needle_prompts(haystacks[domain], length, (depth,), 3, seed=1):
+            before, _, after = tokenizer.decode(prompt.ids[1:]).rpartition(mark)
+            assert len(tokenize(tokenizer, before)) / length == pytest.approx(depth / 100, abs=0.08)
+            if 0 < depth < 100:
+                following = after.partition(f"{prompt.value}.")[2]
+                assert following.startswith("\n\n" if domain == "code" else " ")
+                assert domain == "code" or before.endswith((".", "?", "!"))
+
+
+def test_the_seed_the_length_and_the_depth_decide(haystacks):
+    def first(length=300, depth=50, seed=0):
+        return needle_prompts(haystacks["code"], length, (depth,), 1, seed)[0]
+
+    assert first() == first()
+    assert len({first().value, first(seed=1).value, first(length=301).value, first(depth=51).value}) == 4
+    several = needle_prompts(haystacks["code"], 300, (0, 50), 3, seed=0)
+    assert several[3] == first()
+
+
+def test_a_short_text_is_repeated_and_a_short_length_refused(tokenizer):
+    haystack = NeedleHaystack(tokenizer, DOMAINS["code"], "x = 1\n")
+    assert len(haystack.prompt(500, 50, random.Random(0)).ids) == 500 - ANSWER_TOKENS
+    with pytest.raises(SurgeryError, match=r"take \d+ tokens: a needle length of 20 is too small"):
+        haystack.prompt(20, 50, random.Random(0))
+
+
+def test_default_lengths():
+    assert default_lengths(2048) == (512, 1024, 2048, 3072)
+    assert default_lengths(32_768) == (8192, 16_384, 32_768)
+    assert default_lengths(131_072) == (8192, 16_384, 32_768)
+    assert default_lengths(None) == (1024, 2048, 4096)
+
+
+@torch.no_grad()
+def test_a_copying_model_finds_every_needle_at_any_length(tokenizer):
+    task = NeedleTask((256, 500), (0, 50, 100), trials=2, domain="code", haystack=SOURCE)
+    model = CopyingModel(len(tokenizer))
+    model.config.max_position_embeddings = 300
+    result = task.run(model, session(tokenizer, batch_size=4), None)
+    assert result["accuracy"] == 1.0 and result["grid"] == [[1.0] * 3] * 2 and result["hits"] == [1] * 12
+    assert result["lengths"] == [256, 500] and result["limit"] == 300 and result["beyond_limit"] == [500]
+    assert result["depths"] == [0, 50, 100] and result["trials"] == 2
+
+
+@torch.no_grad()
+def test_a_random_model_finds_none(tokenizer):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    result = NeedleTask(None, (0, 100), trials=4, domain="code", haystack=SOURCE).run(
+        model, session(tokenizer, limit=2), None
+    )
+    assert result["accuracy"] == 0.0 and result["trials"] == 2
+    assert result["lengths"] == [64, 128, 256, 384] and result["beyond_limit"] == [384]
+
+
+def test_hits_are_ordered_by_length_depth_and_trial(tokenizer, monkeypatch):
+    import surgery.eval.tasks.needle as needle_task
+
+    task = NeedleTask((256, 300), (0, 100), trials=2, domain="code", haystack=SOURCE)
+
+    def complete(model, session, prompts, new_tokens, label):
+        """Right for the first trial of depth 0, and for both of depth 100 of the second length; nearly right else."""
+        length = int(re.search(r"\d+", label)[0])
+        built = needle_prompts(NeedleHaystack(tokenizer, DOMAINS["code"], SOURCE), length, (0, 100), 2, session.seed)
+        right = [True, False, length == 300, length == 300]
+        answers = [prompt.value if ok else prompt.value[:-1] for prompt, ok in zip(built, right, strict=True)]
+        return [tokenize(tokenizer, " " + answer) for answer in answers]
+
+    monkeypatch.setattr(needle_task, "complete", complete)
+    result = task.run(CopyingModel(8), session(tokenizer), None)
+    assert result["hits"] == [1, 0, 0, 0, 1, 0, 1, 1]
+    assert result["grid"] == [[0.5, 0.0], [0.5, 1.0]] and result["accuracy"] == 0.5
+
+
+def test_settings_tell_data_apart():
+    first, again, other = (NeedleTask(haystack=text).settings() for text in ("a b.", "a b.", "a c."))
+    assert first == again and first != other and first != NeedleTask((64,), haystack="a b.").settings()
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"depths": (101,)}, "percentages from 0 to 100"),
+        ({"depths": ()}, "percentages"),
+        ({"trials": 0}, "0 needle trials"),
+        ({"lengths": ()}, "no lengths"),
+        ({"domain": "code"}, "source text"),
+        ({"domain": "prose"}, "no domain 'prose'"),
+    ],
+)
+def test_bad_requests(options, message):
+    with pytest.raises(SurgeryError, match=message):
+        NeedleTask(**options)
+
+
+@torch.no_grad()
+def test_the_copying_model_itself(tokenizer):
+    model = CopyingModel(len(tokenizer))
+    ids = torch.tensor([[1, 5, 6, 7, 9, 5, 6], [4, 4, 4, 1, 9, 8, 9]])
+    mask = torch.tensor([[1] * 7, [0, 0, 0, 1, 1, 1, 1]])
+    expected = torch.tensor([[7, 9, 5, 6], [8, 9, 8, 9]])
+    for use_cache in (True, False):
+        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, use_cache=use_cache)
+        assert torch.equal(tokens[:, 7:], expected)
+    whole = model(input_ids=ids, attention_mask=mask).logits
+    part = model(input_ids=ids[:, :4], attention_mask=mask[:, :4], use_cache=True)
+    rest = model(input_ids=ids[:, 4:], attention_mask=mask, past_key_values=part.past_key_values, use_cache=True)
+    assert torch.equal(torch.cat([part.logits, rest.logits], 1), whole)
+    assert torch.equal(model(input_ids=ids, attention_mask=mask, logits_to_keep=1).logits, whole[:, -1:])
+    prompts = recall_prompts(tokenizer, tokenize(tokenizer, SOURCE), count=8, length=512, seed=0)
+    assert recall_accuracy(model, prompts) == 1.0

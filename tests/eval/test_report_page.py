@@ -1,0 +1,217 @@
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from sample_report import HOSTILE, sample_report
+
+from surgery.eval.report.markup import Markup, joined, tag
+from surgery.eval.report.page import render
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+QUIET = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--v=0",
+]
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text outside of scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.text = ""
+        self.inside: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, name, attributes):
+        self.tags.append((name, dict(attributes)))
+        self.inside.append(name)
+
+    def handle_endtag(self, name):
+        while self.inside and self.inside.pop() != name:
+            pass
+
+    def handle_data(self, data):
+        if not {"script", "style"} & set(self.inside):
+            self.text += data
+
+
+@pytest.fixture(scope="module")
+def text():
+    return render(sample_report())
+
+
+@pytest.fixture(scope="module")
+def page(text):
+    return Page(text)
+
+
+def sections(page):
+    return [attributes["id"] for name, attributes in page.tags if name == "section"]
+
+
+def test_all_sections(page):
+    assert sections(page) == [
+        "summary",
+        "pareto",
+        "loss",
+        "recall",
+        "needles",
+        "ruler-style",
+        "lm-eval",
+        "generations",
+        "bytes",
+        "throughput",
+        "conversions",
+        "settings",
+    ]
+    links = [attributes["href"] for name, attributes in page.tags if name == "a"]
+    assert links == [f"#{key}" for key in sections(page)]
+
+
+def test_nothing_comes_from_outside(text, page):
+    for name, attributes in page.tags:
+        assert name not in {"link", "iframe", "object", "embed", "base", "form", "img"}
+        for key, value in attributes.items():
+            if not key.startswith("xmlns"):
+                assert "//" not in (value or "") or key in {"data-value", "title"}, (name, key, value)
+            if key in {"href", "src"}:
+                assert value.startswith("#"), (name, key, value)
+    assert "@import" not in text
+    assert set(re.findall(r"url\((.)", text)) <= {"#"}
+    policy = next(attributes["content"] for _, attributes in page.tags if "http-equiv" in attributes)
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'unsafe-inline'")
+
+
+def test_ids_are_of_one_element_and_references_are_met(text, page):
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids)) > 100
+    used = set(re.findall(r"url\(#([^)]+)\)", text)) | {
+        attributes["href"][1:] for _, attributes in page.tags if "href" in attributes
+    }
+    assert used and used <= set(ids)
+
+
+def test_what_a_model_wrote_is_text(text, page):
+    assert HOSTILE in page.text
+    assert HOSTILE not in text and "<img" not in text
+    assert [name for name, _ in page.tags].count("script") == 1
+
+
+def test_no_text_of_a_report_becomes_markup():
+    evil = "</style></script></title><img src=x onerror=alert(1)>\"'"
+    report = sample_report(rows=2)
+    row = report["rows"][1]
+    report |= {"title": evil, "command": evil, "created": evil, "baseline": evil}
+    report["settings"]["dtype"] = evil
+    report["environment"]["platform"] = evil
+    report["tasks"][evil] = {evil: [evil]}
+    row |= {"name": evil, "path": evil, "class": evil, "dtype": evil, "sha256": evil, "seconds": {evil: 1.0}}
+    row["variant"] = {"kind": evil, evil: evil}
+    row["conversion"] |= {"to": evil, "method": evil, "command": evil}
+    row["conversion"]["healing"] = {"wandb": {"entity": evil, "project": evil, "run_id": evil}}
+    row["conversion"]["layers"][0]["measured"] = {evil: 0.5}
+    results = row["results"]
+    results["loss"]["by_source"] = {evil: {"loss": 1.0}}
+    results[f"lm-eval:{evil}"] = {"metrics": {evil: {"value": evil, "stderr": evil}}, "lm_eval": evil}
+    results["generate"]["completions"] = [{"prompt": evil, "text": evil}]
+    results["memory"] |= {"how": evil}
+    results["memory"]["contexts"][0]["note"] = evil
+    results["speed"]["points"][0]["roofline"]["bound"] = evil
+    text = render(report)
+    page = Page(text)
+    assert page.text.count(evil) > 30
+    assert "<img" not in text
+    assert [name for name, _ in page.tags].count("script") == 1
+    assert not [attributes for _, attributes in page.tags if any(key.startswith("on") for key in attributes)]
+
+
+def test_quick_looks_say_so(page):
+    assert "Quick look" not in page.text
+    looked = Page(render(sample_report(limit=16, rows=1)))
+    assert "Quick look: first 16 samples of each task only" in looked.text
+
+
+def test_reports_of_little():
+    bare = {"schema": 1, "rows": [{"name": "one", "role": "checkpoint", "results": {}}], "baseline": None}
+    assert sections(Page(render(bare))) == ["summary", "settings"]
+    for task in sample_report(rows=1)["rows"][0]["results"]:
+        report = sample_report(rows=2)
+        for row in report["rows"]:
+            row |= {"results": {task: row["results"][task]}, "comparison": None, "conversion": None, "kv": None}
+        assert {"summary", "settings"} < set(sections(Page(render(report)))), task
+
+
+def test_many_sources_go_down_instead_of_across():
+    report = sample_report(rows=2)
+    for row in report["rows"]:
+        row["results"] = {"loss": {"loss": 2.0, "by_source": {f"source{n}": {"loss": n + 0.125} for n in range(20)}}}
+    text = render(report)
+    assert 'scope="col">source19</th>' not in text
+    assert text.count('data-value="source19">source19</th>') == 1 and text.count(">19.1250</td>") == 2
+
+
+def test_the_headline_numbers_are_there(page):
+    for shown in ("2.3655", "+0.0870", "[+0.0759, +0.0981]", "25.0%", "0.0290", "88.5%", "68.8%", "lab/healing/abc123"):
+        assert shown in page.text, shown
+
+
+def test_size_and_determinism(text):
+    assert len(text.encode()) < 1_500_000 * 8 / 12  # at most 1.5 MB for twelve rows
+    one = sample_report(rows=1)
+    assert render(one) == render(one)
+
+
+def test_lone_surrogates_can_be_written(tmp_path):
+    report = sample_report(rows=1)
+    report["rows"][0]["results"]["generate"]["completions"][0]["text"] = "\ud800"
+    (tmp_path / "page.html").write_text(render(report), encoding="utf-8")
+
+
+def test_tags():
+    assert tag("p", "<b>", None, tag("b", 1), class_='x"', hidden=True, title=None) == (
+        '<p class="x&quot;" hidden>&lt;b&gt;<b>1</b></p>'
+    )
+    assert isinstance(joined("a", Markup("<i></i>")), Markup)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome on PATH")
+def test_a_browser_opens_it_without_network_or_errors(text, tmp_path):
+    path = tmp_path / "page.html"
+    # What a click on a title does is tried by a script of the test's own, run after the page's.
+    probe = """<script>
+      const table = document.querySelector("table.sortable"), heads = [...table.tHead.rows[0].cells];
+      const at = heads.findIndex(head => head.textContent.startsWith("recall"));
+      const names = () => [...table.tBodies[0].rows].map(row => row.cells[0].dataset.value).join("|");
+      const report = [names()];
+      for (let i = 0; i < 3; i++) {
+        heads[at].querySelector("button").click();
+        report.push((heads[at].getAttribute("aria-sort") ?? "none") + ":" + names());
+      }
+      document.documentElement.dataset.probe = JSON.stringify(report);
+    </script>"""
+    path.write_text(text.replace("</body>", probe + "</body>"), encoding="utf-8")
+    command = [BROWSER, *QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    done = subprocess.run([*command, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    root = next(attributes for name, attributes in Page(done.stdout).tags if name == "html")
+    assert root["data-script"] == "ready"
+    assert "<title>demo model" in done.stdout  # the hostile completion has not changed it
+    rows = sample_report()["rows"]
+    recall = {row["name"]: row["results"]["recall"]["accuracy"] for row in rows}
+    original, best_first, worst_first, again = re.findall(r'"([^"]*)"', root["data-probe"])
+    assert original == "|".join(recall) and again == f"none:{original}"
+    assert best_first == "descending:" + "|".join(sorted(recall, key=recall.get, reverse=True))
+    assert worst_first == "ascending:" + "|".join(sorted(recall, key=recall.get))

@@ -1,0 +1,186 @@
+import math
+
+import matplotlib
+import pytest
+from matplotlib.colors import to_hex
+from sample_report import LIMIT, sample_report
+
+from surgery.errors import SurgeryError
+from surgery.eval.report import heat_maps, pareto, plots
+from surgery.eval.report.figures import PLOTS, save_needle_png, save_pngs
+from surgery.eval.report.style import label, looks, to_svg
+
+PNG = b"\x89PNG"
+
+
+@pytest.mark.parametrize("key", PLOTS)
+def test_every_plot_is_the_same_wherever_it_is_drawn(key):
+    with matplotlib.rc_context({"lines.linewidth": 9, "svg.hashsalt": "other", "font.size": 30}):
+        before = dict(matplotlib.rcParams)
+        elsewhere = to_svg(PLOTS[key].draw(sample_report(rows=3)))
+        assert dict(matplotlib.rcParams) == before
+    assert to_svg(PLOTS[key].draw(sample_report(rows=3))) == elsewhere
+    assert "<dc:date>" not in elsewhere
+
+
+@pytest.mark.parametrize("key", PLOTS)
+def test_nothing_to_draw(key):
+    bare = {"rows": [{"name": "x", "role": "checkpoint"}, {"name": "y", "results": {}}], "baseline": None}
+    assert PLOTS[key].draw(bare) is None
+
+
+@pytest.mark.parametrize("key", PLOTS)
+def test_names_are_text_and_broken_numbers_leave_gaps(key):
+    report = sample_report(rows=3)
+    for row in report["rows"]:
+        row["name"] = f"$\\frac{{{row['name']}<&$\x00\n"
+    report["baseline"] = report["rows"][0]["name"]
+    results = report["rows"][-1]["results"]
+    results["loss"]["loss"] = results["loss"]["by_position"][0]["loss"] = math.nan
+    report["rows"][-1]["comparison"]["loss"] = {"difference": math.nan, "low": math.nan, "high": math.inf}
+    results["speed"]["points"][0] |= {"decode_tokens_per_second": None, "roofline": None, "note": "out of memory"}
+    results["memory"]["contexts"][0]["cache_bytes"] = None
+    results["ruler"]["lengths"]["1024"]["tasks"]["vt"]["score"] = None
+    assert "frac{gqa&lt;&amp;" in to_svg(PLOTS[key].draw(report)).replace("mla-1/2", "gqa")
+
+
+@pytest.mark.parametrize(
+    ("points", "better", "expected"),
+    [
+        ([(1.0, 0.0), (0.5, 0.1), (0.5, 0.2), (0.25, 0.15), (0.6, 0.12)], "low", [3, 1, 0]),
+        ([(1.0, 0.9), (0.5, 0.9), (0.25, 0.1)], "high", [2, 1]),
+        ([(0.5, 0.1), (0.5, 0.1)], "low", [0]),
+        ([], "low", []),
+    ],
+)
+def test_frontier(points, better, expected):
+    assert pareto.frontier(points, better) == expected
+
+
+def test_pareto_shows_changes_intervals_and_kinds():
+    report = sample_report()
+    (ax,) = pareto.loss(report).axes
+    marked = {line.get_marker(): line for line in ax.lines if len(line.get_xdata()) == 1}
+    assert set(marked) == {"D", "s", "o"}
+    assert marked["s"].get_markerfacecolor() == "none" != marked["o"].get_markerfacecolor()
+    spots = {
+        (float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in ax.lines if len(line.get_xdata()) == 1
+    }
+    assert spots == {
+        (row["kv"]["ratio"], row["comparison"]["loss"]["difference"] if row["comparison"] else 0.0)
+        for row in report["rows"]
+    }
+    bars = [list(line.get_ydata()) for line in ax.lines if len(line.get_xdata()) == 2 and line.get_xdata()[0] != 0]
+    change = report["rows"][-1]["comparison"]["loss"]
+    assert [change["low"], change["high"]] in bars
+    assert {text.get_text() for text in ax.texts} == {row["name"] for row in report["rows"]}
+
+
+def test_pareto_without_a_baseline_shows_the_values():
+    report = sample_report()
+    report["baseline"] = None
+    for row in report["rows"]:
+        row |= {"role": "checkpoint", "comparison": None}
+    (ax,) = pareto.recall(report).axes
+    heights = {line.get_ydata()[0] for line in ax.lines if len(line.get_xdata()) == 1}
+    assert heights == {100 * row["results"]["recall"]["accuracy"] for row in report["rows"]}
+    assert ax.get_ylabel() == "recall, %"
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_names_of_points_do_not_cover_each_other(crowded):
+    report = sample_report()
+    for index, row in enumerate(report["rows"][1:] if crowded else []):
+        row["kv"]["ratio"] = 0.5 + index / 100
+        row["comparison"]["loss"] = {"difference": 0.1 + index / 500, "low": 0.1, "high": 0.12}
+    figure = pareto.loss(report)
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert not [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
+
+
+def test_needle_panels_have_length_across_depth_down_and_the_limit():
+    report = sample_report(rows=3)
+    grid = report["rows"][1]["results"]["needle"]["grid"]
+    figure = heat_maps.needle(report)
+    assert len(figure.axes) == 3
+    ax = figure.axes[1]
+    shown = ax.collections[0].get_array().reshape(5, 4)
+    assert shown[4][1] == grid[1][4]
+    assert ax.yaxis_inverted()
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["512", "1,024", "2,048", "3,072"]
+    assert [line.get_xdata()[0] for line in ax.lines] == [3]  # between 2,048 and 3,072
+    assert f"{LIMIT:,}" in ax.get_title(loc="right")
+    for row in report["rows"]:
+        row["results"]["needle"]["limit"] = None
+    assert not heat_maps.needle(report).axes[0].lines
+
+
+def test_speed_has_a_panel_a_batch_and_the_roofline_dashed():
+    report = sample_report(rows=2)
+    one, eight = plots.speed(report).axes
+    assert (one.get_title(loc="left"), eight.get_title(loc="left")) == ("Decoding, batch 1", "Decoding, batch 8")
+    points = [p for p in report["rows"][1]["results"]["speed"]["points"] if p["batch"] == 8]
+    lines = [(line.get_linestyle(), list(line.get_ydata())) for line in eight.lines]
+    assert ("-", [p["decode_tokens_per_second"] for p in points]) in lines
+    assert ("--", [p["roofline"]["decode_tokens_per_second"] for p in points]) in lines
+
+
+def test_change_by_position_is_against_the_baseline():
+    report = sample_report(rows=3)
+    _, change = plots.loss_by_position(report).axes
+    first, last = report["rows"][0], report["rows"][2]
+    expected = [
+        b["loss"] - a["loss"]
+        for a, b in zip(*(row["results"]["loss"]["by_position"] for row in (first, last)), strict=True)
+    ]
+    assert expected in [list(line.get_ydata()) for line in change.lines]
+
+
+def test_buckets_that_grow_are_on_a_log_axis():
+    report = sample_report(rows=2)
+    assert plots.loss_by_position(report).axes[0].get_xscale() == "linear"
+    for row in report["rows"]:
+        row["results"]["loss"]["by_position"] = [
+            {"start": start, "end": 2 * start - 1, "loss": 2.0, "tokens": 9} for start in (32, 64, 128, 256)
+        ]
+    assert {ax.get_xscale() for ax in plots.loss_by_position(report).axes} == {"log"}
+
+
+def test_one_look_a_row():
+    report = sample_report()
+    report["rows"] += [dict(row) for row in report["rows"][1:6]]
+    mine = looks(report)
+    assert len(set(mine)) == len(mine) == 13
+    assert all(to_hex(look.colour) == look.colour for look in mine)
+
+
+def test_labels_are_short_and_printable():
+    assert label("a\nb\x00\u202e") == "a b"
+    assert len(label("x" * 99)) == 40
+
+
+def test_needle_pictures_one_a_row(tmp_path):
+    report = sample_report(rows=4)
+    report["rows"][1]["name"] = "a/b"
+    report["rows"][2]["name"] = "a\\b"
+    report["rows"][3]["results"].pop("needle")
+    paths = save_needle_png(report, tmp_path / "new")
+    assert list(paths) == ["gqa", "a/b", "a\\b"]
+    assert [path.name for path in paths.values()] == ["needle-gqa.png", "needle-a-b.png", "needle-a-b-2.png"]
+    assert all(path.read_bytes().startswith(PNG) for path in paths.values())
+
+
+def test_pictures_of_what_there_is(tmp_path):
+    report = sample_report(rows=2)
+    for row in report["rows"]:
+        row |= {"results": {"recall": row["results"]["recall"]}, "conversion": None}
+    paths = save_pngs(report, tmp_path)
+    assert list(paths) == ["pareto-recall"]
+    assert paths["pareto-recall"].read_bytes().startswith(PNG)
+
+
+def test_a_folder_that_is_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SurgeryError, match="file"):
+        save_needle_png(sample_report(rows=1), tmp_path / "file")

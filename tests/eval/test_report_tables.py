@@ -1,0 +1,130 @@
+import csv
+import json
+
+import pytest
+from sample_report import sample_report
+
+from surgery.errors import SurgeryError
+from surgery.eval.report import csv_file
+from surgery.eval.report.tables import columns, described, interval, scalars, signed
+
+
+@pytest.fixture
+def report():
+    return sample_report()
+
+
+def column(report, key):
+    return next(column for column in columns(report) if column.key == key)
+
+
+def row(report, name):
+    return next(row for row in report["rows"] if row["name"] == name)
+
+
+def test_headline_columns_and_their_order(report):
+    assert [column.key for column in columns(report)] == [
+        "name",
+        "kv_bytes_per_token",
+        "kv_ratio",
+        "loss",
+        "loss_change",
+        "cached_loss",
+        "kl",
+        "top1_agreement",
+        "recall",
+        "needle",
+        "ruler",
+        "lm-eval:python_names.acc",
+    ]
+    assert all(column.about for column in columns(report))
+
+
+def test_a_column_is_shown_only_if_a_row_has_it(report):
+    for one in report["rows"]:
+        one["results"] = {"recall": one["results"]["recall"]}
+        one["comparison"] = None
+    assert [column.key for column in columns(report)] == ["name", "kv_bytes_per_token", "kv_ratio", "recall"]
+    report["rows"][3]["results"]["loss"] = {"loss": 2.0}
+    assert "loss" in [column.key for column in columns(report)]
+    assert column(report, "loss").text(report["rows"][0], report) == "-"
+
+
+def test_rows_with_nothing_but_a_name():
+    assert [column.key for column in columns({"rows": [{"name": "x"}, {"name": "y", "results": {}}]})] == ["name"]
+    assert scalars({"name": "x"}) == {}
+
+
+def test_numbers_as_people_read_them(report):
+    base, worse = row(report, "gqa"), row(report, "mla-1/4")
+    texts = {column.key: column.text(worse, report) for column in columns(report)}
+    assert texts["kv_bytes_per_token"] == "768" and texts["kv_ratio"] == "25.0%"
+    assert texts["loss"] == "2.3655" and texts["loss_change"] == "+0.0870"
+    assert column(report, "loss_change").change_text(worse) == "[+0.0759, +0.0981]"
+    assert column(report, "recall").change_text(worse) == "−19.5 [−23.5, −15.5]"
+    assert column(report, "recall").change_text(base) is None
+    assert column(report, "kv_ratio").change_text(worse) is None
+    assert (signed(-0.00001), signed(0.06), signed(-0.06)) == ("0.0000", "+0.0600", "−0.0600")
+    assert interval({"difference": 0.1, "low": None, "high": None}, percent=False) == "+0.1000"
+
+
+@pytest.mark.parametrize(
+    ("key", "low", "high", "verdict"),
+    [
+        ("loss_change", 0.01, 0.02, "worse"),
+        ("loss_change", -0.02, -0.01, "better"),
+        ("loss_change", -0.01, 0.02, None),
+        ("loss_change", 0.0, 0.02, None),
+        ("loss_change", None, None, None),
+        ("recall", 0.01, 0.02, "better"),
+        ("recall", -0.02, -0.01, "worse"),
+    ],
+)
+def test_verdict_needs_an_interval_on_one_side_of_zero(report, key, low, high, verdict):
+    compared = column(report, key)
+    change = {"difference": 0.0, "low": low, "high": high}
+    assert compared.verdict({"comparison": {compared.compared: change}}) == verdict
+
+
+def test_what_a_row_is(report):
+    assert described(row(report, "gqa")) == "baseline"
+    assert described(row(report, "gqa int4 KV")) == "quantized-kv, bits 4, group 32"
+    assert described(row(report, "mla-1/4 healed")) == "mla, fisher, healed"
+    assert described({"role": "checkpoint"}) == "checkpoint"
+
+
+def test_scalars_reach_every_measurement(report):
+    first = row(report, "mla-1/2")
+    found, results = scalars(first), first["results"]
+    assert found["loss.selectors.loss"] == results["loss"]["by_source"]["selectors"]["loss"]
+    assert found["loss.positions_129_256"] == results["loss"]["by_position"][1]["loss"]
+    assert found["ruler.2048.vt"] == results["ruler"]["lengths"]["2048"]["tasks"]["vt"]["score"]
+    assert found["needle.1024"] == sum(results["needle"]["grid"][1]) / 5
+    assert found["lm-eval:python_names.acc_stderr"] == 0.049
+    assert (
+        found["speed.2048.batch_8.decode_tokens_per_second"]
+        == results["speed"]["points"][-1]["decode_tokens_per_second"]
+    )
+    assert "memory.4096.peak_decode_bytes" not in found  # not measured there
+
+
+def test_csv_reads_back_exactly(report, tmp_path):
+    report["rows"][1]["name"] = 'gqa, "int8"\nKV'
+    csv_file.write(report, tmp_path / "r.csv")
+    with open(tmp_path / "r.csv", newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["name"] for line in lines] == [one["name"] for one in report["rows"]]
+    for line, one in zip(lines, report["rows"], strict=True):
+        assert float(line["loss"]) == one["results"]["loss"]["loss"]
+        assert {key: float(line[key]) for key in scalars(one)} == scalars(one)
+    worse, change = lines[6], report["rows"][6]["comparison"]
+    assert float(worse["loss_change"]) == change["loss"]["difference"]
+    assert float(worse["loss_change_high"]) == change["loss"]["high"]
+    assert float(worse["recall_change_low"]) == change["recall"]["low"]
+    assert lines[0]["loss_change"] == lines[0]["kl"] == ""
+    assert json.loads(lines[2]["variant"])["bits"] == 4
+
+
+def test_csv_says_where_it_cannot_write(report, tmp_path):
+    with pytest.raises(SurgeryError, match="missing"):
+        csv_file.write(report, tmp_path / "missing" / "r.csv")

@@ -1,0 +1,139 @@
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from sample_report import sample_report
+
+from surgery.errors import SurgeryError
+from surgery.eval.report.tracking import log_to_wandb
+
+PICTURE = bytes.fromhex("89504e470d0a1a0a")
+
+
+class FakeRun:
+    def __init__(self, **arguments):
+        self.arguments, self.logged, self.summary = arguments, {}, {}
+        self.dir, self.url, self.finished = f"{arguments['dir']}/run/files", "https://wandb.example/run", False
+
+    def log(self, values):
+        self.logged |= values
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.finished = True
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A stand-in that keeps what it is given; `wandb.runs` are the runs."""
+    fake = ModuleType("wandb")
+    fake.runs = []
+
+    def init(**arguments):
+        assert all(run.finished for run in fake.runs), "one run at a time"
+        fake.runs.append(FakeRun(**arguments))
+        return fake.runs[-1]
+
+    fake.init = init
+    fake.Error = type("Error", (Exception,), {})
+    fake.Settings = lambda **settings: settings
+    fake.Table = lambda columns, data: SimpleNamespace(columns=columns, data=data)
+    fake.Image = lambda path: Path(path).read_bytes()  # as wandb does, before the file may go away
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+@pytest.fixture
+def report():
+    """The baseline, a converted checkpoint and a healed one."""
+    whole = sample_report()
+    return {**whole, "rows": [whole["rows"][index] for index in (0, 6, 7)]}
+
+
+def log(report, folder, **others):
+    return log_to_wandb(report, **({"project": "p", "mode": "offline", "folder": folder} | others))
+
+
+def test_a_finished_run_a_row(wandb, report, tmp_path):
+    (tmp_path / "pareto.png").write_bytes(PICTURE)
+    found = log(report, tmp_path / "new", entity="e", figures={"pareto-loss": tmp_path / "pareto.png"})
+    assert found == [str(tmp_path / "new" / "run")] * 3
+    assert [run.arguments["name"] for run in wandb.runs] == [row["name"] for row in report["rows"]]
+    assert all(run.finished for run in wandb.runs)
+    for run in wandb.runs:
+        given = run.arguments
+        assert (given["project"], given["entity"], given["mode"], given["job_type"]) == ("p", "e", "offline", "eval")
+        assert run.logged["plots/pareto-loss"] == PICTURE
+        assert run.logged["needle"].startswith(PICTURE) and "plots/pareto-recall" not in run.logged
+    online = log({**report, "rows": report["rows"][:1]}, tmp_path, mode="online")
+    assert online == ["https://wandb.example/run"] and wandb.runs[-1].arguments["mode"] == "online"
+
+
+def test_what_a_run_holds(wandb, report, tmp_path):
+    log(report, tmp_path)
+    row, run = report["rows"][1], wandb.runs[1]
+    assert run.logged["plots/pareto-loss"].startswith(PICTURE) and run.logged["plots/pareto-recall"].startswith(PICTURE)
+    results, config = row["results"], run.arguments["config"]
+    assert config["settings"] == report["settings"] and config["tasks"] == report["tasks"]
+    assert config["environment"] == report["environment"] and config["sha256"] == row["sha256"]
+    assert config["conversion"]["command"] == row["conversion"]["command"] and "layers" not in config["conversion"]
+    json.dumps(config)
+    assert run.summary["loss"] == results["loss"]["loss"]
+    assert run.summary["loss_change"] == row["comparison"]["loss"]["difference"]
+    assert run.summary["loss_change/low"] == row["comparison"]["loss"]["low"]
+    assert run.summary["recall/change"] == row["comparison"]["recall"]["difference"]
+    assert run.summary["loss/selectors/loss"] == results["loss"]["by_source"]["selectors"]["loss"]
+    assert None not in run.summary.values() and "name" not in run.summary
+    assert run.logged["loss_by_position"].data[0] == [1, 128, results["loss"]["by_position"][0]["loss"], 3048]
+    assert len(run.logged["ruler_style"].data) == 14 and run.logged["ruler_style"].data[-1][-1] is True
+    assert run.logged["completions"].data[0] == list(results["generate"]["completions"][0].values())
+    assert run.logged["layers"].columns == ["layer", "rank", "rope", "latent"]
+    assert "layers" not in wandb.runs[0].logged
+
+
+def test_a_healed_row_stands_with_the_run_that_healed_it(wandb, report, tmp_path):
+    log(report, tmp_path)
+    assert [run.arguments["group"] for run in wandb.runs] == [report["title"]] * 2 + ["abc123"]
+    assert wandb.runs[-1].arguments["config"]["healing_run"] == "lab/healing/abc123"
+    assert "healing_run" not in wandb.runs[-2].arguments["config"]
+
+
+def test_rows_of_little(wandb, tmp_path):
+    log({"rows": [{"name": "x"}]}, tmp_path)
+    assert wandb.runs[0].logged == {} and wandb.runs[0].arguments["group"] is None
+
+
+def test_refusals(wandb, tmp_path, monkeypatch):
+    report = sample_report(rows=1)
+    (tmp_path / "file").touch()
+    with pytest.raises(SurgeryError, match="file"):
+        log(report, tmp_path / "file")
+
+    def refuse(**arguments):
+        raise wandb.Error("no API key configured")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(SurgeryError, match=r"no API key configured.*wandb login"):
+        log(report, tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SurgeryError, match="pip install wandb"):
+        log(report, tmp_path)
+
+
+def test_the_real_thing_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
+    report = sample_report(rows=2)
+    found = log(report, tmp_path)
+    assert len(set(found)) == 2
+    for folder, row in zip(map(Path, found), report["rows"], strict=True):
+        assert folder.is_relative_to(tmp_path)
+        assert {path.suffix for path in (folder / "files" / "media").rglob("*.*")} == {".json", ".png"}
+        (file,) = folder.glob("*.wandb")
+        written = file.read_bytes()
+        assert row["name"].encode() in written
+        assert repr(row["results"]["loss"]["loss"]).encode() in written

@@ -1,0 +1,157 @@
+import json
+
+import pytest
+import torch
+from tiny_models import CONFIGS
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from surgery.errors import SurgeryError
+from surgery.eval.distributed import Processes
+from surgery.eval.kv_cache import random_tokens
+from surgery.eval.roofline import Ceilings, bytes_read
+from surgery.eval.session import Session
+from surgery.eval.speed import measure_speed, roofline
+from surgery.eval.tasks import speed as speed_task
+from surgery.eval.tasks.speed import SpeedTask
+from surgery.progress import Progress
+
+SESSION = Session(None, Processes(cpu=True), Progress(silent=True), seed=5)
+CEILINGS = Ceilings(bytes_per_second=1e9, flops_per_second=1e12)
+
+
+@pytest.fixture(autouse=True)
+def given_ceilings(monkeypatch):
+    monkeypatch.setattr(speed_task, "measure_ceilings", lambda device, dtype: CEILINGS)
+
+
+def tiny(family: str = "llama") -> nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[family]())
+
+
+def record(model: nn.Module) -> list:
+    """The tokens of every pass and the tokens that were cached before it."""
+    passes, forward = [], model.forward
+
+    def recorded(input_ids, past_key_values=None, **rest):
+        passes.append((input_ids, 0 if past_key_values is None else past_key_values.get_seq_length()))
+        return forward(input_ids=input_ids, past_key_values=past_key_values, **rest)
+
+    model.forward = recorded
+    return passes
+
+
+def test_every_run_prefills_once_and_decodes_greedily():
+    model = tiny()
+    reference = tiny().eval()
+    passes = record(model)
+    point = measure_speed(model, context=10, batch=2, new_tokens=4, repeats=3, seed=5)
+    assert len(passes) == (1 + 3) * (1 + 4)  # a run to warm up
+    prompt = random_tokens(model, 2, 10, seed=5)
+    wanted = reference.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    for run in range(4):
+        tokens, cached = zip(*passes[5 * run : 5 * run + 5], strict=True)
+        assert cached == (0, 10, 11, 12, 13)
+        assert torch.equal(torch.cat(tokens, dim=1), wanted)
+    assert len(point["prefill_seconds"]) == len(point["decode_seconds"]) == 3
+    median = sorted(point["decode_seconds"])[1]
+    assert point["decode_tokens_per_second"] == 2 * 4 / median
+    assert point["prefill_tokens_per_second"] == 2 * 10 / sorted(point["prefill_seconds"])[1]
+    assert point["roofline"] is None
+
+
+def test_a_training_model_is_left_training():
+    model = tiny().train()
+    measure_speed(model, 4, 1, new_tokens=1, repeats=1)
+    assert model.training
+
+
+def limits(model: nn.Module, context: int, batch: int = 1, ceilings: Ceilings = CEILINGS) -> dict:
+    return roofline(model.eval(), random_tokens(model, batch, context), 4, ceilings)
+
+
+def test_the_roofline_counts_weights_and_the_live_cache():
+    model = tiny()
+    found = limits(model, 100, batch=3)
+    # After 0, 1, 2, 3, 4 of the decoded tokens the cache holds 256 bytes a token; on average 102 tokens.
+    assert found["decode_bytes"] == bytes_read(model, 3) + 3 * 102 * 256
+    assert found["bound"] == "memory"
+    assert found["decode_tokens_per_second"] == pytest.approx(3 / (found["decode_bytes"] / 1e9))
+    slow = limits(model, 100, batch=3, ceilings=Ceilings(1e15, 1e6))
+    assert slow["bound"] == "compute"
+    assert slow["decode_tokens_per_second"] == pytest.approx(3 / (slow["decode_flops"] / 1e6))
+
+
+def test_the_roofline_falls_with_the_context_unless_there_is_a_window():
+    bounds = [limits(tiny(), context)["decode_tokens_per_second"] for context in (32, 64, 128)]
+    assert bounds == sorted(bounds, reverse=True) and bounds[0] > bounds[-1]
+    window = tiny("mistral_window")
+    assert limits(window, 64)["decode_bytes"] == limits(window, 128)["decode_bytes"]
+
+
+@pytest.mark.parametrize("family", ["mistral_window", "mixtral"])
+def test_the_task_gives_plain_values(family):
+    task = SpeedTask((240, 8), batches=(2, 1), new_tokens=17, repeats=1)
+    result = task.run(tiny(family), SESSION)
+    assert json.loads(json.dumps(result)) == result
+    assert [(point["context"], point["batch"]) for point in result["points"]] == [(8, 1), (8, 2), (240, 1), (240, 2)]
+    assert [point["note"] for point in result["points"]] == [None] * 2 + ["beyond the model's 256 positions"] * 2
+    assert (result["dtype"], result["device"], result["repeats"]) == ("float32", "cpu", 1)
+    assert result["threads"] == torch.get_num_threads()
+    assert result["ceilings"] == {"bytes_per_second": 1e9, "flops_per_second": 1e12}
+    assert task.settings() == {"contexts": [8, 240], "batches": [1, 2], "new_tokens": 17, "repeats": 1}
+
+
+def refuse_above(model: nn.Module, tokens: int, error: Exception) -> None:
+    forward = model.forward
+
+    def limited(input_ids, **rest):
+        if input_ids.numel() > tokens:
+            raise error
+        return forward(input_ids=input_ids, **rest)
+
+    model.forward = limited
+
+
+def test_points_that_do_not_fit_are_noted_and_larger_ones_not_tried():
+    model = tiny()
+    refuse_above(model, 64, RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    passes = record(model)
+    result = SpeedTask((16, 32, 64), batches=(1, 4), new_tokens=2, repeats=1).run(model, SESSION)
+    notes = {(point["context"], point["batch"]): point["note"] for point in result["points"]}
+    assert notes[16, 1] is notes[16, 4] is notes[32, 1] is notes[64, 1] is None
+    assert notes[32, 4] == "out of memory"
+    assert notes[64, 4] == "not tried: out of memory at 4 x 32 tokens"
+    assert max(tokens.numel() for tokens, _ in passes) == 4 * 32
+    refused = next(point for point in result["points"] if point["note"] == "out of memory")
+    assert refused["decode_tokens_per_second"] is refused["roofline"] is None
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_other_errors_are_not_hidden():
+    model = tiny()
+    refuse_above(model, 4, RuntimeError("shapes do not match"))
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        SpeedTask((16,), new_tokens=1, repeats=1).run(model, SESSION)
+
+
+def test_without_room_for_the_ceilings_speed_is_still_measured(monkeypatch):
+    def refuse(device, dtype):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(speed_task, "measure_ceilings", refuse)
+    result = SpeedTask((8,), new_tokens=1, repeats=1).run(tiny(), SESSION)
+    assert result["ceilings"] is result["points"][0]["roofline"] is None
+    assert result["points"][0]["decode_tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"contexts": ()}, {"contexts": (0,)}, {"contexts": (8,), "batches": ()}, {"contexts": (8,), "new_tokens": 0}],
+)
+def test_impossible_requests(arguments):
+    with pytest.raises(SurgeryError, match="no number below 1"):
+        SpeedTask(**arguments)
+    with pytest.raises(SurgeryError, match="1 of each is the least"):
+        measure_speed(tiny(), 8, 0)

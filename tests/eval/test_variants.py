@@ -1,0 +1,311 @@
+"""Baselines made cheaper: whatever calls the model, it is the cheaper one."""
+
+import pytest
+import torch
+from tiny_models import CONFIGS
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    StaticCache,
+)
+
+from surgery.caches.quantized import QuantizedKVCache, quantized_kv_bytes
+from surgery.caches.sink_window import sink_window_bytes
+from surgery.errors import SurgeryError
+from surgery.eval.kv_cache import cache_bytes
+from surgery.eval.loss import LogitReader, causal_lm_loss
+from surgery.eval.variants.mean_pool import mean_pool
+from surgery.eval.variants.quantized_kv import quantize_kv
+from surgery.eval.variants.sink_window import sink_window
+
+VARIANTS = {"int4": lambda model: quantize_kv(model, 4, 16), "window": lambda model: sink_window(model, 3, 9)}
+each_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def load(checkpoints):
+    def model_of(name="llama", attention="sdpa"):
+        return AutoModelForCausalLM.from_pretrained(checkpoints(name), attn_implementation=attention).eval()
+
+    return model_of
+
+
+def tokens_of(batch=2, length=40, seed=0):
+    return torch.randint(3, 4096, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def decoded(model, tokens, sizes, **kwargs):
+    """Logits of `tokens` fed in chunks of `sizes`, and the cache."""
+    cache, parts, first = None, [], 0
+    for size in sizes:
+        part = {name: value[:, : first + size] for name, value in kwargs.items() if name == "attention_mask"}
+        part |= {name: value[:, first : first + size] for name, value in kwargs.items() if name == "position_ids"}
+        output = model(tokens[:, first : first + size], past_key_values=cache, use_cache=True, **part)
+        cache, first = output.past_key_values, first + size
+        parts.append(output.logits)
+    return torch.cat(parts, dim=1), cache
+
+
+def window_mask(padding, length, sinks, recent):
+    query, key = torch.arange(length)[:, None], torch.arange(length)[None]
+    first = torch.tensor(padding).view(-1, 1, 1)
+    seen = (key <= query) & (key >= first) & ((query - key < recent) | (key - first < sinks))
+    return (seen | (query == key))[:, None]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_window_is_full_attention_with_its_mask_however_it_is_fed(load, name, attention):
+    model, tokens, padding = load(name, attention), tokens_of(3), [0, 2, 14]
+    real = torch.arange(40) >= torch.tensor(padding)[:, None]
+    positions = (real.cumsum(1) - 1).clamp(min=0)
+    mask = window_mask(padding, 40, 3, 9)
+    if attention == "eager":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    expected = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits[real]
+    full = model(tokens, attention_mask=real.long(), position_ids=positions, use_cache=False).logits[real]
+    assert (full - expected).abs().max() > 0.1
+    sink_window(model, 3, 9)
+    inputs = {"attention_mask": real.long(), "position_ids": positions}
+    plain = model(tokens, **inputs, use_cache=False).logits[real]
+    torch.testing.assert_close(plain, expected, rtol=1e-5, atol=1e-5)
+    for sizes in ([40], [1] * 40, [5, 1, 1, 25, 8]):
+        logits, _ = decoded(model, tokens, sizes, **inputs)
+        torch.testing.assert_close(logits[real], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_window_of_a_batch_padded_on_the_right(load):
+    model, tokens = sink_window(load(), 3, 9), tokens_of(2)
+    alone = model(tokens[:1, :30], use_cache=False).logits
+    mask = torch.ones_like(tokens)
+    mask[0, 30:] = 0
+    together = model(tokens, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(together[:1, :30], alone, rtol=1e-5, atol=1e-5)
+    with pytest.raises(SurgeryError, match="left"):
+        model(tokens, attention_mask=mask, use_cache=True)
+
+
+def test_decoding_without_a_mask_remembers_the_padding(load):
+    model, tokens = sink_window(load(), 3, 9), tokens_of(2)
+    real = (torch.arange(40) >= torch.tensor([[0], [6]])).long()
+    expected = model(tokens, attention_mask=real, use_cache=False).logits
+    # Short enough that some of the padding is still in the window, and the second row's sinks are not complete.
+    cache = model(tokens[:, :12], attention_mask=real[:, :12]).past_key_values
+    logits = model(tokens[:, 12:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected[:, 12:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize(("bits", "least", "most"), [(8, 1e-6, 0.08), (4, 0.02, 0.7)])
+def test_quantised_logits_are_near_the_source(load, name, bits, least, most):
+    tokens = tokens_of(2, 64)
+    exact = load(name)(tokens, use_cache=False).logits
+    logits = quantize_kv(load(name), bits)(tokens, use_cache=False).logits
+    assert least < (logits - exact).norm() / exact.norm() < most
+
+
+def test_quantised_decoding_is_a_cache_given_by_hand(load):
+    model, tokens = load(), tokens_of(2, 50)
+    sizes = [20] + [1] * 30
+    cache, parts, first = QuantizedKVCache(4, 16, 5), [], 0
+    for size in sizes:
+        parts.append(model(tokens[:, first : first + size], past_key_values=cache).logits)
+        first += size
+    logits, live = decoded(quantize_kv(model, 4, 16, 5), tokens, sizes)
+    assert torch.equal(logits, torch.cat(parts, dim=1))
+    assert cache_bytes(live) == cache_bytes(cache)
+
+
+@each_variant
+def test_every_way_to_call_sees_the_variant(load, variant):
+    tokens = tokens_of(2, 48)
+    exact = load()(tokens, use_cache=False).logits
+    model = variant(load())
+    cached = model(tokens)
+    plain = model(tokens, use_cache=False)
+    assert (plain.logits - exact).abs().max() > 0.05
+    torch.testing.assert_close(plain.logits, cached.logits, rtol=1e-5, atol=1e-5)
+    assert plain.past_key_values is None and cached.past_key_values.get_seq_length() == 48
+    body = model.base_model(input_ids=tokens, use_cache=False)
+    assert "past_key_values" not in body
+    assert torch.equal(model.lm_head(body.last_hidden_state), plain.logits)
+    assert torch.equal(model.base_model(tokens, use_cache=False).last_hidden_state, body.last_hidden_state)
+    embedded = model(inputs_embeds=model.get_input_embeddings()(tokens), use_cache=False).logits
+    assert torch.equal(embedded, plain.logits)
+    assert len(model(tokens, use_cache=False, return_dict=False)) == 1
+    assert LogitReader(model, tokens).splits
+    assert causal_lm_loss(model, tokens) != causal_lm_loss(load(), tokens)
+
+
+@each_variant
+def test_generate_is_decoding_by_hand(load, variant):
+    model, prompt = variant(load()), tokens_of(1, 20)
+    generated = model.generate(prompt, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    output = model(prompt)
+    row = [output.logits[:, -1].argmax(-1, keepdim=True)]
+    for _ in range(19):
+        output = model(row[-1], past_key_values=output.past_key_values)
+        logits = output.logits[:, -1]
+        logits[:, model.generation_config.eos_token_id] = -torch.inf
+        row.append(logits.argmax(-1, keepdim=True))
+    assert torch.equal(generated[:, 20:], torch.cat(row, dim=1))
+
+
+@each_variant
+def test_generate_in_all_its_modes(load, variant):
+    model, prompt = variant(load()), tokens_of(2, 20)
+    prompt[1, :6] = 2  # the tokenizer's padding
+    mask = (prompt != 2).long()
+    common = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8}
+    greedy = model.generate(prompt, **common, do_sample=False)
+    beams = model.generate(prompt, **common, num_beams=3, num_return_sequences=2, do_sample=False)
+    sampled = model.generate(prompt, **common, do_sample=True)
+    assert greedy.shape == sampled.shape == (2, 28) and beams.shape == (4, 28)
+    kept = model.generate(prompt, **common, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(kept.sequences, greedy) and kept.past_key_values.get_seq_length() == 27
+    chunked = model.generate(prompt, **common, do_sample=False, prefill_chunk_size=7)
+    assert chunked.shape == (2, 28)
+
+
+def test_window_generates_the_same_with_and_without_a_cache_and_padding(load):
+    model, prompt = sink_window(load(), 3, 9), tokens_of(2, 20)
+    prompt[1, :6] = 2
+    mask = (prompt != 2).long()
+    common = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    cached = model.generate(prompt, attention_mask=mask, **common)
+    assert torch.equal(model.generate(prompt, attention_mask=mask, **common, use_cache=False), cached)
+    assert torch.equal(model.generate(prompt, attention_mask=mask, **common, prefill_chunk_size=7), cached)
+    assert torch.equal(model.generate(prompt[1:, 6:], **common)[0, 14:], cached[1, 20:])
+    beams = {"max_new_tokens": 8, "min_new_tokens": 8, "num_beams": 3, "do_sample": False}
+    together = model.generate(prompt, attention_mask=mask, **beams)
+    assert torch.equal(together, model.generate(prompt, attention_mask=mask, **beams, use_cache=False))
+    assert torch.equal(model.generate(prompt[1:, 6:], **beams)[0, 14:], together[1, 20:])
+
+
+@each_variant
+@pytest.mark.parametrize("configured", [False, True])
+def test_an_empty_cache_of_the_caller_becomes_the_live_one(load, variant, configured):
+    model, tokens = variant(load()), tokens_of(2, 48)
+    expected, _ = decoded(model, tokens, [30, 18])
+    mine = DynamicCache(config=model.config) if configured else DynamicCache()
+    model(tokens[:, :30], past_key_values=mine)
+    logits = model(tokens[:, 30:], past_key_values=mine).logits
+    assert torch.equal(logits, expected[:, 30:]) and mine.get_seq_length() == 48
+    mine.reset()
+    assert torch.equal(model(tokens[:, :30], past_key_values=mine).logits, expected[:, :30])
+
+
+@each_variant
+def test_foreign_caches_are_refused(load, variant):
+    tokens = tokens_of(2, 10)
+    filled = load()(tokens).past_key_values
+    model = variant(load())
+    for cache in (
+        filled,
+        StaticCache(config=model.config, max_cache_len=64),
+        quantize_kv(load(), 8)(tokens).past_key_values,
+        QuantizedKVCache(2),
+    ):
+        with pytest.raises(SurgeryError, match="cannot continue"):
+            model(tokens, past_key_values=cache)
+
+
+@each_variant
+def test_a_model_is_made_a_variant_once(load, variant):
+    model = variant(load())
+    for again in (*VARIANTS.values(), lambda model: mean_pool(model, 1)):
+        with pytest.raises(SurgeryError, match="variant already"):
+            again(model)
+    variant(mean_pool(load(), 1))
+
+
+@each_variant
+@pytest.mark.parametrize("name", ["mistral_window", "qwen2_window"])
+def test_layers_with_a_window_are_refused(load, variant, name):
+    with pytest.raises(SurgeryError, match="sliding_attention"):
+        variant(load(name))
+
+
+def test_impossible_requests_are_refused(load):
+    model = load()
+    for request in (
+        lambda: quantize_kv(model, 3),
+        lambda: sink_window(model, 0, 0),
+        lambda: sink_window(load(attention="flex_attention"), 3, 9),
+        lambda: quantize_kv(model.base_model, 8),
+        lambda: mean_pool(model, 3),
+        lambda: mean_pool(model, 0),
+        lambda: sink_window(load(), 3, 9)(tokens_of(), attention_mask=torch.ones(2, 7)),
+        lambda: sink_window(load(), 3, 9)(tokens_of(), attention_mask=torch.ones(2, 1, 40, 40)),
+    ):
+        with pytest.raises(SurgeryError):
+            request()
+    quantize_kv(model, 8)  # what was refused left no hook
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_live_bytes_are_those_predicted(load, batch):
+    size = dict(batch=batch, heads=2, tokens=128, key_dim=8, value_dim=8, dtype=torch.bfloat16)
+    tokens = tokens_of(batch, 128)
+    plain = cache_bytes(load().bfloat16()(tokens).past_key_values)
+    assert plain == 2 * batch * 2 * 128 * 16 * 2
+    for bits in (8, 4, 2):
+        live = cache_bytes(quantize_kv(load().bfloat16(), bits, 8)(tokens).past_key_values)
+        assert live == 2 * quantized_kv_bytes(bits, 8, 0, **size) == plain * (bits + 4) // 16
+    live = cache_bytes(sink_window(load().bfloat16(), 4, 13)(tokens).past_key_values)
+    assert live == 2 * sink_window_bytes(4, 13, **size) == plain // 8
+    assert cache_bytes(mean_pool(load().bfloat16(), 1)(tokens).past_key_values) == plain // 2
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3", "llama_bias", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+def test_pooling_equal_heads_changes_nothing(load, name):
+    model, tokens = load(name), tokens_of()
+    for layer in model.base_model.layers:
+        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            for parameter in projection.parameters():
+                heads = parameter.unflatten(0, (2, -1))
+                heads[1] = heads[0]
+    pooled = mean_pool(model, 1)
+    expected = model(tokens, use_cache=False).logits
+    torch.testing.assert_close(pooled(tokens, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
+    assert type(pooled) is type(model) and pooled.config.num_key_value_heads == 1
+    assert model.config.num_key_value_heads == 2 and not pooled.training
+    assert pooled.config._attn_implementation == model.config._attn_implementation
+    assert not any(tensor.is_meta for tensor in (*pooled.parameters(), *pooled.buffers()))
+    assert pooled.generate(tokens, max_new_tokens=3, do_sample=False).shape[1] <= 43
+
+
+def test_pooled_heads_are_means_of_neighbours_and_the_rest_is_shared():
+    torch.manual_seed(0)
+    config = CONFIGS["llama_bias"]()
+    config.num_key_value_heads = 4
+    model = AutoModelForCausalLM.from_config(config).eval()
+    pooled = mean_pool(model, 2)
+    for name, parameter in model.named_parameters():
+        own = pooled.get_parameter(name)
+        if ".k_proj." in name or ".v_proj." in name:
+            first, second, third, fourth = parameter.unflatten(0, (4, 8))
+            torch.testing.assert_close(own, torch.cat([(first + second) / 2, (third + fourth) / 2]))
+        else:
+            assert own.data_ptr() == parameter.data_ptr()
+    tied = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    pooled = mean_pool(tied, 1)
+    assert pooled.lm_head.weight is pooled.get_input_embeddings().weight
+
+
+def test_pooling_names_a_class_it_cannot_pool():
+    with pytest.raises(SurgeryError, match="GPT2LMHeadModel"):
+        mean_pool(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=97)), 1)
+    shape = dict(vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    with pytest.raises(SurgeryError, match=r"Olmo2ForCausalLM.*k_norm"):
+        mean_pool(Olmo2ForCausalLM(Olmo2Config(**shape, num_key_value_heads=2)), 1)

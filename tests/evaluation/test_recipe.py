@@ -1,0 +1,111 @@
+"""Recipes: reading, refusals before anything runs, steps that are done already."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from tiny_models import make_checkpoint
+
+from surgery.errors import SurgeryError
+from surgery.progress import Progress
+from surgery.recipe import Recipe, run_recipe
+
+QUICK = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 1, "fit_steps": 0, "rope_dim": 4}
+
+
+def write(folder, *steps, **others):
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"steps": list(steps), **others}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A recipe of two steps, run: its path, its work folder and what came of it."""
+    folder = tmp_path_factory.mktemp("recipe")
+    source = make_checkpoint(folder / "source", "llama", torch.bfloat16)
+    recipe = write(
+        folder,
+        {"convert": {"name": "half", "source": str(source), "kv_ratio": 0.5, **QUICK}},
+        {
+            "eval": {
+                "name": "report",
+                "baseline": f"original={source}",
+                "checkpoints": ["half"],
+                "publish": str(folder / "published"),
+                "tasks": ["loss"],
+                "variants": "none",
+                "windows": 2,
+                "length": 64,
+                "decoded": 4,
+                "device": "cpu",
+            }
+        },
+        name="two steps",
+    )
+    return recipe, folder / "work", run_recipe(recipe, folder / "work", Progress(silent=True))
+
+
+def test_later_steps_use_earlier_ones_by_name(finished):
+    _, work, outcome = finished
+    assert outcome.checkpoints == {"half": work / "half"}
+    names = [(row["name"], row["role"], row["class"]) for row in outcome.report["rows"]]
+    assert names == [("original", "baseline", "LlamaForCausalLM"), ("half", "checkpoint", "DeepseekV3ForCausalLM")]
+    assert outcome.report["rows"][1]["conversion"]["to"] == "mla"
+    assert outcome.report["rows"][1]["kv"]["ratio"] == pytest.approx(0.5, abs=0.05)
+
+
+def test_reports_are_published(finished):
+    _, work, outcome = finished
+    published = work.parent / "published"
+    assert {"report.json", "report.csv", "report.html"} <= {path.name for path in published.iterdir()}
+    assert json.loads((published / "report.json").read_text()) == outcome.report
+    assert not (published / "results").exists()
+
+
+def test_finished_steps_are_kept(finished):
+    recipe, work, outcome = finished
+    before = (work / "half" / "surgery_report.json").stat().st_mtime_ns
+    again = run_recipe(recipe, work, Progress(silent=True))
+    assert (work / "half" / "surgery_report.json").stat().st_mtime_ns == before
+    assert again.report["rows"] == outcome.report["rows"]
+
+
+def test_outputs_of_other_settings_are_not_taken_for_them(finished, tmp_path):
+    recipe, work, _ = finished
+    steps = yaml.safe_load(recipe.read_text())["steps"]
+    steps[0]["convert"]["seed"] = 7
+    with pytest.raises(SurgeryError, match="half: is of another source or other settings"):
+        run_recipe(write(tmp_path, *steps), work, Progress(silent=True))
+
+
+STEP = {"convert": {"name": "a", "source": "builtin"}}
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([], "no steps"),
+        ([{"convrt": {"name": "a"}}], r"unknown verb 'convrt'; did you mean convert\?"),
+        ([{"convert": {"source": "builtin"}}], "step 1: name is missing"),
+        ([{"convert": {"name": "../a", "source": "builtin"}}], "plain file name"),
+        ([{"convert": None}], "no settings"),
+        (["convert"], "one verb"),
+        ([STEP, STEP], "two steps are called a"),
+        ([{"convert": {"name": "a"}}], "step a: source is missing"),
+        ([{"convert": {"name": "a", "source": "x", "to": "gqa"}}], "unknown target"),
+        ([STEP, {"eval": {"name": "r", "checkpoints": ["a"], "taks": ["loss"]}}], "did you mean tasks"),
+        ([STEP, {"eval": {"name": "r", "checkpoints": "a"}}], "must be a list"),
+        ([STEP, {"eval": {"name": "r"}}], "checkpoints is missing"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(tmp_path, steps, told):
+    with pytest.raises(SurgeryError, match=told):
+        run_recipe(write(tmp_path, *steps), tmp_path / "work", Progress(silent=True))
+    assert not (tmp_path / "work").exists()
+
+
+def test_unknown_entries_are_refused(tmp_path):
+    with pytest.raises(SurgeryError, match="unknown entry 'nam'; did you mean name"):
+        Recipe.read(write(tmp_path, STEP, nam="x"))

@@ -1,0 +1,192 @@
+"""The verb as a whole, on tiny random models: rows, resuming, refusals."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from tiny_models import DEMO, make_checkpoint
+
+from surgery.errors import SurgeryError
+from surgery.eval.tasks.loss import LossTask
+from surgery.evaluation.output import write_report
+from surgery.evaluation.run import Request, evaluate
+from surgery.evaluation.settings import EvalSettings
+from surgery.progress import Progress
+
+SMALL = {"windows": 4, "length": 64, "decoded": 8, "recall_prompts": 2, "batch_size": 2, "device": "cpu"}
+
+
+def run(checkpoints, baseline, out, *, overwrite=False, **settings):
+    request = Request(
+        tuple(map(str, checkpoints)),
+        None if baseline is None else str(baseline),
+        out,
+        EvalSettings(**{**SMALL, "tasks": "loss", **settings}),
+        command="surgery eval ...",
+        overwrite=overwrite,
+    )
+    return evaluate(request, Progress(silent=True)).report
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A source and another model of its family, in bfloat16 as most checkpoints are."""
+    folder = tmp_path_factory.mktemp("models")
+    return [make_checkpoint(folder / name, "llama", torch.bfloat16, seed) for seed, name in enumerate(("one", "two"))]
+
+
+@pytest.fixture(scope="module")
+def whole(models, tmp_path_factory):
+    """A report with everything cheap in it, and its folder."""
+    out = tmp_path_factory.mktemp("eval") / "out"
+    report = run(
+        [f"other={models[1]}"],
+        models[0],
+        out,
+        tasks="loss,generate,memory",
+        contexts="16,32",
+        new_tokens=4,
+        variants="int8,mean-pool,window",
+    )
+    return report, out
+
+
+def rows_of(report):
+    return {row["name"]: row for row in report["rows"]}
+
+
+def test_rows_and_roles(whole):
+    report, _ = whole
+    # Both checkpoints have all bytes, so variants have nothing to match but the default ratios.
+    found = {name: row["role"] for name, row in rows_of(report).items()}
+    assert found == {
+        "one": "baseline",
+        "other": "checkpoint",
+        "int8 KV": "variant",
+        "mean-pool 1": "variant",
+        "window 32": "variant",
+        "window 16": "variant",
+    }
+    assert report["baseline"] == "one" and report["settings"]["dtype"] == "float32"
+
+
+def test_bytes_are_those_of_the_checkpoints_dtype(whole):
+    rows = rows_of(whole[0])
+    # 2 layers, 2 KV heads of 8 numbers, keys and values, 2 bytes each.
+    assert rows["one"]["kv"]["bytes_per_token"] == 2 * 2 * 8 * 2 * 2
+    assert rows["mean-pool 1"]["kv"]["ratio"] == 0.5
+    assert rows["window 16"]["kv"]["ratio"] == pytest.approx(0.25, abs=0.02)
+    assert 0.5 < rows["int8 KV"]["kv"]["ratio"] < 1
+    assert rows["one"]["results"]["memory"]["dtype"] == "bfloat16"
+
+
+def test_differences_and_divergences_are_to_the_baseline(whole):
+    rows = rows_of(whole[0])
+    assert rows["one"]["comparison"] is None and rows["one"]["results"]["loss"]["divergence"] is None
+    other = rows["other"]
+    difference = other["results"]["loss"]["loss"] - rows["one"]["results"]["loss"]["loss"]
+    assert other["comparison"]["loss"]["difference"] == pytest.approx(difference, abs=1e-9)
+    assert other["results"]["loss"]["divergence"]["kl"] > 0.01
+    assert 0 < rows["int8 KV"]["results"]["loss"]["divergence"]["kl"] < 0.05
+
+
+def test_all_forms_are_written(whole, tmp_path):
+    report, _ = whole
+    written = {path.name for path in write_report(report, tmp_path)}
+    assert {"report.json", "report.csv", "report.html"} <= written
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_finished_results_are_not_measured_again(whole, models, monkeypatch):
+    report, out = whole
+
+    def never(*_):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(LossTask, "run", never)
+    again = run(
+        [f"renamed={models[1]}"],
+        models[0],
+        out,
+        tasks="loss,generate,memory",
+        contexts="16,32",
+        new_tokens=4,
+        variants="int8,mean-pool,window",
+    )
+    assert rows_of(again)["renamed"]["results"] == rows_of(report)["other"]["results"]
+    # Other data is another result.
+    with pytest.raises(AssertionError, match="measured again"):
+        run([models[1]], models[0], out, seed=1, overwrite=True)
+
+
+def test_an_interrupted_evaluation_goes_on(models, tmp_path, monkeypatch):
+    measured, real = [], LossTask.run
+
+    def counted(self, model, session, kept):
+        if len(measured) == 1:
+            raise KeyboardInterrupt
+        measured.append(model)
+        return real(self, model, session, kept)
+
+    monkeypatch.setattr(LossTask, "run", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run([models[1]], models[0], tmp_path / "out", variants="none")
+    monkeypatch.setattr(LossTask, "run", real)
+    resumed = run([models[1]], models[0], tmp_path / "out", variants="none")
+    straight = run([models[1]], models[0], tmp_path / "straight", variants="none")
+    for left, right in zip(resumed["rows"], straight["rows"], strict=True):
+        assert left["results"] == right["results"] and left["comparison"] == right["comparison"]
+
+
+def test_the_baseline_itself_is_one_row(models, tmp_path):
+    report = run([models[0]], models[0], tmp_path / "out", variants="none")
+    assert [row["role"] for row in report["rows"]] == ["baseline"]
+
+
+def test_quick_looks_are_marked(models, tmp_path):
+    report = run([models[0]], None, tmp_path / "out", limit=2)
+    assert report["settings"]["limit"] == 2 and report["rows"][0]["results"]["loss"]["sequences"] == 2
+
+
+def test_a_report_of_more_is_not_replaced_unasked(models, tmp_path):
+    out = tmp_path / "out"
+    write_report(run(models, None, out), out)
+    with pytest.raises(SurgeryError, match="row two, which the new one would not"):
+        run([models[0]], None, out)
+    run([models[0]], None, out, overwrite=True)
+
+
+def test_foreign_folders_are_left_alone(models, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(SurgeryError, match="other things than an evaluation"):
+        run([models[0]], None, tmp_path)
+
+
+def test_other_tokenizers_are_refused(models, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(models[1], other)
+    content = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(SurgeryError, match="another tokenizer"):
+        run([other], models[0], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "told"),
+    [
+        (["{0}", "{0}/../one"], {}, "two models are called one"),
+        (["no-such-folder"], {}, "no-such-folder"),
+        (["{0}"], {"data": "no-such-file.txt"}, "no-such-file"),
+        (["{0}"], {"tasks": "needle", "needle_lengths": "20"}, "too small"),
+        (["{0}"], {"tasks": "ruler", "ruler_lengths": "16", "ruler_tasks": "vt"}, "does not fit in 16"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(models, tmp_path, names, settings, told):
+    with pytest.raises(SurgeryError, match=told) as error:
+        run([name.format(*models) for name in names], None, tmp_path / "out", **settings)
+    assert "\n" not in str(error.value)

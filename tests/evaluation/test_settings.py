@@ -1,0 +1,45 @@
+import pytest
+
+from surgery.errors import SurgeryError
+from surgery.evaluation.settings import TASKS, EvalSettings
+
+
+def test_lists_may_be_strings_or_single_values():
+    settings = EvalSettings(tasks="loss, needle", needle_lengths=256, ruler_lengths="128,256", batches=[1, 1, 2])
+    assert settings.tasks == ("loss", "needle")
+    assert settings.needle_lengths == (256,) and settings.ruler_lengths == (128, 256) and settings.batches == (1, 2)
+    assert EvalSettings(prompts="a, b").prompts == ("a, b",)
+
+
+def test_all_tasks_and_no_variants():
+    assert EvalSettings(tasks="all,lm-eval:x").tasks == (*TASKS, "lm-eval:x")
+    assert EvalSettings(variants="none").variants == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"tasks": "los"}, "did you mean loss"),
+        ({"tasks": "lm-eval:"}, "unknown task"),
+        ({"variants": "int3"}, "int3"),
+        ({"domain": "prose"}, "domain"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"limit": 0}, "limit must be at least 1"),
+        ({"contexts": "1k"}, "whole numbers"),
+        ({"batches": [0]}, "batches must be positive"),
+        ({"needle_depths": [101]}, "percent"),
+        ({"length": 8, "decoded": 7}, "decoded"),
+        ({"data": []}, "no held-out text"),
+        ({"wandb_mode": "on"}, "online or offline"),
+    ],
+)
+def test_wrong_settings_are_refused(given, told):
+    with pytest.raises(SurgeryError, match=told):
+        EvalSettings(**given)
+
+
+def test_unknown_settings_of_a_file_are_refused(tmp_path):
+    path = tmp_path / "eval.yaml"
+    path.write_text("taks: [loss]\n")
+    with pytest.raises(SurgeryError, match=r"unknown setting 'taks'; did you mean tasks\?"):
+        EvalSettings.from_file(path)
