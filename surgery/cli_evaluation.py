@@ -227,7 +227,7 @@ def run(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Do everything that a recipe says: convert, evaluate, compare.
+    """Do everything that a recipe says, step by step: conversions and evaluations.
 
     A step whose output is there already, made from the same source with the same settings, is not done again.
 

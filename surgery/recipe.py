@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.errors import SurgeryError
+from surgery.eval.distributed import Processes
 from surgery.file_settings import did_you_mean, read_mapping
 from surgery.progress import Progress
 
@@ -88,13 +89,15 @@ def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
     finished = Finished()
     # All settings are checked first: a typing error in the last step should not cost an hour.
     ready = [VERBS[step.verb](step, f"{path}, step {step.name}") for step in recipe.steps]
+    processes = Processes()
     for number, (step, do) in enumerate(zip(recipe.steps, ready, strict=True), 1):
-        progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
-        do(work / step.name, finished, progress)
+        if processes.is_main:
+            progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
+        do(work / step.name, finished, progress, processes)
     return finished
 
 
-Action = Callable[[Path, Finished, Progress], None]
+Action = Callable[[Path, Finished, Progress, Processes], None]
 
 
 def _convert(step: Step, where: str) -> Action:
@@ -106,16 +109,11 @@ def _convert(step: Step, where: str) -> Action:
         raise SurgeryError(f"{where}: to {to} is an unknown target; this version converts to mla")
     settings = ConvertSettings.from_mapping(given, where)
 
-    def do(out: Path, finished: Finished, progress: Progress) -> None:
-        from surgery.convert import convert_to_mla
-
+    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
         checkpoint = _checkpoint(source, finished)
         finished.checkpoints[step.name] = out
-        if out.exists():
-            _check_kept(out, checkpoint, settings.to_dict())
-            progress.note(f"{out}: is there already")
-            return
-        convert_to_mla(checkpoint, out, settings, command=f"surgery run {where}", progress=progress)
+        # A conversion is not shared: the other processes wait for it.
+        processes.from_main(lambda: _convert_unless_there(checkpoint, out, settings, f"surgery run {where}", progress))
 
     return do
 
@@ -130,7 +128,7 @@ def _evaluate(step: Step, where: str) -> Action:
         raise SurgeryError(f"{where}: checkpoints must be a list")
     settings = EvalSettings.from_mapping(given, where)
 
-    def do(out: Path, finished: Finished, progress: Progress) -> None:
+    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
         from surgery.evaluation.output import track, write_report
         from surgery.evaluation.run import Request, evaluate
 
@@ -201,6 +199,16 @@ def _row(given: str, finished: Finished) -> str:
         name = checkpoint = str(given)
     found = _checkpoint(checkpoint, finished)
     return f"{name}={found}" if sign or found != checkpoint else checkpoint
+
+
+def _convert_unless_there(source: str, out: Path, settings: Any, command: str, progress: Progress) -> None:
+    from surgery.convert import convert_to_mla
+
+    if out.exists():
+        _check_kept(out, source, settings.to_dict())
+        progress.note(f"{out}: is there already")
+        return
+    convert_to_mla(source, out, settings, command=command, progress=progress)
 
 
 def _check_kept(out: Path, source: str, settings: dict[str, Any]) -> None:

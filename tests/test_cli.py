@@ -67,7 +67,7 @@ def run_main(monkeypatch, capsys, *arguments):
     return ended.value.code or 0, captured.out, captured.err
 
 
-@pytest.mark.parametrize("verb", [[], ["convert"], ["inspect"], ["demo"]])
+@pytest.mark.parametrize("verb", [[], ["convert"], ["inspect"], ["demo"], ["eval"], ["compare"], ["run"]])
 def test_help_answers_without_torch(verb):
     done = launch(*verb, "--help", code=HELP)
     assert done.returncode == 0
@@ -76,7 +76,7 @@ def test_help_answers_without_torch(verb):
 
 
 def test_every_verb_has_an_example():
-    for verb in ("convert", "inspect", "demo"):
+    for verb in ("convert", "inspect", "demo", "eval", "compare", "run"):
         shown = CliRunner().invoke(cli.app, [verb, "--help"]).output
         assert re.search(rf"surgery {verb}", shown), verb
 

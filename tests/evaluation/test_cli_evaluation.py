@@ -1,0 +1,81 @@
+"""`surgery eval`, `compare` and `run` as a user types them."""
+
+import json
+import sys
+
+import pytest
+import torch
+from tiny_models import make_checkpoint
+
+from surgery import cli
+
+QUICK = ["--windows", "2", "--length", "64", "--tasks", "loss", "--seed", "5", "--device", "cpu", "--variants", "none"]
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """Runs `surgery ARGUMENTS`: exit code, standard output, standard error."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["surgery", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return ended.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval")
+    (folder / "quick.yaml").write_text("decoded: 8\n")
+    for seed, name in enumerate(("source", "small")):
+        make_checkpoint(folder / name, "llama", torch.float32, seed)
+    return folder
+
+
+def test_evaluations_made_apart_compare(main, folder):
+    config = ["--config", folder / "quick.yaml"]
+    code, out, _ = main("eval", folder / "source", *QUICK, *config, "--out", folder / "first")
+    assert code == 0 and "KV B/token" in out and "no baseline" in out
+    code, out, _ = main(
+        "eval", folder / "small", "--baseline", folder / "source", *QUICK, *config, "--out", folder / "second", "--json"
+    )
+    report = json.loads(out)
+    assert code == 0 and [row["name"] for row in report["rows"]] == ["source", "small"]
+    assert report["command"].startswith("surgery eval ")
+
+    code, out, _ = main("compare", folder / "first", folder / "second" / "report.json", "--out", folder / "both")
+    assert code == 0 and "Δ loss" in out
+    merged = json.loads((folder / "both" / "report.json").read_text())
+    assert merged["rows"][1]["comparison"] == report["rows"][1]["comparison"]
+    assert (folder / "both" / "report.html").exists() and (folder / "both" / "report.csv").exists()
+
+    main("eval", folder / "source", *QUICK, *config, "--seed", "6", "--out", folder / "third")
+    code, out, err = main("compare", folder / "first", folder / "third", "--out", folder / "none")
+    assert code == 1 and not out and err.count("\n") == 1
+    assert "seed is 6" in err
+    assert not (folder / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["eval", "no-such-model"], "no-such-model"),
+        (["eval", "{folder}/source", "--tasks", "los"], "did you mean loss?"),
+        (["eval", "{folder}/source", "--tasks", "lm-eval:no-such-task"], "no-such-task"),
+        (["eval", "{folder}/source", "--variants", "int3"], "int3"),
+        (["compare", "{folder}"], "report.json"),
+        (["run", "{folder}/nothing.yaml"], "nothing.yaml"),
+    ],
+)
+def test_mistakes_are_one_line(main, folder, tmp_path, monkeypatch, arguments, told):
+    if "lm-eval:no-such-task" in arguments:
+        pytest.importorskip("lm_eval")
+    monkeypatch.chdir(tmp_path)
+    code, out, err = main(*(argument.format(folder=folder) for argument in arguments))
+    last = err.strip().splitlines()[-1]
+    assert code == 1 and not out
+    assert last.startswith("surgery: error: ") and told in last
+    assert not list(tmp_path.iterdir())
