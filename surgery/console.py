@@ -180,6 +180,7 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     page.print(f"{duration(demo.seconds)}; the converted model is in {_plain(demo.path)}", soft_wrap=True)
     page.print("Next: surgery inspect CKPT/              what a model of yours caches, and what it can become")
     page.print("      surgery convert --to mla CKPT/     converts it; --dry-run says first what that takes")
+    page.print("      surgery eval NEW/ --baseline CKPT/ measures the two beside each other and beside cheap baselines")
 
 
 def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from surgery.eval.report import csv_file, page, tracking
+from surgery.eval.report import csv_file, markdown, page, tracking
 from surgery.eval.report.document import Report
 from surgery.eval.report.figures import save_needle_png
 from surgery.evaluation.store import write_whole
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
-    """Writes report.json, report.csv, report.html and a needle heat map of each row that has one.
+    """Writes report.json, .csv, .html and .md, and a needle heat map of each row that has one.
 
     Returns:
         What was written.
@@ -21,12 +21,13 @@ def write_report(report: Report, folder: Path) -> list[Path]:
         SurgeryError: the folder cannot be written.
     """
     # The JSON last: where it is, the others are too.
-    html, table, document = (folder / f"report.{suffix}" for suffix in ("html", "csv", "json"))
+    html, text, table, document = (folder / f"report.{suffix}" for suffix in ("html", "md", "csv", "json"))
     write_whole(html, page.render(report))
+    write_whole(text, markdown.render(report))
     csv_file.write(report, table)
     pictures = list(save_needle_png(report, folder).values())
     write_whole(document, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    return [document, table, html, *pictures]
+    return [document, table, html, text, *pictures]
 
 
 def track(report: Report, folder: Path, project: str, mode: str) -> None:

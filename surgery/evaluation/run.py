@@ -89,14 +89,16 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
         limit=settings.limit,
     )
     work = _Work(store, session, device, settings, tasks, next((r for r in rows if r.role == "baseline"), None))
-    measured = [work.measure(row) for row in rows]
+    measured = [work.measure(row, f"{number} of {len(rows)}") for number, row in enumerate(rows, 1)]
     if baseline is not None and settings.variants:
         held = {entry["name"]: entry["kv"]["held_bytes"] for entry in measured}
         ratios = [held[row.name] / held[baseline.name] for row in rows if row.role == "checkpoint"]
         variants, notes = plan_variants(settings.variants, baseline, ratios, tasks.context)
         for note in notes:
             progress.note(note)
-        measured += [work.measure(row) for row in variants]
+        measured += [
+            work.measure(row, f"variant {number} of {len(variants)}") for number, row in enumerate(variants, 1)
+        ]
     report = {
         "schema": SCHEMA,
         "surgery_version": __version__,
@@ -139,9 +141,9 @@ class _Work:
             # CPUs are slow in half precision and differ in it from one another.
             self.dtype_setting = "float32"
 
-    def measure(self, row: Row) -> dict[str, Any]:
-        """The row's entry in the report."""
-        self._session.progress.note(f"{row.name}:")
+    def measure(self, row: Row, place: str) -> dict[str, Any]:
+        """The row's entry in the report; `place` says in the progress which one it is."""
+        self._session.progress.note(f"{row.name} ({place}):")
         keys = {task.name: self._key(row, task) for task in self._tasks.all}
         found = self._session.processes.from_main(lambda: {name: self._store.get(key) for name, key in keys.items()})
         missing = [task for task in self._tasks.all if found[task.name] is None]
