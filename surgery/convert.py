@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from surgery import mla_split, mla_statistics
+from surgery.anatomy import AttentionAnatomy
 from surgery.architectures.choose import Carrier
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, check_output, verify_files
 from surgery.errors import SurgeryError
 from surgery.held_out import HeldOut
-from surgery.ladder import Ladder
+from surgery.ladder import Form, Ladder
+from surgery.layer_stream import LayerStream
 from surgery.mla_output import carrier_of, planned_tensors, replaced_names, reserved_numbers
 from surgery.mla_split import MLAPlan
 from surgery.progress import Progress
@@ -32,8 +34,12 @@ from surgery.source import Source
 from surgery.texts import Texts, load_texts
 from surgery.transforms import mla
 from surgery.transforms.budget import candidate_splits
+from surgery.transforms.key_basis import KeyBasis, identity_basis
+from surgery.transforms.latent_layer import LatentLayer, SimulatedAttention
+from surgery.transforms.partial_rope import latent_form
 from surgery.verification import Verification, verify_by_running
 
+EXACT_STAGES, LOSSY_STAGES = ("merged", "rotated"), ("partial RoPE", "truncated", "fitted")
 REPORT, CARD, SOURCE_CARD = "surgery_report.json", "README.md", "README.source.md"
 
 
@@ -104,8 +110,8 @@ def convert_to_mla(
         tensors = planned_tensors(opened, carrier)
         with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
             fit = _sequential_fit(opened, texts, store, settings)
-            stages = ("partial RoPE", "truncated", "fitted")[: 3 if fit else 2]
-            ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, stages)
+            stages = LOSSY_STAGES[: 3 if fit else 2]
+            ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, (*EXACT_STAGES, *stages))
             layers = _convert_layers(opened, plan, library, fit, carrier, ladder, writer, progress)
             scores = ladder.scores()
             _copy_the_rest(opened, carrier, writer, progress)
@@ -193,12 +199,30 @@ def _convert_layers(
                         index, layer, anatomy, converted.truncated, library.load(index)[0].output_gradient
                     )
                     stages["fitted"] = result
-                errors = ladder.advance(layer, anatomy, converted.basis, stages)
+                forms = _forms(anatomy, converted.basis, stages, opened.stream)
+                errors = ladder.advance(layer, anatomy, forms, stages)
             for name, tensor in carrier.writer.tensors(index, result.to("cpu", torch.float64)).items():
                 writer.write(name, tensor)
             reports.append(LayerReport.of(index, converted, errors))
             advance()
     return reports
+
+
+def _forms(
+    anatomy: AttentionAnatomy, basis: KeyBasis, lossy: dict[str, LatentLayer], stream: LayerStream
+) -> dict[str, Form]:
+    """A layer's attention in every stage of the ladder."""
+    every_component = torch.arange(basis.components)
+    identity = identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
+    forms = {
+        "merged": lambda: latent_form(anatomy, identity, every_component),
+        "rotated": lambda: latent_form(anatomy, basis, every_component),
+        **{name: lambda form=form: form for name, form in lossy.items()},
+    }
+    return {
+        name: lambda form=form: SimulatedAttention(form().to(stream.device, stream.dtype))
+        for name, form in forms.items()
+    }
 
 
 def _copy_the_rest(opened: Source, carrier: Carrier, writer: CheckpointWriter, progress: Progress) -> None:

@@ -1,28 +1,27 @@
 """The exactness ladder: every stage of a conversion carried through the model side by side on held-out text.
 
-source → merged → rotated are exact, partial RoPE and truncation each lose something, a least-squares fit wins some of
-it back; what is written and loaded again must equal the last. One loss per stage says where a conversion's loss comes
-from.
+Of an MLA conversion: source → merged → rotated are exact, partial RoPE and truncation each lose something, a
+least-squares fit wins some of it back; what is written and loaded again must equal the last. One loss per stage says
+where a conversion's loss comes from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surgery.anatomy import AttentionAnatomy
 from surgery.attention import CapturedAttention
 from surgery.held_out import HeldOut, Score
 from surgery.layer_stream import LayerStream, StreamedLayer
-from surgery.transforms.key_basis import KeyBasis, identity_basis
-from surgery.transforms.latent_layer import LatentLayer, SimulatedAttention
-from surgery.transforms.partial_rope import latent_form
 
-EXACT_STAGES = ("merged", "rotated")
 # Sequences on which a layer's own output error is measured; it settles long before the loss does.
 ERROR_SEQUENCES = 2
+
+Form = Callable[[], nn.Module]
+"""Makes a stand-in for a layer's attention; called when it is needed, as exact forms are as wide as the whole cache."""
 
 
 class Ladder:
@@ -32,43 +31,35 @@ class Ladder:
         stream: the source model.
         held_out: text and recall prompts.
         batch_size: sequences at a time.
-        stages: the lossy stages that :meth:`advance` will be given.
+        stages: names of the stages after the source, in order.
     """
 
     def __init__(self, stream: LayerStream, held_out: HeldOut, batch_size: int, stages: tuple[str, ...]):
         self._stream, self._held_out, self._batch_size = stream, held_out, batch_size
         embedded = stream.embed(held_out.tokens)
-        self.hidden: dict[str, Tensor] = {stage: embedded.clone() for stage in ("source", *EXACT_STAGES, *stages)}
+        self.hidden: dict[str, Tensor] = {stage: embedded.clone() for stage in ("source", *stages)}
 
     def advance(
-        self, layer: StreamedLayer, anatomy: AttentionAnatomy, basis: KeyBasis, lossy: dict[str, LatentLayer]
+        self, layer: StreamedLayer, anatomy: AttentionAnatomy, forms: dict[str, Form], lossy: Collection[str]
     ) -> dict[str, float]:
         """Runs one layer in every stage.
 
         Args:
-            anatomy: the source's attention in float64.
-            basis: the key basis of the conversion.
-            lossy: the layer in each lossy stage.
+            anatomy: the source's attention.
+            forms: the layer's attention in every stage but the source, on the stream's device and in its dtype.
+            lossy: the stages whose errors are measured.
 
         Returns:
             The layer's own relative output error in each lossy stage, ``‖converted - source‖ / ‖source‖`` on the
             source's inputs.
         """
-        every_component = torch.arange(basis.components)
-        identity = identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
-        # Built one at a time: the exact forms are as wide as the source's whole cache.
-        forms: dict[str, Callable[[], LatentLayer]] = {
-            "merged": lambda: latent_form(anatomy, identity, every_component),
-            "rotated": lambda: latent_form(anatomy, basis, every_component),
-            **{name: lambda form=form: form for name, form in lossy.items()},
-        }
         captured = self._source_output(layer, anatomy)
         errors = {}
         for name, form in forms.items():
-            simulated = form().to(self._stream.device, self._stream.dtype)
+            attention = form()
             if name in lossy:
-                errors[name] = _relative_error(simulated, captured)
-            self._stream.run_layer(layer, self.hidden[name], self._batch_size, SimulatedAttention(simulated))
+                errors[name] = _relative_error(attention, captured)
+            self._stream.run_layer(layer, self.hidden[name], self._batch_size, attention)
         self._stream.run_layer(layer, self.hidden["source"], self._batch_size)
         return errors
 
@@ -84,5 +75,5 @@ class Ladder:
 
 
 @torch.no_grad()
-def _relative_error(form: LatentLayer, source: CapturedAttention) -> float:
-    return float((form.forward(source.inputs) - source.outputs).norm() / source.outputs.norm())
+def _relative_error(attention: nn.Module, source: CapturedAttention) -> float:
+    return float((attention(source.inputs)[0] - source.outputs).norm() / source.outputs.norm())

@@ -16,13 +16,55 @@ ALLOCATIONS = ("uniform", "spectrum")
 
 
 @dataclass(frozen=True)
-class ConvertSettings(FileSettings):
+class ConversionSettings(FileSettings):
+    """What all conversions can be asked for.
+
+    Attributes:
+        kv_ratio: share of the source's KV bytes per token to keep.
+        calibration: builtin, self, a file, a datasets name, or none for weights only.
+        recall: share of calibration sequences that carry planted recalls.
+        held_out: sequences for choices between results and for the report's losses, and as many recall prompts.
+        device: where layers run; "auto" is a CUDA device if there is one, otherwise the CPU.
+        dtype: in which layers run during calibration and measurement.
+    """
+
+    kv_ratio: float | None = None
+    calibration: str = "builtin"
+    calibration_tokens: int = 24_576
+    calibration_length: int = 1_024
+    text_field: str = "text"
+    recall: float = 0.5
+    held_out: int = 8
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "float32"
+    batch_size: int = 4
+    max_shard_size: str = "5GB"
+
+    def __post_init__(self) -> None:
+        self._check_choice("dtype", ("float32", "bfloat16", "float64"))
+        if self.kv_ratio is not None and not 0 < self.kv_ratio < 1:
+            raise SurgeryError(f"kv_ratio {self.kv_ratio} must lie between 0 and 1, such as 0.25")
+        self._check_positive("calibration_tokens", "calibration_length", "batch_size", "held_out")
+
+    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
+        if getattr(self, name) not in allowed:
+            raise SurgeryError(f"{name} {getattr(self, name)!r} is unknown: choose {', '.join(allowed)}")
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SurgeryError(f"{name} must be at least 1, not {value}")
+
+
+@dataclass(frozen=True)
+class ConvertSettings(ConversionSettings):
     """Settings of ``surgery convert --to mla``; configs/mla.yaml holds the same with comments.
 
     Attributes:
         method: named variant of the transform.
-        kv_ratio: share of the source's KV bytes per token to keep.
-        kv_lora_rank, rope_dim: the budget spelled out instead; with ``kv_ratio`` one of them fixes the split.
+        kv_lora_rank, rope_dim: the budget spelled out instead of a ratio; with one, one of them fixes the split.
         rope_frequencies: "free" lets any frequencies keep RoPE; "grid" only the highest ones, once each, so that the
             result is a default-RoPE model that every engine loads.
         freqfold: neighbouring frequencies that TransMLA takes for one; None tries several.
@@ -30,17 +72,11 @@ class ConvertSettings(FileSettings):
             holds; method fisher with text only.
         carrier: "stock" deepseek_v3, the project's "own" class, or "auto": stock where it can.
         latent_norm: how a stock class's latent norm is neutralised.
-        calibration: builtin, self, a file, a datasets name, or none for weights only.
-        recall: share of calibration sequences that carry planted recalls.
-        held_out: sequences for choosing the split and for the report's losses, and as many recall prompts.
         fit_steps, fit_iterations, fit_queries: Gauss-Newton steps of the least-squares fit of each layer (0: none),
             conjugate-gradient iterations in each, and query positions sampled from each sequence; method fisher only.
-        device: where layers run; "auto" is a CUDA device if there is one, otherwise the CPU.
-        dtype: in which layers run during calibration and measurement.
     """
 
     method: str = "fisher"
-    kv_ratio: float | None = None
     kv_lora_rank: int | None = None
     rope_dim: int | None = None
     rope_frequencies: str = "free"
@@ -48,47 +84,21 @@ class ConvertSettings(FileSettings):
     allocate: str = "uniform"
     carrier: str = "auto"
     latent_norm: str = "auto"
-    calibration: str = "builtin"
-    calibration_tokens: int = 24_576
-    calibration_length: int = 1_024
-    text_field: str = "text"
-    recall: float = 0.5
-    held_out: int = 8
     fit_steps: int = 3
     fit_iterations: int = 8
     fit_queries: int = 256
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "float32"
-    batch_size: int = 4
-    max_shard_size: str = "5GB"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, allowed in (
             ("method", METHODS),
             ("carrier", CARRIERS),
             ("latent_norm", LATENT_NORMS),
             ("rope_frequencies", FREQUENCIES),
             ("allocate", ALLOCATIONS),
-            ("dtype", ("float32", "bfloat16", "float64")),
         ):
-            if getattr(self, name) not in allowed:
-                raise SurgeryError(f"{name} {getattr(self, name)!r} is unknown: choose {', '.join(allowed)}")
-        if self.kv_ratio is not None and not 0 < self.kv_ratio < 1:
-            raise SurgeryError(f"kv_ratio {self.kv_ratio} must lie between 0 and 1, such as 0.25")
-        for name in (
-            "kv_lora_rank",
-            "freqfold",
-            "calibration_tokens",
-            "calibration_length",
-            "batch_size",
-            "held_out",
-            "fit_iterations",
-            "fit_queries",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SurgeryError(f"{name} must be at least 1, not {value}")
+            self._check_choice(name, allowed)
+        super().__post_init__()
+        self._check_positive("kv_lora_rank", "freqfold", "fit_iterations", "fit_queries")
         if self.rope_dim is not None and (self.rope_dim < 0 or self.rope_dim % 2):
             raise SurgeryError(f"rope_dim must be even and not negative, not {self.rope_dim}")
         if self.allocate == "spectrum" and (self.method != "fisher" or self.calibration == NO_CALIBRATION):

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.utils import logging
 
 logging.disable_progress_bar()
-torch.set_num_threads(2)
+torch.set_num_threads(min(2, torch.get_num_threads()))
 
 ASSETS = Path(__file__).resolve().parents[2] / "surgery" / "assets"
 DEMO, HELD_OUT = ASSETS / "demo-model", ASSETS / "heldout-stdlib.txt"
