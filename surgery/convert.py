@@ -8,26 +8,28 @@ before they get their final name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from surgery import mla_split, mla_statistics
+from surgery import layer_statistics, mla_split
 from surgery.anatomy import AttentionAnatomy
 from surgery.architectures.choose import Carrier
+from surgery.architectures.latent import remote_code_files
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
-from surgery.checkpoint import CheckpointReader, CheckpointWriter, check_output, verify_files
+from surgery.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
+from surgery.checkpoint import CheckpointWriter, check_output, verify_files
 from surgery.errors import SurgeryError
 from surgery.held_out import HeldOut
 from surgery.ladder import Form, Ladder
 from surgery.layer_stream import LayerStream
 from surgery.mla_output import carrier_of, planned_tensors, replaced_names, reserved_numbers
+from surgery.mla_report import LayerReport, mla_target
 from surgery.mla_split import MLAPlan
 from surgery.progress import Progress
-from surgery.report import LayerReport, Report, build_report
+from surgery.report import Report, build_report
 from surgery.sequential_fit import SequentialFit
 from surgery.settings import ConvertSettings
 from surgery.source import Source
@@ -37,10 +39,9 @@ from surgery.transforms.budget import candidate_splits
 from surgery.transforms.key_basis import KeyBasis, identity_basis
 from surgery.transforms.latent_layer import LatentLayer, SimulatedAttention
 from surgery.transforms.partial_rope import latent_form
-from surgery.verification import Verification, verify_by_running
+from surgery.verification import verify_by_running
 
 EXACT_STAGES, LOSSY_STAGES = ("merged", "rotated"), ("partial RoPE", "truncated", "fitted")
-REPORT, CARD, SOURCE_CARD = "surgery_report.json", "README.md", "README.source.md"
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,18 @@ def convert_to_mla(
     settings, progress = settings or ConvertSettings(), progress or Progress(silent=True)
     opened, out, splits = check_request(source, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
     texts = load_texts(opened, settings, progress)
+    method = mla.METHODS[settings.method]
     with StatisticsLibrary() as library, BoundaryStore() as store:
-        mla_statistics.gather(opened, library, texts.calibration, store, settings, progress)
+        layer_statistics.gather(
+            opened,
+            library,
+            texts.calibration,
+            store,
+            settings,
+            progress,
+            gradients=method.gradients,
+            basis_of=mla.lag_basis(method),
+        )
         plan, tried = _choose_plan(splits, opened, library, texts.held_out, settings, progress)
         if settings.allocate == "spectrum":
             plan = plan.with_ranks_by_spectrum(opened.anatomy, library, opened.layers, progress)
@@ -114,15 +125,29 @@ def convert_to_mla(
             ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, (*EXACT_STAGES, *stages))
             layers = _convert_layers(opened, plan, library, fit, carrier, ladder, writer, progress)
             scores = ladder.scores()
-            _copy_the_rest(opened, carrier, writer, progress)
+            replaced = replaced_names(opened, carrier)
+            kept = [name for name in opened.reader.names() if name not in replaced]
+            factors = carrier.writer.rescaled(kept) if carrier.stock else {}
+            copy_tensors(opened.reader, kept, factors, writer, progress)
             writer.write_json("config.json", carrier.writer.config(opened.reader.config))
-            _copy_sidecars(opened.reader, carrier, writer)
+            copy_sidecars(opened.reader, () if carrier.stock else remote_code_files(), writer)
             writer.finish()
             verify_files(writer.partial, tensors)
-            simulated = ladder.hidden[stages[-1]]
-            verification = _verify(opened, carrier, simulated, texts, writer, settings, progress)
+            target = mla_target(opened, carrier, plan.method.name, layers)
+            verification = verify_by_running(
+                writer.partial,
+                carrier.writer.spec.dtype,
+                opened.stream,
+                ladder.hidden[stages[-1]],
+                texts.held_out,
+                carrier.writer.spec.windows,
+                target["bytes_per_token"],
+                settings.batch_size,
+                progress,
+            )
+            splits = [{**asdict(split), "held_out_loss": loss} for split, loss in tried]
             report = build_report(
-                opened, settings, command, plan, tried, carrier, texts, scores, layers, verification, progress
+                opened, settings, command, target, splits, texts, scores, layers, verification, progress
             )
             writer.write_json(REPORT, report.to_dict())
             writer.write_text(CARD, report.card(out.name))
@@ -223,64 +248,3 @@ def _forms(
         name: lambda form=form: SimulatedAttention(form().to(stream.device, stream.dtype))
         for name, form in forms.items()
     }
-
-
-def _copy_the_rest(opened: Source, carrier: Carrier, writer: CheckpointWriter, progress: Progress) -> None:
-    """Everything but the attention, byte for byte; scaled only where a rescaled residual stream asks for it."""
-    replaced = replaced_names(opened, carrier)
-    names = [name for name in opened.reader.names() if name not in replaced]
-    factors = carrier.writer.rescaled(names) if carrier.stock else {}
-    with progress.phase("copy the rest", sum(opened.reader.info(name).nbytes for name in names), "B") as advance:
-        for name in names:
-            if name in factors:
-                writer.write(name, _scaled(opened.reader.tensor(name), factors[name]))
-            else:
-                writer.copy(name, opened.reader)
-            advance(opened.reader.info(name).nbytes)
-
-
-def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    """``tensor * factor`` in place, rounded once, a piece at a time: an embedding in float64 would not fit."""
-    for piece in tensor.view(-1).split(2**22):
-        piece.copy_(piece.double() * factor)
-    return tensor
-
-
-def _copy_sidecars(reader: CheckpointReader, carrier: Carrier, writer: CheckpointWriter) -> None:
-    for path in reader.sidecars():
-        relative = path.relative_to(reader.path).as_posix()
-        if relative != REPORT:
-            writer.copy_file(path, SOURCE_CARD if relative == CARD else relative)
-    if not carrier.stock:
-        from surgery.architectures.latent import remote_code_files
-
-        for path in remote_code_files():
-            writer.copy_file(path, path.name)
-
-
-def _verify(
-    opened: Source,
-    carrier: Carrier,
-    simulated: Tensor,
-    texts: Texts,
-    writer: CheckpointWriter,
-    settings: ConvertSettings,
-    progress: Progress,
-) -> Verification:
-    verification = verify_by_running(
-        writer.partial,
-        carrier.writer.spec.dtype,
-        opened.stream,
-        simulated,
-        texts.held_out,
-        carrier.writer.spec.windows,
-        settings.batch_size,
-        progress,
-    )
-    itemsize = carrier.writer.spec.dtype.itemsize
-    predicted = sum(carrier.writer.kv_width(layer) for layer in range(opened.layers)) * itemsize
-    if verification.kv_bytes_per_token != predicted:
-        raise SurgeryError(
-            f"the live cache takes {verification.kv_bytes_per_token:g} bytes per token where {predicted} were predicted"
-        )
-    return verification

@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from surgery import mla_statistics
+from surgery import layer_statistics
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.checkpoint.reader import CheckpointReader
@@ -19,6 +19,7 @@ from surgery.settings import ConvertSettings
 from surgery.source import Source
 from surgery.spectra import LayerSpectrum
 from surgery.texts import load_texts
+from surgery.transforms import mla
 from surgery.transforms.budget import candidate_splits
 
 CONTEXTS = (8_192, 32_768, 131_072)
@@ -171,9 +172,18 @@ def _any_width(verdict: str) -> str:
 
 
 def _spectra(opened: Source, settings: ConvertSettings, progress: Progress) -> tuple[list[LayerSpectrum], dict]:
-    settings = replace(settings, method="fisher")  # the method whose statistics weigh by the loss
+    method = mla.METHODS["fisher"]  # the one whose statistics weigh by the loss
     texts = load_texts(opened, settings, progress)
     with StatisticsLibrary() as library, BoundaryStore() as store:
-        mla_statistics.gather(opened, library, texts.calibration, store, settings, progress)
+        layer_statistics.gather(
+            opened,
+            library,
+            texts.calibration,
+            store,
+            settings,
+            progress,
+            gradients=method.gradients,
+            basis_of=mla.lag_basis(method),
+        )
         found = [LayerSpectrum.of(layer, library.load(layer)[0]) for layer in range(opened.layers)]
     return found, texts.description

@@ -8,45 +8,11 @@ import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from surgery.architectures.choose import Carrier, engines
 from surgery.held_out import Score
-from surgery.transforms.mla import ConvertedLayer, Split
 from surgery.version import __version__
 
 SCHEMA = 1
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """Errors of one layer, predicted from statistics and measured on held-out text.
-
-    Attributes:
-        rope_error: predicted share of the squared scores lost with the dropped rotations.
-        latent_error: predicted squared error of the truncated latent in the method's metric.
-        latent_error_share: the same relative to the latent's whole energy.
-        measured: relative error of the layer's own output on the source's inputs, at each lossy stage.
-    """
-
-    layer: int
-    rank: int
-    rope_dim: int
-    rope_error: float | None
-    latent_error: float
-    latent_error_share: float
-    measured: dict[str, float]
-
-    @classmethod
-    def of(cls, layer: int, converted: ConvertedLayer, errors: dict[str, float]) -> LayerReport:
-        return cls(
-            layer,
-            converted.truncated.rank,
-            converted.truncated.rope_dim,
-            converted.rope_error,
-            converted.latent_error,
-            converted.latent_error / max(float(converted.energy.sum()), 1e-300),
-            errors,
-        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +35,7 @@ class Report:
     kv: dict
     splits: list[dict]
     ladder: list[dict]
-    layers: list[LayerReport]
+    layers: list
     verification: dict
     environment: dict
     seconds: dict[str, float]
@@ -89,26 +55,30 @@ def build_report(
     opened,
     settings,
     command: str,
-    plan,
-    tried: list[tuple[Split, float | None]],
-    carrier: Carrier,
+    target: dict,
+    splits: list[dict],
     texts,
     scores: dict[str, Score],
-    layers: list[LayerReport],
+    layers: list,
     verification,
     progress,
 ) -> Report:
-    """Puts a finished conversion on record."""
-    reader, writer = opened.reader, carrier.writer
-    itemsize = writer.spec.dtype.itemsize
+    """Puts a finished conversion on record.
+
+    Args:
+        target: what it became; the keys that all targets have are "to", "method", "model_type", "reasons", "engines",
+            "dtype" and "bytes_per_token", as predicted.
+        layers: a dataclass a layer, with the errors of each stage as ``measured``.
+    """
+    reader = opened.reader
     with progress.phase("hash the source", sum(reader.info(n).nbytes for n in reader.names()), "B") as advance:
         fingerprint = reader.fingerprint(advance)
     first = opened.anatomy(0)
-    source_bytes = first.kv_width * opened.layers * itemsize
-    predicted = sum(writer.kv_width(layer) for layer in range(opened.layers)) * itemsize
+    source_bytes = first.kv_width * opened.layers * first.q.dtype.itemsize
+    target = dict(target)
+    predicted = target.pop("bytes_per_token")
     ladder = [{"stage": stage, **asdict(score)} for stage, score in scores.items()]
     ladder.append({"stage": "reloaded", **asdict(verification.score)})
-    method = plan.method.name
     return Report(
         source={
             "path": reader.path.name,
@@ -118,22 +88,9 @@ def build_report(
             "heads": first.heads,
             "kv_heads": first.kv_heads,
             "head_dim": first.head_dim,
-            "dtype": str(writer.spec.dtype).removeprefix("torch."),
+            "dtype": str(first.q.dtype).removeprefix("torch."),
         },
-        target={
-            "to": "mla",
-            "method": method,
-            "model_type": "deepseek_v3" if carrier.stock else "surgery",
-            "reasons": list(carrier.reasons),
-            "kv_lora_rank": layers[0].rank if writer.spec.uniform else None,
-            "kv_lora_ranks": list(writer.spec.ranks),
-            "rope_dim": layers[0].rope_dim,
-            "inverse_frequencies": writer.spec.inv_freq[0].tolist(),
-            "default_rope_theta": writer.theta if carrier.stock else None,
-            "latent_norm": writer.norm.kind if carrier.stock else None,
-            "residual_rescale": writer.rescale if carrier.stock else None,
-            "engines": engines(carrier, reader.config),
-        },
+        target=target,
         settings=settings.to_dict(),
         command=command,
         calibration=texts.description,
@@ -143,7 +100,7 @@ def build_report(
             "measured_bytes_per_token": verification.kv_bytes_per_token,
             "ratio": verification.kv_bytes_per_token / source_bytes,
         },
-        splits=[{**asdict(split), "held_out_loss": loss} for split, loss in tried],
+        splits=splits,
         ladder=ladder,
         layers=layers,
         verification={

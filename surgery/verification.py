@@ -48,6 +48,7 @@ def verify_by_running(
     simulated: Tensor,
     held_out: HeldOut,
     windows: tuple[int | None, ...],
+    predicted_bytes: float,
     batch_size: int,
     progress: Progress,
 ) -> Verification:
@@ -58,10 +59,11 @@ def verify_by_running(
         source_stream: gives device and compute dtype, and the logits of the simulation.
         simulated: final hidden states [N, T, D] of the simulated conversion.
         windows: sliding window of every layer, or None.
+        predicted_bytes: KV bytes per token that the live caches must hold.
 
     Raises:
-        SurgeryError: a layer does not load, decoding differs from one forward pass, or logits differ from the
-            simulation by more than rounding.
+        SurgeryError: a layer does not load, decoding differs from one forward pass, logits differ from the
+            simulation by more than rounding, or the caches hold other bytes than predicted.
     """
     reader = CheckpointReader.open(path)
     config = load_config(path)
@@ -84,6 +86,10 @@ def verify_by_running(
         raise SurgeryError(f"{path}: decoding through the cache differs from one forward pass by {worst:.1e}")
     if not difference <= TOLERANCE[weight_dtype] + CACHE_TOLERANCE[stream.dtype]:
         raise SurgeryError(f"{path}: logits of the written checkpoint differ from the simulation by {difference:.1e}")
+    if bytes_per_token != predicted_bytes:
+        raise SurgeryError(
+            f"the live cache takes {bytes_per_token:g} bytes per token where {predicted_bytes:g} were predicted"
+        )
     return Verification(held_out.score(stream, hidden), difference, worst, bytes_per_token)
 
 

@@ -1,16 +1,209 @@
-"""Which KV heads to merge with which: the partition into groups of one size that costs least."""
+"""Groups of KV heads: moments, maps that make one head of each, the search for the cheapest groups.
+
+The error of every map has a closed form in the second moments, ``tr M (1 - P) C (1 - P)^H`` with P what is read back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
 from math import comb, prod
+
+import torch
+from torch import Tensor
+
+from surgery.anatomy import AttentionAnatomy
+from surgery.calibration.statistics import LayerStatistics
+from surgery.rope import to_complex, to_real
+from surgery.transforms.algebra import damp, eigh_descending, psd_powers, reduced_rank_projection
+from surgery.transforms.key_basis import frequency_blocks
 
 Group = tuple[int, ...]
 
 # Eight heads in pairs are 105 partitions of 28 groups, in fours 35 of 70: all of them can be tried.
 EXACT_PARTITIONS = 105
+METRIC_DAMPING = 1e-6
+PROCRUSTES_ROUNDS = 30
+
+
+@dataclass(frozen=True)
+class GroupMoments:
+    """Second moments and metrics of the n heads of a group (or of all), float64 and complex128."""
+
+    key: Tensor  # [d/2, n, n] complex, E[z z^H] of the key pairs
+    key_metric: Tensor  # [d/2, n, n] complex: the error of keys is Σ_l δ_l^H M_l δ_l
+    value: Tensor  # [n, e, n, e]
+    value_metric: Tensor  # [n, e, n, e]
+
+    def of(self, group: Group) -> GroupMoments:
+        """Those of some heads."""
+        index = torch.tensor(group)
+        rows, columns = index[:, None], index
+        return GroupMoments(
+            self.key[:, rows, columns],
+            self.key_metric[:, rows, columns],
+            self.value[index][:, :, index],
+            self.value_metric[index][:, :, index],
+        )
+
+    def flat_values(self) -> tuple[Tensor, Tensor]:
+        """Moment and metric of the values side by side, [n e, n e] each."""
+        size = self.value.shape[0] * self.value.shape[1]
+        return self.value.reshape(size, size), self.value_metric.reshape(size, size)
+
+    def errors(self, maps: GroupMaps) -> tuple[float, float]:
+        """Expected error of keys and of values in the metrics when each head reads what the maps leave of it."""
+        key_map = maps.key_up[..., None] * maps.key_down[:, None]
+        value, metric = self.flat_values()
+        return (
+            _error(self.key, self.key_metric, key_map),
+            _error(value, metric, maps.value_up.flatten(0, 1) @ maps.value_down.flatten(1)),
+        )
+
+
+@dataclass(frozen=True)
+class GroupMaps:
+    """How the n heads of a group become one and are read back."""
+
+    key_down: Tensor  # [d/2, n] complex
+    key_up: Tensor  # [d/2, n] complex
+    value_down: Tensor  # [e, n, e]
+    value_up: Tensor  # [n, e, e]
+
+
+def moments_of_heads(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, weighted: bool) -> GroupMoments:
+    """Moments of all heads of a layer and their metrics.
+
+    Weighted: the second moments of the loss gradients, or where there are none the energies that meet keys and values,
+    those of the queries and ``W_oᵀ W_o``. Otherwise plain errors. Keys and values have a common unit, the loss, with
+    gradients only; without, both metrics are scaled so that errors are shares.
+    """
+    groups, width = anatomy.kv_heads, anatomy.value_dim
+    keys = groups * anatomy.head_dim
+
+    def values_of(matrix: Tensor) -> Tensor:
+        return matrix[keys:, keys:].reshape(groups, width, groups, width)
+
+    key = frequency_blocks(statistics.keys(statistics.moment, anatomy))
+    value = values_of(statistics.moment)
+    if weighted and statistics.gradient is not None:
+        # Half: (g . δ)² of real pairs is |conj(g) δ|² / 2 on average over phases.
+        key_metric = frequency_blocks(statistics.keys(statistics.gradient, anatomy)) / 2
+        return GroupMoments(key, key_metric, value, values_of(statistics.gradient))
+    key_metric = torch.eye(groups, dtype=key.dtype).expand_as(key)
+    value_blocks = torch.eye(width, dtype=value.dtype).expand(groups, -1, -1)
+    if weighted:
+        energy = statistics.query_norm.square().unflatten(0, (groups, -1)).sum(1)  # [G, d/2]
+        key_metric = torch.diag_embed(energy.T).to(key.dtype)
+        out = anatomy.o.permute(1, 0, 2).to(value)
+        value_blocks = (out.mT @ out).unflatten(0, (groups, -1)).sum(1)
+    value_metric = torch.block_diag(*value_blocks).view_as(value)
+    key_energy = _error(key, key_metric, torch.zeros_like(key))
+    value_energy = torch.einsum("gehf,gehf->", value, value_metric)
+    return GroupMoments(key, key_metric / key_energy, value, value_metric / value_energy)
+
+
+def low_rank_maps(moments: GroupMoments) -> GroupMaps:
+    """The least error in the metric: rank 1 over the heads at each frequency for keys, rank e for values.
+
+    With ``M^{1/2} C M^{1/2} = U Σ² U^H`` the best map of rank r is ``M^{-1/2} U_r U_r^H M^{1/2}``, and what it loses
+    are the eigenvalues beyond r. Neither a bias nor a mean needs care: ``C`` is uncentred.
+
+    The split into ``down`` and ``up`` is free. It is chosen so that the factors of a group are 1 on average (root mean
+    square for keys, ``Σ up_gᵀ up_g = n`` for values): merged weights are about as large as the source's.
+    """
+    heads, width = moments.value.shape[:2]
+    root, inverse_root = psd_powers(damp(moments.key_metric, METRIC_DAMPING), (0.5, -0.5))
+    _, vectors = eigh_descending(root @ moments.key @ root)
+    first = vectors[..., :1]
+    key_down, key_up = (first.mH @ root)[..., 0, :], (inverse_root @ first)[..., 0]
+    scale = key_up.abs().square().mean(-1, keepdim=True).sqrt()
+    # The phase is free too; with this one, heads that agree are not turned.
+    scale = torch.polar(scale, key_up.sum(-1, keepdim=True).angle())
+    value, metric = moments.flat_values()
+    down, up, _ = reduced_rank_projection(value, damp(metric, METRIC_DAMPING), width)
+    root, inverse_root = psd_powers(up.mT @ up / heads, (0.5, -0.5))
+    return GroupMaps(
+        key_down=key_down * scale,
+        key_up=key_up / scale,
+        value_down=(root @ down).unflatten(1, (heads, width)),
+        value_up=(up @ inverse_root).unflatten(0, (heads, width)),
+    )
+
+
+def mean_maps(moments: GroupMoments) -> GroupMaps:
+    """Every head reads the mean of all."""
+    heads, width = moments.value.shape[:2]
+    ones = torch.ones(moments.key.shape[:2], dtype=moments.key.dtype)
+    eye = torch.eye(width, dtype=moments.value.dtype).expand(heads, -1, -1)
+    return GroupMaps(ones / heads, ones, eye.transpose(0, 1) / heads, eye)
+
+
+def procrustes_maps(moments: GroupMoments) -> GroupMaps:
+    """Every head reads the mean of all after turning it to itself.
+
+    Generalised Procrustes: the turn of each head towards the mean and the mean of the turned heads, in turns. A head's
+    keys are turned by a phase per frequency, its values by an orthogonal matrix (reflections included).
+    """
+    heads = len(moments.value)
+    _, vectors = eigh_descending(moments.key)
+    turn = torch.sgn(vectors[..., :1])
+    matrix = moments.value.permute(0, 2, 1, 3)  # [n, n, e, e]
+    value_turn = _polar(matrix[:, 0])
+    for _ in range(PROCRUSTES_ROUNDS):
+        turn = torch.sgn(moments.key @ turn)
+        value_turn = _polar((matrix @ value_turn).sum(1))
+    turn = turn[..., 0]
+    return GroupMaps(turn.conj() / heads, turn, value_turn.permute(2, 0, 1) / heads, value_turn)
+
+
+def reorder_kv_heads(anatomy: AttentionAnatomy, order: Group) -> AttentionAnatomy:
+    """The same layer with its KV heads in another order, their query heads and columns of ``o`` along with them."""
+    repeat = anatomy.heads // anatomy.kv_heads
+    kv = torch.tensor(order, device=anatomy.k.device)
+    query = (kv[:, None] * repeat + torch.arange(repeat, device=kv.device)).flatten()
+
+    def pick(bias: Tensor | None, index: Tensor) -> Tensor | None:
+        return None if bias is None else bias[index]
+
+    return replace(
+        anatomy,
+        q=anatomy.q[query],
+        k=anatomy.k[kv],
+        v=anatomy.v[kv],
+        o=anatomy.o[:, query],
+        q_bias=pick(anatomy.q_bias, query),
+        k_bias=pick(anatomy.k_bias, kv),
+        v_bias=pick(anatomy.v_bias, kv),
+    )
+
+
+def apply_maps(anatomy: AttentionAnatomy, groups: tuple[Group, ...], maps: list[GroupMaps]) -> AttentionAnatomy:
+    """Applies the maps of every group to the weights. A bias is one more input channel, which is always 1."""
+    ordered = reorder_kv_heads(anatomy, sum(groups, ()))
+    shape = (len(groups), len(groups[0]))
+    key_down, key_up, value_down, value_up = (
+        torch.stack([getattr(part, name) for part in maps]) for name in ("key_down", "key_up", "value_down", "value_up")
+    )
+    query = to_complex(affine(ordered.q, ordered.q_bias).mT).unflatten(0, (*shape, -1))  # [G', n, R, D + 1, d/2]
+    query = query * key_up.conj().mT[:, :, None, None]
+    key = to_complex(affine(ordered.k, ordered.k_bias).mT).unflatten(0, shape)  # [G', n, D + 1, d/2]
+    key = torch.einsum("Glg,Ggxl->Gxl", key_down, key)
+    value = torch.einsum("Gegf,Ggfx->Gex", value_down, affine(ordered.v, ordered.v_bias).unflatten(0, shape))
+    out = torch.einsum("xGgre,Ggef->xGgrf", ordered.o.unflatten(1, (*shape, -1)), value_up)
+    parts = {"q": to_real(query.flatten(0, 2)).mT, "k": to_real(key).mT, "v": value}
+    biases = {
+        name + "_bias": part[..., -1] for name, part in parts.items() if getattr(anatomy, name + "_bias") is not None
+    }
+    weights = {name: part[..., : anatomy.hidden].contiguous() for name, part in parts.items()}
+    return replace(anatomy, **weights, **biases, o=out.flatten(1, 3))
+
+
+def affine(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Weight [h, d, D] and bias [h, d] as one [h, d, D + 1]; the weight alone if there is no bias."""
+    return weight if bias is None else torch.cat([weight, bias[..., None]], dim=-1)
 
 
 def adjacent_groups(heads: int, size: int) -> tuple[Group, ...]:
@@ -97,3 +290,15 @@ def _swapped(groups: list[Group], cost: Callable[[Group], float]) -> list[Group]
                 if cost(tuple(first)) + cost(tuple(second)) < before * (1 - 1e-9):
                     groups[a], groups[b], improved = tuple(first), tuple(second), True
     return groups
+
+
+def _error(moment: Tensor, metric: Tensor, projection: Tensor) -> float:
+    """``E (z - P z)^H M (z - P z)`` summed over a batch of [n, n] matrices."""
+    rest = torch.eye(moment.shape[-1], dtype=moment.dtype) - projection
+    return float((metric * (rest @ moment @ rest.mH).mT).sum().real)
+
+
+def _polar(matrix: Tensor) -> Tensor:
+    """The orthogonal matrices nearest to ``matrix`` [..., e, e]."""
+    left, _, right = torch.linalg.svd(matrix)
+    return left @ right

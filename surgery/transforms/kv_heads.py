@@ -21,71 +21,40 @@ mean-pool    mean                         mean                          adjacent
 Sources: mean-pool, GQA (arXiv 2305.13245); procrustes, arXiv 2412.20677, its rotations of keys restricted to those that
 commute with RoPE; kv-heads, arXiv 2406.07056. Key-driven query allocation (arXiv 2408.08454) is not here: it gives KV
 heads different numbers of query heads, which no stock class can hold.
+
+After the closed form, :func:`fit_merged_layer` fits all weights of the merged layer together to the source's output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from surgery.anatomy import AttentionAnatomy
 from surgery.calibration.statistics import LayerStatistics
 from surgery.errors import SurgeryError
-from surgery.rope import to_complex, to_real
-from surgery.transforms.algebra import damp, eigh_descending, psd_powers, reduced_rank_projection
-from surgery.transforms.head_grouping import Group, adjacent_groups, cheapest_groups
-from surgery.transforms.key_basis import frequency_blocks
-
-METRIC_DAMPING = 1e-6
-PROCRUSTES_ROUNDS = 30
-
-
-@dataclass(frozen=True)
-class GroupMoments:
-    """Second moments and metrics of the n heads of a group (or of all), float64 and complex128."""
-
-    key: Tensor  # [d/2, n, n] complex, E[z z^H] of the key pairs
-    key_metric: Tensor  # [d/2, n, n] complex: the error of keys is Σ_l δ_l^H M_l δ_l
-    value: Tensor  # [n, e, n, e]
-    value_metric: Tensor  # [n, e, n, e]
-
-    def of(self, group: Group) -> GroupMoments:
-        """Those of some heads."""
-        index = torch.tensor(group)
-        rows, columns = index[:, None], index
-        return GroupMoments(
-            self.key[:, rows, columns],
-            self.key_metric[:, rows, columns],
-            self.value[index][:, :, index],
-            self.value_metric[index][:, :, index],
-        )
-
-    def flat_values(self) -> tuple[Tensor, Tensor]:
-        """Moment and metric of the values side by side, [n e, n e] each."""
-        size = self.value.shape[0] * self.value.shape[1]
-        return self.value.reshape(size, size), self.value_metric.reshape(size, size)
-
-    def errors(self, maps: GroupMaps) -> tuple[float, float]:
-        """Expected error of keys and of values in the metrics when each head reads what the maps leave of it."""
-        key_map = maps.key_up[..., None] * maps.key_down[:, None]
-        value, metric = self.flat_values()
-        return (
-            _error(self.key, self.key_metric, key_map),
-            _error(value, metric, maps.value_up.flatten(0, 1) @ maps.value_down.flatten(1)),
-        )
-
-
-@dataclass(frozen=True)
-class GroupMaps:
-    """How the n heads of a group become one and are read back."""
-
-    key_down: Tensor  # [d/2, n] complex
-    key_up: Tensor  # [d/2, n] complex
-    value_down: Tensor  # [e, n, e]
-    value_up: Tensor  # [n, e, e]
+from surgery.kernels.mla_decode.reference import causal_mask
+from surgery.rope import phases, to_complex, to_real
+from surgery.transforms.algebra import psd_powers
+from surgery.transforms.head_grouping import (
+    Group,
+    GroupMaps,
+    GroupMoments,
+    adjacent_groups,
+    affine,
+    apply_maps,
+    cheapest_groups,
+    low_rank_maps,
+    mean_maps,
+    moments_of_heads,
+    procrustes_maps,
+)
+from surgery.transforms.least_squares import BLOCKS, PROBED, SEEN_FLOOR, SMALLEST_WEIGHT
 
 
 @dataclass(frozen=True)
@@ -98,10 +67,17 @@ class Method:
         searches: it looks for the cheapest groups; otherwise it takes neighbours.
     """
 
-    name: str
     maps: Callable[[GroupMoments], GroupMaps]
     weighted: bool = False
     searches: bool = False
+
+
+METHODS = {
+    "fisher": Method(low_rank_maps, weighted=True, searches=True),
+    "kv-heads": Method(low_rank_maps),
+    "procrustes": Method(procrustes_maps, searches=True),
+    "mean-pool": Method(mean_maps),
+}
 
 
 @dataclass(frozen=True)
@@ -147,12 +123,11 @@ def merge_kv_heads(
         )
     if anatomy.q_norm is not None or anatomy.k_norm is not None:
         raise SurgeryError(
-            "KV heads behind a q/k-norm cannot be merged: the factor of each head would have to pass the norm; "
-            "convert --to mla instead"
+            "KV heads behind a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla instead"
         )
     chosen, size = METHODS[method], anatomy.kv_heads // kv_heads
-    loss = _moments(anatomy, statistics, weighted=True)
-    own = loss if chosen.weighted else _moments(anatomy, statistics, weighted=False)
+    loss = moments_of_heads(anatomy, statistics, weighted=True)
+    own = loss if chosen.weighted else moments_of_heads(anatomy, statistics, weighted=False)
     groups = adjacent_groups(anatomy.kv_heads, size)
     if chosen.searches:
 
@@ -164,157 +139,262 @@ def merge_kv_heads(
     maps = [chosen.maps(own.of(group)) for group in groups]
     errors = [loss.of(group).errors(part) for group, part in zip(groups, maps, strict=True)]
     key_error, value_error = (sum(kind) for kind in zip(*errors, strict=True))
-    return MergedLayer(_merged(anatomy, groups, maps), groups, key_error, value_error)
+    return MergedLayer(apply_maps(anatomy, groups, maps), groups, key_error, value_error)
 
 
-def reorder_kv_heads(anatomy: AttentionAnatomy, order: Group) -> AttentionAnatomy:
-    """The same layer with its KV heads in another order, their query heads and columns of ``o`` along with them."""
-    repeat = anatomy.heads // anatomy.kv_heads
-    kv = torch.tensor(order, device=anatomy.k.device)
-    query = (kv[:, None] * repeat + torch.arange(repeat, device=kv.device)).flatten()
+@torch.no_grad()
+def fit_merged_layer(
+    layer: AttentionAnatomy,
+    inputs: Tensor,
+    targets: Tensor,
+    metric: Tensor,
+    *,
+    steps: int = 3,
+    iterations: int = 8,
+    queries: int = 256,
+    damping: float = 1e-3,
+    seed: int = 0,
+) -> tuple[AttentionAnatomy, float, float]:
+    """Fits q, k, v and o together (biases too, the output's left alone) to wanted outputs.
 
-    def pick(bias: Tensor | None, index: Tensor) -> Tensor | None:
-        return None if bias is None else bias[index]
+    Minimises ``Σ_m ‖F^{1/2} (out_m - target_m)‖²`` by Gauss-Newton steps, each solved by conjugate gradients, as
+    :class:`surgery.transforms.least_squares.LatentFit` does for a latent layer.
 
-    return replace(
-        anatomy,
-        q=anatomy.q[query],
-        k=anatomy.k[kv],
-        v=anatomy.v[kv],
-        o=anatomy.o[:, query],
-        q_bias=pick(anatomy.q_bias, query),
-        k_bias=pick(anatomy.k_bias, kv),
-        v_bias=pick(anatomy.v_bias, kv),
-    )
+    Args:
+        layer: where to start, without q/k-norms, on the device and in the dtype to compute in (float32 or better).
+        inputs: [N, T, D] what enters the attention.
+        targets: [N, T, D] wanted outputs, the output bias left out.
+        metric: F [D, D], second moment of the loss gradient at the output.
+        steps, iterations: Gauss-Newton steps, conjugate-gradient iterations in each.
+        queries: query positions sampled from each sequence, anew in every step.
+        damping: relative to the curvature along the gradient.
+        seed: of the sampling.
 
-
-def low_rank_maps(moments: GroupMoments) -> GroupMaps:
-    """The least error in the metric: rank 1 over the heads at each frequency for keys, rank e for values.
-
-    With ``M^{1/2} C M^{1/2} = U Σ² U^H`` the best map of rank r is ``M^{-1/2} U_r U_r^H M^{1/2}``, and what it loses are
-    the eigenvalues beyond r. Neither a bias nor a mean needs care: ``C`` is uncentred.
-
-    The split into ``down`` and ``up`` is free. It is chosen so that the factors of a group are 1 on average (root mean
-    square for keys, ``Σ up_gᵀ up_g = n`` for values): merged weights are as large as the source's, in any dtype.
+    Returns:
+        The fitted layer, and the error before and after the last step on its sample, relative to the targets' energy.
     """
-    heads, width = moments.value.shape[:2]
-    root, inverse_root = psd_powers(damp(moments.key_metric, METRIC_DAMPING), (0.5, -0.5))
-    _, vectors = eigh_descending(root @ moments.key @ root)
-    first = vectors[..., :1]
-    key_down, key_up = (first.mH @ root)[..., 0, :], (inverse_root @ first)[..., 0]
-    scale = key_up.abs().square().mean(-1, keepdim=True).sqrt()
-    # The phase is free too; with this one, heads that agree are not turned.
-    scale = torch.polar(scale, key_up.sum(-1, keepdim=True).angle())
-    value, metric = moments.flat_values()
-    down, up, _ = reduced_rank_projection(value, damp(metric, METRIC_DAMPING), width)
-    root, inverse_root = psd_powers(up.mT @ up / heads, (0.5, -0.5))
-    return GroupMaps(
-        key_down=key_down * scale,
-        key_up=key_up / scale,
-        value_down=(root @ down).unflatten(1, (heads, width)),
-        value_up=(up @ inverse_root).unflatten(0, (heads, width)),
-    )
+    (root,) = psd_powers(metric.double(), (0.5,), floor=1e-3)
+    root, device, tokens = root.to(layer.k), layer.k.device, inputs.shape[1]
+    phase = phases(layer.inv_freq, torch.arange(tokens, device=device), layer.k.dtype)
+    moment = sum(_gram(pad(x.to(layer.k), (0, 1), value=1.0)) for x in inputs) / inputs.shape[:2].numel()
+    generator = torch.Generator().manual_seed(seed)
+    weights, preconditioner, before, after = _Weights.of(layer), None, 0.0, 0.0
+
+    def linearise(weights: _Weights, sequence: int, positions: Tensor) -> _Linearisation:
+        seen = int(positions[-1]) + 1
+        x = pad(inputs[sequence, :seen].to(layer.k), (0, 1), value=1.0)
+        return _Linearisation(layer, weights, x, phase[:seen], positions, root)
+
+    for _ in range(steps):
+        blocks = []
+        for sequence in range(len(inputs)):
+            order = torch.randperm(tokens, generator=generator)
+            positions = order[:queries].sort().values.to(device)
+            blocks += [(sequence, part) for part in positions.chunk(BLOCKS)]
+        wanted = [targets[row, positions.to(targets.device)].to(root) @ root for row, positions in blocks]
+        linearised = [linearise(weights, *block) for block in blocks]
+        residuals = [want - part.output() for want, part in zip(wanted, linearised, strict=True)]
+        energy, before = sum(map(_energy, wanted)), sum(map(_energy, residuals))
+        preconditioner = preconditioner or _Preconditioner(layer, weights, linearised, moment, root)
+        change = _solve(linearised, residuals, preconditioner, iterations, damping)
+        del linearised
+        after = before
+        for factor in (1.0, 0.5, 0.25, 0.125):  # shorter where the linearisation does not reach
+            trial = weights.unflat(weights.flat() + factor * change)
+            outputs = (linearise(trial, *block).output() for block in blocks)
+            error = sum(_energy(want - out) for want, out in zip(wanted, outputs, strict=True))
+            if error < before:
+                weights, after = trial, error
+                break
+        before, after = before / energy, after / energy
+    return weights.put_into(layer), before, after
 
 
-def mean_maps(moments: GroupMoments) -> GroupMaps:
-    """Every head reads the mean of all."""
-    heads, width = moments.value.shape[:2]
-    ones = torch.ones(moments.key.shape[:2], dtype=moments.key.dtype)
-    eye = torch.eye(width, dtype=moments.value.dtype).expand(heads, -1, -1)
-    return GroupMaps(ones / heads, ones, eye.transpose(0, 1) / heads, eye)
+class _Weights(NamedTuple):
+    """The fitted matrices, or a change of them, or a gradient. A bias is one more input channel, which is always 1."""
+
+    q: Tensor  # [H, d, D (+ 1)]
+    k: Tensor  # [G, d, D (+ 1)]
+    v: Tensor  # [G, e, D (+ 1)]
+    o: Tensor  # [D, H, e]
+
+    @classmethod
+    def of(cls, layer: AttentionAnatomy) -> _Weights:
+        q, k, v = (affine(getattr(layer, name), getattr(layer, name + "_bias")) for name in "qkv")
+        return cls(q, k, v, layer.o)
+
+    def put_into(self, layer: AttentionAnatomy) -> AttentionAnatomy:
+        changed = {"o": self.o}
+        for name, weight in zip("qkv", self, strict=False):
+            changed[name] = weight[..., : layer.hidden].contiguous()
+            if weight.shape[-1] > layer.hidden:
+                changed[name + "_bias"] = weight[..., layer.hidden].contiguous()
+        return replace(layer, **changed)
+
+    def flat(self) -> Tensor:
+        """All numbers in one vector."""
+        return torch.cat([weight.flatten() for weight in self])
+
+    def unflat(self, vector: Tensor) -> _Weights:
+        """The inverse of :meth:`flat`, in the shapes of this one."""
+        parts = vector.split([weight.numel() for weight in self])
+        return _Weights(*(part.view_as(weight) for part, weight in zip(parts, self, strict=True)))
 
 
-def procrustes_maps(moments: GroupMoments) -> GroupMaps:
-    """Every head reads the mean of all after turning it to itself.
+class _Linearisation:
+    """Some query positions of one sequence around the current weights.
 
-    Generalised Procrustes: the turn of each head towards the mean and the mean of the turned heads, in turns. A head's
-    keys are turned by a phase per frequency, its values by an orthogonal matrix (reflections included).
+    Legend: M positions, T tokens up to the last of them, G KV heads, R query heads of each.
     """
-    heads, width = moments.value.shape[:2]
-    _, vectors = eigh_descending(moments.key)
-    turn = torch.sgn(vectors[..., :1])
-    matrix = moments.value.permute(0, 2, 1, 3)  # [n, n, e, e]
-    value_turn = _polar(matrix[:, 0])
-    for _ in range(PROCRUSTES_ROUNDS):
-        turn = torch.sgn(moments.key @ turn)
-        value_turn = _polar((matrix @ value_turn).sum(1))
-    turn = turn[..., 0]
-    return GroupMaps(turn.conj() / heads, turn, value_turn.permute(2, 0, 1) / heads, value_turn)
+
+    def __init__(
+        self, layer: AttentionAnatomy, weights: _Weights, x: Tensor, phase: Tensor, positions: Tensor, root: Tensor
+    ):
+        self.weights, self.x, self.phase, self.root, self.scale = weights, x, phase, root, layer.scale
+        self.asking, self.query_phase = x[positions], phase[positions]
+        self.groups = (layer.kv_heads, -1)
+        self.q = self._queries(weights.q)  # [G, R, M, d]
+        self.k = _turned(_projected(x, weights.k), phase)[:, None]  # [G, 1, T, d]
+        self.v = _projected(x, weights.v)[:, None]
+        visible = causal_mask(len(x), len(x), layer.window, x.device)[positions]
+        self.attention = (self.q @ self.k.mT).masked_fill_(~visible, -torch.inf).softmax(-1)  # [G, R, M, T]
+        self.attention.masked_fill_(self.attention < SMALLEST_WEIGHT, 0)
+        self.heads = self.attention @ self.v  # [G, R, M, e]
+
+    def output(self) -> Tensor:
+        """Output at the positions without its bias, times F^{1/2}, [M, D]."""
+        return self._out(self.heads, self.weights.o)
+
+    def jvp(self, vector: Tensor) -> Tensor:
+        """Change of :meth:`output` with a flat change of the weights, [M, D]."""
+        change = self.weights.unflat(vector)
+        logits = self._queries(change.q) @ self.k.mT
+        logits += self.q @ _turned(_projected(self.x, change.k), self.phase)[:, None].mT
+        heads = self._softmax_change(logits) @ self.v + self.attention @ _projected(self.x, change.v)[:, None]
+        return self._out(heads, self.weights.o) + self._out(self.heads, change.o)
+
+    def vjp(self, out: Tensor) -> Tensor:
+        """The transpose of :meth:`jvp`."""
+        out = out @ self.root.mT
+        o = torch.einsum("mx,hme->xhe", out, self.heads.flatten(0, 1))
+        heads = torch.einsum("mx,xhe->hme", out, self.weights.o).unflatten(0, self.groups)
+        logits = self._softmax_change(heads @ self.v.mT)
+        q = _turned((logits @ self.k).flatten(0, 1) * self.scale, self.query_phase.conj())
+        k = _turned((logits.mT @ self.q).sum(1), self.phase.conj())
+        v = (self.attention.mT @ heads).sum(1)
+        q, k, v = (
+            part.mT @ x[:, : weight.shape[-1]]
+            for part, x, weight in zip((q, k, v), (self.asking, self.x, self.x), self.weights, strict=False)
+        )
+        return _Weights(q, k, v, o).flat()
+
+    def _queries(self, weight: Tensor) -> Tensor:
+        return _turned(_projected(self.asking, weight), self.query_phase).unflatten(0, self.groups) * self.scale
+
+    def _out(self, heads: Tensor, o: Tensor) -> Tensor:
+        return torch.einsum("hme,xhe->mx", heads.flatten(0, 1), o) @ self.root
+
+    def _softmax_change(self, logits: Tensor) -> Tensor:
+        """The softmax's Jacobian, which is symmetric, applied to ``logits`` in place."""
+        return logits.sub_((self.attention * logits).sum(-1, keepdim=True)).mul_(self.attention)
 
 
-METHODS = {
-    method.name: method
-    for method in (
-        Method("fisher", low_rank_maps, weighted=True, searches=True),
-        Method("kv-heads", low_rank_maps),
-        Method("procrustes", procrustes_maps, searches=True),
-        Method("mean-pool", mean_maps),
-    )
-}
+class _Preconditioner:
+    """Symmetric factors on both sides of each kind of unknowns, after which their curvatures are alike.
 
-
-def _moments(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, weighted: bool) -> GroupMoments:
-    """Of all heads of a layer; weighted by the loss, or by the energies that meet keys and values, or not at all.
-
-    Without gradients keys and values have no common unit: then both metrics are scaled so that errors are shares.
+    On the right stand the inputs that meet a matrix; on the left what its result meets: the energies of keys for
+    queries and of queries for keys, one number a pair as rotation mixes no others, and the output metric for values.
     """
-    groups, width = anatomy.kv_heads, anatomy.value_dim
-    keys = groups * anatomy.head_dim
 
-    def values_of(matrix: Tensor) -> Tensor:
-        return matrix[keys:, keys:].reshape(groups, width, groups, width)
+    def __init__(
+        self, layer: AttentionAnatomy, weights: _Weights, blocks: list[_Linearisation], moment: Tensor, root: Tensor
+    ):
+        metric, o = (root @ root).double(), weights.o.double()
+        groups, repeat = layer.kv_heads, layer.heads // layer.kv_heads
 
-    key = frequency_blocks(statistics.keys(statistics.moment, anatomy))
-    value = values_of(statistics.moment)
-    if weighted and statistics.gradient is not None:
-        # Half: (g . δ)² of real pairs is |conj(g) δ|² / 2 on average over phases.
-        key_metric = frequency_blocks(statistics.keys(statistics.gradient, anatomy)) / 2
-        return GroupMoments(key, key_metric, value, values_of(statistics.gradient))
-    key_metric = torch.eye(groups, dtype=key.dtype).expand_as(key)
-    value_blocks = torch.eye(width, dtype=value.dtype).expand(groups, -1, -1)
-    if weighted:
-        energy = statistics.query_norm.square().unflatten(0, (groups, -1)).sum(1)  # [G, d/2]
-        key_metric = torch.diag_embed(energy.T).to(key.dtype)
-        out = anatomy.o.permute(1, 0, 2).to(value)
-        value_blocks = (out.mT @ out).unflatten(0, (groups, -1)).sum(1)
-    value_metric = torch.block_diag(*value_blocks).view_as(value)
-    key_energy = _error(key, key_metric, torch.zeros_like(key))
-    value_energy = torch.einsum("gehf,gehf->", value, value_metric)
-    return GroupMoments(key, key_metric / key_energy, value, value_metric / value_energy)
+        def inverse_root(moment: Tensor) -> Tensor:
+            mean = moment.diagonal(dim1=-2, dim2=-1).mean().clamp_min(torch.finfo(torch.float64).tiny)
+            return psd_powers(moment / mean, (-0.5,), floor=SEEN_FLOOR)[0].to(root)
 
+        def pair_energy(weight: Tensor) -> Tensor:  # [h, d, 1]
+            rows, size = weight.double(), weight.shape[-1]
+            re, im = ((rows @ moment[:size, :size]) * rows).sum(-1, keepdim=True).chunk(2, dim=1)
+            return (re + im).clamp_min(1e-18).repeat(1, 2, 1)
 
-def _error(moment: Tensor, metric: Tensor, projection: Tensor) -> float:
-    """``E (z - P z)^H M (z - P z)`` summed over a batch of [n, n] matrices."""
-    rest = torch.eye(moment.shape[-1], dtype=moment.dtype) - projection
-    return float((metric * (rest @ moment @ rest.mH).mT).sum().real)
+        sizes = [weight.shape[-1] for weight in weights[:3]]
+        factors = {size: inverse_root(moment[:size, :size]) for size in set(sizes)}
+        self.inputs = [factors[size] for size in sizes]
+        self.query = pair_energy(weights.k).rsqrt().repeat_interleave(repeat, dim=0).to(root)
+        self.key = pair_energy(weights.q).unflatten(0, (groups, repeat)).sum(1).rsqrt().to(root)
+        met = torch.einsum("xhe,xy,yhf->hef", o, metric, o).unflatten(0, (groups, repeat)).sum(1)
+        self.value = inverse_root(met)
+        heads = sum(_gram(block.heads.flatten(0, 1).transpose(0, 1).flatten(1)) for block in blocks)
+        self.heads, self.outputs = inverse_root(heads), inverse_root(metric)
+        self.weights, self.scales = weights, (1.0,) * 4
 
+    def apply(self, vector: Tensor) -> Tensor:
+        """Whitened unknowns to weights; its own transpose, so gradients go the other way by it too."""
+        p, (q, k, v) = self.weights.unflat(vector), self.inputs
+        o = self.outputs @ p.o.flatten(1) @ self.heads
+        parts = (self.query * p.q @ q, self.key * p.k @ k, self.value @ p.v @ v, o)
+        return torch.cat([part.flatten() * scale for part, scale in zip(parts, self.scales, strict=True)])
 
-def _merged(anatomy: AttentionAnatomy, groups: tuple[Group, ...], maps: list[GroupMaps]) -> AttentionAnatomy:
-    """Applies the maps of every group to the weights. A bias is one more input channel, which is always 1."""
-    ordered = reorder_kv_heads(anatomy, sum(groups, ()))
-    shape = (len(groups), len(groups[0]))
-    key_down, key_up, value_down, value_up = (
-        torch.stack([getattr(part, name) for part in maps])
-        for name in ("key_down", "key_up", "value_down", "value_up")
-    )
-    query = to_complex(_affine(ordered.q, ordered.q_bias).mT).unflatten(0, (*shape, -1))  # [G', n, R, D + 1, d/2]
-    query = query * key_up.conj().mT[:, :, None, None]
-    key = to_complex(_affine(ordered.k, ordered.k_bias).mT).unflatten(0, shape)  # [G', n, D + 1, d/2]
-    key = torch.einsum("Glg,Ggxl->Gxl", key_down, key)
-    value = torch.einsum("Gegf,Ggfx->Gex", value_down, _affine(ordered.v, ordered.v_bias).unflatten(0, shape))
-    out = torch.einsum("xGgre,Ggef->xGgrf", ordered.o.unflatten(1, (*shape, -1)), value_up)
-    parts = {"q": to_real(query.flatten(0, 2)).mT, "k": to_real(key).mT, "v": value}
-    biases = {name + "_bias": part[..., -1] for name, part in parts.items() if getattr(anatomy, name + "_bias") is not None}
-    weights = {name: part[..., : anatomy.hidden].contiguous() for name, part in parts.items()}
-    return replace(anatomy, **weights, **biases, o=out.flatten(1, 3))
+    def balance(self, blocks: list[_Linearisation], gradient: Tensor) -> None:
+        """Scales the kinds of unknowns so that each has the same curvature along its own whitened gradient."""
+        self.scales, scales = (1.0,) * 4, []
+        whitened = self.weights.unflat(self.apply(gradient))
+        for kind in range(4):
+            alone = _Weights(*(t if i == kind else torch.zeros_like(t) for i, t in enumerate(whitened))).flat()
+            raw = self.apply(alone)
+            curvature = sum(_energy(block.jvp(raw)) for block in blocks)
+            scales.append((_energy(alone) / curvature) ** 0.5 if curvature > 0 else 0.0)
+        self.scales = tuple(scales)
 
 
-def _affine(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Weight [h, d, D] and bias [h, d] as one [h, d, D + 1]; the weight alone if there is no bias."""
-    return weight if bias is None else torch.cat([weight, bias[..., None]], dim=-1)
+def _solve(
+    blocks: list[_Linearisation],
+    residuals: list[Tensor],
+    preconditioner: _Preconditioner,
+    iterations: int,
+    damping: float,
+) -> Tensor:
+    """Conjugate gradients on the damped normal equations in whitened unknowns: a flat change of the weights."""
+    raw_gradient = sum(block.vjp(residual) for block, residual in zip(blocks, residuals, strict=True))
+    preconditioner.balance(blocks[::PROBED], raw_gradient)
+
+    def normal(vector: Tensor) -> Tensor:
+        raw = preconditioner.apply(vector)
+        return preconditioner.apply(sum(block.vjp(block.jvp(raw)) for block in blocks))
+
+    gradient = preconditioner.apply(raw_gradient)
+    squared = _energy(gradient)
+    solution = torch.zeros_like(gradient)
+    if squared == 0:
+        return solution
+    curved = normal(gradient)
+    damping *= float(gradient @ curved) / squared
+    direction, residual = gradient, gradient
+    for iteration in range(iterations):
+        product = (normal(direction) if iteration else curved) + damping * direction
+        step = squared / float(direction @ product)
+        solution, residual = solution + step * direction, residual - step * product
+        new_squared = _energy(residual)
+        direction, squared = residual + new_squared / squared * direction, new_squared
+    return preconditioner.apply(solution)
 
 
-def _polar(matrix: Tensor) -> Tensor:
-    """The orthogonal matrices nearest to ``matrix`` [..., e, e]."""
-    left, _, right = torch.linalg.svd(matrix)
-    return left @ right
+def _projected(x: Tensor, weight: Tensor) -> Tensor:
+    """Inputs [T, D + 1], the last always 1, through weights [h, d, D] or, with a bias, [h, d, D + 1]: [h, T, d]."""
+    return x[:, : weight.shape[-1]] @ weight.mT
+
+
+def _turned(x: Tensor, phase: Tensor) -> Tensor:
+    return to_real(to_complex(x) * phase)
+
+
+def _gram(rows: Tensor) -> Tensor:
+    return (rows.mT @ rows).double()
+
+
+def _energy(x: Tensor) -> float:
+    return float(x.square().sum(dtype=torch.float64))

@@ -20,6 +20,7 @@ low rank (SVD-LLM, arXiv 2403.07378) by the curvature of the loss.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +99,11 @@ def key_basis(method: Method, anatomy: AttentionAnatomy, statistics: LayerStatis
     if method.gradients:
         return energy_basis(statistics.keys(statistics.moment, anatomy), statistics.keys(statistics.gradient, anatomy))
     return identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
+
+
+def lag_basis(method: Method) -> Callable[[AttentionAnatomy, LayerStatistics], KeyBasis] | None:
+    """The basis whose components' attention over lags the method wants to know; None for methods that do not ask."""
+    return (lambda anatomy, statistics: key_basis(method, anatomy, statistics, None)) if method.lags else None
 
 
 def component_costs(

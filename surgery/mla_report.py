@@ -1,0 +1,61 @@
+"""What the report of an MLA conversion says of the target and of each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from surgery.architectures.choose import Carrier, engines
+from surgery.source import Source
+from surgery.transforms.mla import ConvertedLayer
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Errors of one layer, predicted from statistics and measured on held-out text.
+
+    Attributes:
+        rope_error: predicted share of the squared scores lost with the dropped rotations.
+        latent_error: predicted squared error of the truncated latent in the method's metric.
+        latent_error_share: the same relative to the latent's whole energy.
+        measured: relative error of the layer's own output on the source's inputs, at each lossy stage.
+    """
+
+    layer: int
+    rank: int
+    rope_dim: int
+    rope_error: float | None
+    latent_error: float
+    latent_error_share: float
+    measured: dict[str, float]
+
+    @classmethod
+    def of(cls, layer: int, converted: ConvertedLayer, errors: dict[str, float]) -> LayerReport:
+        return cls(
+            layer,
+            converted.truncated.rank,
+            converted.truncated.rope_dim,
+            converted.rope_error,
+            converted.latent_error,
+            converted.latent_error / max(float(converted.energy.sum()), 1e-300),
+            errors,
+        )
+
+
+def mla_target(opened: Source, carrier: Carrier, method: str, layers: list[LayerReport]) -> dict:
+    """The target as :func:`surgery.report.build_report` wants it."""
+    writer = carrier.writer
+    return {
+        "to": "mla",
+        "method": method,
+        "model_type": "deepseek_v3" if carrier.stock else "surgery",
+        "reasons": list(carrier.reasons),
+        "bytes_per_token": sum(writer.kv_width(layer) for layer in range(opened.layers)) * writer.spec.dtype.itemsize,
+        "kv_lora_rank": layers[0].rank if writer.spec.uniform else None,
+        "kv_lora_ranks": list(writer.spec.ranks),
+        "rope_dim": layers[0].rope_dim,
+        "inverse_frequencies": writer.spec.inv_freq[0].tolist(),
+        "default_rope_theta": writer.theta if carrier.stock else None,
+        "latent_norm": writer.norm.kind if carrier.stock else None,
+        "residual_rescale": writer.rescale if carrier.stock else None,
+        "engines": engines(carrier, opened.reader.config),
+    }
