@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LOADING = {
-    "deepseek_v3": """\
+    "stock": """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
@@ -14,6 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("{name}")""",
+}
+
+STRUCTURES = {
+    "mla": "multi-head latent attention (MLA)",
+    "gqa": "grouped-query attention with fewer KV heads (GQA)",
+    "mqa": "multi-query attention (MQA)",
 }
 
 
@@ -27,24 +33,24 @@ library_name: transformers
 base_model: {source["path"]}
 tags:
 - model-surgery
-- mla
+- {target["to"]}
 - kv-cache-compression
 ---
 
 # {name}
 
-{source["path"]} with its attention rewritten to multi-head latent attention (MLA) by
+{source["path"]} with its attention rewritten to {STRUCTURES[target["to"]]} by
 model-surgery {report.to_dict()["surgery_version"]}. It was calibrated, not trained.
 
 | | source | this model |
 |---|---:|---:|
 | KV cache, bytes per token | {kv["source_bytes_per_token"]:,} | {measured:,.0f} ({kv["ratio"]:.1%}) |
 {_score_rows(report.ladder)}
-Class `{target["model_type"]}` ({"; ".join(target["reasons"])}), latent rank {_rank(target)},
-{target["rope_dim"]} rotated numbers, method `{target["method"]}`. The KV bytes were measured on live caches.
+Class `{target["model_type"]}` ({"; ".join(target["reasons"])}), {_shape(source, target)},
+method `{target["method"]}`. The KV bytes were measured on live caches.
 
 ```python
-{LOADING[target["model_type"]].format(name=name)}
+{LOADING["surgery" if target["model_type"] == "surgery" else "stock"].format(name=name)}
 ```
 
 ## Where the loss comes from
@@ -67,10 +73,14 @@ errors are in `surgery_report.json`. The licence of the source applies; its own 
 """
 
 
-def _rank(target: dict) -> str:
-    if target["kv_lora_rank"] is not None:
-        return str(target["kv_lora_rank"])
-    return f"{min(target['kv_lora_ranks'])} to {max(target['kv_lora_ranks'])} by layer"
+def _shape(source: dict, target: dict) -> str:
+    """What of each token is cached, in words."""
+    if target["to"] != "mla":
+        return f"{target['kv_heads']} KV heads in place of {source['kv_heads']}"
+    rank = target["kv_lora_rank"]
+    if rank is None:
+        rank = f"{min(target['kv_lora_ranks'])} to {max(target['kv_lora_ranks'])} by layer"
+    return f"latent rank {rank}, {target['rope_dim']} rotated numbers"
 
 
 def ladder_table(ladder: list[dict]) -> str:

@@ -51,16 +51,24 @@ def version_callback(
 @app.command()
 def convert(
     checkpoint: CheckpointArgument,
-    to: Annotated[str, typer.Option("--to", help="Target structure; this version knows mla.")] = "mla",
+    to: Annotated[
+        str, typer.Option("--to", help="mla; gqa (fewer KV heads) or mqa (one), in the source's own class.")
+    ] = "mla",
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder to write [CKPT-mla, beside it].", rich_help_panel=OUTPUT),
+        typer.Option("--out", metavar="DIR", help="Folder to write [CKPT-TARGET, beside it].", rich_help_panel=OUTPUT),
     ] = None,
     kv_ratio: Annotated[
         float | None,
         typer.Option(
-            "--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep [0.25].", rich_help_panel=BUDGET
+            "--kv-ratio",
+            metavar="F",
+            help="Share of the KV bytes per token to keep [mla 0.25, gqa 0.5].",
+            rich_help_panel=BUDGET,
         ),
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option("--kv-heads", metavar="N", help="KV heads to keep (gqa).", rich_help_panel=BUDGET)
     ] = None,
     kv_lora_rank: Annotated[
         int | None,
@@ -82,7 +90,12 @@ def convert(
         ),
     ] = None,
     method: Annotated[
-        str | None, typer.Option("--method", help="fisher (default), transmla or mha2mla.", rich_help_panel=BUDGET)
+        str | None,
+        typer.Option(
+            "--method",
+            help="fisher (default); mla: transmla, mha2mla; gqa: kv-heads, procrustes, mean-pool.",
+            rich_help_panel=BUDGET,
+        ),
     ] = None,
     rope_frequencies: Annotated[
         str | None,
@@ -180,18 +193,18 @@ def convert(
         surgery convert --to mla ckpt/ --kv-ratio 0.125 --out small/ --device cuda
 
         surgery convert --to mla org/name --kv-lora-rank 512 --rope-dim 64 --rope-frequencies grid
+
+        surgery convert --to gqa ckpt/ --kv-heads 4
     """
     from surgery.console import show_conversion, show_plan
-    from surgery.convert import convert_to_mla
-    from surgery.dry_run import plan_conversion
     from surgery.progress import Progress
-    from surgery.settings import ConvertSettings
+    from surgery.targets import find_target
 
-    if to != "mla":
-        raise SurgeryError(f"--to {to}: unknown target; this version converts to mla")
+    target = find_target(to)
     given = {
         "method": method,
         "kv_ratio": kv_ratio,
+        "kv_heads": kv_heads,
         "kv_lora_rank": kv_lora_rank,
         "rope_dim": _rope_dim(rope_dim),
         "rope_frequencies": rope_frequencies,
@@ -212,16 +225,12 @@ def convert(
         "batch_size": batch_size,
         "max_shard_size": max_shard_size,
     }
-    settings = (
-        ConvertSettings.from_file(config, **given)
-        if config
-        else ConvertSettings(**{name: value for name, value in given.items() if value is not None})
-    )
+    settings = target.settings(given, config)
     if dry_run:
-        plan = plan_conversion(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
+        plan = target.plan(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
         show_plan(plan, as_json=as_json)
         return
-    conversion = convert_to_mla(
+    conversion = target.convert(
         checkpoint,
         out,
         settings,

@@ -46,7 +46,8 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     )
     _show_ladder(page, report["ladder"])
     _show_layers(page, report["layers"])
-    _show_splits(page, report["splits"], (target["rope_dim"], target["kv_lora_rank"]))
+    if report["splits"]:
+        _show_splits(page, report["splits"], (target["rope_dim"], target["kv_lora_rank"]))
     _show_carrier(page, target)
     page.print(
         f"{duration(sum(report['seconds'].values()))}, peak memory {size(report['peak_memory_bytes'])}\n"
@@ -259,20 +260,23 @@ def _show_ladder(page: Console, ladder: list[dict]) -> None:
 
 
 def _show_layers(page: Console, layers: list[dict]) -> None:
-    stages = list(layers[0]["measured"])
     page.print("error of each layer: predicted from statistics, measured on its own output")
-    rows = [
-        (
-            layer["layer"],
-            layer["rank"],
-            layer["rope_dim"],
-            share(layer["rope_error"]),
-            share(layer["latent_error_share"]),
-            *(share(layer["measured"][stage]) for stage in stages),
-        )
-        for layer in layers
-    ]
-    page.print(_table(["layer", "rank", "rotated", "RoPE, predicted", "latent, predicted", *stages], rows))
+    if "groups" in layers[0]:
+        head, cells = ["merged KV heads", "keys, predicted", "values, predicted"], _merged_heads
+    else:
+        head, cells = ["rank", "rotated", "RoPE, predicted", "latent, predicted"], _latent
+    stages = list(layers[0]["measured"])
+    rows = [(layer["layer"], *cells(layer), *(share(layer["measured"][stage]) for stage in stages)) for layer in layers]
+    page.print(_table(["layer", *head, *stages], rows))
+
+
+def _latent(layer: dict) -> tuple:
+    return layer["rank"], layer["rope_dim"], share(layer["rope_error"]), share(layer["latent_error_share"])
+
+
+def _merged_heads(layer: dict) -> tuple:
+    groups = "  ".join("+".join(map(str, group)) for group in layer["groups"])
+    return groups, f"{layer['key_error']:.2g}", f"{layer['value_error']:.2g}"
 
 
 def _show_splits(page: Console, splits: list[dict], chosen: tuple[int, int] | None) -> None:

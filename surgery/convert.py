@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from surgery import layer_statistics, mla_split
 from surgery.anatomy import AttentionAnatomy
@@ -26,22 +27,21 @@ from surgery.held_out import HeldOut
 from surgery.ladder import Form, Ladder
 from surgery.layer_stream import LayerStream
 from surgery.mla_output import carrier_of, planned_tensors, replaced_names, reserved_numbers
-from surgery.mla_report import LayerReport, mla_target
+from surgery.mla_report import EXACT_STAGES, LOSSY_STAGES, LayerReport, mla_target
 from surgery.mla_split import MLAPlan
 from surgery.progress import Progress
 from surgery.report import Report, build_report
-from surgery.sequential_fit import SequentialFit
-from surgery.settings import ConvertSettings
+from surgery.sequential_fit import SequentialFit, Solve
+from surgery.settings import ConversionSettings, ConvertSettings
 from surgery.source import Source
 from surgery.texts import Texts, load_texts
 from surgery.transforms import mla
 from surgery.transforms.budget import candidate_splits
 from surgery.transforms.key_basis import KeyBasis, identity_basis
 from surgery.transforms.latent_layer import LatentLayer, SimulatedAttention
+from surgery.transforms.least_squares import LatentFit
 from surgery.transforms.partial_rope import latent_form
 from surgery.verification import verify_by_running
-
-EXACT_STAGES, LOSSY_STAGES = ("merged", "rotated"), ("partial RoPE", "truncated", "fitted")
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,28 @@ def default_output(source: str | Path, target: str) -> Path:
     return path.parent / f"{path.name}-{target}" if path.is_dir() else Path(f"{path.name}-{target}")
 
 
+def open_request(
+    source: str | Path,
+    out: str | Path | None,
+    target: str,
+    settings: ConversionSettings,
+    *,
+    overwrite: bool,
+    allow_pickle: bool,
+) -> tuple[Source, Path]:
+    """Opens the source and settles where the output goes.
+
+    Raises:
+        SurgeryError: the source cannot be converted, or the output exists and may not be replaced.
+    """
+    opened = Source.open(source, settings, allow_pickle=allow_pickle)
+    out = Path(out) if out else default_output(source, target)
+    check_output(opened.reader.path, out)
+    if (out.exists() or out.is_symlink()) and not overwrite:
+        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
+    return opened, out
+
+
 def check_request(
     source: str | Path, out: str | Path | None, settings: ConvertSettings, *, overwrite: bool, allow_pickle: bool
 ) -> tuple[Source, Path, list[mla.Split]]:
@@ -66,11 +88,7 @@ def check_request(
     Returns:
         The opened source, the output's folder and the splits of the budget to try.
     """
-    opened = Source.open(source, settings, allow_pickle=allow_pickle)
-    out = Path(out) if out else default_output(source, "mla")
-    check_output(opened.reader.path, out)
-    if (out.exists() or out.is_symlink()) and not overwrite:
-        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
+    opened, out = open_request(source, out, "mla", settings, overwrite=overwrite, allow_pickle=allow_pickle)
     first = opened.anatomy(0)
     return opened, out, candidate_splits(settings, first, reserved_numbers(opened, settings, first))
 
@@ -123,7 +141,7 @@ def convert_to_mla(
             fit = _sequential_fit(opened, texts, store, settings)
             stages = LOSSY_STAGES[: 3 if fit else 2]
             ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, (*EXACT_STAGES, *stages))
-            layers = _convert_layers(opened, plan, library, fit, carrier, ladder, writer, progress)
+            layers = _convert_layers(opened, plan, library, fit, carrier, ladder, writer, settings, progress)
             scores = ladder.scores()
             replaced = replaced_names(opened, carrier)
             kept = [name for name in opened.reader.names() if name not in replaced]
@@ -188,16 +206,25 @@ def _sequential_fit(
     """The least-squares fit, where the method has one and there is text to fit on."""
     if texts.calibration is None or not mla.METHODS[settings.method].gradients or not settings.fit_steps:
         return None
-    return SequentialFit(
-        opened.stream,
-        store,
-        texts.calibration,
-        steps=settings.fit_steps,
-        iterations=settings.fit_iterations,
-        queries=settings.fit_queries,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-    )
+    return SequentialFit(opened.stream, store, texts.calibration, settings.batch_size)
+
+
+def _solver(start: LatentLayer, metric: Tensor, index: int, stream: LayerStream, settings: ConvertSettings) -> Solve:
+    """The least-squares problem of one layer, from its closed form and the loss gradient's moment [D, D]."""
+
+    def solve(inputs: Tensor, targets: Tensor) -> SimulatedAttention:
+        problem = LatentFit(
+            start.to(stream.device, stream.dtype),
+            inputs,
+            targets,
+            metric.to(stream.device),
+            queries=settings.fit_queries,
+            seed=settings.seed + index,
+        )
+        fitted, _, _ = problem.run(settings.fit_steps, settings.fit_iterations)
+        return SimulatedAttention(fitted)
+
+    return solve
 
 
 def _convert_layers(
@@ -208,6 +235,7 @@ def _convert_layers(
     carrier: Carrier,
     ladder: Ladder,
     writer: CheckpointWriter,
+    settings: ConvertSettings,
     progress: Progress,
 ) -> list[LayerReport]:
     """Converts, measures and writes one layer after the other."""
@@ -220,10 +248,9 @@ def _convert_layers(
             stages = {"partial RoPE": converted.partial, "truncated": converted.truncated}
             with opened.stream.layer(index) as layer:
                 if fit:
-                    result, _ = fit.fit(
-                        index, layer, anatomy, converted.truncated, library.load(index)[0].output_gradient
-                    )
-                    stages["fitted"] = result
+                    metric = library.load(index)[0].output_gradient
+                    solve = _solver(converted.truncated, metric, index, opened.stream, settings)
+                    result = stages["fitted"] = fit.fit(index, layer, anatomy, solve).layer
                 forms = _forms(anatomy, converted.basis, stages, opened.stream)
                 errors = ladder.advance(layer, anatomy, forms, stages)
             for name, tensor in carrier.writer.tensors(index, result.to("cpu", torch.float64)).items():

@@ -14,9 +14,9 @@ import psutil
 import torch
 
 from surgery.families.base import LAYER_PREFIX
-from surgery.ladder import EXACT_STAGES
 from surgery.layer_statistics import LAG_SEQUENCES
 from surgery.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
+from surgery.mla_report import EXACT_STAGES
 from surgery.transforms import mla
 
 # What a layer reaches of the rate of one large matrix product: norms, softmax and small products take the rest.

@@ -63,9 +63,7 @@ def gather(
             advance()
 
 
-def _from_weights(
-    opened: Source, library: StatisticsLibrary, progress: Progress, basis_of: BasisOf | None
-) -> None:
+def _from_weights(opened: Source, library: StatisticsLibrary, progress: Progress, basis_of: BasisOf | None) -> None:
     """Fills the library from the weights; the model's context bounds the lags that are thought of."""
     context = opened.config.max_position_embeddings
     with progress.phase("statistics of weights", opened.layers) as advance:

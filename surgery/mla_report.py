@@ -8,6 +8,9 @@ from surgery.architectures.choose import Carrier, engines
 from surgery.source import Source
 from surgery.transforms.mla import ConvertedLayer
 
+EXACT_STAGES, LOSSY_STAGES = ("merged", "rotated"), ("partial RoPE", "truncated", "fitted")
+"""Stages of an MLA conversion in the ladder of the report, after the source."""
+
 
 @dataclass(frozen=True)
 class LayerReport:

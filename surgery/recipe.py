@@ -17,12 +17,16 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surgery.errors import SurgeryError
 from surgery.eval.distributed import Processes
 from surgery.file_settings import did_you_mean, read_mapping
 from surgery.progress import Progress
+
+if TYPE_CHECKING:
+    from surgery.settings import ConversionSettings
+    from surgery.targets import Target
 
 BUILTIN = "builtin"
 
@@ -101,19 +105,23 @@ Action = Callable[[Path, Finished, Progress, Processes], None]
 
 
 def _convert(step: Step, where: str) -> Action:
-    from surgery.settings import ConvertSettings
+    from surgery.targets import find_target
 
     given = dict(step.settings)
     source, to = _taken(given, "source", where), given.pop("to", "mla")
-    if to != "mla":
-        raise SurgeryError(f"{where}: to {to} is an unknown target; this version converts to mla")
-    settings = ConvertSettings.from_mapping(given, where)
+    try:
+        target = find_target(to)
+        settings = target.settings(given)
+    except SurgeryError as error:
+        raise SurgeryError(f"{where}: {error}") from None
 
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
         checkpoint = _checkpoint(source, finished)
         finished.checkpoints[step.name] = out
         # A conversion is not shared: the other processes wait for it.
-        processes.from_main(lambda: _convert_unless_there(checkpoint, out, settings, f"surgery run {where}", progress))
+        processes.from_main(
+            lambda: _convert_unless_there(target, checkpoint, out, settings, f"surgery run {where}", progress)
+        )
 
     return do
 
@@ -201,14 +209,14 @@ def _row(given: str, finished: Finished) -> str:
     return f"{name}={found}" if sign or found != checkpoint else checkpoint
 
 
-def _convert_unless_there(source: str, out: Path, settings: Any, command: str, progress: Progress) -> None:
-    from surgery.convert import convert_to_mla
-
+def _convert_unless_there(
+    target: Target, source: str, out: Path, settings: ConversionSettings, command: str, progress: Progress
+) -> None:
     if out.exists():
         _check_kept(out, source, settings.to_dict())
         progress.note(f"{out}: is there already")
         return
-    convert_to_mla(source, out, settings, command=command, progress=progress)
+    target.convert(source, out, settings, command=command, progress=progress)
 
 
 def _check_kept(out: Path, source: str, settings: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from surgery.file_settings import FileSettings
 
 NO_CALIBRATION = "none"
 METHODS = ("fisher", "transmla", "mha2mla")
+KV_HEADS_METHODS = ("fisher", "kv-heads", "procrustes", "mean-pool")
 CARRIERS = ("auto", "stock", "own")
 LATENT_NORMS = ("auto", "tiny", "constant")
 FREQUENCIES = ("free", "grid")
@@ -105,3 +106,27 @@ class ConvertSettings(ConversionSettings):
             raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
         if self.calibration == NO_CALIBRATION and self.method == "transmla":
             raise SurgeryError("method transmla needs calibration text: drop --calibration none")
+
+
+@dataclass(frozen=True)
+class KVHeadsSettings(ConversionSettings):
+    """Settings of ``surgery convert --to gqa``; configs/gqa.yaml holds the same with comments.
+
+    Attributes:
+        method: named variant of the transform.
+        kv_heads: KV heads to keep in every layer, instead of a ratio; without either, half of the source's.
+        fit_steps, fit_iterations, fit_queries: as for MLA; method fisher with text only.
+    """
+
+    method: str = "fisher"
+    kv_heads: int | None = None
+    fit_steps: int = 3
+    fit_iterations: int = 8
+    fit_queries: int = 256
+
+    def __post_init__(self) -> None:
+        self._check_choice("method", KV_HEADS_METHODS)
+        super().__post_init__()
+        self._check_positive("kv_heads", "fit_iterations", "fit_queries")
+        if self.kv_heads is not None and self.kv_ratio is not None:
+            raise SurgeryError("give kv_heads or kv_ratio, not both")

@@ -13,7 +13,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.errors import SurgeryError
 from surgery.families import Family, family_of
 from surgery.layer_stream import LayerStream
-from surgery.settings import ConvertSettings
+from surgery.settings import ConversionSettings
 from surgery.verification import load_config
 
 
@@ -27,7 +27,7 @@ class Source:
     stream: LayerStream
 
     @classmethod
-    def open(cls, source: str | Path, settings: ConvertSettings, *, allow_pickle: bool = False) -> Source:
+    def open(cls, source: str | Path, settings: ConversionSettings, *, allow_pickle: bool = False) -> Source:
         """Opens and checks a checkpoint.
 
         Raises:

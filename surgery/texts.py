@@ -10,7 +10,7 @@ from torch import Tensor
 from surgery.errors import SurgeryError
 from surgery.held_out import HeldOut
 from surgery.progress import Progress
-from surgery.settings import NO_CALIBRATION, ConvertSettings
+from surgery.settings import NO_CALIBRATION, ConversionSettings
 
 # Random tokens that stand in for held-out text where there is none, to compare logits on.
 RANDOM_SEQUENCES, RANDOM_LENGTH = 2, 64
@@ -26,7 +26,7 @@ class Texts:
     description: dict
 
 
-def load_texts(opened, settings: ConvertSettings, progress: Progress) -> Texts:
+def load_texts(opened, settings: ConversionSettings, progress: Progress) -> Texts:
     """Tokenises what the settings name.
 
     Raises:
@@ -95,7 +95,7 @@ def load_tokenizer(path):
         raise SurgeryError(f"{path}: no usable tokenizer ({reason}); use --calibration none") from None
 
 
-def _own_samples(opened, tokenizer, settings: ConvertSettings) -> Tensor:
+def _own_samples(opened, tokenizer, settings: ConversionSettings) -> Tensor:
     """Samples of the model itself, [N, T]; needs the whole model in memory, in its own dtype."""
     from transformers import AutoModelForCausalLM
 

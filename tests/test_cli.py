@@ -86,7 +86,7 @@ def test_version():
 
 
 BAD = {
-    "unknown target": (["convert", "--to", "mqa", "{source}"], "unknown target"),
+    "unknown target": (["convert", "--to", "mqx", "{source}"], "unknown target"),
     "missing folder": (["convert", "{folder}/absent"], "absent: no such folder"),
     "missing folder, inspected": (["inspect", "{folder}/absent"], "absent: no such folder"),
     "existing output": (["convert", "{source}", "--out", "{folder}"], "exists; choose another --out"),

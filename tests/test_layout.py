@@ -11,7 +11,7 @@ import pytest
 
 from surgery.evaluation.settings import EvalSettings
 from surgery.recipe import VERBS, Recipe
-from surgery.settings import ConvertSettings
+from surgery.settings import ConvertSettings, KVHeadsSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,7 +28,7 @@ ROOMS = {
     "surgery/layer_stream.py": {"errors", "families"},
     "surgery/calibration": {"anatomy", "attention", "errors", "eval", "layer_stream", "rope"},
     "surgery/transforms": {"anatomy", "attention", "calibration", "errors", "kernels", "rope", "settings"},
-    "surgery/architectures": {"checkpoint", "errors", "families", "rope", "transforms"},
+    "surgery/architectures": {"anatomy", "checkpoint", "errors", "families", "rope", "transforms"},
     "surgery/architectures/latent": set(),
 }
 
@@ -94,6 +94,7 @@ def test_the_wheel_holds_one_package_and_its_data(tmp_path):
 
 def test_shipped_settings_are_the_defaults():
     assert ConvertSettings.from_file(ROOT / "configs" / "mla.yaml") == ConvertSettings()
+    assert KVHeadsSettings.from_file(ROOT / "configs" / "gqa.yaml") == KVHeadsSettings()
     assert EvalSettings.from_file(ROOT / "configs" / "eval.yaml") == EvalSettings()
     ConvertSettings.from_file(ROOT / "configs" / "mla-everywhere.yaml")
 

@@ -94,7 +94,7 @@ STEP = {"convert": {"name": "a", "source": "builtin"}}
         (["convert"], "one verb"),
         ([STEP, STEP], "two steps are called a"),
         ([{"convert": {"name": "a"}}], "step a: source is missing"),
-        ([{"convert": {"name": "a", "source": "x", "to": "gqa"}}], "unknown target"),
+        ([{"convert": {"name": "a", "source": "x", "to": "gqx"}}], "unknown target"),
         ([STEP, {"eval": {"name": "r", "checkpoints": ["a"], "taks": ["loss"]}}], "did you mean tasks"),
         ([STEP, {"eval": {"name": "r", "checkpoints": "a"}}], "must be a list"),
         ([STEP, {"eval": {"name": "r"}}], "checkpoints is missing"),

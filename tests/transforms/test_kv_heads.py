@@ -1,0 +1,332 @@
+"""Merging KV heads: exact where heads are alike, predicted where they are not, and a stock checkpoint in the end."""
+
+import copy
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from tiny_models import CONFIGS, FAMILIES
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from surgery import attention
+from surgery.anatomy import AttentionAnatomy
+from surgery.attention import CapturedAttention
+from surgery.calibration.statistics import LayerStatistics, MomentAccumulator
+from surgery.errors import SurgeryError
+from surgery.rope import phases, rotate, to_complex, to_real
+from surgery.settings import ConvertSettings
+from surgery.source import Source
+from surgery.transforms.head_grouping import cheapest_groups, partition_count, partitions, reorder_kv_heads
+from surgery.transforms.kv_heads import METHODS, _Linearisation, _Weights, fit_merged_layer, merge_kv_heads
+
+# Without q/k-norms, and without experts, whose kernels do not run in float64.
+PLAIN = [name for name in FAMILIES if "qwen3" not in name and name != "mixtral"]
+H, G, D, HEAD = 8, 4, 32, 6
+PAIRS = ((0, 2), (1, 3))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Products this small only wait for each other's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def layer_of(checkpoints, name: str) -> AttentionAnatomy:
+    return Source.open(checkpoints(name), ConvertSettings()).anatomy(0).to(torch.float64)
+
+
+def random_layer(*, biased: bool = True) -> AttentionAnatomy:
+    """Four KV heads that have nothing in common."""
+    return AttentionAnatomy(
+        q=random(H, HEAD, D, seed=1),
+        k=random(G, HEAD, D, seed=2),
+        v=random(G, HEAD, D, seed=3),
+        o=random(D, H, HEAD, seed=4),
+        inv_freq=torch.tensor([1.0, 0.2, 0.05], dtype=torch.float64),
+        scale=0.1,
+        q_bias=random(H, HEAD, seed=5) if biased else None,
+        k_bias=random(G, HEAD, seed=6) if biased else None,
+        v_bias=random(G, HEAD, seed=7) if biased else None,
+    )
+
+
+def mergeable_layer(*, biased: bool = True, rigid: bool = False) -> AttentionAnatomy:
+    """Heads 2 and 3 are heads 0 and 1 times complex factors per frequency, and behind a matrix for the values.
+
+    ``rigid``: the factors are phases and the matrices orthogonal.
+    """
+    layer = random_layer(biased=biased)
+    factor = torch.complex(random(2, HEAD // 2, seed=8), random(2, HEAD // 2, seed=9))
+    matrix = random(2, HEAD, HEAD, seed=10)
+    if rigid:
+        factor, matrix = torch.sgn(factor), torch.linalg.qr(matrix)[0]
+    changed = {
+        "k": torch.cat([layer.k[:2], to_real(to_complex(layer.k[:2].mT) * factor[:, None]).mT]),
+        "v": torch.cat([layer.v[:2], matrix @ layer.v[:2]]),
+    }
+    if biased:
+        changed["k_bias"] = torch.cat([layer.k_bias[:2], to_real(to_complex(layer.k_bias[:2]) * factor)])
+        changed["v_bias"] = torch.cat([layer.v_bias[:2], (matrix @ layer.v_bias[:2, :, None])[..., 0]])
+    return replace(layer, **changed)
+
+
+def inputs_of(layer: AttentionAnatomy, seed: int = 20) -> Tensor:
+    return random(3, 40, layer.hidden, seed=seed) + random(layer.hidden, seed=seed + 1)
+
+
+def gradients_of(layer: AttentionAnatomy, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Stand-ins for loss gradients at keys and values that are correlated and not all alike."""
+    groups, dim = layer.kv_heads, layer.head_dim
+    mixed = (x**2) @ random(layer.hidden, 2 * groups * dim, seed=30)
+    k, v = mixed.unflatten(-1, (2, groups, dim)).unbind(-3)
+    return k, v * torch.linspace(0.1, 2, dim)
+
+
+def statistics_of(layer: AttentionAnatomy, *, gradients: bool = True) -> LayerStatistics:
+    x = inputs_of(layer)
+    projection, moments = layer.project(x), MomentAccumulator(layer, gradients=gradients)
+    if gradients:
+        for tensor, gradient in zip((projection.k, projection.v), gradients_of(layer, x), strict=True):
+            tensor.grad = gradient
+    moments.add(projection, torch.zeros_like(x))
+    return moments.result()
+
+
+def output(layer: AttentionAnatomy, x: Tensor) -> Tensor:
+    return attention.output(layer, attention.attend(layer, layer.project(x)))
+
+
+def scores(layer: AttentionAnatomy, x: Tensor, positions: Tensor) -> Tensor:
+    """Logits [B, H, T, T] of tokens at any positions."""
+    projection, phase = layer.project(x), phases(layer.inv_freq, positions, x.dtype)
+    q, k = rotate(projection.q, phase), rotate(projection.k, phase)
+    return torch.einsum("bmhd,bnhd->bhmn", q, k.repeat_interleave(layer.heads // layer.kv_heads, dim=2))
+
+
+def query_order(groups) -> Tensor:
+    repeat = H // G
+    return torch.tensor([head * repeat + i for group in groups for head in group for i in range(repeat)])
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("method", "rigid"), [("fisher", False), ("fisher", True), ("procrustes", True)])
+def test_heads_that_are_alike_merge_exactly(method, rigid, biased):
+    layer = mergeable_layer(biased=biased, rigid=rigid)
+    merged = merge_kv_heads(layer, statistics_of(layer), 2, method)
+    assert merged.groups == PAIRS
+    assert (merged.anatomy.kv_heads, merged.anatomy.heads) == (2, H)
+    assert (merged.anatomy.k_bias is not None) == biased
+    assert merged.key_error == pytest.approx(0, abs=1e-9)
+    assert merged.value_error == pytest.approx(0, abs=1e-9)
+    x = inputs_of(layer, seed=50)  # not what the statistics were taken on
+    torch.testing.assert_close(output(merged.anatomy, x), output(layer, x), atol=1e-9, rtol=1e-9)
+    positions = torch.randperm(5000, generator=torch.Generator().manual_seed(0))[: x.shape[1]]
+    wanted = scores(layer, x, positions)[:, query_order(PAIRS)]
+    torch.testing.assert_close(scores(merged.anatomy, x, positions), wanted, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_the_predicted_error_is_the_measured_one(method, kv_heads):
+    """What each head reads of the shared ones is taken from the merged weights, and compared with the source's."""
+    layer = random_layer()
+    merged = merge_kv_heads(layer, statistics_of(layer), kv_heads, method)
+    x = inputs_of(layer)
+    source, short = layer.project(x), merged.anatomy.project(x)
+    order, repeat = query_order(merged.groups), H // G
+    heads = torch.tensor(sum(merged.groups, ()))
+    # q' = conj(up) q in the first query head of each KV head; o' = o up.
+    factor = to_complex(merged.anatomy.q[::repeat, :, 0]) / to_complex(layer.q[order][::repeat, :, 0])
+    value_up = torch.linalg.lstsq(
+        layer.o[:, order][:, ::repeat].transpose(0, 1), merged.anatomy.o[:, ::repeat].transpose(0, 1)
+    ).solution
+    size = G // kv_heads
+    key = to_complex(short.k).repeat_interleave(size, dim=2) * factor.conj() - to_complex(source.k[:, :, heads])
+    value = torch.einsum("hef,bthf->bthe", value_up, short.v.repeat_interleave(size, dim=2)) - source.v[:, :, heads]
+    key_gradient, value_gradient = (gradient[:, :, heads] for gradient in gradients_of(layer, x))
+    key_error = value_error = 0.0
+    for first in range(0, G, size):
+        group = slice(first, first + size)
+        g, delta = to_complex(key_gradient[:, :, group]).flatten(0, 1), key[:, :, group].flatten(0, 1)
+        metric = torch.einsum("tgl,thl->lgh", g, g.conj()) / len(g)
+        key_error += 0.5 * torch.einsum("tgl,lgh,thl->", delta.conj(), metric, delta).real / len(g)
+        g, delta = value_gradient[:, :, group].flatten(2).flatten(0, 1), value[:, :, group].flatten(2).flatten(0, 1)
+        value_error += (delta @ (g.T @ g) * delta).sum() / len(g) ** 2
+    assert merged.key_error == pytest.approx(float(key_error), rel=1e-6)
+    assert merged.value_error == pytest.approx(float(value_error), rel=1e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_no_method_is_better_in_the_metric_than_fisher(kv_heads):
+    layer = random_layer()
+    errors = {}
+    for method in METHODS:
+        merged = merge_kv_heads(layer, statistics_of(layer), kv_heads, method)
+        errors[method] = merged.key_error + merged.value_error
+    assert min(errors, key=errors.get) == "fisher"
+    assert errors["fisher"] < 0.9 * errors["mean-pool"]
+
+
+def test_without_gradients_errors_are_shares():
+    layer = random_layer()
+    merged = merge_kv_heads(layer, statistics_of(layer, gradients=False), 2)
+    plain = merge_kv_heads(layer, statistics_of(layer, gradients=False), 2, "kv-heads")
+    assert 0 < merged.key_error + merged.value_error < plain.key_error + plain.value_error < 2
+    exact = mergeable_layer()
+    merged = merge_kv_heads(exact, statistics_of(exact, gradients=False), 2)
+    x = inputs_of(exact, seed=50)
+    assert merged.groups == PAIRS
+    torch.testing.assert_close(output(merged.anatomy, x), output(exact, x), atol=1e-9, rtol=1e-9)
+
+
+def test_mean_pool_is_the_plain_mean_of_neighbours():
+    layer = random_layer()
+    merged = merge_kv_heads(layer, statistics_of(layer), 2, "mean-pool").anatomy
+    torch.testing.assert_close(merged.k, layer.k.unflatten(0, (2, 2)).mean(1))
+    torch.testing.assert_close(merged.v_bias, layer.v_bias.unflatten(0, (2, 2)).mean(1))
+    torch.testing.assert_close(merged.q, layer.q)
+    torch.testing.assert_close(merged.o, layer.o)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_order_of_heads_does_not_matter(checkpoints, name):
+    layer = layer_of(checkpoints, name)
+    x = inputs_of(layer)
+    reordered = reorder_kv_heads(layer, (1, 0))
+    assert not torch.equal(reordered.q, layer.q)
+    torch.testing.assert_close(output(reordered, x), output(layer, x), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_stock_class_computes_the_merged_layers(checkpoints, name):
+    folder = checkpoints(name)
+    opened = Source.open(folder, ConvertSettings())
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    config = copy.deepcopy(CONFIGS[name]())
+    config.num_key_value_heads = 1
+    stock = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    state = model.state_dict()
+    for index, decoder in enumerate(model.model.layers):
+        layer = opened.anatomy(index).to(torch.float64)
+        merged = merge_kv_heads(layer, statistics_of(layer), 1).anatomy
+        for kind, weight in (("q", merged.q), ("k", merged.k), ("v", merged.v)):
+            state[f"model.layers.{index}.self_attn.{kind}_proj.weight"] = weight.flatten(0, 1)
+            if (bias := getattr(merged, f"{kind}_bias")) is not None:
+                state[f"model.layers.{index}.self_attn.{kind}_proj.bias"] = bias.flatten()
+        state[f"model.layers.{index}.self_attn.o_proj.weight"] = merged.o.flatten(1)
+        decoder.self_attn = CapturedAttention(merged)
+    stock.load_state_dict(state)
+    tokens = torch.randint(4096, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(stock(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(4, 2), (6, 3), (8, 2), (8, 4), (5, 1), (3, 3)])
+def test_partitions_are_all_there_once(heads, size):
+    found = list(partitions(tuple(range(heads)), size))
+    assert len(found) == len(set(found)) == partition_count(heads, size)
+    assert all(sorted(sum(groups, ())) == list(range(heads)) for groups in found)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(4, 2), (8, 4), (16, 2), (16, 4), (12, 6)])
+def test_grouping_finds_planted_groups(heads, size):
+    """Exactly and by exchange: heads of one label are close, those of others far, at distances that differ."""
+    label = torch.randperm(heads, generator=torch.Generator().manual_seed(heads + size)) // size
+    noise = torch.rand(heads, heads, generator=torch.Generator().manual_seed(0))
+
+    def cost(group):
+        return sum(float(noise[a, b] + 2 * (label[a] != label[b])) for a in group for b in group if a < b)
+
+    for group in cheapest_groups(heads, size, cost):
+        assert len(set(label[list(group)].tolist())) == 1
+
+
+def test_grouping_by_exchange_is_near_the_best():
+    """Eight pairs of random costs, where greedy alone takes dear leftovers."""
+    cost = torch.rand(10, 10, generator=torch.Generator().manual_seed(1)).tolist()
+
+    def summed(groups):
+        return sum(cost[a][b] for a, b in groups)
+
+    best = min(map(summed, partitions(tuple(range(10)), 2)))
+    assert partition_count(10, 2) > 105  # beyond what is tried exhaustively
+    assert summed(cheapest_groups(10, 2, lambda pair: cost[pair[0]][pair[1]])) <= 1.25 * best
+
+
+def test_refusals(checkpoints):
+    layer = random_layer()
+    statistics = statistics_of(layer)
+    for kv_heads in (0, 3, 4, 8):
+        with pytest.raises(SurgeryError, match="choose a smaller number"):
+            merge_kv_heads(layer, statistics, kv_heads)
+    with pytest.raises(SurgeryError, match="choose fisher, kv-heads"):
+        merge_kv_heads(layer, statistics, 2, "average")
+    normed = layer_of(checkpoints, "qwen3")
+    with pytest.raises(SurgeryError, match="q/k-norm"):
+        merge_kv_heads(normed, statistics, 1)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("window", [None, 9])
+def test_jvp_is_the_derivative_and_vjp_its_transpose(biased, window):
+    layer = replace(
+        merge_kv_heads(random_layer(biased=biased), statistics_of(random_layer()), 2).anatomy, window=window
+    )
+    weights, positions = _Weights.of(layer), torch.arange(2, 28, 3)
+    x = torch.cat([inputs_of(layer)[0, :28], torch.ones(28, 1, dtype=torch.float64)], dim=-1)
+    phase = phases(layer.inv_freq, torch.arange(28), torch.float64)
+    root = random(D, D, seed=60)
+
+    def linearised(vector: Tensor) -> _Linearisation:
+        return _Linearisation(layer, weights.unflat(vector), x, phase, positions, root)
+
+    here, change, step = weights.flat(), random(len(weights.flat()), seed=61), 1e-6
+    wanted = (linearised(here + step * change).output() - linearised(here - step * change).output()) / (2 * step)
+    product = linearised(here).jvp(change)
+    torch.testing.assert_close(product, wanted, atol=1e-5, rtol=1e-5)
+    out = random(*product.shape, seed=62)
+    assert float((product * out).sum()) == pytest.approx(float(linearised(here).vjp(out) @ change), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral_window"])
+def test_the_fit_improves_and_reports_the_error_that_it_leaves(checkpoints, name):
+    layer = layer_of(checkpoints, name)
+    merged = merge_kv_heads(layer, statistics_of(layer), 1).anatomy
+    x = inputs_of(layer)
+    targets = output(replace(layer, o_bias=None), x)
+    root = random(layer.hidden, layer.hidden, seed=70)
+    metric = root @ root.T
+
+    def error(form: AttentionAnatomy) -> float:
+        def energy(out: Tensor) -> float:
+            return float(torch.einsum("btx,xy,bty->", out, metric, out))
+
+        return energy(output(replace(form, o_bias=None), x) - targets) / energy(targets)
+
+    fitted, before, after = fit_merged_layer(merged, x, targets, metric, steps=1, iterations=12, queries=40)
+    assert before == pytest.approx(error(merged), rel=0.05)  # the metric's smallest directions are raised a little
+    assert after == pytest.approx(error(fitted), rel=0.05)
+    assert error(fitted) < 0.7 * error(merged)
+    for field in fields(layer):
+        before, after = getattr(merged, field.name), getattr(fitted, field.name)
+        assert getattr(before, "shape", before) == getattr(after, "shape", after)
+
+
+def test_the_fit_finds_a_layer_that_is_there():
+    """Targets of a layer with as many heads, from a start nearby: nothing is left."""
+    wanted = merge_kv_heads(random_layer(), statistics_of(random_layer()), 2).anatomy
+    start = replace(wanted, k=wanted.k + 0.1 * random(*wanted.k.shape, seed=80), q_bias=torch.zeros_like(wanted.q_bias))
+    x = 0.3 * inputs_of(wanted)
+    metric = torch.eye(D, dtype=torch.float64)
+    fitted, _, after = fit_merged_layer(start, x, output(wanted, x), metric, steps=3, iterations=12, damping=1e-6)
+    assert after < 1e-4
+    again, _, same = fit_merged_layer(start, x, output(wanted, x), metric, steps=3, iterations=12, damping=1e-6)
+    assert same == after and torch.equal(again.q, fitted.q)
