@@ -15,7 +15,13 @@ from torch import Tensor
 
 from surgery import layer_statistics
 from surgery.anatomy import AttentionAnatomy
-from surgery.architectures.own_family import ENGINES, attention_tensors, config_with_heads, planned_attention
+from surgery.architectures.own_family import (
+    ENGINES,
+    OWN_FAMILY,
+    attention_tensors,
+    config_with_heads,
+    planned_attention,
+)
 from surgery.attention import CapturedAttention
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
@@ -31,7 +37,8 @@ from surgery.sequential_fit import SequentialFit, Solve
 from surgery.settings import KVHeadsSettings
 from surgery.source import Source
 from surgery.texts import load_texts
-from surgery.transforms.kv_heads import METHODS, MergedLayer, fit_merged_layer, merge_kv_heads
+from surgery.transforms.kv_heads import METHODS, MergedLayer, merge_kv_heads
+from surgery.transforms.kv_heads_fit import fit_merged_layer
 from surgery.verification import verify_by_running
 
 STAGES = ("merged", "fitted")
@@ -165,7 +172,8 @@ def _merge_layers(
     stream, reports = opened.stream, []
     with progress.phase("convert", opened.layers) as advance:
         for index in range(opened.layers):
-            anatomy = opened.anatomy(index).to(torch.float64)
+            source = opened.anatomy(index)
+            anatomy = source.to(torch.float64)
             statistics = library.load(index)[0]
             merged = merge_kv_heads(anatomy, statistics, kv_heads, settings.method)
             attention = CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))
@@ -177,7 +185,8 @@ def _merge_layers(
                 errors = ladder.advance(
                     layer, anatomy, {name: lambda form=form: form for name, form in forms.items()}, forms
                 )
-            for name, tensor in attention_tensors(attention.anatomy.to("cpu"), index).items():
+            result = attention.anatomy.to("cpu", source.q.dtype)
+            for name, tensor in attention_tensors(result, index).items():
                 writer.write(name, tensor)
             reports.append(HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors))
             advance()
@@ -234,7 +243,7 @@ def _target(opened: Source, kv_heads: int, method: str) -> dict:
         "to": "mqa" if kv_heads == 1 else "gqa",
         "method": method,
         "model_type": opened.reader.config["model_type"],
-        "reasons": ["a plain checkpoint of the source's own family"],
+        "reasons": [OWN_FAMILY],
         "bytes_per_token": width * opened.layers * first.q.dtype.itemsize,
         "kv_heads": kv_heads,
         "engines": ENGINES,

@@ -7,15 +7,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from surgery import layer_statistics
+from surgery.architectures.own_family import ENGINES, OWN_FAMILY
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.checkpoint.reader import CheckpointReader
+from surgery.convert_heads import wanted_heads
 from surgery.errors import SurgeryError
 from surgery.families import head_shape
 from surgery.forecast import forecast
 from surgery.mla_output import reserved_numbers
 from surgery.progress import Progress
-from surgery.settings import ConvertSettings
+from surgery.settings import ConvertSettings, KVHeadsSettings
 from surgery.source import Source
 from surgery.spectra import LayerSpectrum
 from surgery.texts import load_texts
@@ -146,7 +148,23 @@ def _targets(opened: Source, settings: ConvertSettings) -> list[dict]:
         found.append({"command": f"surgery convert --to {command}", **target})
         if not target["applies"]:
             break  # what stands in the way of the default stands in the way of all
-    return found
+    return [*found, _fewer_heads(opened)]
+
+
+def _fewer_heads(opened: Source) -> dict:
+    """Half of the KV heads, in the source's own class."""
+    command = "surgery convert --to gqa"
+    try:
+        wanted_heads(KVHeadsSettings(), opened.anatomy(0))
+    except SurgeryError as error:
+        return {"command": command, "applies": False, "class": None, "reasons": [str(error)], "engines": {}}
+    return {
+        "command": command,
+        "applies": True,
+        "class": opened.reader.config["model_type"],
+        "reasons": [OWN_FAMILY],
+        "engines": ENGINES,
+    }
 
 
 def _target(opened: Source, settings: ConvertSettings) -> dict:

@@ -90,6 +90,14 @@ def test_heads_that_are_equal_merge_without_loss(checkpoints, tmp_path):
     assert max(layer.measured["merged"] for layer in result.report.layers) < 1e-5
 
 
+def test_half_precision_stays_half_precision(checkpoints, tmp_path):
+    source = checkpoints("llama", torch.bfloat16)
+    result = convert_to_gqa(source, tmp_path / "out", KVHeadsSettings(**QUICK))
+    written = load_file(result.path / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    assert result.report.kv["measured_bytes_per_token"] == 2 * 2 * 8 * 2
+
+
 @pytest.mark.parametrize("method", ["kv-heads", "procrustes", "mean-pool"])
 def test_named_methods(converted, method):
     result = converted("llama", method=method)

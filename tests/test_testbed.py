@@ -9,9 +9,10 @@ from safetensors.torch import save_file
 from tiny_models import DEMO, HELD_OUT
 
 from surgery.convert import convert_to_mla
+from surgery.convert_heads import convert_to_gqa
 from surgery.eval.recall import recall_prompts
 from surgery.eval.sequences import random_windows, tokenize
-from surgery.settings import ConvertSettings
+from surgery.settings import ConvertSettings, KVHeadsSettings
 from surgery.texts import load_tokenizer
 
 SOURCE_LOSS = 2.2785
@@ -93,6 +94,16 @@ def test_transmla_comes_out_where_its_public_code_does(measure, tmp_path, ratio,
     )
     _, found, _ = measure(convert_to_mla(DEMO, tmp_path / "out", settings).path)
     assert found == pytest.approx(published, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kv_heads", "increase", "recall"), [(2, 0.14, 0.75), (1, 0.35, 0.6)])
+def test_fewer_heads(measure, tmp_path, kv_heads, increase, recall):
+    out = convert_to_gqa(DEMO, tmp_path / "out", KVHeadsSettings(kv_heads=kv_heads)).path
+    loaded_as, found, found_recall = measure(out)
+    assert loaded_as == "LlamaForCausalLM"
+    assert found <= increase
+    assert found_recall >= recall
 
 
 @pytest.mark.slow

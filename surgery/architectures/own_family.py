@@ -8,6 +8,7 @@ from surgery.anatomy import AttentionAnatomy
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.families.base import ATTENTION_PREFIX
 
+OWN_FAMILY = "a plain checkpoint of the source's own family"
 ENGINES = {engine: "yes, as the source" for engine in ("transformers", "vLLM", "SGLang", "llama.cpp")}
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from surgery.kernels.mla_decode.reference import causal_mask
 from surgery.rope import phases, to_complex, to_real
 from surgery.transforms.algebra import psd_powers
+from surgery.transforms.conjugate_gradients import solve
 from surgery.transforms.latent_layer import LatentLayer
 
 # Directions with less than this share of the largest energy are not blown up: little was seen there.
@@ -282,21 +283,14 @@ class LatentFit:
             raw = preconditioner.apply(p)
             return preconditioner.apply(_transposed_product(blocks, [block.jvp(raw) for block in blocks]))
 
-        gradient = preconditioner.apply(raw_gradient)
-        squared = gradient.dot(gradient)
-        solution = gradient.plus(-1.0, gradient)
-        if squared == 0:
-            return solution
-        curved = normal(gradient)
-        damping = self._damping * gradient.dot(curved) / squared
-        direction, residual = gradient, gradient
-        for iteration in range(iterations):
-            product = (normal(direction) if iteration else curved).plus(damping, direction)
-            step = squared / direction.dot(product)
-            solution, residual = solution.plus(step, direction), residual.plus(-step, product)
-            new_squared = residual.dot(residual)
-            direction = residual.plus(new_squared / squared, direction)
-            squared = new_squared
+        solution = solve(
+            preconditioner.apply(raw_gradient),
+            normal,
+            iterations,
+            self._damping,
+            dot=Parameters.dot,
+            plus=Parameters.plus,
+        )
         return preconditioner.apply(solution)
 
     def _error(self, blocks: list[Block], wanted: list[Tensor]) -> float:

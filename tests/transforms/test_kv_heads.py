@@ -18,7 +18,8 @@ from surgery.rope import phases, rotate, to_complex, to_real
 from surgery.settings import ConvertSettings
 from surgery.source import Source
 from surgery.transforms.head_grouping import cheapest_groups, partition_count, partitions, reorder_kv_heads
-from surgery.transforms.kv_heads import METHODS, _Linearisation, _Weights, fit_merged_layer, merge_kv_heads
+from surgery.transforms.kv_heads import METHODS, merge_kv_heads
+from surgery.transforms.kv_heads_fit import _Linearisation, _Weights, fit_merged_layer
 
 # Without q/k-norms, and without experts, whose kernels do not run in float64.
 PLAIN = [name for name in FAMILIES if "qwen3" not in name and name != "mixtral"]
