@@ -21,6 +21,10 @@ class Progress:
         self._silent = silent
         self.seconds: dict[str, float] = {}
 
+    def fresh(self) -> Progress:
+        """Another one that shows as much and has no phases behind it, for the next of several pieces of work."""
+        return Progress(silent=self._silent)
+
     @contextlib.contextmanager
     def phase(self, name: str, total: int, unit: str = "layer") -> Iterator[Callable[..., None]]:
         """Yields a function that advances the phase's bar by one unit, or by as many as it is given."""

@@ -6,6 +6,7 @@
       - convert: {source: org/name, name: quarter, to: mla, kv_ratio: 0.25}
       - eval: {name: report, baseline: org/name, checkpoints: [half, quarter], tasks: [loss, recall]}
 
+An eval step may have a `title`, and `publish`, another folder for its report without the results that it goes on from.
 A step's output lies under its name in the work folder, and later steps may use the name as a checkpoint. `builtin` is
 the model that ships with the package. Steps that are done already, from the same source with the same settings, are
 kept.
@@ -97,7 +98,8 @@ def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
     for number, (step, do) in enumerate(zip(recipe.steps, ready, strict=True), 1):
         if processes.is_main:
             progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
-        do(work / step.name, finished, progress, processes)
+        # Each step's report states the seconds of its own phases.
+        do(work / step.name, finished, progress.fresh(), processes)
     return finished
 
 
@@ -131,7 +133,7 @@ def _evaluate(step: Step, where: str) -> Action:
 
     given = dict(step.settings)
     checkpoints, baseline = _taken(given, "checkpoints", where), given.pop("baseline", None)
-    publish = given.pop("publish", None)
+    publish, title = given.pop("publish", None), given.pop("title", None)
     if not isinstance(checkpoints, list):
         raise SurgeryError(f"{where}: checkpoints must be a list")
     settings = EvalSettings.from_mapping(given, where)
@@ -147,6 +149,7 @@ def _evaluate(step: Step, where: str) -> Action:
             out,
             settings,
             command=f"surgery run {where}",
+            title=title,
             overwrite=True,
         )
         evaluation = evaluate(request, progress)

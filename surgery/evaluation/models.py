@@ -55,6 +55,11 @@ class Checkpoint:
         return cls(name, path, reader, reader.fingerprint(advance), trust_remote_code)
 
     @property
+    def place(self) -> str:
+        """Hub id, or the folder's name: where it lay on one machine tells nobody anything."""
+        return Path(self.given).resolve().name if Path(self.given).exists() else self.given
+
+    @property
     def dtype(self) -> str:
         """Dtype that the checkpoint says its weights have, or that of its largest tensor."""
         said = self.reader.config.get("dtype") or self.reader.config.get("torch_dtype")

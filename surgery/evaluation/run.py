@@ -41,6 +41,7 @@ class Request:
         out: folder of results and report; None for the first checkpoint's name and "-eval".
         settings: what to measure and how.
         command: as it was called, for the report.
+        title: of the report; None for the names of the checkpoints.
     """
 
     checkpoints: tuple[str, ...]
@@ -48,6 +49,7 @@ class Request:
     out: Path | None
     settings: EvalSettings
     command: str = ""
+    title: str | None = None
     overwrite: bool = False
     allow_pickle: bool = False
     trust_remote_code: bool = False
@@ -104,7 +106,7 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
         "surgery_version": __version__,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": request.command,
-        "title": " and ".join(row.name for row in rows if row.role == "checkpoint") or rows[0].name,
+        "title": request.title or ", ".join(row.name for row in rows if row.role == "checkpoint") or rows[0].name,
         "settings": {
             **settings.to_dict(),
             "context": tasks.context,
@@ -169,7 +171,7 @@ class _Work:
         return {
             "name": row.name,
             "role": row.role,
-            "path": row.checkpoint.given,
+            "path": row.checkpoint.place,
             "sha256": row.checkpoint.sha256,
             "class": model_class,
             "dtype": row.checkpoint.dtype,

@@ -106,6 +106,20 @@ def test_mistakes_are_told_before_anything_runs(tmp_path, steps, told):
     assert not (tmp_path / "work").exists()
 
 
+def test_every_step_states_its_own_seconds(finished, tmp_path):
+    recipe, _, _ = finished
+    steps = yaml.safe_load(recipe.read_text())["steps"][:1]
+    again = {"convert": {**steps[0]["convert"], "name": "again"}}
+    progress = Progress(silent=True)
+    run_recipe(write(tmp_path, *steps, again), tmp_path / "work", progress)
+    assert progress.seconds == {}
+    first, second = (
+        json.loads((tmp_path / "work" / name / "surgery_report.json").read_text())["seconds"]
+        for name in ("half", "again")
+    )
+    assert set(first) == set(second)
+
+
 def test_unknown_entries_are_refused(tmp_path):
     with pytest.raises(SurgeryError, match="unknown entry 'nam'; did you mean name"):
         Recipe.read(write(tmp_path, STEP, nam="x"))
