@@ -147,7 +147,7 @@ def _targets(opened: Source, settings: ConvertSettings) -> list[dict]:
             continue  # the default goes to the own class already
         found.append({"command": f"surgery convert --to {command}", **target})
         if not target["applies"]:
-            break  # what stands in the way of the default stands in the way of all
+            return found  # what stands in the way of the default stands in the way of all
     return [*found, _fewer_heads(opened)]
 
 

@@ -96,9 +96,19 @@ def test_architecture(checkpoints):
 )
 def test_what_stock_cannot_carry_goes_to_the_own_class_with_the_reason(name, reason, checkpoints):
     targets = inspect_checkpoint(checkpoints(name)).targets
-    assert [target["class"] for target in targets] == ["surgery"]
+    assert [target["class"] for target in targets if "mla" in target["command"]] == ["surgery"]
     assert reason in " ".join(targets[0]["reasons"])
     assert targets[0]["engines"]["vLLM"].startswith("no")
+
+
+@pytest.mark.parametrize(
+    ("name", "model_class"),
+    [("llama", "llama"), ("mixtral", "mixtral"), ("mistral_window", "mistral"), ("qwen3", None)],
+)
+def test_fewer_heads_are_a_target_unless_a_norm_stands_between(name, model_class, checkpoints):
+    target = inspect_checkpoint(checkpoints(name)).targets[-1]
+    assert target["command"] == "surgery convert --to gqa" and target["class"] == model_class
+    assert target["applies"] or "q/k-norm" in target["reasons"][0]
 
 
 def test_stock_targets(checkpoints):
