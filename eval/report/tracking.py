@@ -17,6 +17,14 @@ NAME_LENGTH = 128
 """Of a run or a group, as far as the service takes it."""
 
 
+def require_wandb() -> None:
+    """Raises SurgeryError unless wandb can be imported; asked before hours of measuring, too."""
+    try:
+        import wandb  # noqa: F401
+    except ImportError:
+        raise SurgeryError("logging to wandb needs wandb: pip install wandb") from None
+
+
 def log_to_wandb(
     report: Report,
     *,
@@ -44,10 +52,9 @@ def log_to_wandb(
     Raises:
         SurgeryError: wandb is missing or refuses, or the folder cannot be made.
     """
-    try:
-        import wandb
-    except ImportError:
-        raise SurgeryError("logging to wandb needs wandb: pip install wandb") from None
+    require_wandb()
+    import wandb
+
     found = []
     with tempfile.TemporaryDirectory() as pictures:
         needles = save_needle_png(report, Path(pictures))

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from surgery.errors import SurgeryError
 from surgery.eval.distributed import Processes
 from surgery.eval.report.document import SCHEMA, Report, finish, read_report
+from surgery.eval.report.tracking import require_wandb
 from surgery.eval.session import ComparingTask, Session, Task
 from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
 from surgery.evaluation.rows import Row, check_names, plan_variants
@@ -71,6 +72,8 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
         SurgeryError: something asked for cannot be measured, found before anything is measured where that can be.
     """
     settings = request.settings
+    if settings.wandb:
+        require_wandb()
     processes = Processes(cpu=settings.device == "cpu")
     if not processes.is_main:
         progress = Progress(silent=True)

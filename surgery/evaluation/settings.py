@@ -15,6 +15,7 @@ TASKS = ("loss", "recall", "needle", "ruler", "generate", "memory", "speed")
 VARIANTS = ("int8", "int4", "int2", "mean-pool", "window")
 DOMAINS = ("auto", "code", "text")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DECODED = 128
 TUPLES = (
     "tasks",
     "data",
@@ -39,7 +40,8 @@ class EvalSettings(FileSettings):
         data: held-out texts, each builtin, a file or a dataset's name; the loss is told apart by them.
         text_field: column that holds the text.
         windows, length: held-out windows and tokens in each; the latter also of recall prompts and of the KV bytes.
-        decoded: tokens at the end of each window that are decoded one by one for the through-cache loss.
+        decoded: tokens at the end of each window that are decoded one by one for the through-cache loss; 0 for no such
+            loss, None for 128, or half of a shorter window.
         recall_prompts: prompts with planted keys.
         domain: what needle and ruler prompts are made of; auto is code for the builtin text, otherwise text.
         needle_lengths, needle_depths, needle_trials: the grid in tokens and percent, prompts in each cell; no lengths
@@ -63,7 +65,7 @@ class EvalSettings(FileSettings):
     text_field: str = "text"
     windows: int = 24
     length: int = 1024
-    decoded: int = 128
+    decoded: int | None = None
     recall_prompts: int = 48
     domain: str = "auto"
     needle_lengths: tuple[int, ...] = ()
@@ -123,6 +125,8 @@ class EvalSettings(FileSettings):
             raise SurgeryError("needle_depths are percent of the context, from 0 to 100, at least one")
         if self.length < 4:
             raise SurgeryError(f"length must be at least 4 tokens, not {self.length}")
+        if self.decoded is None:
+            object.__setattr__(self, "decoded", min(DECODED, self.length // 2))
         if self.decoded and not 1 <= self.decoded <= self.length - 2:
             raise SurgeryError(f"decoded must be 0 or at most length - 2 = {self.length - 2}, not {self.decoded}")
 

@@ -65,7 +65,7 @@ def build_tasks(
     limit = config.get("max_position_embeddings") or config.get("n_positions")
     if limit and settings.length > limit:
         progress.note(f"windows of {limit} tokens instead of {settings.length}: the model's limit")
-        settings = replace(settings, length=limit, decoded=min(settings.decoded, limit - 2))
+        settings = replace(settings, length=limit, decoded=min(settings.decoded, limit // 2))
     builder = _Builder(settings, tokenizer, limit)
     tasks: list[Task] = [KVBytesTask(settings.length)]
     for name in settings.tasks:

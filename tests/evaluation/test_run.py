@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -156,6 +157,13 @@ def test_a_report_of_more_is_not_replaced_unasked(models, tmp_path):
     with pytest.raises(SurgeryError, match="row two, which the new one would not"):
         run([models[0]], None, out)
     run([models[0]], None, out, overwrite=True)
+
+
+def test_a_missing_wandb_is_told_before_anything_is_measured(models, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SurgeryError, match="needs wandb"):
+        run([models[0]], None, tmp_path / "out", wandb="project")
+    assert not (tmp_path / "out").exists()
 
 
 def test_foreign_folders_are_left_alone(models, tmp_path):

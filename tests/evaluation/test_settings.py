@@ -11,6 +11,11 @@ def test_lists_may_be_strings_or_single_values():
     assert EvalSettings(prompts="a, b").prompts == ("a, b",)
 
 
+def test_short_windows_decode_half():
+    assert EvalSettings().decoded == 128 and EvalSettings(length=100).decoded == 50
+    assert EvalSettings(length=100, decoded=0).decoded == 0
+
+
 def test_all_tasks_and_no_variants():
     assert EvalSettings(tasks="all,lm-eval:x").tasks == (*TASKS, "lm-eval:x")
     assert EvalSettings(variants="none").variants == ()
