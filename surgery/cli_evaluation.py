@@ -133,8 +133,8 @@ def evaluate(
 ) -> None:
     """Measure models beside their source and beside cheap baselines, and write a report.
 
-    Started again with the same --out it goes on where it stopped. `torchrun --nproc-per-node N -m surgery eval ...`,
-    or `accelerate launch` on GPUs, shares the work over processes, with the same results.
+    Started again with the same --out it goes on where it stopped. `accelerate launch -m surgery eval ...` shares the
+    work over processes, with the same results.
 
     Examples:
 
