@@ -88,13 +88,14 @@ def convert_to_gqa(
     settings, progress = settings or KVHeadsSettings(), progress or Progress(silent=True)
     target = "mqa" if settings.kv_heads == 1 else "gqa"
     opened, out = open_request(source, out, target, settings, overwrite=overwrite, allow_pickle=allow_pickle)
-    kv_heads = wanted_heads(settings, opened.anatomy(0))
+    first = opened.anatomy(0)
+    kv_heads = wanted_heads(settings, first)
     method, weighted = settings.method, METHODS[settings.method].weighted
     texts = load_texts(opened, settings, progress)
     with StatisticsLibrary() as library, BoundaryStore() as store:
         # The errors that the report predicts are in the metric of the loss, whatever metric the method works in.
         layer_statistics.gather(opened, library, texts.calibration, store, settings, progress, gradients=True)
-        tensors = _planned_tensors(opened, kv_heads)
+        tensors = _planned_tensors(opened, kv_heads, first.head_dim)
         with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
             fit = None
             if weighted and texts.calibration is not None and settings.fit_steps:
@@ -110,10 +111,10 @@ def convert_to_gqa(
             copy_sidecars(opened.reader, (), writer)
             writer.finish()
             verify_files(writer.partial, tensors)
-            facts = _target(opened, kv_heads, method)
+            facts = _target(opened, first, kv_heads, method)
             verification = verify_by_running(
                 writer.partial,
-                opened.anatomy(0).q.dtype,
+                first.q.dtype,
                 opened.stream,
                 ladder.hidden[stages[-1]],
                 texts.held_out,
@@ -218,9 +219,9 @@ def _replaced_names(opened: Source) -> set[str]:
     return names | ({"lm_head.weight"} if opened.config.tie_word_embeddings else set())
 
 
-def _planned_tensors(opened: Source, kv_heads: int) -> dict[str, TensorSpec]:
+def _planned_tensors(opened: Source, kv_heads: int, head_dim: int) -> dict[str, TensorSpec]:
     """Every tensor of the output, in the source's order."""
-    reader, head_dim = opened.reader, opened.anatomy(0).head_dim
+    reader = opened.reader
     attention: dict[str, TensorSpec] = {}
     for layer in range(opened.layers):
         # Frequencies that some old checkpoints store are the config's own.
@@ -236,8 +237,7 @@ def _planned_tensors(opened: Source, kv_heads: int) -> dict[str, TensorSpec]:
     return plan
 
 
-def _target(opened: Source, kv_heads: int, method: str) -> dict:
-    first = opened.anatomy(0)
+def _target(opened: Source, first: AttentionAnatomy, kv_heads: int, method: str) -> dict:
     width = kv_heads * (first.head_dim + first.value_dim)
     return {
         "to": "mqa" if kv_heads == 1 else "gqa",

@@ -83,7 +83,8 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
     check_names(rows)
     tokenizer = _common_tokenizer(checkpoints)
     tasks = build_tasks(settings, tokenizer, checkpoints[0].reader.config, progress)
-    out = request.out or Path(f"{checkpoints[-1 if baseline is None else 1 if len(checkpoints) > 1 else 0].name}-eval")
+    first = next((row for row in rows if row.role == "checkpoint"), rows[0])
+    out = request.out or Path(f"{first.name}-eval")
     store = processes.from_main(lambda: _opened_store(out, request, rows, tasks))
     session = Session(
         tokenizer,
@@ -118,7 +119,7 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
         },
         "environment": {**environment(), **_machine(device, processes)},
         "tokenizer": {"sha256": tokenizer_sha256(tokenizer)},
-        "tasks": {task.name: task.settings() for task in tasks.all},
+        "tasks": tasks.settings,
         "baseline": baseline.name if baseline else None,
         "rows": measured,
     }
@@ -228,7 +229,7 @@ class _Work:
         facts = {
             "model": row.identity(),
             "task": task.name,
-            "settings": task.settings(),
+            "settings": self._tasks.settings[task.name],
             "seed": settings.seed,
             "limit": settings.limit,
             "batch_size": settings.batch_size,

@@ -44,10 +44,12 @@ class Tasks:
     Attributes:
         all: KV bytes first.
         context: tokens at which the KV bytes are stated.
+        settings: of each by its name, asked for once: they hash texts and folders.
     """
 
     all: tuple[Task, ...]
     context: int
+    settings: dict[str, dict[str, Any]]
 
 
 def build_tasks(
@@ -80,9 +82,8 @@ def build_tasks(
             if settings.tasks != EvalSettings.tasks:
                 raise
             progress.note(f"no {name}: {error}")
-    for task in tasks:
-        task.settings()  # what names a task that there is not says so here, before anything is measured
-    return Tasks(tuple(tasks), settings.length)
+    # What names a task that there is not says so here, before anything is measured.
+    return Tasks(tuple(tasks), settings.length, {task.name: task.settings() for task in tasks})
 
 
 class _Builder:

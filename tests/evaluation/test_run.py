@@ -146,6 +146,14 @@ def test_the_baseline_itself_is_one_row(models, tmp_path):
     assert [row["role"] for row in report["rows"]] == ["baseline"]
 
 
+@pytest.mark.parametrize(("baseline", "names"), [(None, ("one", "two")), ("one", ("two",))])
+def test_the_folder_is_named_for_the_first_checkpoint(models, tmp_path, monkeypatch, baseline, names):
+    monkeypatch.chdir(tmp_path)
+    paths = {path.name: path for path in models}
+    run([paths[name] for name in names], baseline and paths[baseline], None, variants="none")
+    assert [path.name for path in tmp_path.iterdir()] == [f"{names[0]}-eval"]
+
+
 def test_quick_looks_are_marked(models, tmp_path):
     report = run([models[0]], None, tmp_path / "out", limit=2)
     assert report["settings"]["limit"] == 2 and report["rows"][0]["results"]["loss"]["sequences"] == 2
