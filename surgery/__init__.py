@@ -16,7 +16,7 @@ if not (Path(__file__).parent / "kernels").is_dir() and (_root / "kernels").is_d
     __path__.append(str(_root))
 
 if Path(sys.argv[0]).stem not in ("surgery", "-m"):
-    from surgery.architectures.latent import register
+    from surgery.model import register
 
     register()
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from surgery import layer_statistics, mla_split
 from surgery.anatomy import AttentionAnatomy
 from surgery.architectures.choose import Carrier
-from surgery.architectures.latent import remote_code_files
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
@@ -29,6 +28,7 @@ from surgery.layer_stream import LayerStream
 from surgery.mla_output import carrier_of, planned_tensors, replaced_names, reserved_numbers
 from surgery.mla_report import EXACT_STAGES, LOSSY_STAGES, LayerReport, mla_target
 from surgery.mla_split import MLAPlan
+from surgery.model import remote_code_files
 from surgery.progress import Progress
 from surgery.report import Report, build_report
 from surgery.sequential_fit import SequentialFit, Solve

@@ -203,8 +203,8 @@ def single_layer_config(config, layer: int):
     # The own class keeps the fields of the family that it was made from; stock MLA has none to adapt.
     family = FAMILIES.get(getattr(config, "base_model_type", None), LLAMA)
     single = family.single_layer_config(config, layer)
-    if getattr(config, "latent_layers", None):
-        single.latent_layers = [config.latent_layers[layer]]
+    if getattr(config, "attention_layers", None):
+        single.attention_layers = [config.attention_layers[layer]]
     return single
 
 

@@ -101,9 +101,9 @@ def load_config(path: Path):
     """
     from transformers import AutoConfig
 
-    from surgery.architectures import latent
+    from surgery import model as own_model
 
-    latent.register()
+    own_model.register()
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:

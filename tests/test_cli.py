@@ -13,7 +13,7 @@ from tiny_models import HELD_OUT
 from typer.testing import CliRunner
 
 from surgery import cli
-from surgery.architectures import latent
+from surgery import model as own_model
 from surgery.dry_run import plan_conversion
 from surgery.errors import SurgeryError
 from surgery.settings import ConvertSettings
@@ -152,7 +152,7 @@ def test_a_dry_run_writes_nothing_and_knows_the_result(checkpoints, tmp_path, mo
 
 @pytest.mark.parametrize("name", ["qwen3", "llama_bias", "mistral_window", "mixtral", "llama3"])
 def test_a_plan_names_the_class_that_a_conversion_chooses(name, checkpoints, tmp_path):
-    latent.register()
+    own_model.register()
     settings = ConvertSettings(calibration="none", kv_ratio=0.5, rope_frequencies="grid")
     plan = plan_conversion(checkpoints(name), tmp_path / "out", settings)
     stock = name in ("llama_bias", "llama3")

@@ -7,15 +7,16 @@ keep (`use_cache=False`) the decoder gets one for that call only, because attent
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from surgery.caches.layer import CompactLayer, check_full_attention, is_empty
 from surgery.errors import SurgeryError
+from surgery.model.cache_layer import CompactLayer, check_full_attention, is_empty
 
 Call = dict[str, Any]
 """Arguments of one call of the decoder, by name."""
@@ -31,7 +32,8 @@ def install(model: PreTrainedModel, name: str, prepare: Callable[[nn.Module, Cal
     decoder = model.base_model
     if decoder is model or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise SurgeryError(f"{type(model).__name__} is not a decoder with a head: {name} needs a causal language model")
-    check_full_attention(model.config, name)
+    with refusals():
+        check_full_attention(model.config, name)
     names = list(inspect.signature(decoder.forward).parameters)
 
     def before(module: nn.Module, args: tuple, kwargs: Call) -> tuple[tuple, Call]:
@@ -49,6 +51,15 @@ def check_no_variant(model: PreTrainedModel) -> None:
     """Raises SurgeryError if a variant's hook is on the model's decoder."""
     if (name := getattr(model.base_model, "surgery_variant", None)) is not None:
         raise SurgeryError(f"this model is a variant already, with {name}: load the baseline again for another one")
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Refusals of the caches, which know no error of this package, as SurgeryError."""
+    try:
+        yield
+    except ValueError as error:
+        raise SurgeryError(str(error)) from None
 
 
 def keeps_cache(decoder: nn.Module, call: Call) -> bool:

@@ -7,8 +7,8 @@ from functools import partial
 from torch import nn
 from transformers import PreTrainedModel
 
-from surgery.caches.quantized import QuantizedKVCache
-from surgery.eval.variants.cache_hook import Call, install, own_cache
+from surgery.eval.variants.cache_hook import Call, install, own_cache, refusals
+from surgery.model.quantized_cache import QuantizedKVCache
 
 
 def quantize_kv(model: PreTrainedModel, bits: int, group: int = 32, window: int = 0) -> PreTrainedModel:
@@ -31,7 +31,8 @@ def quantize_kv(model: PreTrainedModel, bits: int, group: int = 32, window: int 
             already. Later: a call with a filled cache of another kind.
     """
     new_cache = partial(QuantizedKVCache, bits, group, window)
-    new_cache()  # refuses impossible settings
+    with refusals():
+        new_cache()
 
     def prepare(decoder: nn.Module, call: Call) -> None:
         own_cache(decoder, call, new_cache)

@@ -8,9 +8,9 @@ import torch
 from torch import BoolTensor, Tensor, nn
 from transformers import PreTrainedModel
 
-from surgery.caches.sink_window import SinkWindowCache
 from surgery.errors import SurgeryError
-from surgery.eval.variants.cache_hook import Call, install, keeps_cache, own_cache
+from surgery.eval.variants.cache_hook import Call, install, keeps_cache, own_cache, refusals
+from surgery.model.sink_window_cache import SinkWindowCache
 
 ATTENTIONS = ("sdpa", "eager")
 """Implementations that take a mask of any form."""
@@ -19,8 +19,8 @@ ATTENTIONS = ("sdpa", "eager")
 def sink_window(model: PreTrainedModel, sinks: int, recent: int) -> PreTrainedModel:
     """Makes every attention of `model` see the first `sinks` tokens and the last `recent`, its own among them.
 
-    A plain forward pass, a prefill in any chunks and decoding are one function; `surgery.caches.sink_window` defines
-    it. Batches may be padded on the left, and on the right too where no cache is kept.
+    A plain forward pass, a prefill in any chunks and decoding are one function, which the cache defines in
+    `surgery.model.sink_window_cache`. Batches may be padded on the left, and on the right too where no cache is kept.
 
     Returns:
         `model` itself, with a hook on its decoder.
@@ -31,7 +31,8 @@ def sink_window(model: PreTrainedModel, sinks: int, recent: int) -> PreTrainedMo
             is not [B, T], or with padding after the first token of a row and a cache.
     """
     new_cache = partial(SinkWindowCache, sinks, recent, model.config.num_hidden_layers)
-    new_cache()  # refuses impossible settings
+    with refusals():
+        new_cache()
     attention = model.config._attn_implementation
     if attention not in ATTENTIONS:
         raise SurgeryError(

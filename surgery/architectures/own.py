@@ -22,7 +22,7 @@ MODEL_TYPE = "surgery"
 
 @dataclass(frozen=True)
 class OwnMLA:
-    """Writes one conversion for :class:`surgery.architectures.latent.SurgeryForCausalLM`."""
+    """Writes one conversion for :class:`surgery.model.SurgeryForCausalLM`."""
 
     spec: MLASpec
 
@@ -32,11 +32,16 @@ class OwnMLA:
 
     def config(self, source: dict) -> dict:
         """The config.json of the converted model."""
-        from surgery.architectures.latent import AUTO_MAP
+        from surgery.model import AUTO_MAP
 
         spec = self.spec
         layers = [
-            {"kv_lora_rank": rank, "rope_inv_freq": inv_freq.tolist(), "key_norm_eps": spec.key_norm_eps}
+            {
+                "kind": "latent",
+                "kv_lora_rank": rank,
+                "rope_inv_freq": inv_freq.tolist(),
+                "key_norm_eps": spec.key_norm_eps,
+            }
             for rank, inv_freq in zip(spec.ranks, spec.inv_freq, strict=True)
         ]
         return {
@@ -45,7 +50,7 @@ class OwnMLA:
             "model_type": MODEL_TYPE,
             "base_model_type": source["model_type"],
             "auto_map": AUTO_MAP,
-            "latent_layers": layers,
+            "attention_layers": layers,
         }
 
     def copied(self, names: list[str]) -> list[str]:

@@ -79,9 +79,9 @@ class Checkpoint:
         Raises:
             SurgeryError: transformers cannot load it, or it does not fit.
         """
-        from surgery.architectures import latent
+        from surgery import model as own_model
 
-        latent.register()
+        own_model.register()
         with _errors(self.given):
             model = AutoModelForCausalLM.from_pretrained(
                 self.reader.path,

@@ -13,14 +13,14 @@ from transformers import (
     StaticCache,
 )
 
-from surgery.caches.quantized import QuantizedKVCache, quantized_kv_bytes
-from surgery.caches.sink_window import sink_window_bytes
 from surgery.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.loss import LogitReader, causal_lm_loss
 from surgery.eval.variants.mean_pool import mean_pool
 from surgery.eval.variants.quantized_kv import quantize_kv
 from surgery.eval.variants.sink_window import sink_window
+from surgery.model.quantized_cache import QuantizedKVCache, quantized_kv_bytes
+from surgery.model.sink_window_cache import sink_window_bytes
 
 VARIANTS = {"int4": lambda model: quantize_kv(model, 4, 16), "window": lambda model: sink_window(model, 3, 9)}
 each_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))

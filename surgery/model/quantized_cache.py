@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from surgery.caches.layer import CompactLayer, check_full_attention
-from surgery.errors import SurgeryError
+from .cache_layer import CompactLayer, check_full_attention
 
 BITS = (8, 4, 2)
 
@@ -34,7 +33,7 @@ class QuantizedKVCache(Cache):
         """`bits`, `group` and `window` as in `QuantizedKVLayer`; `config` of the model, to refuse what it cannot carry.
 
         Raises:
-            SurgeryError: impossible settings, or a config with layers of another kind than full attention.
+            ValueError: impossible settings, or a config with layers of another kind than full attention.
         """
         QuantizedKVLayer(bits, group, window)
         if config is not None:
@@ -60,13 +59,13 @@ class QuantizedKVLayer(CompactLayer):
             window: of the most recent tokens, how many stay exact at least. KIVI keeps 128.
 
         Raises:
-            SurgeryError: other bits, a negative window, or a group whose codes fill no whole bytes.
+            ValueError: other bits, a negative window, or a group whose codes fill no whole bytes.
         """
         super().__init__()
         if bits not in BITS:
-            raise SurgeryError(f"a KV cache of {bits} bits: 8, 4 or 2 are possible")
+            raise ValueError(f"a KV cache of {bits} bits: 8, 4 or 2 are possible")
         if group < 1 or group * bits % 8 or window < 0:
-            raise SurgeryError(
+            raise ValueError(
                 f"a KV cache of {bits} bits with group {group} and window {window}: a group must be a positive "
                 f"multiple of {8 // bits}, a window at least 0"
             )

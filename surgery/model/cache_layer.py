@@ -9,8 +9,6 @@ from torch import LongTensor, Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from surgery.errors import SurgeryError
-
 
 class CompactLayer(CacheLayerMixin):
     """A layer that cannot be cropped or offloaded and takes any number of tokens.
@@ -53,19 +51,19 @@ class CompactLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.23
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raises SurgeryError unless there is nothing to take back: what was given up to save memory is gone."""
+        """Raises ValueError unless there is nothing to take back: what was given up to save memory is gone."""
         if tokens_to_remove:
-            raise SurgeryError(
+            raise ValueError(
                 f"{self.form} cannot take tokens back, as assisted and speculative decoding need: decode without them"
             )
 
     def offload(self) -> None:
-        """Raises SurgeryError."""
-        raise SurgeryError(f"{self.form} cannot be offloaded: use a cache without offloading")
+        """Raises ValueError."""
+        raise ValueError(f"{self.form} cannot be offloaded: use a cache without offloading")
 
 
 def check_full_attention(config: PreTrainedConfig, form: str) -> None:
-    """Raises SurgeryError unless every layer of a model attends to all earlier tokens.
+    """Raises ValueError unless every layer of a model attends to all earlier tokens.
 
     Layers with a window or a recurrent state keep something else than the keys and values of all tokens.
     """
@@ -75,7 +73,7 @@ def check_full_attention(config: PreTrainedConfig, form: str) -> None:
         kinds = {"sliding_attention"}
     other = sorted(kinds - {"full_attention"})
     if other:
-        raise SurgeryError(
+        raise ValueError(
             f"{form} needs full attention in every layer, and this {config.model_type} has layers of "
             f"{', '.join(other)}, whose caches already forget: choose a model without them"
         )

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from surgery.caches.sink_window import SinkWindowCache, SinkWindowLayer, sink_window_bytes
-from surgery.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
+from surgery.model.sink_window_cache import SinkWindowCache, SinkWindowLayer, sink_window_bytes
 
 CPU = torch.device("cpu")
 PADDINGS = [0, 3, 11]
@@ -80,9 +79,9 @@ def test_reset_crop_and_a_mask_of_transformers():
     cache = SinkWindowCache(3, 6, layers=1)
     keys = torch.randn(2, 2, 20, 4)
     cache.update(keys, keys, 0)
-    with pytest.raises(SurgeryError, match="mask"):
+    with pytest.raises(ValueError, match="mask"):
         cache.get_mask_sizes(1, 0)
-    with pytest.raises(SurgeryError, match="assisted"):
+    with pytest.raises(ValueError, match="assisted"):
         cache.crop(-1)
     cache.reset()
     assert cache.get_seq_length() == 0 and cache_bytes(cache) == 0 and cache.layers[0].padding is None
@@ -90,5 +89,5 @@ def test_reset_crop_and_a_mask_of_transformers():
 
 @pytest.mark.parametrize("arguments", [(-1, 4), (4, 0)])
 def test_impossible_settings_are_refused(arguments):
-    with pytest.raises(SurgeryError):
+    with pytest.raises(ValueError):
         SinkWindowCache(*arguments, layers=1)

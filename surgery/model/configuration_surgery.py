@@ -1,6 +1,6 @@
-"""Configuration of a causal language model whose attention was converted to multi-head latent attention.
+"""Configuration of a causal language model whose attention was converted.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbour, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
 
 from dataclasses import fields
@@ -15,11 +15,12 @@ BASE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 # What a base config says about itself rather than about the model: never carried from one config to the other.
 _IDENTITY_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version")
 
-_LATENT_LAYER_KEYS = {"kv_lora_rank", "rope_inv_freq", "key_norm_eps"}
+# What an entry of `attention_layers` must say, by its kind.
+_LAYER_KEYS = {"latent": {"kind", "kv_lora_rank", "rope_inv_freq", "key_norm_eps"}}
 
 
 class SurgeryConfig(PreTrainedConfig):
-    r"""The source model's configuration, plus the shape of the latent in every layer.
+    r"""The source model's configuration, plus the shape of the attention in every layer.
 
     Every field of the source's config.json is an attribute here, under its own name and with the family's defaults
     filled in, so that caches, masks and generation find `layer_types`, `sliding_window`, `num_hidden_layers`, … where
@@ -28,13 +29,13 @@ class SurgeryConfig(PreTrainedConfig):
     Args:
         base_model_type (`str`, defaults to `"llama"`):
             `model_type` of the source model, one of `BASE_FAMILIES`.
-        latent_layers (`list[dict | None]`, *optional*):
-            One entry per layer; `None` leaves that layer's stock attention as it is. A dictionary holds
-            `kv_lora_rank` (int, r), `rope_inv_freq` (list of ρ/2 floats, in radians per position, one for each rotated
-            pair of the shared key) and `key_norm_eps` (float or `None`; a float asks for the exact q/k-norm path,
-            which keeps `k_proj` and caches one inverse rms per KV head).
-        latent_bias (`bool`, defaults to `False`):
-            Give `kv_down` a bias even where the source's `k_proj` and `v_proj` have none.
+        attention_layers (`list[dict | None]`, *optional*):
+            One entry per layer; `None` leaves that layer's stock attention as it is. A dictionary holds the `kind` of
+            the attention and the arguments of its class.
+
+            `"latent"`: `kv_lora_rank` (int, r), `rope_inv_freq` (list of ρ/2 floats, in radians per position, one for
+            each rotated pair of the shared key) and `key_norm_eps` (float or `None`; a float asks for the exact
+            q/k-norm path, which keeps `k_proj` and caches one inverse rms per KV head).
         kwargs:
             The fields of the source's config.json.
     """
@@ -43,8 +44,7 @@ class SurgeryConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
     base_model_type: str = "llama"
-    latent_layers: list[dict[str, Any] | None] | None = None
-    latent_bias: bool = False
+    attention_layers: list[dict[str, Any] | None] | None = None
 
     def __post_init__(self, **kwargs):
         if self.base_model_type not in BASE_FAMILIES:
@@ -63,24 +63,30 @@ class SurgeryConfig(PreTrainedConfig):
         # A plain config drops generation settings; those that the family declares as fields (use_cache) are to stay.
         for name in inherited.keys() - self.__dict__.keys():
             setattr(self, name, inherited[name])
-        if self.latent_layers is not None:
-            self._check_latent_layers()
+        if self.attention_layers is not None:
+            self._check_attention_layers()
 
-    def _check_latent_layers(self) -> None:
-        if len(self.latent_layers) != self.num_hidden_layers:
-            raise ValueError(f"latent_layers has {len(self.latent_layers)} entries for {self.num_hidden_layers} layers")
-        for index, layer in enumerate(self.latent_layers):
+    def _check_attention_layers(self) -> None:
+        layers = self.attention_layers
+        if len(layers) != self.num_hidden_layers:
+            raise ValueError(f"attention_layers has {len(layers)} entries for {self.num_hidden_layers} layers")
+        for index, layer in enumerate(layers):
             if layer is None:
                 continue
-            if set(layer) != _LATENT_LAYER_KEYS:
-                raise ValueError(f"latent_layers[{index}] has keys {sorted(layer)}, not {sorted(_LATENT_LAYER_KEYS)}")
+            wanted = _LAYER_KEYS.get(layer.get("kind"))
+            if wanted is None:
+                raise ValueError(
+                    f"attention_layers[{index}]: kind {layer.get('kind')!r} is none of {list(_LAYER_KEYS)}"
+                )
+            if set(layer) != wanted:
+                raise ValueError(f"attention_layers[{index}] has keys {sorted(layer)}, not {sorted(wanted)}")
             # A cache layer with an empty key tensor reports length 0, so a rank of 0 would decode garbage.
-            if layer["kv_lora_rank"] < 1:
-                raise ValueError(f"latent_layers[{index}]: kv_lora_rank must be at least 1")
+            if layer["kind"] == "latent" and layer["kv_lora_rank"] < 1:
+                raise ValueError(f"attention_layers[{index}]: kv_lora_rank must be at least 1")
 
     @classmethod
     def from_base(
-        cls, base: PreTrainedConfig | dict[str, Any], latent_layers: list[dict[str, Any] | None], **kwargs
+        cls, base: PreTrainedConfig | dict[str, Any], attention_layers: list[dict[str, Any] | None], **kwargs
     ) -> "SurgeryConfig":
         """Build the configuration from the source's own config object or the content of its config.json."""
         source = dict(base) if isinstance(base, dict) else base.to_dict()
@@ -89,13 +95,13 @@ class SurgeryConfig(PreTrainedConfig):
         architectures = ["SurgeryForCausalLM"]
         return cls(
             base_model_type=base_model_type,
-            latent_layers=latent_layers,
+            attention_layers=attention_layers,
             **{**source, "architectures": architectures, **kwargs},
         )
 
     def base_config(self) -> PreTrainedConfig:
         """Return the base family's own configuration, as its stock decoder expects it."""
-        own = {"base_model_type", "latent_layers", "latent_bias", *_IDENTITY_FIELDS}
+        own = {"base_model_type", "attention_layers", *_IDENTITY_FIELDS}
         source = {name: value for name, value in self.to_dict().items() if name not in own}
         return CONFIG_MAPPING[self.base_model_type](
             **source,

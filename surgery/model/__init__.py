@@ -1,22 +1,25 @@
-"""The project's own model class: any supported decoder with multi-head latent attention in place of its own.
+"""The project's own model class: any supported decoder with a converted attention in place of its own.
 
-Used where the stock `deepseek_v3` class cannot carry a conversion: biases, q/k-norm, sliding windows, mixtures of
-experts, frequencies or ranks that differ between layers.
+Used where no stock class can carry a conversion. Its files travel beside the weights, so that the checkpoint loads
+without this package; they import torch, transformers and each other, nothing else.
 """
 
 from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from . import configuration_surgery, modeling_surgery
 from .configuration_surgery import BASE_FAMILIES, SurgeryConfig
-from .modeling_surgery import LatentAttention, SurgeryForCausalLM
+from .latent_attention import LatentAttention
+from .modeling_surgery import SurgeryForCausalLM
 
 # What config.json has to say for `trust_remote_code=True` to find the classes in the files of `remote_code_files`.
 AUTO_MAP = {
     "AutoConfig": "configuration_surgery.SurgeryConfig",
     "AutoModelForCausalLM": "modeling_surgery.SurgeryForCausalLM",
 }
+
+
+REMOTE_CODE = ("configuration_surgery", "modeling_surgery", "attention_functions", "latent_attention")
 
 
 def register() -> None:
@@ -31,7 +34,8 @@ def register() -> None:
 
 def remote_code_files() -> list[Path]:
     """Return the files to copy beside the weights of a checkpoint whose config.json holds `AUTO_MAP`."""
-    return [Path(configuration_surgery.__file__), Path(modeling_surgery.__file__)]
+    folder = Path(__file__).parent
+    return [folder / f"{name}.py" for name in REMOTE_CODE]
 
 
 __all__ = [

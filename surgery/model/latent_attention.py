@@ -1,63 +1,24 @@
-"""A stock decoder with multi-head latent attention (MLA) in place of its own attention.
+"""Multi-head latent attention (MLA) with any ranks and frequencies, in the place of a family's own attention.
 
 The attention is that of DeepSeek-V2 (arXiv:2405.04434, eq. 37-47) in its absorbed form: the up-projections of keys and
 values are moved to the query and the output, so that attention reads the cached latent itself and keys and values are
-never expanded. Everything around it (embeddings, norms, MLPs, experts) is the source family's own code.
+never expanded.
 
 Shapes: B batch, T new tokens, S tokens in the cache, H query heads, G KV heads of the source, d head_dim, D hidden
 size, r kv_lora_rank, ρ width of the shared RoPE key.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbour, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
 
-from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import MODEL_MAPPING, Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache
 from transformers import initialization as init
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import can_return_tuple
 
-from .configuration_surgery import SurgeryConfig
-
-
-def eager_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain attention, `softmax(scaling · q kᵀ + mask) v`, with K ≤ H key-value heads.
-
-    query [B, H, T, e], key [B, K, S, e], value [B, K, S, v], additive mask [B, 1, T, S]
-    → out [B, T, H, v], weights [B, H, T, S].
-    """
-    batch, num_heads, num_queries, _ = query.shape
-    num_kv_heads = key.shape[1]
-    # The heads that share a key are stacked as rows of one matrix, so that no key is repeated in memory.
-    query = query.reshape(batch, num_kv_heads, -1, query.shape[-1])
-    scores = (query @ key.transpose(-1, -2) * scaling).view(batch, num_heads, num_queries, -1)
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
-    weights = nn.functional.softmax(scores, dim=-1, dtype=softmax_dtype).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    out = weights.view(batch, num_kv_heads, -1, weights.shape[-1]) @ value
-    return out.view(batch, num_heads, num_queries, -1).transpose(1, 2).contiguous(), weights
-
-
-def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Multiply x_{2i} + j·x_{2i+1} by e^{jθ_i m}: x [B, h, T, ρ], cos and sin [B, 1, T, ρ/2] in fp32."""
-    real, imag = x[..., 0::2], x[..., 1::2]
-    rotated = torch.stack((real * cos - imag * sin, real * sin + imag * cos), dim=-1)
-    return rotated.flatten(-2).to(x.dtype)
+from .attention_functions import eager_attention, rotate_pairs
 
 
 class LatentRotaryEmbedding(nn.Module):
@@ -102,8 +63,8 @@ class LatentAttention(nn.Module):
     weight acts before the rotation: the converter has folded it into the key rows of `kv_down`.
     """
 
-    def __init__(self, stock: nn.Module, latent: dict[str, Any], latent_bias: bool = False):
-        # Not super(): the class built by `latent_attention_class` has the family's attention next in line.
+    def __init__(self, stock: nn.Module, latent: dict[str, Any]):
+        # Not super(): the class built by `family_attention_class` has the family's attention next in line.
         nn.Module.__init__(self)
         config = stock.config
         self.config = config
@@ -129,16 +90,12 @@ class LatentAttention(nn.Module):
         # One latent for all heads, or one scaled copy of it for each group of heads that shares a norm.
         self.num_key_value_groups = self.num_heads // (1 if self.key_norm_eps is None else self.num_kv_heads)
 
-        bias = latent_bias or any(projection.bias is not None for projection in (stock.k_proj, stock.v_proj))
+        bias = any(projection.bias is not None for projection in (stock.k_proj, stock.v_proj))
         latent_width = self.kv_lora_rank + self.rope_dim
         self.kv_down = nn.Linear(config.hidden_size, latent_width, bias=bias)
         self.query_up = nn.Parameter(torch.empty(self.num_heads, self.head_dim, latent_width))
         self.value_up = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.kv_lora_rank))
         self.rotary = LatentRotaryEmbedding(latent["rope_inv_freq"])
-
-    def __reduce__(self):
-        family = type(self).__bases__[-1]
-        return _unpickled, (family,), self.__dict__
 
     def initialize_weights(self) -> None:
         """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
@@ -216,112 +173,3 @@ class LatentAttention(nn.Module):
         k_rope, key_irms = positional.split((self.rope_dim, self.num_kv_heads), dim=-1)
         key = torch.cat((latent, k_rope), dim=-1) * key_irms.permute(0, 3, 2, 1)  # [B, 1, S, ·] · [B, G, S, 1]
         return key, latent.expand(-1, self.num_kv_heads, -1, -1)
-
-
-@cache
-def latent_attention_class(family: type[nn.Module]) -> type[LatentAttention]:
-    """`LatentAttention` that is also the family's attention class, by which transformers finds `output_attentions`."""
-    return type(LatentAttention.__name__, (LatentAttention, family), {"__module__": __name__})
-
-
-def _unpickled(family: type[nn.Module]) -> LatentAttention:
-    """An empty instance of a class that pickle cannot find by name."""
-    cls = latent_attention_class(family)
-    return cls.__new__(cls)
-
-
-class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
-    """The source family's causal language model with `LatentAttention` in the layers that `latent_layers` describes.
-
-    Tensors keep the source's names; in `model.layers.N.self_attn`, `kv_down`, `query_up` and `value_up` replace
-    `k_proj` (kept on the exact q/k-norm path), `v_proj` and `k_norm`.
-    """
-
-    config_class = SurgeryConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ("past_key_values",)
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
-    _supports_sdpa = True
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
-    # Flash attention wants keys and values of one width, at most 256.
-    _supports_flash_attn = False
-    _supports_flex_attn = False
-
-    def __init__(self, config: SurgeryConfig):
-        if config.latent_layers is None:
-            raise ValueError("the configuration has no latent_layers: it describes no converted model")
-        # Before super() fills in defaults: whether there are experts to run, only the base model knows.
-        base_config = config.base_config()
-        super().__init__(config)
-        base_config._attn_implementation = config._attn_implementation
-        # A PreTrainedModel of its own, under its own model_type, so that transformers' conversion of per-expert
-        # checkpoint tensors still applies to it.
-        self.model = MODEL_MAPPING[type(base_config)](base_config)
-        config._experts_implementation = base_config._experts_implementation
-        for layer, latent in zip(self.model.layers, config.latent_layers, strict=True):
-            if latent is not None:
-                attention_class = latent_attention_class(type(layer.self_attn))
-                layer.self_attn = attention_class(layer.self_attn, latent, config.latent_bias)
-        # The family's tensor-parallel plan splits heads, which the shared latent and the 3-d parameters cannot follow.
-        self.model._tp_plan = {name: plan for name, plan in self.model._tp_plan.items() if ".self_attn." not in name}
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        # transformers would search this file for experts; those of a mixture are in the base family's.
-        return True
-
-    @torch.no_grad()
-    def initialize_weights(self) -> None:
-        super().initialize_weights()
-        # transformers hands the inside of `self.model` to the base family's `_init_weights`, which knows no latents.
-        for module in self.modules():
-            if isinstance(module, LatentAttention):
-                module.initialize_weights()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs,
-    ) -> CausalLMOutputWithPast:
-        """input_ids [B, T] → logits [B, T, vocab], of the last `logits_to_keep` tokens if that is not 0."""
-        # The base model looks these up in its own config, and users set them on this one.
-        kwargs.setdefault("output_attentions", self.config.output_attentions)
-        kwargs.setdefault("output_hidden_states", self.config.output_hidden_states)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=self.config.use_cache if use_cache is None else use_cache,
-            return_dict=True,
-            **kwargs,
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-
-__all__ = ["SurgeryForCausalLM"]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from surgery.architectures.latent import AUTO_MAP, SurgeryConfig, SurgeryForCausalLM, register, remote_code_files
+from surgery.model import AUTO_MAP, SurgeryConfig, SurgeryForCausalLM, register, remote_code_files
 
 register()
 
@@ -92,7 +92,7 @@ def lossless_config(source: PreTrainedModel, **overrides) -> SurgeryConfig:
     rotated = [frequency for frequency in inv_freq if frequency != 0]
     eps = source.config.rms_norm_eps if source.config.model_type in WITH_KEY_NORM else None
     rank = LATENT + 2 * (len(inv_freq) - len(rotated))
-    layer = {"kv_lora_rank": rank, "rope_inv_freq": rotated, "key_norm_eps": eps}
+    layer = {"kind": "latent", "kv_lora_rank": rank, "rope_inv_freq": rotated, "key_norm_eps": eps}
     return SurgeryConfig.from_base(source.config, [dict(layer) for _ in range(LAYERS)], **overrides)
 
 
@@ -279,13 +279,13 @@ def test_saved_and_reloaded_is_bit_identical(model, tmp_path):
     assert torch.equal(reloaded(tokens()).logits, model(tokens()).logits)
     for name, tensor in model.state_dict().items():
         assert torch.equal(reloaded.state_dict()[name], tensor), name
-    assert reloaded.config.latent_layers == model.config.latent_layers
+    assert reloaded.config.attention_layers == model.config.attention_layers
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP
     assert all((tmp_path / file.name).read_text() == file.read_text() for file in remote_code_files())
 
 
 def test_half_precision_keeps_the_frequencies(source, model, tmp_path):
-    frequencies = torch.tensor(model.config.latent_layers[0]["rope_inv_freq"], dtype=torch.float32)
+    frequencies = torch.tensor(model.config.attention_layers[0]["rope_inv_freq"], dtype=torch.float32)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for half in (loaded, model.bfloat16()):
@@ -304,7 +304,7 @@ def test_meta_device_and_materialisation(source):
     expected = lossless_tensors(source, source.state_dict())
     assert {name: t.shape for name, t in skeleton.state_dict().items()} == {n: t.shape for n, t in expected.items()}
     skeleton.to_empty(device="cpu")
-    frequencies = torch.tensor(config.latent_layers[1]["rope_inv_freq"], dtype=torch.float32)
+    frequencies = torch.tensor(config.attention_layers[1]["rope_inv_freq"], dtype=torch.float32)
     assert torch.equal(skeleton.model.layers[1].self_attn.rotary.inv_freq, frequencies)
 
 
@@ -325,7 +325,7 @@ def test_checkpoint_with_one_tensor_per_expert_loads(source, tmp_path):
 def test_layers_may_keep_their_own_attention_and_ranks_may_differ():
     source = tiny_source("qwen3")
     config = lossless_config(source)
-    config.latent_layers[0] = None
+    config.attention_layers[0] = None
     mixed = SurgeryForCausalLM(config).eval()
     tensors = lossless_tensors(source, source.state_dict())
     first = {name: tensor for name, tensor in source.state_dict().items() if ".layers.0." in name}
@@ -333,9 +333,9 @@ def test_layers_may_keep_their_own_attention_and_ranks_may_differ():
     agree(mixed(tokens()).logits, source(tokens()).logits)
     agree(decode(mixed, DynamicCache(config=config)), source(tokens()).logits)
 
-    config.latent_layers = [
-        {"kv_lora_rank": 3, "rope_inv_freq": [], "key_norm_eps": None},
-        {"kv_lora_rank": 7, "rope_inv_freq": [1.0, 0.3], "key_norm_eps": 1e-6},
+    config.attention_layers = [
+        {"kind": "latent", "kv_lora_rank": 3, "rope_inv_freq": [], "key_norm_eps": None},
+        {"kind": "latent", "kv_lora_rank": 7, "rope_inv_freq": [1.0, 0.3], "key_norm_eps": 1e-6},
     ]
     uneven = SurgeryForCausalLM(config).eval()
     cache = DynamicCache(config=config)
@@ -345,11 +345,11 @@ def test_layers_may_keep_their_own_attention_and_ranks_may_differ():
 
 def test_config_speaks_for_the_source_and_survives_the_file(source, tmp_path):
     frequencies = [1.0, 1 / 3, 0.1, 1e-300]
-    layers = [{"kv_lora_rank": 5, "rope_inv_freq": frequencies, "key_norm_eps": None}] * LAYERS
+    layers = [{"kind": "latent", "kv_lora_rank": 5, "rope_inv_freq": frequencies, "key_norm_eps": None}] * LAYERS
     config = SurgeryConfig.from_base(source.config, layers, auto_map=AUTO_MAP)
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)
-    assert type(loaded) is SurgeryConfig and loaded.latent_layers == layers
+    assert type(loaded) is SurgeryConfig and loaded.attention_layers == layers
     theirs, ours = source.config.to_dict(), loaded.base_config().to_dict()
     assert ours["model_type"] == theirs["model_type"]
     for name in theirs.keys() - {"architectures", "_name_or_path", "model_type", "transformers_version"}:
@@ -364,14 +364,14 @@ def test_legacy_fields_are_translated():
     assert config.dtype == torch.bfloat16
 
 
-LAYER = {"kv_lora_rank": 4, "rope_inv_freq": [], "key_norm_eps": None}
+LAYER = {"kind": "latent", "kv_lora_rank": 4, "rope_inv_freq": [], "key_norm_eps": None}
 REFUSED = {
-    "gemma2": {"base_model_type": "gemma2", "latent_layers": [LAYER]},
-    "entries for 3 layers": {"num_hidden_layers": 3, "latent_layers": [LAYER] * 2},
-    "at least 1": {"num_hidden_layers": 1, "latent_layers": [{**LAYER, "kv_lora_rank": 0}]},
-    "has keys": {"num_hidden_layers": 1, "latent_layers": [{"kv_lora_rank": 4}]},
-    "has no k_norm": {"num_hidden_layers": 1, "latent_layers": [{**LAYER, "key_norm_eps": 1e-6}]},
-    "no latent_layers": {"num_hidden_layers": 1},
+    "gemma2": {"base_model_type": "gemma2", "attention_layers": [LAYER]},
+    "entries for 3 layers": {"num_hidden_layers": 3, "attention_layers": [LAYER] * 2},
+    "at least 1": {"num_hidden_layers": 1, "attention_layers": [{**LAYER, "kv_lora_rank": 0}]},
+    "has keys": {"num_hidden_layers": 1, "attention_layers": [{"kind": "latent", "kv_lora_rank": 4}]},
+    "has no k_norm": {"num_hidden_layers": 1, "attention_layers": [{**LAYER, "key_norm_eps": 1e-6}]},
+    "no attention_layers": {"num_hidden_layers": 1},
 }
 
 

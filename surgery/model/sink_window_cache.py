@@ -14,8 +14,7 @@ import torch
 from torch import BoolTensor, Tensor
 from transformers.cache_utils import Cache
 
-from surgery.caches.layer import CompactLayer
-from surgery.errors import SurgeryError
+from .cache_layer import CompactLayer
 
 
 class SinkWindowCache(Cache):
@@ -47,10 +46,10 @@ class SinkWindowLayer(CompactLayer):
     form = "a cache of sinks and a window"
 
     def __init__(self, sinks: int, recent: int) -> None:
-        """Raises SurgeryError unless `sinks` ≥ 0 and `recent` ≥ 1."""
+        """Raises ValueError unless `sinks` ≥ 0 and `recent` ≥ 1."""
         super().__init__()
         if sinks < 0 or recent < 1:
-            raise SurgeryError(
+            raise ValueError(
                 f"a window of {recent} tokens with {sinks} sinks: at least 1 recent token and 0 sinks are needed"
             )
         self.sinks, self.recent = sinks, recent
@@ -111,8 +110,8 @@ class SinkWindowLayer(CompactLayer):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Raises SurgeryError: transformers asks for this to make a mask that would be wrong."""
-        raise SurgeryError(
+        """Raises ValueError: transformers asks for this to make a mask that would be wrong."""
+        raise ValueError(
             f"{self.form} needs its own attention mask: use the model that surgery.eval.variants.sink_window gives"
         )
 

@@ -1,0 +1,62 @@
+"""What the attention modules of the model class have in common.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from functools import cache
+
+import torch
+from torch import nn
+
+
+def eager_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain attention, `softmax(scaling · q kᵀ + mask) v`, with K ≤ H key-value heads.
+
+    query [B, H, T, e], key [B, K, S, e], value [B, K, S, v], additive mask [B, 1, T, S]
+    → out [B, T, H, v], weights [B, H, T, S].
+    """
+    batch, num_heads, num_queries, _ = query.shape
+    num_kv_heads = key.shape[1]
+    # The heads that share a key are stacked as rows of one matrix, so that no key is repeated in memory.
+    query = query.reshape(batch, num_kv_heads, -1, query.shape[-1])
+    scores = (query @ key.transpose(-1, -2) * scaling).view(batch, num_heads, num_queries, -1)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
+    weights = nn.functional.softmax(scores, dim=-1, dtype=softmax_dtype).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    out = weights.view(batch, num_kv_heads, -1, weights.shape[-1]) @ value
+    return out.view(batch, num_heads, num_queries, -1).transpose(1, 2).contiguous(), weights
+
+
+def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Multiply x_{2i} + j·x_{2i+1} by e^{jθ_i m}: x [B, h, T, ρ], cos and sin [B, 1, T, ρ/2] in fp32."""
+    real, imag = x[..., 0::2], x[..., 1::2]
+    rotated = torch.stack((real * cos - imag * sin, real * sin + imag * cos), dim=-1)
+    return rotated.flatten(-2).to(x.dtype)
+
+
+@cache
+def family_attention_class(own: type[nn.Module], family: type[nn.Module]) -> type[nn.Module]:
+    """`own` that is also the family's attention class, by which transformers finds `output_attentions`."""
+    return type(own.__name__, (own, family), {"__module__": own.__module__, "__reduce__": _reduce})
+
+
+def _reduce(module: nn.Module) -> tuple:
+    own, family = type(module).__bases__
+    return _unpickled, (own, family), module.__dict__
+
+
+def _unpickled(own: type[nn.Module], family: type[nn.Module]) -> nn.Module:
+    """An empty instance of a class that pickle cannot find by name."""
+    cls = family_attention_class(own, family)
+    return cls.__new__(cls)
