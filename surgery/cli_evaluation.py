@@ -42,7 +42,7 @@ def evaluate(
         _option(
             "--variants",
             metavar="A,B|none",
-            help="Cheaper forms of the baseline to measure beside it: int8, int4, int2, mean-pool, window "
+            help="Cheaper forms of the baseline to measure beside it: int8, fp8, int4, int2, mean-pool, window "
             "[int8,int4,mean-pool,window].",
             panel=TASKS,
         ),

@@ -1,17 +1,18 @@
-"""The baseline with a KV cache of integers."""
+"""The baseline with a KV cache of few bits."""
 
 from __future__ import annotations
-
-from functools import partial
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from surgery.eval.variants.cache_hook import Call, install, own_cache, refusals
-from surgery.model.quantized_cache import QuantizedKVCache
+from surgery.eval.variants.cache_hook import install, refusals
+from surgery.model.cache_layer import Call, own_cache
+from surgery.model.quantized_cache import QuantizedKVLayer
 
 
-def quantize_kv(model: PreTrainedModel, bits: int, group: int = 32, window: int = 0) -> PreTrainedModel:
+def quantize_kv(
+    model: PreTrainedModel, format: str, group: int = 32, window: int = 0, keys: str = "channel"
+) -> PreTrainedModel:
     """Makes every attention of `model` read keys and values that are quantised as `QuantizedKVLayer` does it.
 
     A plain forward pass reads as much of the text quantised as a cache of the whole of it holds. In a padded batch,
@@ -19,9 +20,10 @@ def quantize_kv(model: PreTrainedModel, bits: int, group: int = 32, window: int 
     alone.
 
     Args:
-        bits: of a number: 8, 4 or 2.
+        format: of a number: int8, int4, int2 or fp8.
         group: tokens (of keys) and channels (of values) that share a scale.
         window: most recent tokens that stay exact; 0 quantises every complete group.
+        keys: "channel", or "token" where a latent is in the keys' place.
 
     Returns:
         `model` itself, with a hook on its decoder.
@@ -30,11 +32,15 @@ def quantize_kv(model: PreTrainedModel, bits: int, group: int = 32, window: int 
         SurgeryError: impossible settings, a model with other layers than full attention, or one that is a variant
             already. Later: a call with a filled cache of another kind.
     """
-    new_cache = partial(QuantizedKVCache, bits, group, window)
+    layers = model.config.num_hidden_layers
+
+    def new_layers() -> list[QuantizedKVLayer]:
+        return [QuantizedKVLayer(format, group, window, keys) for _ in range(layers)]
+
     with refusals():
-        new_cache()
+        new_layers()
 
     def prepare(decoder: nn.Module, call: Call) -> None:
-        own_cache(decoder, call, new_cache)
+        own_cache(decoder, call, new_layers())
 
-    return install(model, f"an int{bits} KV cache", prepare)
+    return install(model, f"an {format} KV cache", prepare)

@@ -9,7 +9,8 @@ from torch import BoolTensor, Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.errors import SurgeryError
-from surgery.eval.variants.cache_hook import Call, install, keeps_cache, own_cache, refusals
+from surgery.eval.variants.cache_hook import install, refusals
+from surgery.model.cache_layer import Call, keeps_cache, own_cache
 from surgery.model.sink_window_cache import SinkWindowCache
 
 ATTENTIONS = ("sdpa", "eager")
@@ -20,7 +21,8 @@ def sink_window(model: PreTrainedModel, sinks: int, recent: int) -> PreTrainedMo
     """Makes every attention of `model` see the first `sinks` tokens and the last `recent`, its own among them.
 
     A plain forward pass, a prefill in any chunks and decoding are one function, which the cache defines in
-    `surgery.model.sink_window_cache`. Batches may be padded on the left, and on the right too where no cache is kept.
+    `surgery.model.sink_window_cache`. Batches may be padded on the left, and on the right too where no cache is
+    kept.
 
     Returns:
         `model` itself, with a hook on its decoder.
@@ -45,7 +47,7 @@ def sink_window(model: PreTrainedModel, sinks: int, recent: int) -> PreTrainedMo
         if new is None:
             return  # the decoder says so better
         keep = keeps_cache(decoder, call)
-        layers = (own_cache(decoder, call, new_cache) if keep else new_cache()).layers
+        layers = (own_cache(decoder, call, new_cache().layers) if keep else new_cache()).layers
         batch, queries = new.shape[:2]
         total = layers[0].seen + queries
         real = _real_tokens(call.get("attention_mask"), batch, total)

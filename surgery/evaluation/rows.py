@@ -14,6 +14,7 @@ from surgery.eval.variants.mean_pool import mean_pool
 from surgery.eval.variants.quantized_kv import quantize_kv
 from surgery.eval.variants.sink_window import sink_window
 from surgery.evaluation.models import Checkpoint
+from surgery.model.quantized_cache import BITS
 
 SINKS = 4
 """Attention sinks of the window variant, as StreamingLLM (arXiv:2309.17453) recommends."""
@@ -74,9 +75,8 @@ def plan_variants(
     found: dict[str, dict[str, Any]] = {}
     notes = []
     for name in names:
-        if name.startswith("int"):
-            bits = int(name.removeprefix("int"))
-            found[f"{name} KV"] = {"kind": "quantized-kv", "bits": bits}
+        if name in BITS:
+            found[f"{name} KV"] = {"kind": "quantized-kv", "format": name}
         elif name == "mean-pool":
             for ratio in ratios:
                 heads, note = _pooled_heads(baseline, ratio)

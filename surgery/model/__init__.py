@@ -19,7 +19,23 @@ AUTO_MAP = {
 }
 
 
-REMOTE_CODE = ("configuration_surgery", "modeling_surgery", "attention_functions", "latent_attention")
+REMOTE_CODE = (
+    "configuration_surgery",
+    "modeling_surgery",
+    "attention_functions",
+    "latent_attention",
+    "low_rank_attention",
+    "cache_layer",
+    "quantized_cache",
+    "exact_window_cache",
+    "sink_window_cache",
+    "cross_layer_attention",
+    "cross_layer_latent_attention",
+    "blockwise_decoder",
+    "group_cache",
+    "group_stores",
+    "group_entries",
+)
 
 
 def register() -> None:

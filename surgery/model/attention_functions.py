@@ -45,6 +45,12 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return rotated.flatten(-2).to(x.dtype)
 
 
+def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Multiply x_i + j·x_{i+d/2} by e^{jθ_i m}, as transformers does: x [B, h, T, d], cos and sin [B or 1, T, d]."""
+    real, imag = x.chunk(2, dim=-1)
+    return x * cos.unsqueeze(1) + torch.cat((-imag, real), dim=-1) * sin.unsqueeze(1)
+
+
 @cache
 def family_attention_class(own: type[nn.Module], family: type[nn.Module]) -> type[nn.Module]:
     """`own` that is also the family's attention class, by which transformers finds `output_attentions`."""

@@ -1,13 +1,26 @@
-"""What cache layers that keep keys and values in another form than plain tensors of all tokens have in common."""
+"""What cache layers that keep keys and values in another form than plain tensors of all tokens have in common.
+
+And how a decoder comes to use them: hooks see every call of it, of the causal model, of `generate` and of the decoder
+alone. Without a cache to keep (`use_cache=False`) the decoder gets one for that call only, because attention must read
+what the cache would give.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
-from torch import LongTensor, Tensor
+import torch
+from torch import LongTensor, Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+Call = dict[str, Any]
+"""Arguments of one call of a decoder, by name."""
 
 
 class CompactLayer(CacheLayerMixin):
@@ -17,15 +30,23 @@ class CompactLayer(CacheLayerMixin):
 
     Attributes:
         form: what the layer keeps, for error messages.
+        reads_ahead: whether one pass over a text is another function than decoding it.
         keys, values: the tokens kept as they came [B, H, n, head_dim], in the model's dtype; None before the first.
     """
 
     form: ClassVar[str]
+    reads_ahead: ClassVar[bool] = False
     is_sliding = False
     is_croppable = False
 
     def settings(self) -> tuple:
         """What two layers of one class must share to be interchangeable."""
+        raise NotImplementedError
+
+    def predicted_bytes(
+        self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes that the layer will hold after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
         raise NotImplementedError
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -82,3 +103,82 @@ def check_full_attention(config: PreTrainedConfig, form: str) -> None:
 def is_empty(cache: Any) -> bool:
     """Whether no layer of a cache has seen a token."""
     return all(not layer.is_initialized or layer.get_seq_length() == 0 for layer in cache.layers)
+
+
+def adopt(cache: Cache | None, layers: list[CompactLayer]) -> Cache:
+    """The cache that a model goes on with, whose layers are such as `layers`, one for each layer of the model.
+
+    None becomes a new cache of `layers`. An empty `DynamicCache`, as `generate` makes it, gets `layers` itself, so that
+    whoever holds it holds the filled cache. One of the right layers is continued.
+
+    Raises:
+        ValueError: a cache of another kind.
+    """
+    if cache is None:
+        return Cache(layers=layers)
+    if isinstance(cache, Cache) and not cache.offloading:
+        # A cache may make its layers when they are needed.
+        held = cache.layers or [cache.layer_class_to_replicate()] * len(layers)
+        if len(held) == len(layers) and all(map(_alike, held, layers)):
+            return cache
+        if type(cache) is DynamicCache and is_empty(cache):
+            cache.layers, cache.layer_class_to_replicate = layers, None
+            return cache
+    raise ValueError(
+        f"this model keeps {layers[0].form} and was given a {type(cache).__name__} that it cannot continue: "
+        "pass none, an empty DynamicCache without offloading, or the cache that it returned"
+    )
+
+
+def keeps_cache(decoder: nn.Module, call: Call) -> bool:
+    """Whether the caller of a decoder has given a cache or wants one back."""
+    use_cache = call.get("use_cache")
+    use_cache = getattr(decoder.config, "use_cache", True) if use_cache is None else use_cache
+    return bool(use_cache) or call.get("past_key_values") is not None
+
+
+def own_cache(decoder: nn.Module, call: Call, layers: list[CompactLayer]) -> Cache:
+    """Puts into `call` the cache that `adopt` gives, for this call alone if none is kept; returns it.
+
+    Raises:
+        ValueError: the call comes with a cache of another kind.
+    """
+    kept = keeps_cache(decoder, call)
+    cache = call["past_key_values"] = adopt(call.get("past_key_values"), layers)
+    cache.temporary = not kept
+    return cache
+
+
+def hook_calls(decoder: nn.Module, prepare: Callable[[nn.Module, Call], None]) -> None:
+    """Has `prepare(decoder, call)` change the arguments of every call of a decoder.
+
+    A temporary cache of `own_cache` is taken out of what the decoder returns. The decoder can be copied and pickled if
+    `prepare` can.
+    """
+    names = list(inspect.signature(decoder.forward).parameters)
+    decoder.register_forward_pre_hook(partial(_before, names, prepare), with_kwargs=True, prepend=True)
+    decoder.register_forward_hook(_without_temporary_cache, with_kwargs=True)
+
+
+def _before(
+    names: list[str], prepare: Callable[[nn.Module, Call], None], module: nn.Module, args: tuple, kwargs: Call
+) -> tuple[tuple, Call]:
+    call = dict(zip(names, args, strict=False)) | kwargs
+    prepare(module, call)
+    return (), call
+
+
+def _without_temporary_cache(module: nn.Module, args: tuple, call: Call, output: Any) -> Any:
+    """Output without a cache that nobody asked for: `generate(use_cache=False)` would go on from it."""
+    cache = call.get("past_key_values")
+    if not getattr(cache, "temporary", False):
+        return output
+    if isinstance(output, tuple):
+        return tuple(part for part in output if part is not cache)
+    if isinstance(output, Tensor):
+        return output
+    return type(output)(**{name: part for name, part in output.items() if part is not cache})
+
+
+def _alike(layer: Any, wanted: CompactLayer) -> bool:
+    return type(layer) is type(wanted) and layer.settings() == wanted.settings()

@@ -8,6 +8,9 @@ from typing import Any, ClassVar
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from .group_entries import CROSS_LAYER_KEYS, check_groups
+from .quantized_cache import QuantizedKVLayer
+
 # Families whose attention is "q, k, v projections, optional per-head q/k-norm, RoPE over the whole head, softmax".
 # Any other may soft-cap, scale or rotate in ways that `LatentAttention` would silently leave out.
 BASE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -16,7 +19,11 @@ BASE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 _IDENTITY_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version")
 
 # What an entry of `attention_layers` must say, by its kind.
-_LAYER_KEYS = {"latent": {"kind", "kv_lora_rank", "rope_inv_freq", "key_norm_eps"}}
+_LAYER_KEYS = {
+    "latent": {"kind", "kv_lora_rank", "rope_inv_freq", "key_norm_eps"},
+    "low_rank": {"kind", "blocks", "shared_layers", "shared_rank", "sinks", "window"},
+    **CROSS_LAYER_KEYS,
+}
 
 
 class SurgeryConfig(PreTrainedConfig):
@@ -36,6 +43,21 @@ class SurgeryConfig(PreTrainedConfig):
             `"latent"`: `kv_lora_rank` (int, r), `rope_inv_freq` (list of ρ/2 floats, in radians per position, one for
             each rotated pair of the shared key) and `key_norm_eps` (float or `None`; a float asks for the exact
             q/k-norm path, which keeps `k_proj` and caches one inverse rms per KV head).
+
+            `"low_rank"`: `blocks` (list of dictionaries with the `rank` of a latent and the KV heads whose `keys` and
+            `values` are rebuilt from it), `shared_layers` (int, how many layers before this one hand their latents on
+            to it) and `shared_rank` (the ranks of those added up), `window` (int, tokens that a query reads exactly,
+            its own included; 0 for none) and `sinks` (int, first tokens that are read exactly too).
+
+            `"cross_layer"`, `"cross_layer_prompt"`, `"cross_layer_pairs"`: `group_size` (int, adjacent layers that
+            share a cache), `place` (int, of the layer among them), and `block`, `sinks` and `window` (int, see
+            `group_cache`); `rank` (int, of the shared basis), or `key_rank` and `value_rank` (int, of one that each
+            prompt gets), or for merged pairs `kept` (int, tokens of a block left unmerged) and `interpolation`
+            (float, the later layer's share of the direction).
+        kv_cache (`dict`, *optional*):
+            Has every layer keep its cache quantised: `format` (int8, int4, int2 or fp8), `group` and `window` (int) as
+            in `QuantizedKVLayer`, and what shares a scale of `keys`, or of the latents in their place: the
+            tokens of a `"channel"` or the channels of a `"token"`.
         kwargs:
             The fields of the source's config.json.
     """
@@ -45,6 +67,7 @@ class SurgeryConfig(PreTrainedConfig):
 
     base_model_type: str = "llama"
     attention_layers: list[dict[str, Any] | None] | None = None
+    kv_cache: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs):
         if self.base_model_type not in BASE_FAMILIES:
@@ -65,6 +88,25 @@ class SurgeryConfig(PreTrainedConfig):
             setattr(self, name, inherited[name])
         if self.attention_layers is not None:
             self._check_attention_layers()
+        if self.kv_cache is not None:
+            if set(self.kv_cache) != {"format", "group", "window", "keys"}:
+                raise ValueError(f"kv_cache has keys {sorted(self.kv_cache)}, not format, group, keys, window")
+            self.quantized_layer()
+
+    @property
+    def exact_window(self) -> bool:
+        """Whether the cache keeps exact tokens beside latents."""
+        entries = self.attention_layers or []
+        return any(entry and entry.get("kind") == "low_rank" and entry["window"] for entry in entries)
+
+    def quantized_layer(self) -> QuantizedKVLayer:
+        """A new cache layer as `kv_cache` says.
+
+        Raises:
+            ValueError: `kv_cache` says what is impossible.
+        """
+        names = ("format", "group", "window", "keys")
+        return QuantizedKVLayer(*(self.kv_cache[name] for name in names))
 
     def _check_attention_layers(self) -> None:
         layers = self.attention_layers
@@ -83,6 +125,35 @@ class SurgeryConfig(PreTrainedConfig):
             # A cache layer with an empty key tensor reports length 0, so a rank of 0 would decode garbage.
             if layer["kind"] == "latent" and layer["kv_lora_rank"] < 1:
                 raise ValueError(f"attention_layers[{index}]: kv_lora_rank must be at least 1")
+            if layer["kind"] == "low_rank" and (problem := self._low_rank_problem(index, layer)):
+                raise ValueError(f"attention_layers[{index}]: {problem}")
+        check_groups(layers)
+        if self.kv_cache is not None and any(layer and layer["kind"] in CROSS_LAYER_KEYS for layer in layers):
+            raise ValueError("kv_cache: layers that share a cache cannot quantise it, leave it out")
+
+    def _low_rank_problem(self, index: int, layer: dict[str, Any]) -> str | None:
+        blocks, heads = layer["blocks"], list(range(self.num_key_value_heads))
+        if any(block["rank"] < 1 for block in blocks):
+            return "a block's rank must be at least 1"
+        for name in ("keys", "values"):
+            if sorted(head for block in blocks for head in block[name]) != heads:
+                return f"the blocks' {name} are not the {len(heads)} KV heads, each once"
+        if layer["sinks"] and not layer["window"]:
+            return "sinks need a window of at least 1"
+        if any((other or {}).get("window") != layer["window"] for other in self.attention_layers):
+            return "all layers have one window, or none"
+        if layer["shared_layers"] > index or (layer["shared_layers"] and len(blocks) > 1):
+            return "shared_layers needs that many layers before it, and one block"
+        earlier = self.attention_layers[index - layer["shared_layers"] : index]
+        if any(other is None or other["kind"] != "low_rank" for other in earlier):
+            return "shared_layers counts low_rank layers only"
+        kinds = getattr(self, "layer_types", None)
+        if kinds is not None and len(set(kinds[index - layer["shared_layers"] : index + 1])) > 1:
+            return "latents are shared between layers of one window only"
+        shared = sum(block["rank"] for other in earlier for block in other["blocks"])
+        if shared != layer["shared_rank"]:
+            return f"shared_rank is {layer['shared_rank']}, the layers before have {shared}"
+        return None
 
     @classmethod
     def from_base(
@@ -101,7 +172,7 @@ class SurgeryConfig(PreTrainedConfig):
 
     def base_config(self) -> PreTrainedConfig:
         """Return the base family's own configuration, as its stock decoder expects it."""
-        own = {"base_model_type", "attention_layers", *_IDENTITY_FIELDS}
+        own = {"base_model_type", "attention_layers", "kv_cache", *_IDENTITY_FIELDS}
         source = {name: value for name, value in self.to_dict().items() if name not in own}
         return CONFIG_MAPPING[self.base_model_type](
             **source,

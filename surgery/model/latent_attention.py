@@ -103,6 +103,11 @@ class LatentAttention(nn.Module):
         init.normal_(self.value_up, std=self.config.initializer_range)
         self.rotary.initialize_weights()
 
+    @property
+    def cached_shape(self) -> tuple[int, int, int]:
+        """Heads of a token in the cache, 1, the width of its latent and of its positional part: r, ρ (+ G)."""
+        return 1, self.kv_lora_rank, self.rope_dim + (0 if self.key_norm_eps is None else self.num_kv_heads)
+
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -5,19 +5,33 @@ Everything around the attention (embeddings, norms, MLPs, experts) is the source
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
 
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import nn
-from transformers import MODEL_MAPPING, Cache, GenerationMixin, PreTrainedModel
+from transformers import MODEL_MAPPING, Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from .attention_functions import family_attention_class
+from .blockwise_decoder import BlockwiseDecoder
+from .cache_layer import Call, CompactLayer, check_full_attention, hook_calls, own_cache
 from .configuration_surgery import SurgeryConfig
+from .cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
+from .cross_layer_latent_attention import CrossLayerLatentAttention
+from .exact_window_cache import ExactWindowLayer, set_padding
+from .group_entries import CROSS_LAYER_KEYS
 from .latent_attention import LatentAttention
+from .low_rank_attention import LowRankAttention
 
-ATTENTION: dict[str, type[nn.Module]] = {"latent": LatentAttention}
+ATTENTION: dict[str, type[nn.Module]] = {"latent": LatentAttention, "low_rank": LowRankAttention}
+ATTENTION |= {
+    "cross_layer": CrossLayerAttention,
+    "cross_layer_latent": CrossLayerLatentAttention,
+    "cross_layer_prompt": PromptBasisAttention,
+    "cross_layer_pairs": MergedPairAttention,
+}
 """Attention modules by the `kind` of a layer's entry in `attention_layers`."""
 
 
@@ -48,17 +62,58 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         base_config._attn_implementation = config._attn_implementation
         # A PreTrainedModel of its own, under its own model_type, so that transformers' conversion of per-expert
         # checkpoint tensors still applies to it.
-        self.model = MODEL_MAPPING[type(base_config)](base_config)
+        decoder_class = MODEL_MAPPING[type(base_config)]
+        if any(entry and entry["kind"] in CROSS_LAYER_KEYS for entry in config.attention_layers):
+            check_full_attention(config, "a cache that layers share")
+            decoder_class = family_attention_class(BlockwiseDecoder, decoder_class)
+        self.model = decoder_class(base_config)
         config._experts_implementation = base_config._experts_implementation
         for layer, entry in zip(self.model.layers, config.attention_layers, strict=True):
             if entry is not None:
                 attention_class = family_attention_class(ATTENTION[entry["kind"]], type(layer.self_attn))
                 layer.self_attn = attention_class(layer.self_attn, entry)
+        self._connect()
+        if self.cache_layers() is not None:
+            check_full_attention(config, "a cache in another form than plain keys and values")
+            # On the decoder, because whoever calls it without the head must read the same cache.
+            hook_calls(self.model, partial(_use_cache_layers, config))
         # The family's tensor-parallel plan splits heads, which a shared latent cannot follow.
         self.model._tp_plan = {name: plan for name, plan in self.model._tp_plan.items() if ".self_attn." not in name}
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def _connect(self) -> None:
+        """Give the attention modules what they share: the rotary embedding, and latents that are read across layers."""
+        handed_on: dict[int, torch.Tensor] = {}
+        for layer in self.model.layers:
+            attention = layer.self_attn
+            if isinstance(attention, LowRankAttention):
+                attention.rotary, attention.handed_on = (self.model.rotary_emb,), handed_on
+                for index in range(attention.layer_idx - attention.shared_layers, attention.layer_idx):
+                    self.model.layers[index].self_attn.hands_on = True
+        self._handed_on = handed_on
+
+    def cache_layers(self) -> list[CompactLayer] | None:
+        """New, empty layers of the cache that this model keeps; None where those of a plain `DynamicCache` do."""
+        return _cache_layers(self.config)
+
+    def kv_cache_bytes(self, batch: int, tokens: int) -> int:
+        """Bytes that the live cache will hold after `tokens` tokens of each of `batch` rows, in the model's dtype."""
+        if isinstance(self.model, BlockwiseDecoder):
+            return self.model.kv_cache_bytes(batch, tokens)
+        total = 0
+        layers = self.cache_layers() or DynamicCache(config=self.config).layers
+        for layer, block in zip(layers, self.model.layers, strict=True):
+            heads, key_dim, value_dim = _cached_shape(block.self_attn)
+            if isinstance(layer, CompactLayer):
+                size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": value_dim}
+                total += layer.predicted_bytes(tokens, **size, dtype=self.dtype)
+            else:
+                # A full window keeps one token less than a query sees, its own.
+                kept = min(tokens, layer.sliding_window - 1) if layer.is_sliding else tokens
+                total += batch * kept * heads * (key_dim + value_dim) * self.dtype.itemsize
+        return total
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -100,6 +155,8 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
+        if not (self.training and self.is_gradient_checkpointing):
+            self._handed_on.clear()  # the cache has them; a backward pass that computes layers again needs them here
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
         loss = None
@@ -112,6 +169,36 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+def _cache_layers(config: SurgeryConfig, *, training: bool = False) -> list[CompactLayer] | None:
+    quantizes = config.kv_cache is not None and not training
+    if not quantizes and not config.exact_window:
+        return None
+    layers = []
+    for entry in config.attention_layers:
+        quantized = config.quantized_layer() if quantizes else None
+        if config.exact_window:
+            layers.append(ExactWindowLayer(entry["sinks"], entry["window"], quantized))
+        else:
+            layers.append(quantized)
+    return layers
+
+
+def _use_cache_layers(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None:
+    """Have a call of the decoder read and fill the layers that the configuration asks for; training reads no codes."""
+    layers = _cache_layers(config, training=decoder.training)
+    if layers is not None:
+        cache = own_cache(decoder, call, layers)
+        if config.exact_window:
+            set_padding(cache, call.get("attention_mask"))
+
+
+def _cached_shape(attention: nn.Module) -> tuple[int, int, int]:
+    """Heads of one token in the cache, and the widths of what each has in the place of a key and of a value."""
+    if isinstance(attention, tuple(ATTENTION.values())):
+        return attention.cached_shape
+    return attention.config.num_key_value_heads, attention.head_dim, attention.head_dim
 
 
 __all__ = ["SurgeryForCausalLM"]

@@ -1,14 +1,19 @@
-"""Keys and values as integers of 8, 4 or 2 bits: asymmetric, keys by channel and values by token, as KIVI stores them.
+"""Keys and values as numbers of 8, 4 or 2 bits, keys by channel and values by token, as KIVI stores them.
 
 Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", arXiv:2402.02750. Keys have a few channels
 that are large in every token, so the numbers of one channel share a scale; values have no such channels, so those of
-one token do.
+one token do. A latent in the place of the keys has none either: its keys are quantised by token.
+
+Integers are asymmetric, a scale and a zero point a group; fp8 (e4m3) codes have a scale alone, which takes the largest
+number of the group to the format's largest.
 
 Tokens are quantised `group` at a time, as soon as there are that many behind the window of exact ones, and the forward
 pass that completes a group already reads it quantised. A plain forward pass over a whole text therefore reads all of
 it but the last tokens quantised, at every position, where decoding still has the most recent ones exact; and it lets a
-scale depend on tokens after the one that reads it, in its own group. Its loss is near that of decoding and not the
-same: judge a quantised cache by a loss that is read through the cache.
+scale of a channel depend on tokens after the one that reads it, in its own group. Its loss is near that of decoding and
+not the same: judge a quantised cache by a loss that is read through the cache.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
 
 from __future__ import annotations
@@ -23,63 +28,96 @@ from transformers.cache_utils import Cache
 
 from .cache_layer import CompactLayer, check_full_attention
 
-BITS = (8, 4, 2)
+BITS = {"int8": 8, "int4": 4, "int2": 2, "fp8": 8}
+"""Bits of a code, by format."""
+
+KEYS = ("channel", "token")
+"""What may share a scale of keys: the tokens of a channel, or the channels of a token."""
+
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_MAX = torch.finfo(FLOAT8).max
 
 
 class QuantizedKVCache(Cache):
     """A cache of `QuantizedKVLayer`s, for any model whose layers keep keys and values of all tokens."""
 
-    def __init__(self, bits: int, group: int = 32, window: int = 0, *, config: PreTrainedConfig | None = None) -> None:
-        """`bits`, `group` and `window` as in `QuantizedKVLayer`; `config` of the model, to refuse what it cannot carry.
+    def __init__(
+        self,
+        format: str,
+        group: int = 32,
+        window: int = 0,
+        keys: str = "channel",
+        *,
+        config: PreTrainedConfig | None = None,
+    ) -> None:
+        """Settings as in `QuantizedKVLayer`; `config` of the model, to refuse what it cannot carry.
 
         Raises:
             ValueError: impossible settings, or a config with layers of another kind than full attention.
         """
-        QuantizedKVLayer(bits, group, window)
+        QuantizedKVLayer(format, group, window, keys)
         if config is not None:
             check_full_attention(config, QuantizedKVLayer.form)
-        super().__init__(layer_class_to_replicate=partial(QuantizedKVLayer, bits, group, window))
+        super().__init__(layer_class_to_replicate=partial(QuantizedKVLayer, format, group, window, keys))
 
 
 class QuantizedKVLayer(CompactLayer):
     """The cache of one layer: the oldest tokens as codes, the rest, fewer than `window + group`, as they came.
 
     Keys and values may differ in their last dimension (the latent and the rotated part that stock `deepseek_v3` caches
-    in their places, for instance).
+    in their places, for instance), and that of the values may be 0.
     """
 
     form = "a quantised KV cache"
+    reads_ahead = True
 
-    def __init__(self, bits: int, group: int = 32, window: int = 0) -> None:
+    def __init__(self, format: str, group: int = 32, window: int = 0, keys: str = "channel") -> None:
         """
         Args:
-            bits: of a code: 8, 4 or 2.
+            format: of a code: int8, int4, int2 or fp8 (e4m3).
             group: tokens that share a scale in a channel of the keys, and channels that do in a token of the values. A
-                head whose size it does not divide is one group of values.
+                head whose size it does not divide has the fewest nearly equal groups of at most that many.
             window: of the most recent tokens, how many stay exact at least. KIVI keeps 128.
+            keys: "channel", or "token" to quantise the keys as the values are.
 
         Raises:
-            ValueError: other bits, a negative window, or a group whose codes fill no whole bytes.
+            ValueError: another format, a negative window, or a group whose codes fill no whole bytes.
         """
         super().__init__()
-        if bits not in BITS:
-            raise ValueError(f"a KV cache of {bits} bits: 8, 4 or 2 are possible")
-        if group < 1 or group * bits % 8 or window < 0:
+        if format not in BITS:
+            raise ValueError(f"a KV cache of {format!r}: {', '.join(BITS)} are possible")
+        if keys not in KEYS:
+            raise ValueError(f"keys quantised by {keys!r}: by {' or '.join(KEYS)} is possible")
+        if group < 1 or group * BITS[format] % 8 or window < 0:
             raise ValueError(
-                f"a KV cache of {bits} bits with group {group} and window {window}: a group must be a positive "
-                f"multiple of {8 // bits}, a window at least 0"
+                f"a KV cache of {format} with group {group} and window {window}: a group must be a positive "
+                f"multiple of {8 // BITS[format]}, a window at least 0"
             )
-        self.bits, self.group, self.window = bits, group, window
+        self.format, self.group, self.window, self.keys_by = format, group, window, keys
 
     def settings(self) -> tuple:
-        """Bits, group, window."""
-        return self.bits, self.group, self.window
+        """Format, group, window, what the keys are quantised by."""
+        return self.format, self.group, self.window, self.keys_by
+
+    def predicted_bytes(
+        self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+    ) -> int:
+        """`quantized_kv_bytes` of these settings."""
+        return quantized_kv_bytes(
+            *self.settings(),
+            batch=batch,
+            heads=heads,
+            tokens=tokens,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            dtype=dtype,
+        )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Takes batch, heads, head sizes, dtype and device from the first tokens."""
         self.keys, self.values = key_states[..., :0, :].clone(), value_states[..., :0, :].clone()
-        self.key_codes = GroupedCodes(self.keys, self.bits, self.group, by_channel=True)
-        self.value_codes = GroupedCodes(self.values, self.bits, self.group, by_channel=False)
+        self.key_codes = GroupedCodes(self.keys, self.format, self.group, by_channel=self.keys_by == "channel")
+        self.value_codes = GroupedCodes(self.values, self.format, self.group, by_channel=False)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -120,22 +158,23 @@ class QuantizedKVLayer(CompactLayer):
 
 
 class GroupedCodes:
-    """Tokens [B, H, T, d] as codes of a few bits, with a scale and a zero point for each group.
+    """Tokens [B, H, T, d] as codes of a few bits, with a scale and, of integers, a zero point for each group.
 
     Attributes:
         codes: [B, H, T·bits/8, d] uint8; consecutive tokens share a byte, the first in its lowest bits.
-        scale, zero: of keys (by channel) [B, H, T/group, d], of values (by token) [B, H, T, groups of d]; in the dtype
-            that the tokens have.
+        scale, zero: by channel [B, H, T/group, d], by token [B, H, T, groups of d]; in the dtype that the tokens have.
+            fp8 has no zero.
     """
 
-    def __init__(self, like: Tensor, bits: int, group: int, *, by_channel: bool) -> None:
+    def __init__(self, like: Tensor, format: str, group: int, *, by_channel: bool) -> None:
         """No tokens yet; batch, heads, d, dtype and device are those of `like` [B, H, any, d]."""
-        self.bits, self.group, self.by_channel = bits, group, by_channel
-        self._across = value_groups(like.shape[-1], group)
-        groups = like.shape[-1] if by_channel else self._across
+        self.format, self.bits, self.group, self.by_channel = format, BITS[format], group, by_channel
+        across = token_groups(like.shape[-1], group)
+        self._across, self._size = across, -(-like.shape[-1] // across) if across else group
+        groups = like.shape[-1] if by_channel else across
         self.codes = like.new_empty((*like.shape[:-2], 0, like.shape[-1]), dtype=torch.uint8)
         self.scale = like.new_empty((*like.shape[:-2], 0, groups))
-        self.zero = self.scale.clone()
+        self.zero = None if format == "fp8" else self.scale.clone()
 
     @property
     def tokens(self) -> int:
@@ -144,49 +183,67 @@ class GroupedCodes:
 
     def append(self, tokens: Tensor) -> None:
         """Quantises tokens [B, H, n, d], n a multiple of the group."""
-        if self.by_channel:
-            grouped, along = tokens.unflatten(-2, (-1, self.group)), -2
-        else:
-            grouped, along = tokens.unflatten(-1, (self._across, -1)), -1
-        codes, scale, zero = quantize(grouped, self.bits, along)
-        packed = pack(codes.view(tokens.shape), self.bits)
-        self.codes = torch.cat([self.codes, packed], dim=-2)
+        grouped, along = self._grouped(tokens)
+        codes, scale, zero = quantize(grouped, self.format, along)
+        codes = codes.flatten(along - 1, along)[..., : tokens.shape[-1]]
+        self.codes = torch.cat([self.codes, pack(codes, self.bits)], dim=-2)
         self.scale = torch.cat([self.scale, scale.squeeze(along)], dim=-2)
-        self.zero = torch.cat([self.zero, zero.squeeze(along)], dim=-2)
+        if zero is not None:
+            self.zero = torch.cat([self.zero, zero.squeeze(along)], dim=-2)
 
     def dequantized(self) -> Tensor:
         """The tokens [B, H, T, d] as their codes say, in the dtype they had."""
         codes = unpack(self.codes, self.bits)
-        if self.by_channel:
-            grouped, along = codes.unflatten(-2, (self.scale.shape[-2], self.group)), -2
-        else:
-            grouped, along = codes.unflatten(-1, (self._across, -1)), -1
-        return dequantize(grouped, self.scale.unsqueeze(along), self.zero.unsqueeze(along)).view(codes.shape)
+        grouped, along = self._grouped(codes)
+        zero = None if self.zero is None else self.zero.unsqueeze(along)
+        tokens = dequantize(grouped, self.scale.unsqueeze(along), zero)
+        return tokens.flatten(along - 1, along)[..., : codes.shape[-1]]
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Applies `change`, which acts on the batch, to all three tensors."""
-        self.codes, self.scale, self.zero = change(self.codes), change(self.scale), change(self.zero)
+        """Applies `change`, which acts on the batch, to all tensors."""
+        self.codes, self.scale = change(self.codes), change(self.scale)
+        if self.zero is not None:
+            self.zero = change(self.zero)
+
+    def _grouped(self, tokens: Tensor) -> tuple[Tensor, int]:
+        """[B, H, T, d] with a group of d, or of T, as a dimension of its own; and which that is."""
+        if self.by_channel:
+            return tokens.unflatten(-2, (tokens.shape[-2] // self.group, self.group)), -2
+        if missing := self._across * self._size - tokens.shape[-1]:
+            # The last channel again, so that the last groups are as long as the first and no scale changes.
+            tokens = torch.cat([tokens, tokens[..., -1:].expand(*tokens.shape[:-1], missing)], dim=-1)
+        return tokens.unflatten(-1, (self._across, self._size)), -1
 
 
-def quantize(values: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes 0 to 2^bits - 1 of `values`, evenly spaced from the least to the greatest along `dim`.
+def quantize(values: Tensor, format: str, dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes of `values`, whose groups lie along `dim`.
+
+    Integers are evenly spaced from the least value to the greatest: a value is `code · scale + zero` to within half a
+    step, and near the greatest value the rounding of the step. An fp8 code times the scale is a value to within a
+    sixteenth of it, or 2^-10 scales if that is more.
 
     Returns:
-        Codes, uint8 of the shape of `values`; step and least value, of size 1 along `dim`, in the dtype of `values`.
-        A value is `code · step + least` to within half a step, and near the greatest value the rounding of the step.
+        Codes of the shape of `values`, uint8, of fp8 the bits of the number; scale and zero, of size 1 along `dim`, in
+        the dtype of `values`. fp8 has no zero.
     """
     exact = values.to(_wide(values.dtype))
+    if format == "fp8":
+        scale = (exact.abs().amax(dim, keepdim=True) / FLOAT8_MAX).to(values.dtype)
+        # The scale as it is stored may be too small for the greatest value; beyond the range older torch gives NaN.
+        codes = (exact / _divisor(scale, exact.dtype)).clamp_(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
+        return codes.view(torch.uint8), scale, None
+    most = 2 ** BITS[format] - 1
     zero, greatest = exact.amin(dim, keepdim=True), exact.amax(dim, keepdim=True)
-    scale = ((greatest - zero) / (2**bits - 1)).to(values.dtype)
-    # The step as it is stored decides the codes. It is 0 where all values are equal.
-    step = torch.where(scale > 0, scale, 1).to(exact.dtype)
-    codes = ((exact - zero) / step).round_().clamp_(0, 2**bits - 1)
+    scale = ((greatest - zero) / most).to(values.dtype)
+    codes = ((exact - zero) / _divisor(scale, exact.dtype)).round_().clamp_(0, most)
     return codes.to(torch.uint8), scale, zero.to(values.dtype)
 
 
-def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """`codes · scale + zero`, computed in fp32 at least, in the dtype of `scale`."""
+def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """`codes · scale + zero`, or fp8 codes times the scale; in fp32 at least, then in the dtype of `scale`."""
     wide = _wide(scale.dtype)
+    if zero is None:
+        return (codes.contiguous().view(FLOAT8).to(wide) * scale.to(wide)).to(scale.dtype)
     return torch.addcmul(zero.to(wide), codes.to(wide), scale.to(wide)).to(scale.dtype)
 
 
@@ -194,7 +251,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes [..., n, d] below 2^bits, uint8, as bytes [..., n·bits/8, d]; n must fill whole bytes."""
     if bits == 8:
         return codes
-    parts = codes.unflatten(-2, (-1, 8 // bits))
+    parts = codes.unflatten(-2, (codes.shape[-2] * bits // 8, 8 // bits))
     return (parts << _shifts(bits, codes.device)).sum(dim=-2, dtype=torch.uint8)
 
 
@@ -205,15 +262,16 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return ((packed.unsqueeze(-2) >> _shifts(bits, packed.device)) & (2**bits - 1)).flatten(-3, -2)
 
 
-def value_groups(head_dim: int, group: int) -> int:
-    """Groups in which the channels of one token's values are quantised."""
-    return head_dim // group if head_dim % group == 0 else 1
+def token_groups(width: int, group: int) -> int:
+    """Groups in which the `width` channels of one token are quantised: the fewest of at most `group`."""
+    return -(-width // group)
 
 
 def quantized_kv_bytes(
-    bits: int,
+    format: str,
     group: int,
     window: int,
+    keys: str = "channel",
     *,
     batch: int,
     heads: int,
@@ -224,14 +282,21 @@ def quantized_kv_bytes(
 ) -> int:
     """Bytes that a `QuantizedKVLayer` holds after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
     quantized = max(0, tokens - window) // group * group
-    codes = quantized * bits // 8 * (key_dim + value_dim)
-    groups = quantized // group * key_dim + quantized * value_groups(value_dim, group)
+    codes = quantized * BITS[format] // 8 * (key_dim + value_dim)
+    key_groups = quantized // group * key_dim if keys == "channel" else quantized * token_groups(key_dim, group)
+    groups = key_groups + quantized * token_groups(value_dim, group)
     exact = (tokens - quantized) * (key_dim + value_dim)
-    return batch * heads * (codes + dtype.itemsize * (2 * groups + exact))
+    numbers = 1 if format == "fp8" else 2
+    return batch * heads * (codes + dtype.itemsize * (numbers * groups + exact))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _divisor(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale as it is stored, which decides the codes; 1 where it is 0, as it is of equal values."""
+    return torch.where(scale > 0, scale, 1).to(dtype)
 
 
 def _shifts(bits: int, device: torch.device) -> Tensor:

@@ -79,17 +79,26 @@ class SinkWindowLayer(CompactLayer):
             [B, 1, queries, keys], bool.
         """
         padding = torch.tensor(self.padding, device=device).view(-1, 1)
+        places = self.slots(queries, device)
         kept = self.sink_keys.shape[-2] if self.is_initialized else 0
-        start = self._window_start
-        in_sinks = padding + torch.arange(kept, device=device)
-        places = torch.arange(start, self.seen + queries, device=device).expand(len(padding), -1)
-        filled = torch.cat([in_sinks < start, torch.ones_like(places, dtype=torch.bool)], dim=1)[:, None]
-        places = torch.cat([in_sinks, places], dim=1)[:, None]
+        filled = torch.ones_like(places, dtype=torch.bool)
+        filled[:, :kept] = places[:, :kept] < self._window_start
+        filled, places = filled[:, None], places[:, None]
         own = torch.arange(self.seen, self.seen + queries, device=device).view(1, -1, 1)
         first = padding[:, None]
         near = (own - places < self.recent) | (places - first < self.sinks)
         seen = filled & (places >= first) & (places <= own) & near
         return (seen | (filled & (places == own)))[:, None]
+
+    def slots(self, queries: int, device: torch.device) -> Tensor:
+        """Places in the text, padding counted, of the tokens that `update` will return: [B, s + w + queries].
+
+        A slot of the sinks that nothing belongs to yet has the place of the token that will be there.
+        """
+        padding = torch.tensor(self.padding, device=device).view(-1, 1)
+        kept = self.sink_keys.shape[-2] if self.is_initialized else 0
+        window = torch.arange(self._window_start, self.seen + queries, device=device).expand(len(padding), -1)
+        return torch.cat([padding + torch.arange(kept, device=device), window], dim=1)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Adds tokens [B, H, n, d] and returns sinks, window and these [B, H, s + w + n, d]; see `visible`."""

@@ -22,7 +22,7 @@ from surgery.eval.variants.sink_window import sink_window
 from surgery.model.quantized_cache import QuantizedKVCache, quantized_kv_bytes
 from surgery.model.sink_window_cache import sink_window_bytes
 
-VARIANTS = {"int4": lambda model: quantize_kv(model, 4, 16), "window": lambda model: sink_window(model, 3, 9)}
+VARIANTS = {"int4": lambda model: quantize_kv(model, "int4", 16), "window": lambda model: sink_window(model, 3, 9)}
 each_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
 
 
@@ -106,22 +106,22 @@ def test_decoding_without_a_mask_remembers_the_padding(load):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
-@pytest.mark.parametrize(("bits", "least", "most"), [(8, 1e-6, 0.08), (4, 0.02, 0.7)])
-def test_quantised_logits_are_near_the_source(load, name, bits, least, most):
+@pytest.mark.parametrize(("form", "least", "most"), [("int8", 1e-6, 0.08), ("fp8", 0.01, 0.3), ("int4", 0.02, 0.7)])
+def test_quantised_logits_are_near_the_source(load, name, form, least, most):
     tokens = tokens_of(2, 64)
     exact = load(name)(tokens, use_cache=False).logits
-    logits = quantize_kv(load(name), bits)(tokens, use_cache=False).logits
+    logits = quantize_kv(load(name), form)(tokens, use_cache=False).logits
     assert least < (logits - exact).norm() / exact.norm() < most
 
 
 def test_quantised_decoding_is_a_cache_given_by_hand(load):
     model, tokens = load(), tokens_of(2, 50)
     sizes = [20] + [1] * 30
-    cache, parts, first = QuantizedKVCache(4, 16, 5), [], 0
+    cache, parts, first = QuantizedKVCache("int4", 16, 5), [], 0
     for size in sizes:
         parts.append(model(tokens[:, first : first + size], past_key_values=cache).logits)
         first += size
-    logits, live = decoded(quantize_kv(model, 4, 16, 5), tokens, sizes)
+    logits, live = decoded(quantize_kv(model, "int4", 16, 5), tokens, sizes)
     assert torch.equal(logits, torch.cat(parts, dim=1))
     assert cache_bytes(live) == cache_bytes(cache)
 
@@ -213,8 +213,8 @@ def test_foreign_caches_are_refused(load, variant):
     for cache in (
         filled,
         StaticCache(config=model.config, max_cache_len=64),
-        quantize_kv(load(), 8)(tokens).past_key_values,
-        QuantizedKVCache(2),
+        quantize_kv(load(), "int8")(tokens).past_key_values,
+        QuantizedKVCache("int2"),
     ):
         with pytest.raises(SurgeryError, match="cannot continue"):
             model(tokens, past_key_values=cache)
@@ -239,10 +239,10 @@ def test_layers_with_a_window_are_refused(load, variant, name):
 def test_impossible_requests_are_refused(load):
     model = load()
     for request in (
-        lambda: quantize_kv(model, 3),
+        lambda: quantize_kv(model, "int3"),
         lambda: sink_window(model, 0, 0),
         lambda: sink_window(load(attention="flex_attention"), 3, 9),
-        lambda: quantize_kv(model.base_model, 8),
+        lambda: quantize_kv(model.base_model, "int8"),
         lambda: mean_pool(model, 3),
         lambda: mean_pool(model, 0),
         lambda: sink_window(load(), 3, 9)(tokens_of(), attention_mask=torch.ones(2, 7)),
@@ -250,7 +250,7 @@ def test_impossible_requests_are_refused(load):
     ):
         with pytest.raises(SurgeryError):
             request()
-    quantize_kv(model, 8)  # what was refused left no hook
+    quantize_kv(model, "int8")  # what was refused left no hook
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -259,9 +259,9 @@ def test_live_bytes_are_those_predicted(load, batch):
     tokens = tokens_of(batch, 128)
     plain = cache_bytes(load().bfloat16()(tokens).past_key_values)
     assert plain == 2 * batch * 2 * 128 * 16 * 2
-    for bits in (8, 4, 2):
-        live = cache_bytes(quantize_kv(load().bfloat16(), bits, 8)(tokens).past_key_values)
-        assert live == 2 * quantized_kv_bytes(bits, 8, 0, **size) == plain * (bits + 4) // 16
+    for form, bits in {"int8": 12, "fp8": 10, "int4": 8, "int2": 6}.items():  # with the scales of groups of 8
+        live = cache_bytes(quantize_kv(load().bfloat16(), form, 8)(tokens).past_key_values)
+        assert live == 2 * quantized_kv_bytes(form, 8, 0, **size) == plain * bits // 16
     live = cache_bytes(sink_window(load().bfloat16(), 4, 13)(tokens).past_key_values)
     assert live == 2 * sink_window_bytes(4, 13, **size) == plain // 8
     assert cache_bytes(mean_pool(load().bfloat16(), 1)(tokens).past_key_values) == plain // 2

@@ -7,9 +7,20 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, MistralConfig
 
 from surgery.eval.kv_cache import cache_bytes
-from surgery.model.quantized_cache import QuantizedKVCache, dequantize, pack, quantize, quantized_kv_bytes, unpack
+from surgery.model.quantized_cache import (
+    BITS,
+    QuantizedKVCache,
+    dequantize,
+    pack,
+    quantize,
+    quantized_kv_bytes,
+    token_groups,
+    unpack,
+)
 
 bits_cases = pytest.mark.parametrize("bits", [8, 4, 2])
+integers = pytest.mark.parametrize("form", ["int8", "int4", "int2"])
+formats = pytest.mark.parametrize("form", list(BITS))
 
 
 def states(batch=2, heads=3, tokens=70, dim=16, dtype=torch.float32, seed=0):
@@ -29,13 +40,14 @@ def test_the_first_token_is_in_the_lowest_bits():
     assert pack(torch.tensor([[1], [2], [3], [0]], dtype=torch.uint8), 2).item() == 0b00_11_10_01
 
 
-@bits_cases
+@integers
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_error_is_at_most_half_a_step_and_rounding(bits, dim, dtype):
+def test_error_is_at_most_half_a_step_and_rounding(form, dim, dtype):
+    bits = BITS[form]
     for size, offset in itertools.product([1e-5, 1e-3, 1.0, 300.0], [0.0, -7.0, 50.0]):
         values = (size * states(4, 4, 16, 16) + offset).to(dtype)
-        codes, scale, zero = quantize(values, bits, dim)
+        codes, scale, zero = quantize(values, form, dim)
         assert scale.dtype == zero.dtype == dtype and int(codes.max()) < 2**bits
         error = (dequantize(codes, scale, zero).double() - values.double()).abs()
         # The stored step is rounded, which moves the last code; the result is rounded to the dtype.
@@ -43,64 +55,122 @@ def test_error_is_at_most_half_a_step_and_rounding(bits, dim, dtype):
         assert (error <= scale.double() / 2 + rounding).all()
 
 
-@bits_cases
-def test_equal_values_are_exact(bits):
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fp8_keeps_four_significant_bits(dim, dtype):
+    for size, offset in itertools.product([1e-2, 1.0, 300.0], [0.0, -7.0]):
+        values = (size * states(4, 4, 16, 16) + offset).to(dtype)
+        codes, scale, zero = quantize(values, "fp8", dim)
+        assert codes.dtype == torch.uint8 and scale.dtype == dtype and zero is None
+        decoded = dequantize(codes, scale, zero).double()
+        # Half a unit of three mantissa bits, or of the least number of the format; then what the dtype rounds.
+        allowed = values.double().abs() * (1 / 16 + 4 * torch.finfo(dtype).eps) + scale.double() * 2**-10
+        assert ((decoded - values.double()).abs() <= allowed).all()
+        largest = values.double().abs().amax(dim, keepdim=True)
+        assert (decoded.abs().amax(dim, keepdim=True) / largest - 1).abs().max() < 0.01, "the range is not used"
+
+
+@integers
+def test_equal_values_are_exact(form):
     values = torch.full((1, 1, 8, 4), -3.25, dtype=torch.bfloat16)
-    assert torch.equal(dequantize(*quantize(values, bits, -2)), values)
+    assert torch.equal(dequantize(*quantize(values, form, -2)), values)
 
 
-def test_scales_are_of_key_channels_and_of_value_tokens():
+def test_a_scale_that_is_rounded_down_gives_no_nan():
+    """Scales of tiny float16 numbers are subnormal: their rounding alone takes the greatest number out of the range."""
+    values = (4e-5 * torch.linspace(-1, 1, 16)).half().view(1, 1, 16, 1)
+    codes, scale, zero = quantize(values, "fp8", -2)
+    assert values.abs().max() / scale > 500
+    assert (dequantize(codes, scale, zero) - values).abs().max() < values.abs().max()
+
+
+def test_nothing_stays_nothing_in_fp8():
+    assert not dequantize(*quantize(torch.zeros(1, 1, 8, 4), "fp8", -2)).any()
+
+
+@pytest.mark.parametrize("form", ["int4", "fp8"])
+def test_scales_are_of_key_channels_and_of_value_tokens(form):
     """A channel that is large in all keys costs the others nothing, nor does a token that is large in all values."""
     keys, values = states(tokens=32), states(tokens=32, seed=1)
-    cache = QuantizedKVCache(4)
-    plain_keys, plain_values = cache.update(keys, values, 0)
+    plain_keys, plain_values = QuantizedKVCache(form).update(keys, values, 0)
     loud_keys, loud_values = keys.clone(), values.clone()
     loud_keys[..., 3] *= 1000
     loud_values[..., 5, :] *= 1000
-    new_keys, new_values = QuantizedKVCache(4).update(loud_keys, loud_values, 0)
+    new_keys, new_values = QuantizedKVCache(form).update(loud_keys, loud_values, 0)
     others = torch.arange(16) != 3
     assert torch.equal(new_keys[..., others], plain_keys[..., others])
     others = torch.arange(32) != 5
     assert torch.equal(new_values[..., others, :], plain_values[..., others, :])
 
 
-@bits_cases
+@formats
+def test_keys_by_token_are_quantised_as_values(form):
+    keys = states(tokens=64, dim=80)
+    got, same = QuantizedKVCache(form, keys="token").update(keys, keys, 0)
+    by_channel, _ = QuantizedKVCache(form).update(keys, keys, 0)
+    assert torch.equal(got, same) and not torch.equal(got, by_channel)
+
+
+@pytest.mark.parametrize(("width", "groups"), [(0, 0), (4, 1), (32, 1), (33, 2), (80, 3), (97, 4)])
+def test_a_token_has_the_fewest_groups(width, groups):
+    """As each is scaled by its own largest channel, a loud first channel is felt in the first group only."""
+    assert token_groups(width, 32) == groups
+    values = states(1, 1, 32, width)
+    _, quiet = QuantizedKVCache("int4").update(states(1, 1, 32), values, 0)
+    assert quiet.shape == values.shape
+    if groups > 1:
+        loud = values.clone()
+        loud[..., 0] *= 1000
+        _, got = QuantizedKVCache("int4").update(states(1, 1, 32), loud, 0)
+        same = (got == quiet).all(dim=-2).flatten()
+        first = -(-width // groups)
+        assert not same[:first].any() and same[first:].all()
+
+
+@formats
+@pytest.mark.parametrize("keys_by", ["channel", "token"])
 @pytest.mark.parametrize("window", [0, 20])
-def test_any_chunks_keep_the_same_and_recent_tokens_exactly(bits, window):
-    keys, values = states(), states(dim=12, seed=1)
-    whole = QuantizedKVCache(bits, 16, window)
+@pytest.mark.parametrize("value_dim", [12, 0])
+def test_any_chunks_keep_the_same_and_recent_tokens_exactly(form, keys_by, window, value_dim):
+    keys, values = states(), states(dim=value_dim, seed=1)
+    whole = QuantizedKVCache(form, 16, window, keys_by)
     expected = whole.update(keys, values, 0)
-    chunked = QuantizedKVCache(bits, 16, window)
+    chunked = QuantizedKVCache(form, 16, window, keys_by)
     for first, last in [(0, 7), (7, 8), (8, 40), (40, 69), (69, 70)]:
         got = chunked.update(keys[:, :, first:last], values[:, :, first:last], 0)
-        assert chunked.get_seq_length() == got[0].shape[2] == last
+        assert chunked.get_seq_length() == got[0].shape[2] == got[1].shape[2] == last
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    assert got[1].shape[-1] == value_dim
     exact = (70 - window) % 16 + window
     assert torch.equal(got[0][:, :, -exact:], keys[:, :, -exact:])
-    assert not torch.isclose(got[0][:, :, : 70 - exact], keys[:, :, : 70 - exact], atol=0).all()
+    changed = ~torch.isclose(got[0][:, :, : 70 - exact], keys[:, :, : 70 - exact], atol=0)
+    # The least and the greatest of a group's 16 numbers are codes of their own.
+    assert changed.float().mean() > 0.8
     assert cache_bytes(chunked) == cache_bytes(whole)
 
 
-@bits_cases
+@formats
+@pytest.mark.parametrize("keys_by", ["channel", "token"])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize(
     ("tokens", "group", "window", "dims", "dtype"),
     [
         (128, 32, 0, (32, 32), torch.bfloat16),
         (131, 32, 0, (32, 64), torch.float16),
-        (131, 32, 40, (80, 80), torch.float32),  # 80 is no multiple of 32: one group a head
+        (131, 32, 40, (80, 80), torch.float32),  # 80 is no multiple of 32
+        (131, 16, 0, (88, 0), torch.bfloat16),  # a latent alone
         (9, 32, 0, (16, 4), torch.bfloat16),  # nothing quantised yet
     ],
 )
-def test_bytes_are_those_predicted(bits, batch, tokens, group, window, dims, dtype):
-    cache = QuantizedKVCache(bits, group, window)
+def test_bytes_are_those_predicted(form, keys_by, batch, tokens, group, window, dims, dtype):
+    cache = QuantizedKVCache(form, group, window, keys_by)
     for first in range(0, tokens, 50):
         count = min(50, tokens - first)
         for layer in range(2):
             cache.update(states(batch, 3, count, dims[0], dtype), states(batch, 3, count, dims[1], dtype), layer)
-    predicted = quantized_kv_bytes(
-        bits, group, window, batch=batch, heads=3, tokens=tokens, key_dim=dims[0], value_dim=dims[1], dtype=dtype
-    )
+    size = dict(batch=batch, heads=3, key_dim=dims[0], value_dim=dims[1], dtype=dtype)
+    predicted = quantized_kv_bytes(form, group, window, keys_by, tokens=tokens, **size)
+    assert cache.layers[0].predicted_bytes(tokens, **size) == predicted
     assert cache_bytes(cache) == 2 * predicted
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors_of(cache) if t.numel()}
     assert sum(held.values()) == 2 * predicted, "a view keeps more memory alive than it shows"
@@ -110,34 +180,36 @@ def _tensors_of(cache):
     for layer in cache.layers:
         yield from (layer.keys, layer.values)
         for part in (layer.key_codes, layer.value_codes):
-            yield from (part.codes, part.scale, part.zero)
+            yield from (tensor for tensor in (part.codes, part.scale, part.zero) if tensor is not None)
 
 
 def test_bytes_of_a_long_text_in_bfloat16():
-    """4 bits and two scales of 16 bits for 32 numbers are 5 bits a number, against 16."""
+    """4 bits and two scales of 16 bits for 32 numbers are 5 bits a number, against 16; fp8 has one scale."""
     size = dict(batch=1, heads=8, tokens=4096, key_dim=128, value_dim=128, dtype=torch.bfloat16)
     plain = 8 * 4096 * 256 * 2
-    assert [quantized_kv_bytes(bits, 32, 0, **size) / plain for bits in (8, 4, 2)] == [9 / 16, 5 / 16, 3 / 16]
+    shares = [quantized_kv_bytes(form, 32, 0, **size) / plain for form in ("int8", "fp8", "int4", "int2")]
+    assert shares == [9 / 16, 8.5 / 16, 5 / 16, 3 / 16]
 
 
-@bits_cases
-def test_rows_are_repeated_reordered_and_selected(bits):
+@formats
+def test_rows_are_repeated_reordered_and_selected(form):
     keys, values = states(), states(seed=1)
-    cache = QuantizedKVCache(bits, 16)
+    cache = QuantizedKVCache(form, 16)
     cache.update(keys, values, 0)
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([3, 0, 0, 1]))
     cache.batch_select_indices(torch.tensor([0, 1]))
     more = states(tokens=30, seed=2)
     got = cache.update(more, more, 0)
-    direct = QuantizedKVCache(bits, 16)
+    direct = QuantizedKVCache(form, 16)
     direct.update(keys[[1, 0]], values[[1, 0]], 0)
     expected = direct.update(more, more, 0)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
-def test_reset_and_crop():
-    cache = QuantizedKVCache(4)
+@pytest.mark.parametrize("form", ["int4", "fp8"])
+def test_reset_and_crop(form):
+    cache = QuantizedKVCache(form)
     keys = states()
     expected = cache.update(keys, keys, 0)[0]
     assert cache.get_seq_length() == 70 and cache.get_mask_sizes(5, 0) == (75, 0)
@@ -150,16 +222,18 @@ def test_reset_and_crop():
     assert torch.equal(cache.update(keys, keys, 0)[0], expected)
 
 
-@pytest.mark.parametrize("arguments", [(3,), (16,), (4, 0), (2, 6), (4, 32, -1)])
+@pytest.mark.parametrize(
+    "arguments", [("int3",), (8,), ("fp16",), ("int4", 0), ("int2", 6), ("int4", 32, -1), ("int4", 32, 0, "head")]
+)
 def test_impossible_settings_are_refused(arguments):
     with pytest.raises(ValueError):
         QuantizedKVCache(*arguments)
 
 
 def test_a_sliding_window_is_refused():
-    QuantizedKVCache(8, config=MistralConfig(sliding_window=None))
+    QuantizedKVCache("int8", config=MistralConfig(sliding_window=None))
     with pytest.raises(ValueError, match="sliding_attention"):
-        QuantizedKVCache(8, config=MistralConfig(sliding_window=16))
+        QuantizedKVCache("int8", config=MistralConfig(sliding_window=16))
 
 
 def test_the_latent_of_stock_deepseek_v3_is_quantised():
@@ -182,8 +256,10 @@ def test_the_latent_of_stock_deepseek_v3_is_quantised():
     tokens = torch.randint(97, (2, 70))
     with torch.no_grad():
         exact = model(tokens, past_key_values=DynamicCache(config=config)).logits
-        output = model(tokens, past_key_values=QuantizedKVCache(8, config=config))
-    predicted = quantized_kv_bytes(8, 32, 0, batch=2, heads=1, tokens=70, key_dim=24, value_dim=4, dtype=torch.float32)
+        output = model(tokens, past_key_values=QuantizedKVCache("int8", config=config))
+    predicted = quantized_kv_bytes(
+        "int8", 32, 0, batch=2, heads=1, tokens=70, key_dim=24, value_dim=4, dtype=torch.float32
+    )
     assert cache_bytes(output.past_key_values) == 2 * predicted
     difference = (output.logits - exact).norm() / exact.norm()
     assert 0 < difference < 0.02

@@ -27,7 +27,7 @@ with torch.no_grad():
     cache = DynamicCache(config=model.config)
     steps = [model(tokens[:, :-4], past_key_values=cache).logits]
     steps += [model(t, past_key_values=cache).logits for t in tokens[:, -4:].split(1, dim=1)]
-held = sum(t.numel() for layer in cache.layers for t in (layer.keys, layer.values))
+held = sum(t.numel() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None)
 save_file({"logits": logits, "cached": torch.cat(steps, dim=1)}, request["out"])
 inv_freq = model.model.rotary_emb.inv_freq.tolist()
 print(json.dumps({"class": type(model).__name__, "cached_numbers": held, "inv_freq": inv_freq}))

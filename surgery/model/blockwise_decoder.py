@@ -1,0 +1,151 @@
+"""A family's decoder that takes its input block by block, as caches shared by layers need it.
+
+Codes of a token exist only when it has left the last layer of its group. So the decoder runs a text in pieces that end
+where blocks of the cache end, whatever it is given: one pass over all, a prompt in chunks, and decoding token by token
+are the same function of the text.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from .cache_layer import is_empty
+from .cross_layer_attention import GroupMember
+from .group_cache import GroupLayer
+
+
+class BlockwiseDecoder(nn.Module):
+    """Put before a family's decoder in the bases of a class, by `family_attention_class`."""
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: the tensors are the family's own, and its conversions of them (fused experts) apply."""
+        return False
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """Final hidden states [B, T, D] of input_ids [B, T], or of inputs_embeds [B, T, D].
+
+        Positions are slots of the cache: `position_ids`, which may start anew in each row after its padding, say
+        nothing more, and rows that hold several texts are not supported.
+
+        Raises:
+            ValueError: attentions are asked for, the mask is not [B, S], or the cache is of another form.
+        """
+        if kwargs.get("output_attentions") or kwargs.get("output_router_logits"):
+            raise ValueError("attentions and router logits differ in shape from block to block: ask for neither")
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError("layers that share a cache need an attention mask [batch, tokens], not a prepared one")
+        kwargs.pop("return_dict", None)
+        cache = past_key_values if past_key_values is not None else DynamicCache(config=self.config)
+        self._adopt(cache)
+        given = input_ids if input_ids is not None else inputs_embeds
+        first, stop = cache.get_seq_length(), cache.get_seq_length() + given.shape[1]
+        mask = attention_mask if attention_mask is None or not attention_mask.all() else None
+        # Only dtype and device matter to the embedding of positions.
+        like = torch.empty(0, dtype=self.embed_tokens.weight.dtype, device=given.device)
+        states, layers = [], []
+        for start, end in pairwise(self._boundaries(first, stop)):
+            piece = slice(start - first, end - first)
+            slots = torch.arange(end, device=given.device)[None]
+            embeddings = self.rotary_emb(like, position_ids=slots)
+            output = super().forward(
+                input_ids=None if input_ids is None else input_ids[:, piece],
+                inputs_embeds=None if inputs_embeds is None else inputs_embeds[:, piece],
+                attention_mask=None if mask is None else mask[:, :end],
+                position_ids=slots[:, start:],
+                past_key_values=cache,
+                use_cache=True,
+                slot_embeddings=embeddings,
+                return_dict=True,
+                real_tokens=None if mask is None else mask[:, start:end].bool(),
+                **kwargs,
+            )
+            states.append(output.last_hidden_state)
+            layers.append(output.hidden_states)
+        hidden_states = None
+        if layers[0] is not None:
+            hidden_states = tuple(torch.cat(parts, dim=1) for parts in zip(*layers, strict=True))
+        return BaseModelOutputWithPast(
+            last_hidden_state=torch.cat(states, dim=1),
+            past_key_values=cache if use_cache or past_key_values is not None else None,
+            hidden_states=hidden_states,
+        )
+
+    def members(self) -> list[tuple[int, GroupMember]]:
+        """Layers of groups and their indices."""
+        attentions = [layer.self_attn for layer in self.layers]
+        return [(index, module) for index, module in enumerate(attentions) if isinstance(module, GroupMember)]
+
+    def _boundaries(self, first: int, stop: int) -> list[int]:
+        """`first`, the ends of all blocks between, and `stop`."""
+        block = self.members()[0][1].block
+        if block is None:
+            return [first, stop]
+        return [first, *range((first // block + 1) * block, stop, block), stop]
+
+    def cache_layers(self) -> list[CacheLayerMixin]:
+        """New, empty layers of the cache that this decoder keeps."""
+        layers, store = [], None
+        for layer in self.layers:
+            module = layer.self_attn
+            if not isinstance(module, GroupMember):
+                layers.append(DynamicLayer())
+                continue
+            store = module.new_store() if module.place == 0 else store
+            layers.append(module.cache_layer(store))
+        return layers
+
+    def kv_cache_bytes(self, batch: int, tokens: int, prompt: int | None = None) -> int:
+        """Bytes that the live cache will hold after `tokens` tokens of each of `batch` rows, in the decoder's dtype.
+
+        `prompt` is the length of the first pass, by default all; only a basis of the prompt's own depends on it.
+        """
+        total = 0
+        for layer, block in zip(self.cache_layers(), self.layers, strict=True):
+            module = block.self_attn
+            if isinstance(layer, GroupLayer):
+                heads, key_dim, value_dim = module.cached_shape
+                size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": value_dim}
+                total += layer.predicted_bytes(tokens, **size, dtype=self.dtype, prompt=prompt)
+            else:
+                total += 2 * batch * tokens * self.config.num_key_value_heads * module.head_dim * self.dtype.itemsize
+        return total
+
+    def _adopt(self, cache: Cache) -> None:
+        """Puts layers of `cache_layers` into an empty cache, unless it has such.
+
+        Raises:
+            ValueError: a cache of another kind.
+        """
+        layers, held = self.cache_layers(), cache.layers
+        if len(held) == len(layers) and all(map(_alike, held, layers)):
+            return
+        if type(cache) is not DynamicCache or cache.offloading or not is_empty(cache):
+            raise ValueError(
+                f"layers that share a cache were given a {type(cache).__name__} that they cannot continue: pass none, "
+                "an empty DynamicCache without offloading, or the cache that the model returned"
+            )
+        cache.layers, cache.layer_class_to_replicate = layers, None
+
+
+def _alike(held: CacheLayerMixin, wanted: CacheLayerMixin) -> bool:
+    if not isinstance(wanted, GroupLayer):
+        return type(held) is type(wanted)
+    return type(held) is GroupLayer and held.settings() == wanted.settings()

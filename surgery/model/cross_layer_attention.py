@@ -1,0 +1,220 @@
+"""Attention whose older tokens are kept once for a group of adjacent layers, in the place of a family's own.
+
+A token is what the layer would cache of it before the rotation, [k ; v] of all KV heads without biases. Tokens that
+`Reading` calls exact are read as they are; the others come back from the group's store. Biases, key norm and rotation
+follow, so all of these are exact. Keys and queries are rotated by slot: RoPE knows lags only, which padding before a
+row does not change.
+
+Shapes: B batch, T new tokens, K keys that are read, H query heads, G KV heads, d head_dim, D hidden size, n = 2Gd
+numbers of a token, r rank.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache
+from transformers import initialization as init
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention_functions import eager_attention, rotate_halves
+from .group_cache import GroupLayer, Reading
+from .group_stores import GroupStore, MergedPairs, PromptBasis, SharedCodes
+
+
+class GroupMember(nn.Module):
+    """What every attention module of a group can do, whatever it caches of a token."""
+
+    block: int | None
+
+    def _join_group(self, entry: dict[str, Any]) -> None:
+        self.entry = dict(entry)
+        self.place, self.group_size = entry["place"], entry["group_size"]
+        self.block, self.sinks, self.window = entry.get("block"), entry.get("sinks", 0), entry.get("window", 0)
+
+    def cache_layer(self, store: GroupStore) -> GroupLayer:
+        """An empty cache layer of this module's that shares `store` with the others of its group."""
+        return GroupLayer(store, self.place, self.block, self.sinks, self.window)
+
+    def new_store(self) -> GroupStore:
+        """An empty store for the group."""
+        return SharedCodes(self.group_size, self.entry["rank"])
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the layer writes to the store of a block of its tokens [B, 1, C, n]."""
+        return tokens
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """Its tokens [B, 1, ·, n] from what the store gives."""
+        return stored
+
+    def _exchange(
+        self, tokens: torch.Tensor, beside: torch.Tensor, past_key_values: Cache | None, real: torch.Tensor | None
+    ) -> tuple[Reading, torch.Tensor, torch.Tensor]:
+        """Adds tokens [B, 1, T, n] to the cache and returns the tokens of all keys that are read [B, 1, K, n].
+
+        `beside` [B, 1, T, ·] is kept of every token as it is; the last result is that of all slots. `real` [B, T] is
+        false at padding, which must not weigh in a basis.
+        """
+        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        if not isinstance(layer, GroupLayer):
+            raise ValueError(
+                f"layer {self.layer_idx} shares a basis with other layers and needs their cache: call the whole model, "
+                "without gradient checkpointing"
+            )
+        if real is not None:
+            tokens = tokens * real[:, None, :, None].to(tokens.dtype)
+        reading = layer.reading(tokens.shape[-2], tokens.device)
+        exact, beside = past_key_values.update(tokens, beside, self.layer_idx)
+        read = exact
+        if reading.rebuilt[0] < reading.rebuilt[1]:
+            read = torch.cat([self.decode(layer.store.read(self.place, *reading.rebuilt)), exact], dim=-2)
+        layer.settle(self.encode)
+        return reading, read, beside
+
+
+class CrossLayerAttention(GroupMember):
+    r"""Attention over one basis that W layers share and that calibration found: xKV (arXiv:2503.18893), made static.
+
+    With z_i the token of the group's layer i, c = Σ_i basis_down_i z_i is kept once, and layer i reads
+    ẑ_i = basis_up_i c.
+    """
+
+    def __init__(self, stock: nn.Module, entry: dict[str, Any]):
+        # Not super(): the class built by `family_attention_class` has the family's attention next in line.
+        nn.Module.__init__(self)
+        self._join_group(entry)
+        config = stock.config
+        self.config = config
+        self.layer_idx = stock.layer_idx
+        self.head_dim = stock.head_dim
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.num_key_value_groups = self.num_heads // self.num_kv_heads
+        self.scaling = stock.scaling
+        self.attention_dropout = stock.attention_dropout
+        self.is_causal = True
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, getattr(stock, name))
+        self.q_norm = getattr(stock, "q_norm", None)
+        self.k_norm = getattr(stock, "k_norm", None)
+        self._add_basis()
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def cached_shape(self) -> tuple[int, int, int]:
+        """Heads, and what each caches in the places of key and value: one token of `width`, nothing beside."""
+        return 1, self.width, 0
+
+    def _add_basis(self) -> None:
+        self.basis_down = nn.Parameter(torch.empty(self.entry["rank"], self.width))
+        self.basis_up = nn.Parameter(torch.empty(self.width, self.entry["rank"]))
+
+    def initialize_weights(self) -> None:
+        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
+        init.normal_(self.basis_down, std=self.config.initializer_range)
+        init.normal_(self.basis_up, std=self.config.initializer_range)
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The layer's share of the codes [B, 1, C, r]."""
+        return nn.functional.linear(tokens, self.basis_down)
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """Tokens [B, 1, ·, n] of codes [B, 1, ·, r]."""
+        return nn.functional.linear(stored, self.basis_up)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        slot_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        real_tokens: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_states [B, T, D] → output [B, T, D] and, if eager, weights [B, H, T, K].
+
+        `slot_embeddings` are cos and sin [1, S, d] of all slots up to the last token, from `BlockwiseDecoder`;
+        `real_tokens` bool [B, T] is false at padding, None if there is none.
+        """
+        batch, num_tokens, _ = hidden_states.shape
+        projections = (self.k_proj, self.v_proj)
+        tokens = torch.cat([nn.functional.linear(hidden_states, p.weight) for p in projections], dim=-1).unsqueeze(1)
+        reading, tokens, _ = self._exchange(tokens, tokens[..., :0], past_key_values, real_tokens)
+
+        query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
+        if self.q_norm is not None:
+            query = self.q_norm(query)
+        cos, sin = slot_embeddings
+        query = rotate_halves(query.transpose(1, 2), cos[:, reading.first :], sin[:, reading.first :])
+        key, value = self._key_value(tokens)
+        key = rotate_halves(key, cos[:, reading.slots], sin[:, reading.slots])
+
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        out, weights = attention(
+            self,
+            query,
+            key,
+            value,
+            reading.select(attention_mask),
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )  # [B, T, H, d]
+        return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
+
+    def _key_value(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys, normalised and not yet rotated, and values [B, G, K, d] of tokens [B, 1, K, n]."""
+        parts = []
+        for part, projection in zip(tokens.squeeze(1).chunk(2, dim=-1), (self.k_proj, self.v_proj), strict=True):
+            part = part if projection.bias is None else part + projection.bias
+            parts.append(part.unflatten(-1, (self.num_kv_heads, self.head_dim)))
+        key, value = parts
+        if self.k_norm is not None:
+            key = self.k_norm(key)
+        return key.transpose(1, 2), value.transpose(1, 2)
+
+
+class PromptBasisAttention(CrossLayerAttention):
+    """A basis of each prompt's own, as xKV is published: nothing in the weights, the basis is in the cache.
+
+    The first forward pass reads its tokens exactly and is compressed after it; tokens that come later stay exact.
+    """
+
+    def _add_basis(self) -> None:
+        pass
+
+    def initialize_weights(self) -> None:
+        """Nothing to fill."""
+
+    def new_store(self) -> GroupStore:
+        """An empty store that finds its own basis."""
+        return PromptBasis(self.group_size, self.width // 2, self.entry["key_rank"], self.entry["value_rank"])
+
+    encode, decode = GroupMember.encode, GroupMember.decode
+
+
+class MergedPairAttention(CrossLayerAttention):
+    """Two layers merged token by token: MiniCache (arXiv:2405.14366)."""
+
+    def _add_basis(self) -> None:
+        pass
+
+    def initialize_weights(self) -> None:
+        """Nothing to fill."""
+
+    def new_store(self) -> GroupStore:
+        """An empty store of merged pairs."""
+        entry = self.entry
+        return MergedPairs(self.num_kv_heads, self.width // 2, entry["block"], entry["kept"], entry["interpolation"])
+
+    encode, decode = GroupMember.encode, GroupMember.decode

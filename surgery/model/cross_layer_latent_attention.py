@@ -1,0 +1,88 @@
+"""Latent attention whose older latents are kept once for a group of adjacent layers: xKV over MLA.
+
+A token is the layer's latent as `kv_down` gives it; the rotated key, and the inverse rms of a key norm, are cached by
+each layer as they are, of every token.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache
+from transformers import initialization as init
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention_functions import eager_attention, rotate_pairs
+from .cross_layer_attention import GroupMember
+from .latent_attention import LatentAttention
+
+
+class CrossLayerLatentAttention(GroupMember, LatentAttention):
+    r"""`LatentAttention` over one basis that W layers share.
+
+    With z_i the latent of the group's layer i, c = Σ_i basis_down_i z_i is kept once, and layer i reads
+    ẑ_i = basis_up_i c.
+    """
+
+    def __init__(self, stock: nn.Module, entry: dict[str, Any]):
+        LatentAttention.__init__(self, stock, entry)
+        self._join_group(entry)
+        self.basis_down = nn.Parameter(torch.empty(entry["rank"], self.kv_lora_rank))
+        self.basis_up = nn.Parameter(torch.empty(self.kv_lora_rank, entry["rank"]))
+
+    def initialize_weights(self) -> None:
+        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
+        LatentAttention.initialize_weights(self)
+        init.normal_(self.basis_down, std=self.config.initializer_range)
+        init.normal_(self.basis_up, std=self.config.initializer_range)
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The layer's share of the codes [B, 1, C, rank]."""
+        return nn.functional.linear(tokens, self.basis_down)
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """Latents [B, 1, ·, r] of codes [B, 1, ·, rank]."""
+        return nn.functional.linear(stored, self.basis_up)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        real_tokens: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        slot_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_states [B, T, D], position_ids [1, T], slots → output [B, T, D] and, if eager, weights [B, H, T, K].
+
+        The embeddings are the base family's cos and sin for a whole head; the latent has its own frequencies.
+        """
+        batch, num_tokens, _ = hidden_states.shape
+        cos, sin = self.rotary(position_ids)
+        query = self._latent_query(hidden_states, cos, sin)
+        latent, k_rope = self.kv_down(hidden_states).unsqueeze(1).split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        positional = rotate_pairs(k_rope, cos, sin)
+        if self.key_norm_eps is not None:
+            positional = torch.cat((positional, self._key_irms(hidden_states)), dim=-1)
+        reading, latent, positional = self._exchange(latent, positional, past_key_values, real_tokens)
+        key, value = self._latent_key_value(latent, positional[:, :, reading.slots])
+
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        out, weights = attention(
+            self,
+            query,
+            key,
+            value,
+            reading.select(attention_mask),
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )  # [B, T, H, r]
+        out = torch.einsum("bthr,hvr->bthv", out, self.value_up)
+        return self.o_proj(out.reshape(batch, num_tokens, -1)), weights

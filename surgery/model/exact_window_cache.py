@@ -1,0 +1,120 @@
+"""A cache of latents of all tokens with exact keys and values of the latest and of the first beside them.
+
+CSKV's bi-branch cache (arXiv:2409.10593) with attention sinks. The latents of recent tokens are kept as well, so that a
+token that leaves the window has nothing to be computed again.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .cache_layer import CompactLayer
+from .quantized_cache import QuantizedKVLayer
+from .sink_window_cache import SinkWindowLayer
+
+
+class ExactWindowLayer(CompactLayer):
+    """The cache of one layer.
+
+    Attributes:
+        latents: those of all tokens [B, 1, S, r], plain or quantised.
+        exact: the `sinks` first and `window` - 1 last tokens' exact numbers.
+    """
+
+    form = "a cache of latents with an exact window"
+
+    def __init__(self, sinks: int, window: int, latents: QuantizedKVLayer | None = None) -> None:
+        """A window of 1 is a query's own token; `latents` is a layer to keep those in, a plain one by default.
+
+        Raises:
+            ValueError: unless `sinks` ≥ 0 and `window` ≥ 1.
+        """
+        super().__init__()
+        self.exact = SinkWindowLayer(sinks, window)
+        self.latents = DynamicLayer() if latents is None else latents
+
+    def settings(self) -> tuple:
+        """Sinks, window, and how the latents are kept."""
+        kept = self.latents.settings() if isinstance(self.latents, CompactLayer) else None
+        return *self.exact.settings(), kept
+
+    def predicted_bytes(
+        self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes after `tokens` tokens; `key_dim` is the width of the latents, `value_dim` of the exact numbers."""
+        exact = exact_window_tokens(*self.exact.settings(), tokens) * value_dim
+        latents = tokens * key_dim
+        if isinstance(self.latents, CompactLayer):
+            size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": 0, "dtype": dtype}
+            return self.latents.predicted_bytes(tokens, **size) + batch * heads * exact * dtype.itemsize
+        return batch * heads * (latents + exact) * dtype.itemsize
+
+    @property
+    def padding(self) -> list[int] | None:
+        """How many tokens each row starts with that are padding."""
+        return self.exact.padding
+
+    @padding.setter
+    def padding(self, padding: list[int]) -> None:
+        self.exact.padding = padding
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Takes batch, widths, dtype and device from the first tokens."""
+        self.latents.lazy_initialization(key_states, key_states[..., :0])
+        self.exact.lazy_initialization(value_states, value_states[..., :0])
+        self.is_initialized = True
+
+    def visible(self, queries: int, device: torch.device) -> Tensor:
+        """Which of the exact tokens that `update` will return the next `queries` tokens see: see `SinkWindowLayer`."""
+        return self.exact.visible(queries, device)
+
+    def slots(self, queries: int, device: torch.device) -> Tensor:
+        """Positions of those tokens in each row [B, s + w + queries]; those that nobody sees are anywhere."""
+        return self.exact.slots(queries, device)
+
+    def update(self, latent: Tensor, exact: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Adds latents [B, 1, n, r] and exact numbers [B, 1, n, e]; returns those of all, and of the exact, tokens."""
+        if not self.is_initialized:
+            self.lazy_initialization(latent, exact)
+        latent, _ = self.latents.update(latent, latent[..., :0])
+        exact, _ = self.exact.update(exact, exact[..., :0])
+        return latent, exact
+
+    def get_seq_length(self) -> int:
+        """Tokens that have come."""
+        return self.exact.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Latents that `query_length` more tokens will see, and the position of the first."""
+        return self.exact.seen + query_length, 0
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        self.latents.reset()
+        self.exact.reset()
+        self.is_initialized = False
+
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        if not self.is_initialized:
+            return
+        self.exact._map_rows(change)
+        if isinstance(self.latents, CompactLayer):
+            self.latents._map_rows(change)
+        else:
+            self.latents.keys, self.latents.values = change(self.latents.keys), change(self.latents.values)
+
+
+def set_padding(cache: Cache, mask: Tensor | None) -> None:
+    """Tell an empty cache from a mask [B, T], zero at padding, how many tokens each row starts with that are none."""
+    if mask is None or mask.ndim != 2:
+        return
+    for layer in cache.layers:
+        if isinstance(layer, ExactWindowLayer) and not layer.get_seq_length():
+            layer.padding = (mask.long().cumsum(-1) == 0).sum(-1).tolist()
+
+
+def exact_window_tokens(sinks: int, window: int, tokens: int) -> int:
+    """Tokens of `tokens` whose exact numbers an `ExactWindowLayer` holds between two forward passes."""
+    return min(tokens, sinks + window - 1)

@@ -1,0 +1,237 @@
+"""Attention that caches low-rank latents and rebuilds keys and values from them, in the place of a family's own.
+
+Keys are rebuilt before the key norm and the rotation, so both stay exact. CSKV (arXiv:2409.10593) keeps one latent for
+keys and one for values, Palu (arXiv:2407.21118) two for every few heads; a joint latent for both keeps more at the same
+bytes. Latents of earlier layers of a group may be read as well: they are in the cache already.
+
+Shapes: B batch, T new tokens, S tokens in the cache, H query heads, G KV heads, d head_dim, D hidden size, r own
+latents, s latents of earlier layers.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache
+from transformers import initialization as init
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention_functions import eager_attention, rotate_halves
+from .exact_window_cache import ExactWindowLayer
+
+
+class LowRankAttention(nn.Module):
+    r"""Low-rank attention, fitted into the place of a family's stock attention module.
+
+    With R_m the rotation of position m and c_n = kv_down(x_n), which is what the cache holds:
+
+        [k_g(n)]_g = key_up_b [shared_n ; c_n^b] + key_bias     for the KV heads g that block b serves
+        [v_g(n)]_g = value_up_b [shared_n ; c_n^b] + value_bias
+        score_h(m, n) = scaling · ⟨R_m q_h(m), R_n k_norm(k_g(n))⟩
+
+    `shared_n` are the latents that the `shared_layers` layers before this one have cached of the same token; only a
+    layer with one block reads any. Positions are places in the cache: RoPE sees differences of positions alone, and
+    padding on the left shifts queries and keys of a row together.
+
+    With a `window`, the latest tokens, and with `sinks` the first ones, are read exactly: a query at m sees the keys
+    and values of the source at n > m - window and n < sinks, rebuilt ones elsewhere. `k_proj` and `v_proj` are kept for
+    that, and the cache holds exact tokens beside the latents of all (see `ExactWindowLayer`).
+    """
+
+    def __init__(self, stock: nn.Module, entry: dict[str, Any]):
+        # Not super(): the class built by `family_attention_class` has the family's attention next in line.
+        nn.Module.__init__(self)
+        config = stock.config
+        self.config = config
+        self.layer_idx = stock.layer_idx
+        self.head_dim = stock.head_dim
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.num_key_value_groups = self.num_heads // self.num_kv_heads
+        self.scaling = stock.scaling
+        self.attention_dropout = stock.attention_dropout
+        self.sliding_window = getattr(stock, "sliding_window", getattr(config, "sliding_window", None))
+        self.is_causal = True
+
+        blocks = entry["blocks"]
+        self.ranks = [block["rank"] for block in blocks]
+        self.shared_layers, shared_rank = entry["shared_layers"], entry["shared_rank"]
+        self.sinks, self.window = entry["sinks"], entry["window"]
+
+        self.q_proj = stock.q_proj
+        self.o_proj = stock.o_proj
+        self.q_norm = getattr(stock, "q_norm", None)
+        self.k_norm = getattr(stock, "k_norm", None)
+        if self.window:
+            self.k_proj, self.v_proj = stock.k_proj, stock.v_proj
+        self.kv_down = nn.Linear(config.hidden_size, sum(self.ranks), bias=False)
+        self.key_up, self.value_up = (
+            nn.ParameterDict(
+                {
+                    str(number): torch.empty(len(block[kind]) * self.head_dim, shared_rank + block["rank"])
+                    for number, block in enumerate(blocks)
+                    if block[kind]
+                }
+            )
+            for kind in ("keys", "values")
+        )
+        # The source's biases: the same for every token, they cost no latents.
+        biased = stock.k_proj.bias is not None, stock.v_proj.bias is not None
+        width = self.num_kv_heads * self.head_dim
+        self.key_bias, self.value_bias = (nn.Parameter(torch.empty(width)) if bias else None for bias in biased)
+        self._key_places = _places([head for block in blocks for head in block["keys"]])
+        self._value_places = _places([head for block in blocks for head in block["values"]])
+
+        # Set by the model: the base family's rotary embedding, in a tuple because it is no part of this module, and
+        # the latents that layers of one forward pass hand on to later ones.
+        self.rotary: tuple[nn.Module, ...] = ()
+        self.handed_on: dict[int, torch.Tensor] = {}
+        self.hands_on = False
+
+    def initialize_weights(self) -> None:
+        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
+        for up in (*self.key_up.values(), *self.value_up.values()):
+            init.normal_(up, std=self.config.initializer_range)
+        for bias in (self.key_bias, self.value_bias):
+            if bias is not None:
+                init.zeros_(bias)
+
+    @property
+    def cached_shape(self) -> tuple[int, int, int]:
+        """Heads of a token in the cache, 1, the width of its latents and of its exact keys and values."""
+        return 1, sum(self.ranks), 2 * self.num_kv_heads * self.head_dim if self.window else 0
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_states [B, T, D] → output [B, T, D] and, if eager, weights [B, H, T, S].
+
+        `position_embeddings` go unused, see the class.
+        """
+        batch, num_tokens, _ = hidden_states.shape
+        latent = self.kv_down(hidden_states).unsqueeze(1)
+        seen, length, first = 0, num_tokens, 0
+        if past_key_values is not None:
+            seen = past_key_values.get_seq_length(self.layer_idx)
+            length, first = past_key_values.get_mask_sizes(num_tokens, self.layer_idx)
+        slots = torch.arange(num_tokens, device=latent.device) + seen
+
+        exact = visible = None
+        if self.window:
+            exact = self._exact(hidden_states)
+            layer = self._window_layer(past_key_values, batch)
+            visible, exact_slots = layer.visible(num_tokens, latent.device), layer.slots(num_tokens, latent.device)
+            latent, exact = layer.update(latent, exact)
+        elif past_key_values is not None:
+            latent, _ = past_key_values.update(latent, latent[..., :0], self.layer_idx)
+        if self.hands_on:
+            self.handed_on[self.layer_idx] = latent
+
+        query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
+        query = (query if self.q_norm is None else self.q_norm(query)).transpose(1, 2)
+        key, value = self._rebuilt(latent)
+        places = torch.arange(length, device=latent.device) + first
+        query, key = self._rotated(query, slots), self._rotated(key, places)
+        if self.window:
+            exact_key, exact_value = exact.unflatten(-1, (2 * self.num_kv_heads, self.head_dim))[:, 0].chunk(2, dim=2)
+            exact_key = self._rotated(exact_key.transpose(1, 2), exact_slots)
+            rebuilt = self._causal(attention_mask, slots, places) & ~self._is_exact(slots, places, layer.padding)
+            key = torch.cat((key, exact_key), dim=2)
+            value = torch.cat((value, exact_value.transpose(1, 2)), dim=2)
+            attention_mask = torch.cat((rebuilt.expand(batch, -1, -1, -1), visible.expand(batch, -1, -1, -1)), dim=-1)
+            if self.config._attn_implementation == "eager":
+                attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill_(
+                    ~attention_mask, torch.finfo(query.dtype).min
+                )
+
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        out, weights = attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
+
+    def _rebuilt(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents [B, 1, S, r] → normalised keys before the rotation, and values, [B, G, S, d]."""
+        own = latent[:, 0].split(self.ranks, dim=-1)
+        if self.shared_layers:
+            earlier = range(self.layer_idx - self.shared_layers, self.layer_idx)
+            shared = [self.handed_on[index][:, 0].to(latent.device) for index in earlier]
+            own = (torch.cat((*shared, *own), dim=-1),)
+        key = self._heads(own, self.key_up, self.key_bias, self._key_places)
+        value = self._heads(own, self.value_up, self.value_bias, self._value_places)
+        return (key if self.k_norm is None else self.k_norm(key)), value
+
+    def _heads(
+        self,
+        latents: tuple[torch.Tensor, ...],
+        ups: nn.ParameterDict,
+        bias: nn.Parameter | None,
+        places: list[int] | None,
+    ) -> torch.Tensor:
+        """Every block's latents [B, S, ·] through its up-projection, as heads in their order [B, G, S, d]."""
+        parts = [nn.functional.linear(latents[int(number)], up) for number, up in ups.items()]
+        heads = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+        heads = heads.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if places is not None:
+            heads = heads[:, :, places]
+        if bias is not None:
+            heads = heads + bias.view(self.num_kv_heads, self.head_dim)
+        return heads.transpose(1, 2)
+
+    def _exact(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The source's keys (normalised, not rotated) and values: [B, 1, T, 2·G·d]."""
+        key = self.k_proj(hidden_states)
+        if self.k_norm is not None:
+            key = self.k_norm(key.unflatten(-1, (self.num_kv_heads, self.head_dim))).flatten(-2)
+        return torch.cat((key, self.v_proj(hidden_states)), dim=-1).unsqueeze(1)
+
+    def _window_layer(self, cache: Cache | None, batch: int) -> ExactWindowLayer:
+        """The cache's layer, or one for this call alone."""
+        if cache is None:
+            layer = ExactWindowLayer(self.sinks, self.window)
+        else:
+            layer = cache.layers[self.layer_idx]
+            if not isinstance(layer, ExactWindowLayer):
+                raise ValueError(
+                    f"layer {self.layer_idx} keeps exact tokens beside latents and was given a {type(layer).__name__}: "
+                    "pass no cache, an empty DynamicCache, or the cache that the model returned"
+                )
+        layer.padding = layer.padding or [0] * batch
+        return layer
+
+    def _rotated(self, heads: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Rotate heads [B, ·, S, d] to the positions `slots` [S] or [B, S]."""
+        (rotary,) = self.rotary
+        return rotate_halves(heads, *rotary(heads, slots if slots.ndim == 2 else slots[None]))
+
+    def _causal(self, mask: torch.Tensor | None, slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Which keys may be seen at all, bool [B or 1, 1, T, S]."""
+        if mask is None:
+            return (slots[:, None] >= places)[None, None]
+        mask = mask[..., : len(places)]
+        return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+    def _is_exact(self, slots: torch.Tensor, places: torch.Tensor, padding: list[int]) -> torch.Tensor:
+        """Which keys are read exactly, bool [B or 1, 1, T, S]."""
+        start = torch.tensor(padding, device=slots.device)[:, None, None]
+        return ((slots[:, None] - places < self.window) | (places - start < self.sinks))[:, None]
+
+
+def _places(heads: list[int]) -> list[int] | None:
+    """Where each head's rows are among those of all blocks; None if they are in order."""
+    return None if heads == sorted(heads) else sorted(range(len(heads)), key=heads.__getitem__)

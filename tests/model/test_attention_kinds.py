@@ -1,0 +1,185 @@
+"""What holds for every kind of attention of the own class, in every family: it is a model like any other."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from own_models import FAMILIES, KINDS, VOCAB, agree, decode, tiny_source, tokens
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+from surgery.model import AUTO_MAP, SurgeryForCausalLM, remote_code_files
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model(source, kind) -> SurgeryForCausalLM:
+    if kind == "window" and getattr(source.config, "sliding_window", None):
+        pytest.skip("refused: the family has windows of its own")
+    if kind == "shared" and len(set(getattr(source.config, "layer_types", None) or ["one"])) > 1:
+        pytest.skip("refused: layers of different windows")
+    return KINDS[kind](source)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_logits_equal_the_source(source, model, implementation):
+    source.set_attn_implementation(implementation)
+    model.set_attn_implementation(implementation)
+    assert model.model.layers[0].self_attn.config._attn_implementation == implementation
+    agree(model(tokens()).logits, source(tokens()).logits)
+
+
+def test_copies_and_pickles(model):
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(tokens()).logits, model(tokens()).logits)
+
+
+def test_cached_equals_uncached(kind, model):
+    caches = [DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)]
+    for cache in caches[: 1 if kind == "window" else 2]:
+        agree(decode(model, cache), model(tokens(), use_cache=False).logits)
+
+
+def test_left_padding_equals_unpadded(model):
+    ids = tokens(batch=1, length=7)
+    padded = torch.cat((torch.zeros(1, 4, dtype=torch.long), ids), dim=1)
+    mask = (torch.arange(11) >= 4).long()[None]
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = model(padded, attention_mask=mask, position_ids=position_ids).logits
+    agree(logits[:, 4:], model(ids).logits)
+    alone = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    beside = model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert torch.equal(alone[:, 7:], beside[:, 11:])
+
+
+GENERATION = {
+    "greedy": {"do_sample": False},
+    "static": {"do_sample": False, "cache_implementation": "static", "disable_compile": True},
+    "chunked-prefill": {"do_sample": False, "prefill_chunk_size": 4, "disable_compile": True},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "sampling": {"do_sample": True, "top_k": 5},
+}
+
+
+@pytest.mark.parametrize("how", GENERATION.values(), ids=GENERATION.keys())
+def test_generates_what_the_source_generates(source, kind, model, how):
+    if kind == "window" and "cache_implementation" in how:
+        pytest.skip("refused: static caches hold one form of a token")
+
+    def generate(any_model):
+        torch.manual_seed(2)
+        return any_model.generate(tokens(), attention_mask=torch.ones_like(tokens()), max_new_tokens=8, **how)
+
+    assert torch.equal(generate(model), generate(source))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"], indirect=True)
+def test_decode_step_compiles_in_one_graph(kind, model):
+    if kind == "window":
+        pytest.skip("no static cache")
+    torch._dynamo.reset()  # every model of this test is a new specialisation of the same code
+    caches = [StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
+    for cache in caches:
+        model(tokens(length=5), past_key_values=cache)
+    step = torch.compile(model.__call__, fullgraph=True, backend="eager", dynamic=False)
+    next_token = tokens(length=1)
+    compiled = step(next_token, past_key_values=caches[0]).logits
+    agree(compiled, model(next_token, past_key_values=caches[1]).logits)
+
+
+@torch.enable_grad()
+def test_trains_with_gradient_checkpointing(model):
+    def gradients():
+        model.zero_grad()
+        model(tokens(), labels=tokens()).loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    model.train()
+    plain = gradients()
+    model.gradient_checkpointing_enable()
+    for name, gradient in gradients().items():
+        agree(gradient, plain[name], 1e-4)
+    assert all(plain[name].abs().sum() > 0 for name in plain if "_up" in name or "kv_down" in name)
+
+
+def test_loss_hidden_states_and_attentions_are_those_of_the_source(source, kind, model):
+    wanted = {"labels": tokens(), "logits_to_keep": 0, "output_hidden_states": True, "output_attentions": True}
+    source.set_attn_implementation("eager")
+    model.set_attn_implementation("eager")
+    theirs, ours = source(tokens(), **wanted), model(tokens(), **wanted)
+    agree(ours.loss, theirs.loss)
+    attentions = () if kind == "window" else zip(ours.attentions, theirs.attentions, strict=True)  # tokens come twice
+    for a, b in (*zip(ours.hidden_states, theirs.hidden_states, strict=True), *attentions):
+        agree(a, b, 1e-4)
+    assert model(tokens(), logits_to_keep=3).logits.shape == (2, 3, VOCAB)
+    assert isinstance(model(tokens(), return_dict=False), tuple)
+
+
+def test_saved_and_reloaded_is_bit_identical(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    reloaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(reloaded) is SurgeryForCausalLM
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert torch.equal(reloaded(tokens()).logits, model(tokens()).logits)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(reloaded.state_dict()[name], tensor), name
+    assert reloaded.config.attention_layers == model.config.attention_layers
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP
+    assert all((tmp_path / file.name).read_text() == file.read_text() for file in remote_code_files())
+
+
+def test_meta_device_and_materialisation(model):
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(model.config)
+    assert all(parameter.is_meta for parameter in skeleton.parameters())
+    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in skeleton.state_dict().items()} == wanted
+    skeleton.to_empty(device="cpu")
+    for name, buffer in model.named_buffers():
+        if "rotary.inv_freq" in name:
+            assert torch.equal(skeleton.get_buffer(name), buffer), name
+
+
+CHILD = """
+import sys
+sys.modules["surgery"] = None  # the package is installed here; its users may not have it
+import torch
+torch.set_num_threads(1)
+from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
+    expected = load_file(folder + "/expected.safetensors")
+    with torch.no_grad():
+        assert torch.equal(model(expected["ids"]).logits, expected["logits"]), folder
+    model.generate(expected["ids"], max_new_tokens=2, do_sample=False)
+    model.save_pretrained(folder + "/again")
+    AutoModelForCausalLM.from_pretrained(folder + "/again", trust_remote_code=True)
+"""
+
+
+def test_loads_without_the_package(tmp_path):
+    folders = {f"{kind}-{family}": (kind, family) for kind in KINDS for family in ("llama", "qwen3")}
+    folders |= {f"latent-{family}": ("latent", family) for family in FAMILIES}
+    for name, (kind, family) in folders.items():
+        model = KINDS[kind](tiny_source(family))
+        model.save_pretrained(tmp_path / name)
+        save_file({"ids": tokens(), "logits": model(tokens()).logits}, tmp_path / name / "expected.safetensors")
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    child = subprocess.run(
+        [sys.executable, "-I", "-c", CHILD, *(str(tmp_path / name) for name in folders)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == 0, child.stderr

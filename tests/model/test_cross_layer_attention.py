@@ -1,0 +1,259 @@
+"""Layers that share a cache are a function of the text, in every family, whatever pieces the text comes in."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from loading import run_elsewhere
+from own_models import VOCAB, tiny_source
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+
+from surgery.eval.kv_cache import cache_bytes
+from surgery.model import SurgeryConfig, SurgeryForCausalLM, register
+
+register()
+
+FULL_ATTENTION = ("llama", "qwen3", "mixtral", "qwen3_moe")
+LAYERS, WIDTH = 2, 32  # of tiny_source: 2 KV heads of 8 dimensions, keys and values
+RECENT = {"block": 4, "sinks": 0, "window": 0}
+STATIC = {"kind": "cross_layer", "group_size": 2, "rank": 6, **RECENT}
+PAIRS = {"kind": "cross_layer_pairs", "group_size": 2, "kept": 1, "interpolation": 0.6, **RECENT}
+PROMPT = {"kind": "cross_layer_prompt", "group_size": 2, "key_rank": 3, "value_rank": 4}
+FORMS = {
+    "static": STATIC,
+    "window": {**STATIC, "block": 3, "sinks": 2, "window": 5},
+    "token": {**STATIC, "block": 1},
+    "pairs": PAIRS,
+}
+
+
+def shared(source: PreTrainedModel, entry: dict, scale: float = 0.3) -> SurgeryForCausalLM:
+    """The source with a random basis of the group."""
+    entries = [{**entry, "place": place} for place in range(LAYERS)]
+    config = SurgeryConfig.from_base(source.config, entries, experts_implementation="eager")
+    model = SurgeryForCausalLM(config)
+    info = model.load_state_dict(source.state_dict(), strict=False)
+    assert not info.unexpected_keys
+    generator = torch.Generator().manual_seed(4)
+    for name in info.missing_keys:
+        assert "basis" in name
+        parameter = model.get_parameter(name)
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model.eval()
+
+
+def text(batch: int = 2, length: int = 23) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def agree(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) -> None:
+    assert float((actual - expected).abs().max() / expected.abs().max()) < tolerance
+
+
+@pytest.fixture(params=FORMS)
+def form(request) -> dict:
+    return FORMS[request.param]
+
+
+@pytest.fixture
+def model(form) -> SurgeryForCausalLM:
+    return shared(tiny_source("llama"), form)
+
+
+@pytest.mark.parametrize("family", FULL_ATTENTION)
+def test_a_basis_of_full_rank_is_the_source(family):
+    source = tiny_source(family)
+    model = shared(source, {**STATIC, "rank": LAYERS * WIDTH})
+    mixing = torch.linalg.qr(torch.randn(LAYERS * WIDTH, LAYERS * WIDTH))[0]
+    for place, layer in enumerate(model.model.layers):
+        part = mixing[:, place * WIDTH : (place + 1) * WIDTH]
+        layer.self_attn.basis_down.copy_(part)
+        layer.self_attn.basis_up.copy_(part.T)
+    agree(model(text()).logits, source(text()).logits)
+
+
+@pytest.mark.parametrize("pieces", [(5, *[1] * 18), (3, 9, 11), (1,) * 23], ids=["decode", "chunks", "tokens"])
+def test_every_way_to_feed_a_text_gives_the_same(model, pieces):
+    expected = model(text(), use_cache=False)
+    assert expected.past_key_values is None
+    cache = DynamicCache(config=model.config)
+    found = [model(piece, past_key_values=cache).logits for piece in text().split(pieces, dim=1)]
+    agree(torch.cat(found, dim=1), expected.logits)
+    assert cache_bytes(cache) == model.kv_cache_bytes(2, 23)
+
+
+@pytest.mark.parametrize("family", FULL_ATTENTION)
+def test_every_family_decodes_what_it_reads_at_once(family):
+    model = shared(tiny_source(family), STATIC)
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        found = model(text()).logits
+        cache = DynamicCache(config=model.config)
+        pieces = text().split((6, *[1] * 17), dim=1)
+        agree(torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1), found)
+
+
+def test_the_shared_form_is_really_read():
+    """Another basis is another function, but not before a block is complete."""
+    source = tiny_source("llama")
+    a, b = (shared(source, STATIC, scale)(text()).logits for scale in (0.1, 0.3))
+    agree(a[:, :4], b[:, :4])
+    assert float((a[:, 4:] - b[:, 4:]).abs().max()) > 1e-2
+
+
+def test_left_padding_shifts_nothing_but_blocks(model, form):
+    """Rows with a whole block of padding are the rows without; all sinks would be padding, so there are none."""
+    if form["sinks"]:
+        pytest.skip("sinks are slots")
+    shift = 2 * form["block"]
+    padded = torch.cat([torch.zeros(2, shift, dtype=torch.long), text()], dim=1)
+    mask = (torch.arange(padded.shape[1]) >= shift).long().expand(2, -1)
+    agree(model(padded, attention_mask=mask).logits[:, shift:], model(text()).logits)
+    alone = model.generate(text(), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    beside = model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert torch.equal(alone[:, 23:], beside[:, 23 + shift :])
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_greedy_generation_is_the_argmax_of_one_pass(model, chunk):
+    options = {} if chunk is None else {"prefill_chunk_size": chunk, "disable_compile": True}
+    made = model.generate(text(), max_new_tokens=9, do_sample=False, eos_token_id=None, **options)
+    logits = model(made).logits
+    assert torch.equal(made[:, 23:], logits[:, 22:-1].argmax(-1))
+
+
+def test_beams_are_scored_as_one_pass_scores_them(model):
+    made = model.generate(
+        text(),
+        max_new_tokens=7,
+        num_beams=3,
+        do_sample=False,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    logits = model(made.sequences).logits[:, 22:-1].log_softmax(-1)
+    scores = logits.gather(-1, made.sequences[:, 23:, None])[..., 0].sum(-1) / 7
+    assert torch.allclose(scores, made.sequences_scores, atol=1e-4)
+
+
+def test_sampling_is_the_same_with_and_without_a_cache(model):
+    def sample(**options):
+        torch.manual_seed(0)
+        return model.generate(text(), max_new_tokens=8, do_sample=True, top_k=5, **options)
+
+    assert torch.equal(sample(), sample(use_cache=False))
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_live_bytes_are_those_predicted(batch):
+    for entry in (STATIC | {"block": 64}, STATIC | {"block": 48, "sinks": 4, "window": 70}, PAIRS | {"block": 32}):
+        model = shared(tiny_source("llama"), entry).to(torch.bfloat16)
+        cache = DynamicCache(config=model.config)
+        for piece in text(batch, 1200).split((1000, 120, 80), dim=1):
+            model(piece, past_key_values=cache, logits_to_keep=1)
+        assert cache_bytes(cache) == model.kv_cache_bytes(batch, 1200)
+
+
+def test_a_basis_of_the_prompt_reads_the_prompt_exactly_and_compresses_it_afterwards():
+    source = tiny_source("qwen3")
+    lossless, coarse = (shared(source, PROMPT | {"key_rank": r, "value_rank": r}) for r in (32, 2))
+    agree(coarse(text()).logits, source(text()).logits)
+    for model, exact in ((lossless, True), (coarse, False)):
+        cache = DynamicCache(config=model.config)
+        found = [model(piece, past_key_values=cache).logits for piece in text().split((15, 3, 5), dim=1)]
+        error = (torch.cat(found, dim=1) - source(text()).logits).abs().max() / source(text()).logits.abs().max()
+        assert (error < 2e-5) == exact
+        assert cache_bytes(cache) == model.model.kv_cache_bytes(2, 23, prompt=15)
+
+
+def test_padding_does_not_weigh_in_a_basis_of_the_prompt():
+    model = shared(tiny_source("llama"), PROMPT)
+    padded = torch.cat([torch.full((2, 5), 7), text()], dim=1)
+    mask = (torch.arange(28) >= 5).long().expand(2, -1)
+    plain, shifted = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    model(text(), past_key_values=plain)
+    model(padded, attention_mask=mask, past_key_values=shifted)
+    more = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+    found = model(text()[:, :1], attention_mask=more, past_key_values=shifted).logits
+    agree(found, model(text()[:, :1], past_key_values=plain).logits, 1e-3)
+
+
+def test_layers_outside_groups_keep_their_own_cache():
+    source = tiny_source("llama")
+    config = copy.deepcopy(source.config)
+    config.num_hidden_layers, config.layer_types = 3, None
+    model = SurgeryForCausalLM(
+        SurgeryConfig.from_base(config, [None, {**PAIRS, "place": 0}, {**PAIRS, "place": 1}])
+    ).eval()
+    cache = DynamicCache(config=model.config)
+    found = [model(piece, past_key_values=cache).logits for piece in text().split((9, *[1] * 14), dim=1)]
+    agree(torch.cat(found, dim=1), model(text()).logits)
+    assert cache_bytes(cache) == model.kv_cache_bytes(2, 23)
+
+
+def test_hidden_states_are_joined_and_attentions_refused(model):
+    outputs = model(text(), output_hidden_states=True)
+    assert [state.shape for state in outputs.hidden_states] == [(2, 23, 32)] * (LAYERS + 1)
+    agree(model.lm_head(outputs.hidden_states[-1]), outputs.logits)
+    with pytest.raises(ValueError, match="attentions"):
+        model(text(), output_attentions=True)
+
+
+def test_copies_and_pickles(model):
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(text()).logits, model(text()).logits)
+
+
+def test_trains():
+    model = shared(tiny_source("llama"), STATIC)
+    with torch.enable_grad():
+        model(text(), labels=text()).loss.backward()
+    for layer in model.model.layers:
+        assert layer.self_attn.basis_down.grad.abs().sum() > 0 and layer.self_attn.basis_up.grad.abs().sum() > 0
+
+
+def test_other_caches_and_prepared_masks_are_refused(model):
+    full = DynamicCache(config=model.config)
+    full.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
+    for cache in (StaticCache(config=model.config, max_cache_len=32), full):
+        with pytest.raises(ValueError, match="cannot continue"):
+            model(text(1), past_key_values=cache)
+    with pytest.raises(ValueError, match="not a prepared one"):
+        model(text(), attention_mask=torch.zeros(2, 1, 23, 23))
+    with pytest.raises(ValueError, match="needs their cache"):
+        model.model.layers[0].self_attn(torch.zeros(1, 4, 32))
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ([{**STATIC, "place": 0}, None], "not the first of a group"),
+        ([{**STATIC, "place": 0}, {**STATIC, "place": 1, "rank": 5}], "equal entries"),
+        ([{**STATIC, "place": i, "rank": 0} for i in (0, 1)], "ranks and block"),
+        ([{**STATIC, "place": i, "window": -1} for i in (0, 1)], "cannot be negative"),
+        ([{**PAIRS, "group_size": 1, "place": 0}] * 2, "pairs are groups of 2"),
+        ([{**STATIC, "group_size": 1, "block": b, "place": 0} for b in (2, 4)], "cannot run together"),
+    ],
+)
+def test_groups_that_make_no_sense_are_refused(entries, said):
+    with pytest.raises(ValueError, match=said):
+        SurgeryConfig.from_base(tiny_source("llama").config, entries)
+
+
+def test_sliding_windows_are_refused():
+    with pytest.raises(ValueError, match="full attention"):
+        shared(tiny_source("mistral"), STATIC)
+
+
+def test_loads_without_the_package(tmp_path):
+    tokens = torch.randint(3, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
+    model = shared(tiny_source("qwen3"), STATIC)
+    model.save_pretrained(tmp_path / "model")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    logits, cached, facts = run_elsewhere(tmp_path / "model", tokens, tmp_path, trust=True)
+    assert facts["class"] == "SurgeryForCausalLM"
+    agree(logits, model(tokens).logits)
+    agree(cached, model(tokens).logits)

@@ -1,0 +1,147 @@
+"""Which tokens a shared cache gives back exactly, what it keeps, and how its stores encode."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from surgery.eval.kv_cache import cache_bytes
+from surgery.model.group_cache import GroupLayer, exact_tokens
+from surgery.model.group_stores import MergedPairs, PromptBasis, SharedCodes, slerp
+
+WIDTH = 4
+
+
+def layer(block: int | None, sinks: int = 0, window: int = 0) -> GroupLayer:
+    return GroupLayer(SharedCodes(1, WIDTH), 0, block, sinks, window)
+
+
+def numbered(first: int, count: int) -> torch.Tensor:
+    """Tokens [1, 1, count, WIDTH] that hold their own slot."""
+    return torch.arange(first, first + count).float()[None, None, :, None].expand(1, 1, count, WIDTH)
+
+
+@given(st.integers(1, 5), st.integers(0, 4), st.integers(0, 7), st.lists(st.integers(1, 6), min_size=1, max_size=8))
+@settings(deadline=None, max_examples=60)
+def test_every_query_reads_each_slot_once_in_the_form_that_the_rule_says(block, sinks, window, pieces):
+    cache, seen = layer(block, sinks, window), 0
+    ends = {*range(block, sum(pieces) + 1, block), *(sum(pieces[: i + 1]) for i in range(len(pieces)))}
+    for end in sorted(ends):
+        count = end - seen
+        reading = cache.reading(count, torch.device("cpu"))
+        mask = torch.arange(end) <= torch.arange(seen, end)[:, None]
+        chosen = reading.select(mask) if count > 1 else mask[:, reading.slots]
+        exact, _ = cache.update(numbered(seen, count), numbered(seen, count)[..., :0])
+        assert torch.equal(exact[0, 0, :, 0].long(), reading.exact)
+        stored = cache.store.read(0, *reading.rebuilt) if reading.rebuilt[0] < reading.rebuilt[1] else exact[..., :0, :]
+        assert torch.equal(stored[0, 0, :, 0].long(), torch.arange(*reading.rebuilt))
+        is_exact = torch.arange(len(reading.slots)) >= len(reading.slots) - len(reading.exact)
+        for row, query in enumerate(range(seen, end)):
+            read = {
+                int(slot): bool(e) for slot, e, see in zip(reading.slots, is_exact, chosen[row], strict=True) if see
+            }
+            start = query // block * block
+            assert read == {n: n >= start or n > query - window or n < sinks for n in range(query + 1)}
+            assert int(chosen[row].sum()) == query + 1
+        cache.settle(torch.clone)
+        seen = end
+        assert cache.keys.shape[-2] == exact_tokens(seen, block, sinks, window)
+        size = {"batch": 1, "heads": 1, "key_dim": WIDTH, "value_dim": 0, "dtype": torch.float32}
+        assert cache_bytes(cache) == cache.predicted_bytes(seen, **size)
+
+
+def test_an_additive_mask_is_chosen_from_too():
+    cache = layer(4, window=3)
+    cache.update(numbered(0, 4), numbered(0, 4)[..., :0])
+    cache.settle(lambda tokens: tokens)
+    reading = cache.reading(3, torch.device("cpu"))
+    visible = torch.arange(7) <= torch.arange(4, 7)[:, None]
+    additive = torch.zeros(3, 7).masked_fill(~visible, torch.finfo(torch.float32).min)
+    assert torch.equal(reading.select(additive) == 0, reading.select(visible))
+
+
+def test_pieces_must_end_where_blocks_do():
+    with pytest.raises(ValueError, match="reach over a block of 4"):
+        layer(4).reading(5, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("wrong", [{"block": 0}, {"block": 4, "sinks": -1}, {"block": 4, "window": -1}])
+def test_impossible_settings_are_refused(wrong):
+    with pytest.raises(ValueError, match="impossible"):
+        layer(**wrong)
+
+
+def test_a_cache_that_is_reset_is_new_and_cannot_take_tokens_back():
+    cache = layer(2, sinks=1)
+    cache.update(numbered(0, 2), numbered(0, 2)[..., :0])
+    cache.settle(lambda tokens: tokens)
+    with pytest.raises(ValueError, match="cannot take tokens back"):
+        cache.crop(-1)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.store.codes is None and cache_bytes(cache) == 0
+
+
+def test_rows_are_reordered_in_the_store_once_for_the_group():
+    store = SharedCodes(2, WIDTH)
+    layers = [GroupLayer(store, place, 2) for place in range(2)]
+    tokens = torch.randn(3, 1, 2, WIDTH, generator=torch.Generator().manual_seed(0))
+    for one in layers:
+        one.update(tokens, tokens[..., :0])
+        one.settle(lambda block: block)
+    order = torch.tensor([2, 0, 0])
+    for one in layers:
+        one.reorder_cache(order)
+    assert torch.equal(store.codes, 2 * tokens[order])
+
+
+def test_layers_must_write_in_their_order():
+    with pytest.raises(ValueError, match="before the first one"):
+        SharedCodes(2, WIDTH).write(1, torch.zeros(1, 1, 2, WIDTH))
+    with pytest.raises(ValueError, match="where layer 0 was expected"):
+        PromptBasis(2, 2, 1, 1).write(1, torch.zeros(1, 1, 2, WIDTH))
+
+
+@pytest.mark.parametrize(("key_rank", "value_rank"), [(2, 3), (50, 50)])
+def test_the_prompt_basis_is_the_best_of_its_rank(key_rank, value_rank):
+    tokens = [torch.randn(2, 1, 9, 6, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    store = PromptBasis(2, 2, key_rank, value_rank)
+    for place, part in enumerate(tokens):
+        store.write(place, part)
+    rebuilt = [store.read(place, 0, 9) for place in range(2)]
+    for side, rank in ((slice(0, 2), key_rank), (slice(2, 6), value_rank)):
+        stacked = torch.cat([part[..., side] for part in tokens], dim=-1)
+        found = torch.cat([part[..., side] for part in rebuilt], dim=-1)
+        dropped = torch.linalg.svdvals(stacked)[..., rank:].square().sum(-1)
+        assert torch.allclose((stacked - found).square().sum((-1, -2)), dropped, atol=1e-4)
+    assert cache_bytes(store) == 2 * 4 * store.numbers(9, 6)
+
+
+def test_slerp_turns_by_a_share_of_the_angle():
+    x, y = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 0.5])
+    merged, angle = slerp(x, y, 0.6)
+    assert float(angle) == pytest.approx(math.pi / 2)
+    wanted = [math.cos(0.6 * math.pi / 2), math.sin(0.6 * math.pi / 2)]
+    assert merged.tolist() == pytest.approx(wanted)
+    same, none = slerp(x, 2 * x, 0.6)
+    assert same.tolist() == pytest.approx([1, 0]) and float(none) == pytest.approx(0, abs=1e-3)
+    assert float(slerp(x, torch.zeros(2), 0.6)[1]) == 0
+
+
+def test_merged_pairs_keep_norms_and_the_tokens_of_the_widest_angle():
+    first, second = (torch.randn(2, 1, 8, 12, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    store = MergedPairs(heads=2, key_width=4, block=4, kept=1, interpolation=0.6)
+    for part in (slice(0, 4), slice(4, 8)):
+        store.write(0, first[..., part, :])
+        store.write(1, second[..., part, :])
+    for span in (slice(0, 4), slice(4, 12)):
+        a, b = (x[..., span].unflatten(-1, (2, -1)) for x in (first, second))
+        widest = slerp(a, b, 0.6)[1].mean(-1).unflatten(-1, (2, 4)).argmax(-1)  # [B, 1, blocks]
+        for place, exact in enumerate((a, b)):
+            read = store.read(place, 0, 8)[..., span].unflatten(-1, (2, -1))
+            assert torch.allclose(read.norm(dim=-1), exact.norm(dim=-1), atol=1e-5)
+            same = torch.isclose(read, exact, atol=1e-6).all(-1).all(-1).unflatten(-1, (2, 4))
+            assert torch.equal(same.int().argmax(-1), widest) and (same.sum(-1) == 1).all()
+    assert torch.equal(store.read(1, 2, 7), store.read(1, 0, 8)[..., 2:7, :])
+    assert cache_bytes(store) == 2 * (4 * store.numbers(8, 12) + store.index_bytes(8))

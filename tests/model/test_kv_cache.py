@@ -1,0 +1,207 @@
+"""Models of the own class that keep their cache quantised: whoever calls them, and however, reads it."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from own_models import LAYERS, agree, decode, lossless_low_rank, lossless_model, tiny_source, tokens
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import Cache
+
+from surgery.errors import SurgeryError
+from surgery.eval.kv_cache import cache_bytes
+from surgery.eval.loss import LogitReader
+from surgery.eval.variants.quantized_kv import quantize_kv
+from surgery.model import SurgeryConfig, SurgeryForCausalLM
+from surgery.model.quantized_cache import QuantizedKVLayer
+
+INT4 = {"format": "int4", "group": 4, "window": 0, "keys": "channel"}
+INT8, WINDOW = INT4 | {"format": "int8"}, INT4 | {"window": 3}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def plain(**overrides) -> SurgeryForCausalLM:
+    """A llama in the own class, its attention as it was."""
+    source = tiny_source("llama")
+    model = SurgeryForCausalLM(SurgeryConfig.from_base(source.config, [None] * LAYERS, **overrides))
+    model.load_state_dict(source.state_dict(), strict=True)
+    return model.eval()
+
+
+MODELS = {
+    "plain": plain,
+    "latent": lambda **overrides: lossless_model(tiny_source("llama"), **overrides),
+    "latent, key norm": lambda **overrides: lossless_model(tiny_source("qwen3"), **overrides),
+    "low rank": lambda **overrides: lossless_low_rank(tiny_source("llama"), **overrides),
+}
+each_model = pytest.mark.parametrize("make", MODELS.values(), ids=list(MODELS))
+
+
+@each_model
+@pytest.mark.parametrize("form", ["int4", "fp8"])
+def test_decoding_is_a_cache_given_by_hand(make, form):
+    keys = "channel"
+    by_hand = Cache(layers=[QuantizedKVLayer(form, 4, 3, keys) for _ in range(LAYERS)])
+    expected = decode(make(), by_hand)
+    model = make(kv_cache=WINDOW | {"format": form})
+    mine = DynamicCache(config=model.config)
+    assert torch.equal(decode(model, mine), expected)
+    assert all(type(layer) is QuantizedKVLayer and layer.get_seq_length() == 12 for layer in mine.layers)
+    assert cache_bytes(mine) == cache_bytes(by_hand) == model.kv_cache_bytes(2, 12)
+    assert not torch.equal(expected, make()(tokens()).logits)
+
+
+@each_model
+def test_without_a_cache_attention_reads_what_one_would_give(make):
+    model, exact = make(kv_cache=INT4), make()(tokens()).logits
+    cached = model(tokens())
+    alone = model(tokens(), use_cache=False)
+    assert torch.equal(alone.logits, cached.logits) and (cached.logits - exact).abs().max() > 0.01
+    assert alone.past_key_values is None and cached.past_key_values.get_seq_length() == 12
+    body = model.base_model(input_ids=tokens(), use_cache=False)
+    assert torch.equal(model.lm_head(body.last_hidden_state), cached.logits)
+    # What evaluations read: the decoder alone, tried on a few tokens first.
+    reader = LogitReader(model, tokens())
+    agree(reader.logits(reader.states(tokens())), cached.logits)
+
+
+@each_model
+def test_training_reads_exact_keys_and_values(make):
+    model = make(kv_cache=INT4)
+    agree(model.train()(tokens(), use_cache=False).logits, make()(tokens()).logits)
+
+
+@each_model
+@pytest.mark.parametrize("kv_cache", [INT8, WINDOW], ids=["int8", "int4, window"])
+def test_generates_in_all_modes(make, kv_cache):
+    model = make(kv_cache=kv_cache)
+    prompt = tokens()
+    mask = torch.ones_like(prompt)
+    mask[1, :3] = prompt[1, :3] = 0
+    common = {"attention_mask": mask, "max_new_tokens": 6, "min_new_tokens": 6}
+    greedy = model.generate(prompt, **common, do_sample=False, return_dict_in_generate=True)
+    assert type(greedy.past_key_values.layers[0]) is QuantizedKVLayer
+    assert cache_bytes(greedy.past_key_values) == model.kv_cache_bytes(2, 17)
+    by_hand = Cache(layers=model.cache_layers())
+    again = make().generate(prompt, **common, do_sample=False, past_key_values=by_hand)
+    assert torch.equal(greedy.sequences, again)
+    assert model.generate(prompt, **common, do_sample=True).shape == (2, 18)
+    assert model.generate(prompt, **common, num_beams=3, num_return_sequences=2, do_sample=False).shape == (4, 18)
+    chunked = model.generate(prompt, **common, do_sample=False, prefill_chunk_size=5, disable_compile=True)
+    assert chunked.shape == (2, 18)
+    assert model.generate(prompt, **common, do_sample=False, use_cache=False).shape == (2, 18)
+
+
+@each_model
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    "kv_cache",
+    [None, INT4 | {"group": 32}, WINDOW | {"format": "fp8", "group": 20}],
+    ids=["plain", "int4", "fp8, window"],
+)
+def test_live_bytes_are_those_predicted(make, batch, kv_cache):
+    model = make(kv_cache=kv_cache).bfloat16()
+    ids = tokens(batch, 1200)
+    cache = model(ids[:, :1000], logits_to_keep=1).past_key_values
+    assert cache_bytes(cache) == model.kv_cache_bytes(batch, 1000)
+    for piece in ids[:, 1000:].split(8, dim=1):
+        model(piece, past_key_values=cache)
+    assert cache_bytes(cache) == model.kv_cache_bytes(batch, 1200)
+
+
+def test_a_sliding_window_is_predicted_too():
+    model = lossless_model(tiny_source("qwen2"))
+    for length in (3, 5, 6, 12):
+        cache = model(tokens(2, length)).past_key_values
+        assert cache_bytes(cache) == model.kv_cache_bytes(2, length)
+
+
+@each_model
+def test_caches_of_others_are_refused(make):
+    model = make(kv_cache=INT4)
+    filled = make()(tokens()).past_key_values
+    other = make(kv_cache=WINDOW)(tokens()).past_key_values
+    for cache in (filled, other, StaticCache(config=model.config, max_cache_len=32)):
+        with pytest.raises(ValueError, match="cannot continue"):
+            model(tokens(), past_key_values=cache)
+    with pytest.raises(SurgeryError, match="of its own"):
+        quantize_kv(model, "int8")
+
+
+def test_copies_and_pickles():
+    model = plain(kv_cache=INT4)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(tokens()).logits, model(tokens()).logits)
+        twin.config.kv_cache = None
+    assert type(model(tokens()).past_key_values.layers[0]) is QuantizedKVLayer
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "message"),
+    [
+        ({"format": "int4"}, "kv_cache has keys"),
+        (INT4 | {"format": "int5"}, "int5"),
+        (INT4 | {"group": 1}, "multiple of 2"),
+        (INT4 | {"keys": "head"}, "'head'"),
+    ],
+)
+def test_impossible_settings_are_refused(kv_cache, message):
+    with pytest.raises(ValueError, match=message):
+        plain(kv_cache=kv_cache)
+
+
+def test_layers_with_a_window_are_refused():
+    with pytest.raises(ValueError, match="sliding_attention"):
+        lossless_model(tiny_source("qwen2"), kv_cache=INT4)
+
+
+def test_saved_and_reloaded_is_bit_identical(tmp_path):
+    model = plain(kv_cache=WINDOW)
+    model.save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert reloaded.config.kv_cache == WINDOW
+    assert torch.equal(reloaded(tokens()).logits, model(tokens()).logits)
+
+
+CHILD = """
+import sys
+sys.modules["surgery"] = None  # the package is installed here; its users may not have it
+import torch
+torch.set_num_threads(1)
+from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    expected = load_file(folder + "/expected.safetensors")
+    with torch.no_grad():
+        assert torch.equal(model(expected["ids"]).logits, expected["logits"]), folder
+    cache = model.generate(
+        expected["ids"], max_new_tokens=2, do_sample=False, return_dict_in_generate=True
+    ).past_key_values
+    assert {type(layer).__name__ for layer in cache.layers} == {"QuantizedKVLayer"}
+"""
+
+
+def test_loads_without_the_package(tmp_path):
+    for number, make in enumerate((plain, MODELS["low rank"])):
+        model: PreTrainedModel = make(kv_cache=INT4)
+        model.save_pretrained(tmp_path / str(number))
+        save_file({"ids": tokens(), "logits": model(tokens()).logits}, tmp_path / str(number) / "expected.safetensors")
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    child = subprocess.run(
+        [sys.executable, "-I", "-c", CHILD, *(str(tmp_path / str(number)) for number in range(2))],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == 0, child.stderr
