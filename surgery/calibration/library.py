@@ -78,7 +78,17 @@ def weight_statistics(anatomy: AttentionAnatomy, input_scale: Tensor) -> LayerSt
 
     key_energy = moment.diagonal()[: groups * anatomy.head_dim].view(groups, -1)
     query_energy = query_moment.diagonal(dim1=-2, dim2=-1)
-    return LayerStatistics(moment, gradient, pair_norm(query_energy), pair_norm(key_energy), tokens=0)
+    return LayerStatistics(
+        moment,
+        gradient,
+        pair_norm(query_energy),
+        pair_norm(key_energy),
+        tokens=0,
+        mean=bias,
+        query_energy=query_energy,
+        input_scale=scale.abs() * (2 / torch.pi) ** 0.5,  # E|x| of a normal distribution
+        input_energy=scale.square(),
+    )
 
 
 def prior_lags(anatomy: AttentionAnatomy, basis, statistics: LayerStatistics, context: int) -> LagStatistics:

@@ -25,6 +25,11 @@ class LayerStatistics:
     key_norm: Tensor  # E|k_l| per pair, [G, d/2]
     tokens: int
     output_gradient: Tensor | None = None  # E[g gᵀ] at the attention's output, [D, D]
+    mean: Tensor | None = None  # E[z], [n]
+    query_energy: Tensor | None = None  # E q_i² per channel, after a query norm, [H, d]
+    raw_gradient: Tensor | None = None  # as gradient, at keys before a key norm that follows them; None without one
+    input_scale: Tensor | None = None  # E|x| per channel of the attention's inputs, [D]
+    input_energy: Tensor | None = None  # E x², [D]
 
     def keys(self, matrix: Tensor, anatomy: AttentionAnatomy) -> Tensor:
         """The key block of a moment over z, as [G, d, G, d]."""
@@ -37,28 +42,50 @@ class MomentAccumulator:
 
     def __init__(self, anatomy: AttentionAnatomy, *, gradients: bool):
         width = anatomy.kv_width
+        self._key_norm = anatomy.k_norm
         self.moment = torch.zeros(width, width, dtype=torch.float64)
         self.gradient = torch.zeros(width, width, dtype=torch.float64) if gradients else None
         self.query_norm = torch.zeros(anatomy.heads, anatomy.head_dim // 2, dtype=torch.float64)
         self.key_norm = torch.zeros(anatomy.kv_heads, anatomy.head_dim // 2, dtype=torch.float64)
         self.output_gradient = torch.zeros(anatomy.hidden, anatomy.hidden, dtype=torch.float64) if gradients else None
-        self.tokens = 0
+        self.mean = torch.zeros(width, dtype=torch.float64)
+        self.query_energy = torch.zeros(anatomy.heads, anatomy.head_dim, dtype=torch.float64)
+        self.raw_gradient = torch.zeros_like(self.moment) if gradients and anatomy.k_norm is not None else None
+        self.input_scale = torch.zeros(anatomy.hidden, dtype=torch.float64)
+        self.input_energy = torch.zeros(anatomy.hidden, dtype=torch.float64)
+        self.tokens = self.input_tokens = 0
 
-    def add(self, projection: Projection, output_gradient: Tensor | None = None) -> None:
-        """Adds one batch; the gradients of keys and values are what a backward pass left on them."""
+    def add(self, projection: Projection, output_gradient: Tensor | None = None, inputs: Tensor | None = None) -> None:
+        """Adds one batch; the gradients of keys and values are what a backward pass left on them.
+
+        Args:
+            output_gradient: the loss's at the attention's output [B, T, D]; needed with gradients.
+            inputs: what was projected [B, T, D]; without them nothing is known of inputs.
+        """
         k, v = projection.k.detach(), projection.v.detach()
-        self.moment += _gram(torch.cat([k.flatten(2), v.flatten(2)], dim=-1).flatten(0, 1))
+        rows = _rows(k, v)
+        self.moment += _gram(rows)
+        self.mean += rows.double().sum(0).cpu()
+        self.query_energy += projection.q.detach().square().double().sum((0, 1)).cpu()
         if self.gradient is not None:
             k_grad, v_grad = projection.k.grad, projection.v.grad
-            self.gradient += _gram(torch.cat([k_grad.flatten(2), v_grad.flatten(2)], dim=-1).flatten(0, 1))
+            self.gradient += _gram(_rows(k_grad, v_grad))
             self.output_gradient += _gram(output_gradient.flatten(0, 1))
+            if self.raw_gradient is not None:
+                raw = raw_key_gradient(k, k_grad, projection.key_gain.detach(), self._key_norm.weight)
+                self.raw_gradient += _gram(_rows(raw, v_grad))
+        if inputs is not None:
+            x = inputs.detach().flatten(0, 1)
+            self.input_scale += x.abs().double().sum(0).cpu()
+            self.input_energy += x.square().double().sum(0).cpu()
+            self.input_tokens += len(x)
         gain = 1 if projection.key_gain is None else projection.key_gain.detach()[..., None]
         self.query_norm += to_complex(projection.q.detach().float()).abs().double().sum((0, 1)).cpu()
         self.key_norm += (to_complex(k.float()).abs() * gain).double().sum((0, 1)).cpu()
         self.tokens += k.shape[0] * k.shape[1]
 
     def result(self) -> LayerStatistics:
-        count = self.tokens
+        count, inputs = self.tokens, self.input_tokens
         return LayerStatistics(
             moment=self.moment / count,
             gradient=None if self.gradient is None else self.gradient / count,
@@ -66,7 +93,28 @@ class MomentAccumulator:
             key_norm=self.key_norm / count,
             tokens=count,
             output_gradient=None if self.output_gradient is None else self.output_gradient / count,
+            mean=self.mean / count,
+            query_energy=self.query_energy / count,
+            raw_gradient=None if self.raw_gradient is None else self.raw_gradient / count,
+            input_scale=self.input_scale / inputs if inputs else None,
+            input_energy=self.input_energy / inputs if inputs else None,
         )
+
+
+def raw_key_gradient(keys: Tensor, gradient: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
+    """The loss gradient at keys before their norm, through the norm's inverse RMS as well as past it.
+
+    With ``raw`` the keys before the norm, ``keys = weight raw`` and ``gain = (mean raw² + eps)^{-1/2}``, whose own
+    gradient is ``-gain³ raw / d``: what changes a key's length only does not reach the loss.
+
+    Args:
+        keys, gradient: :attr:`Projection.k` [..., G, d] and the gradient at it with the gain held fast.
+        gain: :attr:`Projection.key_gain` [..., G].
+        weight: of the norm [d]; a channel of weight zero counts as empty.
+    """
+    raw = torch.where(weight == 0, 0, keys / weight)
+    length = (keys * gradient).sum(-1, keepdim=True) * gain[..., None].square() / keys.shape[-1]
+    return weight * gradient - raw * length
 
 
 @dataclass
@@ -122,6 +170,11 @@ def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor) -> LagStati
             energy[:, head] += (query_energy * plain).sum(0).double().cpu()
             turned[:, head] += (query_energy * phase.conj() * torch.complex(real, imag)).sum(0).to(turned)
     return LagStatistics(turned, energy)
+
+
+def _rows(keys: Tensor, values: Tensor) -> Tensor:
+    """``z`` or gradients at it, one row a token: [B T, n] of [B, T, G, ·] each."""
+    return torch.cat([keys.flatten(2), values.flatten(2)], dim=-1).flatten(0, 1)
 
 
 def _gram(rows: Tensor) -> Tensor:

@@ -68,6 +68,41 @@ def test_moments_and_gradients_equal_autograd(checkpoints, monkeypatch, name):
             assert float((got - want).norm() / want.norm()) < 1e-4
 
 
+@pytest.mark.parametrize(("name", "query"), [("qwen2", "q_proj"), ("qwen3", "q_norm")])
+def test_what_low_rank_forms_need_equals_autograd(checkpoints, monkeypatch, name, query):
+    """Gradients at the key projection itself, which a key norm follows, and means of everything."""
+    labels = torch.randint(4096, TOKENS.shape, generator=torch.Generator().manual_seed(1))
+    _, layers = swept(checkpoints(name), monkeypatch, labels)
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoints(name)).eval()
+    seen = {}
+    for index, block in enumerate(model.model.layers):
+        for part in ("k_proj", "v_proj", query):
+
+            def keep(module, args, out, key=(index, part)):
+                out.retain_grad()
+                seen[key] = args[0], out
+
+            getattr(block.self_attn, part).register_forward_hook(keep)
+    logits = model(TOKENS).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    for layer in layers:
+        (x, k), (_, v), (_, q) = (seen[layer.index, part] for part in ("k_proj", "v_proj", query))
+        g = torch.cat([k.grad, v.grad], dim=-1).flatten(0, 1)
+        statistics, norm = layer.statistics, layer.anatomy.k_norm
+        assert (statistics.raw_gradient is None) == (norm is None)
+        mean = torch.cat([k if norm is None else k * norm.weight.repeat(layer.anatomy.kv_heads), v], dim=-1)
+        for got, want in (
+            (statistics.gradient if norm is None else statistics.raw_gradient, g.T @ g / len(g)),
+            (statistics.mean, mean.mean((0, 1))),
+            (statistics.query_energy.flatten(), q.flatten(2).square().mean((0, 1))),
+            (statistics.input_scale, x.abs().mean((0, 1))),
+            (statistics.input_energy, x.square().mean((0, 1))),
+        ):
+            want = want.detach().double()
+            assert float((got - want).norm() / want.norm()) < 1e-4
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_sweep_without_gradients_gives_the_same_moments(checkpoints, name):
     _, with_gradients = swept(checkpoints(name))

@@ -1,28 +1,136 @@
-"""Ranks by water-filling: the budget is met exactly and spent where it saves most."""
+"""Ranks of one budget: met exactly, never exceeded, and spent where it saves most."""
 
 import itertools
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
-from surgery.transforms.allocation import water_fill
+from surgery.errors import SurgeryError
+from surgery.transforms.allocation import greedy, proportional, water_fill
 
-
-def test_no_other_allocation_drops_less():
-    generator = torch.Generator().manual_seed(0)
-    spectra = [torch.rand(5, generator=generator).sort(descending=True).values * scale for scale in (1.0, 0.3, 3.0)]
-
-    def dropped(ranks):
-        return sum(float(s[r:].sum()) for s, r in zip(spectra, ranks, strict=True))
-
-    for total in range(3, 16):
-        ranks = water_fill(spectra, total)
-        assert sum(ranks) == total and min(ranks) >= 1
-        others = [r for r in itertools.product(range(1, 6), repeat=3) if sum(r) == total]
-        assert dropped(ranks) == pytest.approx(min(map(dropped, others)))
+EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
+SPECTRA = st.lists(st.lists(st.integers(0, 40), min_size=2, max_size=6), min_size=1, max_size=3)
 
 
-@pytest.mark.parametrize("total", [2, 16])
-def test_impossible_totals(total):
+def energies(lists) -> list[torch.Tensor]:
+    return [torch.tensor(sorted(values, reverse=True), dtype=torch.float64) for values in lists]
+
+
+def dropped(spectra, ranks) -> float:
+    return sum(float(s[r:].sum()) for s, r in zip(spectra, ranks, strict=True))
+
+
+@EXAMPLES
+@given(SPECTRA, st.integers(0, 18), st.integers(0, 2), st.integers(1, 3))
+def test_no_other_allocation_drops_less(lists, total, minimum, multiple):
+    spectra = energies(lists)
+    choices = [[r for r in range(0, len(s) + 1, multiple) if r >= minimum] for s in spectra]
+    assume(all(choices) and sum(map(min, choices)) <= total <= sum(map(len, spectra)))
+    ranks = water_fill(spectra, total, minimum, multiple)
+    others = [ranks for ranks in itertools.product(*choices) if sum(ranks) <= total]
+    assert tuple(ranks) in others
+    assert dropped(spectra, ranks) == pytest.approx(min(dropped(spectra, other) for other in others))
+    assert sum(ranks) == max(map(sum, others))
+
+
+@pytest.mark.parametrize(
+    ("total", "minimum", "multiple"),
+    [(2, 1, 1), (16, 1, 1), (11, 3, 2), (15, 1, 8)],
+    ids=["too few", "too many", "too few multiples", "no room for one multiple"],
+)
+def test_impossible_totals(total, minimum, multiple):
     with pytest.raises(ValueError, match="cannot be given"):
-        water_fill([torch.ones(5)] * 3, total)
+        water_fill([torch.ones(5)] * 3, total, minimum, multiple)
+
+
+def test_equal_energies_go_to_the_first():
+    assert water_fill([torch.ones(6)] * 3, 10, multiple=2) == [6, 2, 2]
+
+
+# Proportional.
+
+
+def test_shares_of_a_budget():
+    assert proportional([1, 2, 5], 16) == [2, 4, 10]
+    assert proportional([1, 2, 5], 16, multiple=4) == [4, 4, 8]
+    assert proportional([1, 2, 5], 17, multiple=4) == [4, 4, 8]
+    assert proportional([1, 1, 100], 30, maximum=20) == [5, 5, 20]
+    assert proportional([0, 1, 3], 20, minimum=2) == [2, 5, 13]
+    assert proportional([0, 0], 6) == [3, 3]
+    assert proportional([1, 1], 100, maximum=[4, 7], multiple=2) == [4, 6]
+
+
+@EXAMPLES
+@given(
+    st.lists(st.floats(0, 1e6), min_size=1, max_size=6),
+    st.integers(1, 200),
+    st.integers(1, 8),
+    st.integers(0, 20),
+    st.integers(20, 60),
+)
+def test_shares_within_their_bounds(weights, total, multiple, minimum, maximum):
+    least, most = -(-minimum // multiple), maximum // multiple
+    assume(least * multiple * len(weights) <= total and least <= most)
+    ranks = proportional(weights, total, multiple, minimum, maximum)
+    assert all(rank % multiple == 0 and minimum <= rank <= maximum for rank in ranks)
+    assert sum(ranks) == multiple * min(total // multiple, most * len(weights))
+    for (a, wa), (b, wb) in itertools.permutations(zip(ranks, weights, strict=True), 2):
+        assert a <= b + multiple or wa > wb  # who has more weighs more
+
+
+def test_shares_that_cannot_be():
+    with pytest.raises(SurgeryError, match="5 ranks cannot be shared by 3 blocks of at least 2"):
+        proportional([1, 1, 1], 5, minimum=2)
+    with pytest.raises(SurgeryError, match="cannot be shared"):
+        proportional([1, 1], 64, multiple=16, minimum=1, maximum=8)
+
+
+# Greedy.
+
+
+def loss_of(spectra):
+    def loss(ranks):
+        loss.calls.append(ranks)
+        return dropped(spectra, ranks)
+
+    loss.calls = []
+    return loss
+
+
+@pytest.mark.parametrize("multiple", [1, 2])
+def test_greedy_finds_what_water_filling_knows(multiple):
+    """Where losses add up, moving one by one from anywhere ends at the optimum."""
+    generator = torch.Generator().manual_seed(0)
+    spectra = [torch.rand(12, generator=generator).sort(descending=True).values * scale for scale in (1.0, 0.3, 3.0)]
+    loss = loss_of(spectra)
+    ranks, found = greedy([(6, 6, 6), (2, 8, 8)], loss, 18, multiple, maximum=12)
+    best = water_fill(spectra, 18, multiple, multiple)
+    assert sum(ranks) == 18 and found == pytest.approx(dropped(spectra, best))
+    assert len(loss.calls) == len(set(loss.calls))
+
+
+def test_greedy_looks_at_both_changes_together():
+    """One by one each move promises something; together all of them cost."""
+
+    def loss(ranks):
+        if sum(ranks) == 12:
+            return 0.0 if ranks == (4, 4, 4) else 1.0
+        return 0.1 if sum(ranks) < 12 else -0.2
+
+    assert greedy([(4, 4, 4)], loss, 12, 2, rounds=1) == ((4, 4, 4), 0.0)
+
+
+def test_greedy_starts_from_the_best_candidate_and_respects_bounds():
+    def loss(ranks):
+        return -3.0 * ranks[0] - 2.0 * ranks[1] - ranks[2]
+
+    assert greedy([(4, 4, 4), (2, 2, 8)], loss, 12, 2, minimum=2, maximum=(8, 6, 12))[0] == (8, 2, 2)
+    assert greedy([(4, 4, 4), (6, 4, 2)], loss, 12, 2, rounds=0)[0] == (6, 4, 2)
+
+
+@pytest.mark.parametrize("candidates", [[], [(4, 4), (4, 5)]])
+def test_greedy_needs_a_start_within_the_budget(candidates):
+    with pytest.raises(SurgeryError, match="sum to at most 8"):
+        greedy(candidates, lambda ranks: 0.0, 8)

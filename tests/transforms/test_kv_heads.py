@@ -17,6 +17,7 @@ from surgery.errors import SurgeryError
 from surgery.rope import phases, rotate, to_complex, to_real
 from surgery.settings import ConvertSettings
 from surgery.source import Source
+from surgery.transforms.attention_fit import flat, unflat
 from surgery.transforms.head_grouping import cheapest_groups, partition_count, partitions, reorder_kv_heads
 from surgery.transforms.kv_heads import METHODS, merge_kv_heads
 from surgery.transforms.kv_heads_fit import _Linearisation, _Weights, fit_merged_layer
@@ -287,10 +288,13 @@ def test_jvp_is_the_derivative_and_vjp_its_transpose(biased, window):
     root = random(D, D, seed=60)
 
     def linearised(vector: Tensor) -> _Linearisation:
-        return _Linearisation(layer, weights.unflat(vector), x, phase, positions, root)
+        return _Linearisation(layer, unflat(vector, weights), x, phase, positions, root)
 
-    here, change, step = weights.flat(), random(len(weights.flat()), seed=61), 1e-6
-    wanted = (linearised(here + step * change).output() - linearised(here - step * change).output()) / (2 * step)
+    def output(vector: Tensor) -> Tensor:
+        return linearised(vector).attention.output()
+
+    here, change, step = flat(weights), random(len(flat(weights)), seed=61), 1e-6
+    wanted = (output(here + step * change) - output(here - step * change)) / (2 * step)
     product = linearised(here).jvp(change)
     torch.testing.assert_close(product, wanted, atol=1e-5, rtol=1e-5)
     out = random(*product.shape, seed=62)

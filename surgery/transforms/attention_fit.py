@@ -1,0 +1,242 @@
+"""Gauss-Newton fits of an attention layer to wanted outputs, whatever its queries, keys and values are made of.
+
+A fit minimises ``Σ_m ‖F^{1/2} (out_m - target_m)‖²`` over the unknowns behind q, k, v and o, with F the second moment
+of the loss gradient at the output. Every step linearises the layer, softmax included, on query positions sampled anew,
+and solves the damped normal equations by conjugate gradients in whitened unknowns: products with J and Jᵀ, nothing of
+the size of JᵀJ. The derivative of attention itself is here; how queries, keys and values hang on the unknowns is the
+structure's own (:mod:`surgery.transforms.kv_heads_fit`, :mod:`surgery.transforms.low_rank_fit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from surgery.anatomy import AttentionAnatomy
+from surgery.kernels.mla_decode.reference import causal_mask
+from surgery.rope import to_complex, to_real
+from surgery.transforms.algebra import psd_powers
+from surgery.transforms.conjugate_gradients import solve
+from surgery.transforms.least_squares import BLOCKS, PROBED, SEEN_FLOOR, SMALLEST_WEIGHT
+
+Weights = TypeVar("Weights", bound=NamedTuple)
+Whiten = Callable[[Tensor], Tensor]
+"""Whitened unknowns to unknowns, flat; symmetric, and never mixing two kinds of unknowns."""
+
+
+class Linearised(Protocol):
+    """M query positions of one sequence around the current unknowns, which are one flat vector."""
+
+    attention: LinearisedAttention
+
+    def jvp(self, vector: Tensor) -> Tensor:
+        """Change of the output times F^{1/2}, [M, D], with a change of the unknowns."""
+
+    def vjp(self, out: Tensor) -> Tensor:
+        """The transpose of :meth:`jvp`."""
+
+
+Linearise = Callable[[Tensor, int, Tensor], Linearised]
+"""Unknowns, the number of a sequence and ascending query positions [M] of it."""
+
+
+class LinearisedAttention:
+    """Attention of some query positions around some queries, keys and values, all of them before the rotation.
+
+    Legend: M positions, T tokens up to the last of them, G KV heads, H query heads, R of them to a KV head.
+
+    Args:
+        source: for its window and softmax scale.
+        q: [H, M, d] queries of the positions. k, v: [G, T, ·].
+        o: [D, H, e]. root: F^{1/2} [D, D].
+        phase: complex [T, d/2].
+        positions: [M], ascending; the last one is T - 1.
+    """
+
+    def __init__(
+        self,
+        source: AttentionAnatomy,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        root: Tensor,
+        phase: Tensor,
+        positions: Tensor,
+    ):
+        self.o, self.root, self.phase, self.scale = o, root, phase, source.scale
+        self.query_phase, self.groups = phase[positions], (len(k), -1)
+        self.q = self._queries(q)  # [G, R, M, d]
+        self.k, self.v = _turned(k, phase)[:, None], v[:, None]  # [G, 1, T, ·]
+        visible = causal_mask(len(phase), len(phase), source.window, q.device)[positions]
+        self.weights = (self.q @ self.k.mT).masked_fill_(~visible, -torch.inf).softmax(-1)  # [G, R, M, T]
+        self.weights.masked_fill_(self.weights < SMALLEST_WEIGHT, 0)
+        self.heads = self.weights @ self.v  # [G, R, M, e]
+
+    def output(self) -> Tensor:
+        """Output at the positions without its bias, times F^{1/2}, [M, D]."""
+        return self._out(self.heads, self.o)
+
+    def jvp(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
+        """Change of :meth:`output` with changes of what it was made from, [M, D]."""
+        logits = self._queries(q) @ self.k.mT
+        logits += self.q @ _turned(k, self.phase)[:, None].mT
+        heads = self._softmax_change(logits) @ self.v + self.weights @ v[:, None]
+        return self._out(heads, self.o) + self._out(self.heads, o)
+
+    def vjp(self, out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The transpose of :meth:`jvp`: q [H, M, d], k and v [G, T, ·], o [D, H, e]."""
+        out = out @ self.root.mT
+        o = torch.einsum("mx,hme->xhe", out, self.heads.flatten(0, 1))
+        heads = torch.einsum("mx,xhe->hme", out, self.o).unflatten(0, self.groups)
+        logits = self._softmax_change(heads @ self.v.mT)
+        q = _turned((logits @ self.k).flatten(0, 1) * self.scale, self.query_phase.conj())
+        k = _turned((logits.mT @ self.q).sum(1), self.phase.conj())
+        return q, k, (self.weights.mT @ heads).sum(1), o
+
+    def _queries(self, q: Tensor) -> Tensor:
+        return _turned(q, self.query_phase).unflatten(0, self.groups) * self.scale
+
+    def _out(self, heads: Tensor, o: Tensor) -> Tensor:
+        return torch.einsum("hme,xhe->mx", heads.flatten(0, 1), o) @ self.root
+
+    def _softmax_change(self, logits: Tensor) -> Tensor:
+        """The softmax's Jacobian, which is symmetric, applied to ``logits`` in place."""
+        return logits.sub_((self.weights * logits).sum(-1, keepdim=True)).mul_(self.weights)
+
+
+def fit_attention(
+    unknowns: Tensor,
+    kinds: list[int],
+    linearise: Linearise,
+    whitening: Callable[[list[Linearised]], Whiten],
+    targets: Tensor,
+    root: Tensor,
+    *,
+    steps: int,
+    iterations: int,
+    queries: int,
+    damping: float,
+    seed: int,
+) -> tuple[Tensor, float, float]:
+    """Gauss-Newton steps from ``unknowns``; a step is shortened until the error falls, or not taken.
+
+    Args:
+        unknowns: flat. kinds: how many there are of each kind, one after the other.
+        linearise: the layer at some query positions.
+        whitening: from the linearised blocks of the first step to the preconditioner of all steps.
+        targets: [N, T, D] wanted outputs, the output bias left out, on any device.
+        root: F^{1/2} [D, D], on the device and in the dtype to compute in.
+        queries: query positions sampled from each sequence, anew in every step.
+        damping: relative to the curvature along the gradient.
+
+    Returns:
+        The fitted unknowns, and the error before and after the last step on its sample, relative to the targets'
+        energy.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    whiten, before, after = None, 0.0, 0.0
+    for _ in range(steps):
+        blocks = []
+        for sequence in range(len(targets)):
+            order = torch.randperm(targets.shape[1], generator=generator)
+            positions = order[:queries].sort().values.to(root.device)
+            blocks += [(sequence, part) for part in positions.chunk(BLOCKS)]
+        wanted = [targets[row, positions.to(targets.device)].to(root) @ root for row, positions in blocks]
+        linearised = [linearise(unknowns, *block) for block in blocks]
+        residuals = [want - part.attention.output() for want, part in zip(wanted, linearised, strict=True)]
+        energy, before = sum(map(_energy, wanted)), sum(map(_energy, residuals))
+        whiten = whiten or whitening(linearised)
+        change = _solve(linearised, residuals, whiten, kinds, iterations, damping)
+        del linearised
+        after = before
+        for factor in (1.0, 0.5, 0.25, 0.125):  # shorter where the linearisation does not reach
+            trial = unknowns + factor * change
+            outputs = (linearise(trial, *block).attention.output() for block in blocks)
+            error = sum(_energy(want - out) for want, out in zip(wanted, outputs, strict=True))
+            if error < before:
+                unknowns, after = trial, error
+                break
+        before, after = before / energy, after / energy
+    return unknowns, before, after
+
+
+def _solve(
+    blocks: list[Linearised],
+    residuals: list[Tensor],
+    whiten: Whiten,
+    kinds: list[int],
+    iterations: int,
+    damping: float,
+) -> Tensor:
+    """Conjugate gradients on the damped normal equations in whitened unknowns: a flat change of the unknowns."""
+    raw_gradient = sum(block.vjp(residual) for block, residual in zip(blocks, residuals, strict=True))
+    scales = _balance(blocks[::PROBED], whiten(raw_gradient), whiten, kinds)
+
+    def scaled(vector: Tensor) -> Tensor:
+        parts = whiten(vector).split(kinds)
+        return torch.cat([part * scale for part, scale in zip(parts, scales, strict=True)])
+
+    def normal(vector: Tensor) -> Tensor:
+        raw = scaled(vector)
+        return scaled(sum(block.vjp(block.jvp(raw)) for block in blocks))
+
+    solution = solve(
+        scaled(raw_gradient),
+        normal,
+        iterations,
+        damping,
+        dot=lambda one, other: float(one.double() @ other.double()),
+        plus=lambda one, factor, other: one + factor * other,
+    )
+    return scaled(solution)
+
+
+def _balance(blocks: list[Linearised], gradient: Tensor, whiten: Whiten, kinds: list[int]) -> list[float]:
+    """A factor for each kind of unknowns that gives all the same curvature along their own whitened ``gradient``."""
+    scales, parts = [], gradient.split(kinds)
+    for kind in range(len(kinds)):
+        alone = torch.cat([part if i == kind else torch.zeros_like(part) for i, part in enumerate(parts)])
+        raw = whiten(alone)
+        curvature = sum(_energy(block.jvp(raw)) for block in blocks)
+        scales.append((_energy(alone) / curvature) ** 0.5 if curvature > 0 else 0.0)
+    return scales
+
+
+def flat(weights: Iterable[Tensor]) -> Tensor:
+    """All numbers in one vector."""
+    return torch.cat([weight.flatten() for weight in weights])
+
+
+def unflat(vector: Tensor, like: Weights) -> Weights:
+    """The inverse of :func:`flat`, in the shapes of ``like``."""
+    parts = vector.split([weight.numel() for weight in like])
+    return like._make(part.view_as(weight) for part, weight in zip(parts, like, strict=True))
+
+
+def inverse_root(moment: Tensor, like: Tensor) -> Tensor:
+    """``moment^{-1/2}`` [..., n, n] up to a factor, with rarely seen directions kept small; as ``like`` is."""
+    # Moments of one scale, so that the factors of different kinds differ by their scales alone.
+    mean = moment.diagonal(dim1=-2, dim2=-1).mean().clamp_min(torch.finfo(torch.float64).tiny)
+    return psd_powers(moment / mean, (-0.5,), floor=SEEN_FLOOR)[0].to(like)
+
+
+def heads_moment(blocks: list[Linearised]) -> Tensor:
+    """What the output projection reads, summed over positions: [H e, H e], float64."""
+    return sum(gram(block.attention.heads.flatten(0, 1).transpose(0, 1).flatten(1)) for block in blocks)
+
+
+def gram(rows: Tensor) -> Tensor:
+    """Second moment [..., n, n] of rows [..., m, n], summed, float64; the product itself is in the rows' dtype."""
+    return (rows.mT @ rows).double()
+
+
+def _turned(x: Tensor, phase: Tensor) -> Tensor:
+    return to_real(to_complex(x) * phase)
+
+
+def _energy(x: Tensor) -> float:
+    return float(x.square().sum(dtype=torch.float64))

@@ -1,0 +1,253 @@
+"""One basis for the keys and values of a group of adjacent layers, and the simulation of caches that are so shared.
+
+With ``z_i = [k ; v]`` of all KV heads of the group's layer i, without biases and before key norm and rotation, the
+cache holds ``c = Σ_i down_i z_i`` of a token, once for the group, and layer i reads ``ẑ_i = up_i c``. xKV
+(arXiv:2503.18893) takes such a basis from each prompt and in the plain norm; here it is the one that loses least over
+calibration text, in the metric of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from surgery.anatomy import AttentionAnatomy
+from surgery.calibration.statistics import LayerStatistics
+from surgery.rope import phases, rotate
+from surgery.transforms.algebra import damp, reduced_rank_projection
+from surgery.transforms.low_rank_layer import normalised
+
+METRIC_DAMPING = 1e-6
+
+Rebuild = Callable[[list[Tensor]], list[Tensor]]
+"""What the layers of a group read of a block, from what they wrote: [B, C, n] of each."""
+
+
+@dataclass(frozen=True)
+class SharedBasis:
+    """The basis of a group.
+
+    Attributes:
+        down: [r, n] of each layer; up: [n, r] of each.
+        energy: all W·n energies, descending: what the first r directions keep and the others lose, in the metric.
+        error: the share that is lost, ``E Σ_i ‖M_i^{1/2} (z_i - ẑ_i)‖²`` over the same of ``ẑ = 0``.
+    """
+
+    down: tuple[Tensor, ...]
+    up: tuple[Tensor, ...]
+    energy: Tensor
+    error: float
+
+    def to(self, *args, **kwargs) -> SharedBasis:
+        """A copy whose maps are moved or cast."""
+        down, up = (tuple(part.to(*args, **kwargs) for part in parts) for parts in (self.down, self.up))
+        return SharedBasis(down, up, self.energy, self.error)
+
+    def rebuild(self, blocks: list[Tensor]) -> list[Tensor]:
+        """ẑ_i [..., n] of all layers from their z_i [..., n]."""
+        codes = sum(block @ down.mT for block, down in zip(blocks, self.down, strict=True))
+        return [codes @ up.mT for up in self.up]
+
+
+def shared_basis(moment: Tensor, metrics: Sequence[Tensor], rank: int) -> SharedBasis:
+    """The basis of a group that loses least.
+
+    Minimises ``E Σ_i ‖M_i^{1/2} (z_i - ẑ_i)‖²`` over all maps of rank r: reduced-rank regression of the stacked z on
+    itself under ``M = diag(M_0, …)``. Gradients of different layers hardly correlate, and cross blocks measured no
+    better, so M has none.
+
+    Args:
+        moment: ``E[z zᵀ]`` of the stacked z, float64 [W·n, W·n].
+        metrics: ``M_i`` [n, n] of each layer, damped.
+        rank: r, at most W·n.
+    """
+    layers = len(metrics)
+    down, up, energy = reduced_rank_projection(moment, torch.block_diag(*metrics), rank)
+    lost = float(energy[rank:].sum() / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny))
+    return SharedBasis(down.chunk(layers, dim=1), up.chunk(layers, dim=0), energy, lost)
+
+
+def loss_metric(statistics: LayerStatistics) -> Tensor:
+    """The Fisher information of a layer's keys before their norm, and values, [n, n], damped."""
+    raw = statistics.raw_gradient
+    return damp(statistics.gradient if raw is None else raw, METRIC_DAMPING)
+
+
+def merged_pair(heads: int, kept: int, interpolation: float) -> Rebuild:
+    """MiniCache's two layers of a block (arXiv:2405.14366): one direction between theirs, each with its own norm.
+
+    Args:
+        heads: KV heads; keys and values of a head are as wide as each other.
+        kept: tokens of a block, of the widest mean angle, that stay as they are; keys and values apart.
+        interpolation: the later layer's share of the direction, t of SLERP.
+    """
+
+    def rebuild(blocks: list[Tensor]) -> list[Tensor]:
+        # [B, C, 2 layers, keys or values, G, d]
+        both = torch.stack([block.unflatten(-1, (2, heads, -1)) for block in blocks], dim=2)
+        norms = both.norm(dim=-1, keepdim=True)
+        unit = both / norms.clamp_min(torch.finfo(both.dtype).tiny)
+        cosine = (unit[:, :, 0] * unit[:, :, 1]).sum(-1).clamp(-1, 1)  # [B, C, 2, G]
+        angle = cosine.acos()
+        # sin(aΩ) / sin Ω tends to a as the angle vanishes.
+        shares = [
+            torch.where(angle > 1e-4, torch.sin(a * angle) / angle.sin().clamp_min(1e-9), a)
+            for a in (1 - interpolation, interpolation)
+        ]
+        direction = shares[0][..., None] * unit[:, :, 0] + shares[1][..., None] * unit[:, :, 1]
+        merged = direction[:, :, None] * norms
+        mean = angle.mean(-1)  # [B, C, 2]
+        widest = mean.argsort(dim=1, descending=True)[:, :kept]
+        exact = torch.zeros_like(mean, dtype=torch.bool).scatter(1, widest, True)
+        result = torch.where(exact[:, :, None, :, None, None], both, merged)
+        return list(result.flatten(3).unbind(2))
+
+    return rebuild
+
+
+def prompt_basis(key_width: int, key_rank: int, value_rank: int) -> Rebuild:
+    """xKV as published: each row's own leading singular vectors of the stacked layers, keys and values apart."""
+
+    def rebuild(blocks: list[Tensor]) -> list[Tensor]:
+        sides = []
+        for side, rank in ((slice(None, key_width), key_rank), (slice(key_width, None), value_rank)):
+            stacked = torch.cat([block[..., side] for block in blocks], dim=-1)
+            u, s, vh = torch.linalg.svd(stacked.double(), full_matrices=False)
+            near = (u[..., :rank] * s[..., None, :rank]) @ vh[..., :rank, :]
+            sides.append(near.to(stacked.dtype).chunk(len(blocks), dim=-1))
+        return [torch.cat(parts, dim=-1) for parts in zip(*sides, strict=True)]
+
+    return rebuild
+
+
+class SimulatedGroup:
+    """Runs the layers of a group on prompts as their shared cache makes them: block by block, with stand-ins.
+
+    A query at m reads z exactly of positions n in its own block of C, of n > m - ``window`` and of n < ``sinks``;
+    what ``rebuild`` makes of the others.
+
+    Args:
+        members: stand-ins for the attention of the group's layers; all of the same C, window and sinks.
+        rebuild: what they read of a complete block.
+    """
+
+    def __init__(self, members: Sequence[SimulatedMember], rebuild: Rebuild):
+        self.members, self._rebuild, self._block = members, rebuild, members[0].block
+
+    @classmethod
+    def of(
+        cls, sources: Sequence[AttentionAnatomy], rebuild: Rebuild, block: int, *, sinks: int = 0, window: int = 0
+    ) -> SimulatedGroup:
+        """A group of layers whose anatomies these are."""
+        return cls([SimulatedKeysValues(source, block, sinks, window) for source in sources], rebuild)
+
+    @torch.no_grad()
+    def run(self, layers: Callable[[Tensor, Sequence[nn.Module]], Tensor], hidden: Tensor) -> Tensor:
+        """The group's output [B, T, D]; ``layers`` applies the loaded layers with stand-ins for their attention."""
+        for member in self.members:
+            member.exact = member.rebuilt = None
+        outputs = []
+        for piece in hidden.split(self._block, dim=1):
+            outputs.append(layers(piece, self.members))
+            if piece.shape[1] == self._block:
+                blocks = self._rebuild([member.exact[:, -self._block :] for member in self.members])
+                for member, block in zip(self.members, blocks, strict=True):
+                    member.rebuilt = block if member.rebuilt is None else torch.cat([member.rebuilt, block], dim=1)
+        return torch.cat(outputs, dim=1)
+
+    def errors(self) -> tuple[float, ...]:
+        """Squared error of what the last run rebuilt, as a share of its energy, over all layers: of each part of z.
+
+        The parts are keys before norm and rotation, and values; 0 where no block was complete.
+        """
+        widths = self.members[0].parts
+        lost, energy = torch.zeros(2, len(widths), dtype=torch.float64)
+        for member in self.members:
+            if member.rebuilt is None:
+                continue
+            exact = member.exact[:, : member.rebuilt.shape[1]]
+            for side, (z, rebuilt) in enumerate(
+                zip(exact.split(member.parts, -1), member.rebuilt.split(member.parts, -1), strict=True)
+            ):
+                lost[side] += float((z - rebuilt).double().square().sum())
+                energy[side] += float(z.double().square().sum())
+        return tuple((lost / energy.clamp_min(torch.finfo(torch.float64).tiny)).tolist())
+
+
+class SimulatedMember(nn.Module):
+    """Stands in for one attention module of a group; takes a prompt in blocks.
+
+    Attributes:
+        block: C.
+        exact: z of all tokens so far [B, S, n].
+        rebuilt: ẑ of those in complete blocks [B, S', n], None before the first.
+    """
+
+    def __init__(self, block: int, sinks: int, window: int):
+        super().__init__()
+        self.block, self._sinks, self._window = block, sinks, window
+        self.exact: Tensor | None = None
+        self.rebuilt: Tensor | None = None
+
+    @property
+    def parts(self) -> list[int]:
+        """Widths of the parts of z."""
+        raise NotImplementedError
+
+    def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Adds z of a block [B, T, n].
+
+        Returns:
+            Tokens that are read, rebuilt ones first [B, S' + S, n], their positions, and which each query sees,
+            bool [T, S' + S].
+        """
+        self.exact = tokens if self.exact is None else torch.cat([self.exact, tokens], dim=1)
+        count = self.exact.shape[1]
+        first = count - tokens.shape[1]
+        place = torch.arange(count, device=tokens.device)
+        lag = place[first:, None] - place
+        wanted = (place >= first // self.block * self.block) | (lag < self._window) | (place < self._sinks)
+        old = 0 if self.rebuilt is None else self.rebuilt.shape[1]
+        visible = torch.cat([((lag >= 0) & ~wanted)[:, :old], (lag >= 0) & wanted], dim=1)
+        read = self.exact if not old else torch.cat([self.rebuilt, self.exact], dim=1)
+        return read, torch.cat([place[:old], place]), visible
+
+
+class SimulatedKeysValues(SimulatedMember):
+    """A member whose z are bias-free keys and values."""
+
+    def __init__(self, source: AttentionAnatomy, block: int, sinks: int, window: int):
+        super().__init__(block, sinks, window)
+        self.source = source
+
+    @property
+    def parts(self) -> list[int]:
+        """Of all keys, of all values."""
+        return [self.source.k.shape[:2].numel(), self.source.v.shape[:2].numel()]
+
+    def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
+        source = self.source
+        weight = torch.cat([source.k.flatten(0, 1), source.v.flatten(0, 1)])
+        read, place, visible = self._read(hidden_states @ weight.mT)
+        keys, values = self._key_value(read)
+        phase = phases(source.inv_freq, place, keys.dtype)
+        queries = rotate(source.project_queries(hidden_states), phase[-hidden_states.shape[1] :])
+        out = nn.functional.scaled_dot_product_attention(
+            *(part.transpose(1, 2) for part in (queries, rotate(keys, phase), values)),
+            attn_mask=visible,
+            scale=source.scale,
+            enable_gqa=True,
+        )
+        out = torch.einsum("bhte,xhe->btx", out, source.o)
+        return (out if source.o_bias is None else out + source.o_bias), None
+
+    def _key_value(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, normalised and not yet rotated, and values [B, S, G, ·] of tokens [B, S, n]."""
+        source = self.source
+        keys, values = (part.unflatten(-1, (source.kv_heads, -1)) for part in tokens.split(self.parts, dim=-1))
+        keys = keys if source.k_bias is None else keys + source.k_bias
+        values = values if source.v_bias is None else values + source.v_bias
+        return keys if source.k_norm is None else normalised(keys, source.k_norm), values

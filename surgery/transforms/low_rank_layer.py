@@ -1,0 +1,159 @@
+"""Low-rank keys and values: the form that every such conversion takes, and its simulation.
+
+An attention layer in low-rank form caches latents instead of keys and values, and rebuilds these before the rotation:
+
+    c   = down x                                  [r], cached; the blocks' latents one after another
+    k_g = key_up[g] [c_shared ; c] + key_bias[g]  then the key norm, if there is one, and RoPE
+    v_g = value_up[g] [c_shared ; c] + value_bias[g]
+
+``c_shared`` are latents that earlier layers of a group have cached of the same token: a cross-layer basis costs nothing
+to read from again. Each block of latents serves some of the key heads and some of the value heads: one block for all is
+a joint latent, two are CSKV's (arXiv:2409.10593), two for every few heads Palu's (arXiv:2407.21118).
+
+A recent window and the attention sinks may stay exact beside the latents, as in CSKV's bi-branch cache: a query at m
+reads its own keys of positions n < sinks and n > m - window, and rebuilt ones of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from surgery.anatomy import AttentionAnatomy, HeadNorm
+from surgery.rope import phases, rotate
+
+
+@dataclass(frozen=True)
+class Block:
+    """Latents that serve some heads.
+
+    Attributes:
+        rank: how many.
+        keys, values: the KV heads whose keys, and whose values, are rebuilt from them.
+    """
+
+    rank: int
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LowRankLayer:
+    """One attention layer in low-rank form; shapes: r latents of its own, s shared ones."""
+
+    source: AttentionAnatomy  # queries, output, norms and rotation; keys and values are the source's own
+    blocks: tuple[Block, ...]
+    down: Tensor  # [r, D]
+    key_up: Tensor  # [G, d, s + r], zero outside the blocks; rebuilds keys before their norm
+    value_up: Tensor  # [G, e, s + r]
+
+    @property
+    def rank(self) -> int:
+        return len(self.down)
+
+    @property
+    def shared(self) -> int:
+        """Latents of earlier layers that it reads."""
+        return self.key_up.shape[-1] - self.rank
+
+    def to(self, *args, **kwargs) -> LowRankLayer:
+        """A copy with every tensor but the frequencies moved or cast."""
+        return replace(
+            self,
+            source=self.source.to(*args, **kwargs),
+            down=self.down.to(*args, **kwargs),
+            key_up=self.key_up.to(*args, **kwargs),
+            value_up=self.value_up.to(*args, **kwargs),
+        )
+
+    def key_mask(self) -> Tensor:
+        """Which columns of ``key_up`` may differ from zero, bool [G, s + r]."""
+        return self._mask(lambda block: block.keys)
+
+    def value_mask(self) -> Tensor:
+        """Which columns of ``value_up`` may, bool [G, s + r]."""
+        return self._mask(lambda block: block.values)
+
+    def _mask(self, heads) -> Tensor:
+        mask = torch.zeros(self.source.kv_heads, self.shared + self.rank, dtype=torch.bool, device=self.down.device)
+        mask[:, : self.shared] = True
+        start = self.shared
+        for block in self.blocks:
+            mask[list(heads(block)), start : start + block.rank] = True
+            start += block.rank
+        return mask
+
+    def latents(self, x: Tensor) -> Tensor:
+        """What the cache holds of inputs ``x`` [B, T, D]: [B, T, r]."""
+        return x @ self.down.mT
+
+    def rebuilt(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, normalised and not yet rotated, and values [B, T, G, ·] of latents [B, T, s + r]."""
+        keys = torch.einsum("btr,gdr->btgd", latents, self.key_up)
+        values = torch.einsum("btr,ger->btge", latents, self.value_up)
+        source = self.source
+        keys = keys if source.k_bias is None else keys + source.k_bias
+        values = values if source.v_bias is None else values + source.v_bias
+        return keys if source.k_norm is None else normalised(keys, source.k_norm), values
+
+
+class SimulatedLowRank(nn.Module):
+    """Stands in for a transformers attention module and computes a low-rank layer; prompts only, no cache.
+
+    Attributes:
+        latents: what the layer would have cached [B, T, r], call by call.
+
+    Args:
+        earlier: stand-ins of the group's earlier layers. Call number i of this one reads their latents of call i, so
+            all have to see the same prompts in the same order.
+        sinks, window: tokens whose keys and values are exact, see the top of this file.
+    """
+
+    def __init__(
+        self, layer: LowRankLayer, earlier: tuple[SimulatedLowRank, ...] = (), *, sinks: int = 0, window: int = 0
+    ):
+        super().__init__()
+        self.layer, self.sinks, self.window = layer, sinks, window
+        self._earlier = earlier  # a tuple, so that they do not become submodules
+        self.latents: list[Tensor] = []
+
+    def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
+        layer, source, call = self.layer, self.layer.source, len(self.latents)
+        self.latents.append(layer.latents(hidden_states))
+        latents = torch.cat([*(other.latents[call] for other in self._earlier), self.latents[call]], dim=-1)
+        keys, values = layer.rebuilt(latents)
+        phase = phases(source.inv_freq, torch.arange(keys.shape[1], device=keys.device), keys.dtype)
+        queries = rotate(source.project_queries(hidden_states), phase)
+        keys, visible = rotate(keys, phase), self._visible(keys.shape[1], keys.device)
+        if self.sinks or self.window:
+            exact = source.project(hidden_states)
+            exact_keys = exact.k if exact.key_gain is None else exact.k * exact.key_gain[..., None]
+            keys = torch.cat([keys, rotate(exact_keys, phase)], dim=1)
+            values = torch.cat([values, exact.v], dim=1)
+        out = nn.functional.scaled_dot_product_attention(
+            *(part.transpose(1, 2) for part in (queries, keys, values)),
+            attn_mask=visible,
+            scale=source.scale,
+            enable_gqa=True,
+        )
+        out = torch.einsum("bhte,xhe->btx", out, source.o)
+        return (out if source.o_bias is None else out + source.o_bias), None
+
+    def _visible(self, tokens: int, device: torch.device) -> Tensor:
+        """Which keys each query sees, bool [T, T], or [T, 2T] with exact ones behind the rebuilt ones."""
+        place = torch.arange(tokens, device=device)
+        lag = place[:, None] - place
+        seen = lag >= 0
+        if self.layer.source.window is not None:
+            seen &= lag < self.layer.source.window
+        if not (self.sinks or self.window):
+            return seen
+        exact = (lag < self.window) | (place < self.sinks)
+        return torch.cat([seen & ~exact, seen & exact], dim=1)
+
+
+def normalised(keys: Tensor, norm: HeadNorm) -> Tensor:
+    """RMS-normalised head vectors [..., d]."""
+    return keys * (keys.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight

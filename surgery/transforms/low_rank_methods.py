@@ -1,0 +1,269 @@
+"""The named methods of ``--to lowrank``: which latents serve which heads, and how their factors are found.
+
+========== ========================== ======================================== ===================================
+method     latents                    factors                                  source
+========== ========================== ======================================== ===================================
+fisher     one for keys and values    least error in the metric of the loss    ours
+separate   one for keys, one for      the same                                 ours
+           values
+svd-llm    the same                   least error of keys and of values        SVD-LLM, arXiv:2403.07378
+asvd       the same                   SVD of the weights, input channels       ASVD, arXiv:2312.05821
+                                      scaled by E|x|^0.5
+cskv       the same                   asvd's, then trained on the error of     CSKV, arXiv:2409.10593
+                                      keys and of values
+palu       two for every four heads,  svd-llm's                                Palu, arXiv:2407.21118 (G-LRD)
+           ranks by the Fisher
+           information of weights
+think      channels of the keys, and  the channels of least score are gone     ThinK, arXiv:2407.21018
+           all values
+========== ========================== ======================================== ===================================
+
+Every method is given the second moment of the numbers it has to rebuild, ``C = E[z zᵀ]`` with ``z = W x``, so that the
+inputs' own is never needed: with ``E[x xᵀ] = X`` it is ``C = W X Wᵀ``. Whitening gives ``W X^{1/2} = U Σ Vᵀ`` and hence
+``up down = U_r U_rᵀ W``, where U are the eigenvectors of C; scaling by S gives the same with those of ``W S² Wᵀ``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import cos, pi
+
+import torch
+from torch import Tensor
+
+from surgery.anatomy import AttentionAnatomy
+from surgery.calibration.statistics import LayerStatistics
+from surgery.errors import SurgeryError
+from surgery.transforms.algebra import eigh_descending, reduced_rank_projection
+from surgery.transforms.allocation import proportional
+from surgery.transforms.low_rank_layer import Block
+
+PALU_HEADS = 4
+TRAINING_STEPS, LEARNING_RATE = 400, 0.05
+
+
+@dataclass(frozen=True)
+class BlockMoments:
+    """What is known of n numbers z that some latents are to stand for; float64."""
+
+    moment: Tensor  # E[z zᵀ], [n, n]
+    metric: Tensor | None  # E[g gᵀ] of the loss gradients at z, damped, [n, n]
+    scaled: Tensor | None  # W S² Wᵀ with S² = E|x| of the input channels, [n, n]
+    relevance: Tensor | None  # ThinK's scores, [n]; infinite for what is kept in any case
+
+    def of(self, index: Tensor) -> BlockMoments:
+        """Those of some of the numbers."""
+        square = [None if m is None else m[index[:, None], index] for m in (self.moment, self.metric, self.scaled)]
+        return BlockMoments(*square, None if self.relevance is None else self.relevance[index])
+
+
+@dataclass(frozen=True)
+class Factors:
+    """``z ≈ up down z``, and the energies of all possible latents in the method's metric, descending."""
+
+    down: Tensor  # [r, n]
+    up: Tensor  # [n, r]
+    energy: Tensor  # [n]
+
+
+@dataclass(frozen=True)
+class Method:
+    """The choices of one named method.
+
+    Attributes:
+        factors: from the moments of a block and its rank to its factors.
+        layout: ``joint``, ``separate``, ``groups`` of heads with keys and values apart, or ``channels``.
+        weighted: it works in the metric of the loss, so that energies of different layers compare.
+        gradients: it wants loss gradients, for its metric or for its ranks.
+        scaled: it wants the scale of the attention's inputs.
+        queries: it wants the energy of the queries.
+    """
+
+    factors: Callable[[BlockMoments, int], Factors]
+    layout: str = "separate"
+    weighted: bool = False
+    gradients: bool = False
+    scaled: bool = False
+    queries: bool = False
+
+
+def loss_weighted(block: BlockMoments, rank: int) -> Factors:
+    """Least error in the metric of the loss (see :func:`reduced_rank_projection`).
+
+    One factor for all latents is free; with this one they carry as much energy as the numbers they stand for, so that
+    neither factor is far from the size of the source's weights.
+    """
+    down, up, energy = reduced_rank_projection(block.moment, block.metric, rank)
+    tiny = torch.finfo(energy.dtype).tiny
+    scale = (block.moment.trace().clamp_min(tiny) / energy[:rank].sum().clamp_min(tiny)).sqrt()
+    return Factors(down * scale, up / scale, energy)
+
+
+def whitened(block: BlockMoments, rank: int) -> Factors:
+    """Least error of z itself, each of its numbers alike: SVD-LLM's truncation-aware whitening."""
+    return _principal(block.moment, rank)
+
+
+def scaled(block: BlockMoments, rank: int) -> Factors:
+    """ASVD: the SVD of ``W S`` with S = E|x|^0.5 of each input channel."""
+    return _principal(block.scaled, rank)
+
+
+def _principal(moment: Tensor, rank: int) -> Factors:
+    energy, basis = eigh_descending(moment)
+    return Factors(basis[:, :rank].mT, basis[:, :rank], energy.clamp_min(0))
+
+
+def trained(block: BlockMoments, rank: int) -> Factors:
+    """CSKV: both factors from ASVD's by Adam on ``E‖z - up down z‖²``.
+
+    The error depends on the second moment only, so that each step sees all of the calibration text. The rate falls to
+    zero along a cosine; the paper's is constant for an epoch of batches. The optimum of this loss is svd-llm's closed
+    form: training can come near it and no further. The factor ``down`` is trained in the rows of W, which hold both its
+    start and its optimum.
+    """
+    start = scaled(block, rank)
+    if rank == len(block.moment):
+        return start
+    moment = block.moment / block.moment.trace()
+    up, down = start.up.clone().requires_grad_(), start.down.clone().requires_grad_()
+    rate = LEARNING_RATE * len(moment) ** -0.5  # of the size of an entry of an orthonormal factor
+    optimiser = torch.optim.Adam([up, down], lr=rate)
+    with torch.enable_grad():
+        for step in range(TRAINING_STEPS):
+            optimiser.param_groups[0]["lr"] = rate * (1 + cos(pi * step / TRAINING_STEPS)) / 2
+            read = down @ moment  # tr (1 - up down) C (1 - up down)ᵀ without its constant
+            loss = ((up.mT @ up) * (read @ down.mT)).sum() - 2 * (up * read.mT).sum()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    return Factors(down.detach(), up.detach(), whitened(block, rank).energy)
+
+
+def channels(block: BlockMoments, rank: int) -> Factors:
+    """ThinK: the numbers of highest score as they are, the others gone; ``energy`` are the scores."""
+    score, order = block.relevance.sort(descending=True, stable=True)
+    kept = order[:rank].sort().values
+    selection = torch.eye(len(score), dtype=block.moment.dtype)[kept]
+    return Factors(selection, selection.mT, score)
+
+
+METHODS = {
+    "fisher": Method(loss_weighted, layout="joint", weighted=True, gradients=True),
+    "separate": Method(loss_weighted, weighted=True, gradients=True),
+    "svd-llm": Method(whitened),
+    "asvd": Method(scaled, scaled=True),
+    "cskv": Method(trained, scaled=True),
+    "palu": Method(whitened, layout="groups", gradients=True),
+    "think": Method(channels, layout="channels", queries=True),
+}
+
+
+def method_named(name: str) -> Method:
+    """The method of that name.
+
+    Raises:
+        SurgeryError: there is none.
+    """
+    if name not in METHODS:
+        raise SurgeryError(f"method {name!r} of --to lowrank is unknown: choose {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def blocks_for(
+    method: str, anatomy: AttentionAnatomy, rank: int, *, key_rank: int | None = None, multiple: int = 1
+) -> tuple[Block, ...]:
+    """How a layer's budget is laid out in blocks of latents; never more of them than ``rank``.
+
+    Args:
+        rank: numbers per token.
+        key_rank: how many of them are for keys, where keys and values are apart; half by default. The method "think"
+            keeps all values and has the rest for keys.
+        multiple: of which every block's rank is one, where it can be: what the method "think" keeps of keys is not, and
+            ``rank`` and ``key_rank`` are rounded down.
+
+    Raises:
+        SurgeryError: the budget is impossible for the method.
+    """
+    layout = method_named(method).layout
+    rank -= 0 if layout == "channels" else rank % multiple
+    heads = tuple(range(anatomy.kv_heads))
+    keys, values = anatomy.kv_heads * anatomy.head_dim, anatomy.kv_heads * anatomy.value_dim
+    if not 1 <= rank <= keys + values:
+        raise SurgeryError(f"{rank} numbers per token and layer are impossible: choose 1 to {keys + values}")
+    if layout == "joint":
+        return (Block(rank, heads, heads),)
+    if layout == "channels":
+        pairs = (rank - values) // (2 * anatomy.kv_heads)
+        if pairs < 1:
+            least = values + 2 * anatomy.kv_heads
+            raise SurgeryError(
+                f"method think keeps all {values} numbers of the values and a pair of channels of each key: "
+                f"{rank} numbers per token and layer are too few, ask for at least {least} of {keys + values}"
+            )
+        return *(Block(2 * pairs, (head,), ()) for head in heads), Block(values, (), heads)
+    groups = [heads]
+    if layout == "groups":
+        groups = [heads[start : start + PALU_HEADS] for start in range(0, len(heads), PALU_HEADS)]
+    if key_rank is None:
+        key_rank = max(rank // 2, rank - values)
+    key_rank -= key_rank % multiple
+    value_rank, least = rank - key_rank, len(groups) * multiple
+    if not (least <= key_rank <= keys and least <= value_rank <= values):
+        raise SurgeryError(
+            f"{key_rank} numbers per token for keys and {value_rank} for values are impossible: "
+            f"choose {least} to {keys} and {least} to {values}"
+        )
+    sizes = [len(group) for group in groups]
+    key_ranks = proportional(sizes, key_rank, multiple, maximum=[n * anatomy.head_dim for n in sizes])
+    value_ranks = proportional(sizes, value_rank, multiple, maximum=[n * anatomy.value_dim for n in sizes])
+    return (
+        *(Block(r, group, ()) for r, group in zip(key_ranks, groups, strict=True)),
+        *(Block(r, (), group) for r, group in zip(value_ranks, groups, strict=True)),
+    )
+
+
+def fisher_information(anatomy: AttentionAnatomy, statistics: LayerStatistics) -> tuple[float, float]:
+    """Fisher information of the weights of a layer's key and of its value projection, as Palu weighs them.
+
+    Palu's public code takes the root mean square of each weight's gradient and the mean of all of them. The gradient at
+    a weight is ``Σ g_i x_j`` over tokens; with tokens independent, and gradients independent of inputs (as in K-FAC,
+    arXiv:1503.05671), its mean square is ``E g_i² E x_j²`` per token.
+
+    Raises:
+        SurgeryError: the statistics lack gradients or inputs.
+    """
+    if statistics.gradient is None or statistics.input_energy is None:
+        raise SurgeryError("method palu of --to lowrank: the statistics lack loss gradients or the energy of inputs")
+    keys = anatomy.kv_heads * anatomy.head_dim
+    energy = statistics.gradient.diagonal().clone()
+    if statistics.raw_gradient is not None:
+        energy = statistics.raw_gradient.diagonal()
+    elif anatomy.k_norm is not None:
+        energy[:keys] *= anatomy.k_norm.weight.square().repeat(anatomy.kv_heads)
+    inputs = statistics.input_energy.sqrt().mean()
+    return tuple(float(part.clamp_min(0).sqrt().mean() * inputs) for part in (energy[:keys], energy[keys:]))
+
+
+def palu_ranks(
+    information: Sequence[tuple[float, float]], anatomy: AttentionAnatomy, total: int, multiple: int = 1
+) -> list[tuple[int, int]]:
+    """Ranks of keys and of values per layer, in proportion to Fisher information (Palu's search "fisher_uniform").
+
+    Args:
+        information: per layer, from :func:`fisher_information`.
+        anatomy: any layer of the model; all have one shape.
+        total: numbers per token of all layers together; not exceeded.
+        multiple: ranks of a group of heads are multiples of it.
+
+    Raises:
+        SurgeryError: the budget is impossible.
+    """
+    groups = -(-anatomy.kv_heads // PALU_HEADS)
+    widths = (anatomy.kv_heads * anatomy.head_dim, anatomy.kv_heads * anatomy.value_dim)
+    weights = [part for pair in information for part in pair]
+    ranks = proportional(
+        weights, total, multiple * groups, minimum=multiple * groups, maximum=list(widths) * len(information)
+    )
+    return list(zip(ranks[::2], ranks[1::2], strict=True))

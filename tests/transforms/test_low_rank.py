@@ -1,0 +1,418 @@
+"""Low-rank keys and values: exact at full rank, predicted below it, and every named method does what it says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import DEMO, FAMILIES
+from torch import Tensor
+
+from surgery.anatomy import AttentionAnatomy, HeadNorm
+from surgery.attention import CapturedAttention
+from surgery.calibration.library import weight_statistics
+from surgery.calibration.statistics import LayerStatistics, MomentAccumulator
+from surgery.errors import SurgeryError
+from surgery.settings import ConversionSettings
+from surgery.source import Source
+from surgery.transforms.algebra import damp
+from surgery.transforms.low_rank import METRIC_DAMPING, LowRankConversion, SharedMoments, low_rank_layer
+from surgery.transforms.low_rank_layer import Block, SimulatedLowRank
+from surgery.transforms.low_rank_methods import METHODS, blocks_for, fisher_information, palu_ranks
+
+H, G, D, HEAD = 8, 4, 40, 6
+WIDTH = 2 * G * HEAD
+# Which of biases and norms a layer has.
+KINDS = {"plain": (False, False), "biased": (True, False), "normed": (False, True), "both": (True, True)}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Products this small only wait for each other's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def random_layer(kind: str = "plain") -> AttentionAnatomy:
+    biased, normed = KINDS[kind]
+    return AttentionAnatomy(
+        q=random(H, HEAD, D, seed=1),
+        k=random(G, HEAD, D, seed=2),
+        v=random(G, HEAD, D, seed=3),
+        o=random(D, H, HEAD, seed=4),
+        inv_freq=torch.tensor([1.0, 0.2, 0.05], dtype=torch.float64),
+        scale=0.1,
+        q_bias=random(H, HEAD, seed=5) if biased else None,
+        k_bias=5 * random(G, HEAD, seed=6) if biased else None,
+        v_bias=5 * random(G, HEAD, seed=7) if biased else None,
+        q_norm=HeadNorm(random(HEAD, seed=8).abs() + 0.1, 1e-6) if normed else None,
+        k_norm=HeadNorm(random(HEAD, seed=9).abs() + 0.1, 1e-6) if normed else None,
+    )
+
+
+def inputs_of(layer: AttentionAnatomy, seed: int = 20) -> Tensor:
+    """Inputs with a mean, channels of all sizes and correlations between them."""
+    mixed = random(4, 60, layer.hidden, seed=seed) @ random(layer.hidden, layer.hidden, seed=seed + 1)
+    size = torch.logspace(0.5, -1, layer.hidden, dtype=torch.float64)
+    return (mixed / layer.hidden**0.5 + random(layer.hidden, seed=seed + 2)) * size
+
+
+def swept(layer: AttentionAnatomy, *, gradients: bool = True) -> LayerStatistics:
+    """Statistics as the sweep takes them, of a loss that is not like any other."""
+    x = inputs_of(layer).requires_grad_()
+    captured, moments = CapturedAttention(layer, gradients=gradients), MomentAccumulator(layer, gradients=gradients)
+    with torch.set_grad_enabled(gradients):
+        out, _ = captured(x)
+    if gradients:
+        (out * random(*out.shape, seed=30) * torch.linspace(0.1, 2, out.shape[-1])).sum().backward()
+    moments.add(captured.projection, captured.outputs.grad if gradients else None, captured.inputs)
+    return moments.result()
+
+
+def bias_free(layer: AttentionAnatomy, x: Tensor) -> Tensor:
+    """Keys before their norm and values without bias [tokens, n]."""
+    return x.flatten(0, 1) @ torch.cat([layer.k.flatten(0, 1), layer.v.flatten(0, 1)]).mT
+
+
+def lost(converted: LowRankConversion, x: Tensor, shared: Tensor | None = None) -> Tensor:
+    """What is missing of the bias-free keys and values [tokens, n]."""
+    layer = converted.layer
+    latents = x @ layer.down.mT
+    latents = latents if shared is None else torch.cat([shared, latents], dim=-1)
+    up = torch.cat([layer.key_up.flatten(0, 1), layer.value_up.flatten(0, 1)])
+    return bias_free(layer.source, x) - latents.flatten(0, 1) @ up.mT
+
+
+def metric_of(statistics: LayerStatistics) -> Tensor:
+    gradient = statistics.gradient if statistics.raw_gradient is None else statistics.raw_gradient
+    return damp(gradient, METRIC_DAMPING)
+
+
+def assert_predicted(converted: LowRankConversion, error: Tensor, metric: Tensor) -> None:
+    keys = G * HEAD
+    both = metric * (error.mT @ error / len(error))
+    assert converted.error == pytest.approx(float(both.sum()), rel=1e-7)
+    assert converted.key_error == pytest.approx(float(both[:keys, :keys].sum()), rel=1e-7)
+    assert converted.value_error == pytest.approx(float(both[keys:, keys:].sum()), rel=1e-7)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_full_rank_changes_nothing(checkpoints, name):
+    layer = Source.open(checkpoints(name), ConversionSettings()).anatomy(0).to(torch.float64)
+    statistics, x = swept(layer), inputs_of(layer, seed=50)
+    want, _ = CapturedAttention(layer)(x)
+    for method in METHODS:
+        converted = low_rank_layer(layer, statistics, blocks_for(method, layer, layer.kv_width), method)
+        got, _ = SimulatedLowRank(converted.layer)(x)
+        assert converted.layer.rank == layer.kv_width
+        assert float((got - want).norm() / want.norm()) < 1e-9, method
+        assert converted.error == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_predicted_errors_are_the_measured_ones(method, kind):
+    layer = random_layer(kind)
+    statistics, blocks = swept(layer), blocks_for(method, layer, WIDTH * 3 // 4)
+    converted = low_rank_layer(layer, statistics, blocks, method)
+    assert_predicted(converted, lost(converted, inputs_of(layer)), metric_of(statistics))
+    mask = torch.cat([converted.layer.key_mask(), converted.layer.value_mask()])
+    ups = torch.cat([converted.layer.key_up, converted.layer.value_up]).mT
+    assert not ups[~mask].any()
+    assert ups.any(-1).any(0).all()  # every latent is read
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_gradients_errors_are_shares_of_energy(kind):
+    layer, x = random_layer(kind), inputs_of(random_layer(kind))
+    converted = low_rank_layer(
+        layer, swept(layer, gradients=False), blocks_for("svd-llm", layer, WIDTH // 4), "svd-llm"
+    )
+    whole, missing = (m.square().sum(0).split(G * HEAD) for m in (bias_free(layer, x), lost(converted, x)))
+    shares = [float(part.sum() / all_.sum()) for part, all_ in zip(missing, whole, strict=True)]
+    assert [converted.key_error, converted.value_error] == pytest.approx(shares, rel=1e-8)
+    assert converted.error == pytest.approx(sum(shares), rel=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_energies_beyond_the_rank_are_the_error(kind):
+    layer = random_layer(kind)
+    statistics = swept(layer)
+    for rank in (1, 7, 20):
+        converted = low_rank_layer(layer, statistics, blocks_for("fisher", layer, rank))
+        (energy,) = converted.energies
+        assert energy.shape == (WIDTH,) and (energy.diff() <= 0).all()
+        # A metric that is nearly singular, as behind a norm, is raised by its relative floor before its root is taken.
+        assert converted.error == pytest.approx(float(energy[rank:].sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "both"])
+def test_each_method_is_best_in_its_own_metric(kind):
+    layer = random_layer(kind)
+    loss, plain = swept(layer), swept(layer, gradients=False)
+    rank = WIDTH // 3
+
+    def errors(method: str, statistics: LayerStatistics) -> LowRankConversion:
+        return low_rank_layer(layer, statistics, blocks_for(method, layer, rank), method)
+
+    best, separate = errors("fisher", loss), errors("separate", loss)
+    for method in ("separate", "svd-llm", "asvd", "cskv", "palu"):
+        assert best.error < errors(method, loss).error
+    for method in ("svd-llm", "asvd", "cskv"):
+        other = errors(method, loss)
+        assert separate.key_error < other.key_error and separate.value_error < other.value_error
+    whitened, start, trained = (errors(method, plain).error for method in ("svd-llm", "asvd", "cskv"))
+    assert whitened <= trained < start
+    assert trained - whitened < 0.01 * (start - whitened)
+
+
+def test_a_bias_costs_nothing():
+    """Keys and values of rank 5 behind a large bias: five latents are exact, where a plain moment has six."""
+    layer = random_layer("biased")
+    stacked = random(WIDTH, 5, seed=60) @ random(5, D, seed=61)
+    key, value = stacked.view(2, G, HEAD, D)
+    layer = replace(layer, k=key, v=value)
+    converted = low_rank_layer(layer, swept(layer), blocks_for("fisher", layer, 5))
+    x = inputs_of(layer, seed=50)
+    want, _ = CapturedAttention(layer)(x)
+    got, _ = SimulatedLowRank(converted.layer)(x)
+    torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+
+
+def test_channels_that_the_key_norm_removes_are_left_alone():
+    layer = random_layer("normed")
+    weight = layer.k_norm.weight.clone()
+    weight[2] = 0
+    layer = replace(layer, k_norm=replace(layer.k_norm, weight=weight))
+    for method in ("fisher", "svd-llm", "think"):
+        converted = low_rank_layer(layer, swept(layer), blocks_for(method, layer, 36), method).layer
+        assert all(part.isfinite().all() for part in (converted.down, converted.key_up, converted.value_up))
+        assert converted.key_up[:, 2].abs().max() < 1e-9 * converted.key_up.abs().max() or method == "think"
+
+
+def test_latents_are_as_large_as_what_they_stand_for():
+    layer = random_layer()
+    converted = low_rank_layer(layer, swept(layer), blocks_for("fisher", layer, 12))
+    x = inputs_of(layer)
+    latents, whole = x @ converted.layer.down.mT, bias_free(layer, x)
+    assert float(latents.square().sum()) == pytest.approx(float(whole.square().sum()), rel=1e-8)
+
+
+# Latents of earlier layers.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_latents_are_used_as_well_as_least_squares_can(kind):
+    layer, x = random_layer(kind), inputs_of(random_layer(kind))
+    # Latents that know something of the inputs, one of them tiny and one nearly the copy of another.
+    shared = x @ random(D, 7, seed=70) + 0.5 * random(4, 60, 7, seed=71)
+    shared = torch.cat([shared * torch.tensor([1.0, 1e-3, 30.0, 1.0, 1.0, 1.0, 1.0]), shared[..., :1] * 1.001], dim=-1)
+    statistics = swept(layer)
+    moments = SharedMoments.of(layer, x, shared)
+    converted = low_rank_layer(layer, statistics, blocks_for("fisher", layer, 9), shared=moments)
+    assert (converted.layer.rank, converted.layer.shared) == (9, 8)
+    error, metric = lost(converted, x, shared), metric_of(statistics)
+    assert_predicted(converted, error, metric)
+    assert converted.error == pytest.approx(float(converted.energies[0][9:].sum()), rel=1e-6)
+    # No other ups do better on the same latents.
+    latents = torch.cat([shared, x @ converted.layer.down.mT], dim=-1).flatten(0, 1)
+    whole = bias_free(layer, x)
+    best = whole - latents @ (torch.linalg.pinv(latents, rtol=1e-12) @ whole)
+    assert float((error - best).norm() / best.norm()) < 1e-4
+    # Nor do the latents that a layer alone would choose, with the best ups.
+    alone = low_rank_layer(layer, statistics, blocks_for("fisher", layer, 9))
+    latents = torch.cat([shared, x @ alone.layer.down.mT], dim=-1).flatten(0, 1)
+    other = whole - latents @ (torch.linalg.pinv(latents, rtol=1e-12) @ whole)
+    assert converted.error < float((metric * (other.mT @ other / len(other))).sum())
+    assert converted.error < alone.error
+
+
+def test_a_group_reads_the_latents_that_its_first_layer_cached():
+    first, second = random_layer(), replace(random_layer("biased"), k=random(G, HEAD, D, seed=80))
+    x = inputs_of(first)
+    start = low_rank_layer(first, swept(first), blocks_for("fisher", first, 30))
+    # The second layer sees the same inputs: with 30 + 18 latents it has all that there is to know of 40 channels.
+    moments = SharedMoments.of(second, x, start.layer.latents(x))
+    converted = low_rank_layer(second, swept(second), blocks_for("fisher", second, 18), shared=moments)
+    earlier = SimulatedLowRank(start.layer)
+    earlier(x)
+    got, _ = SimulatedLowRank(converted.layer, (earlier,))(x)
+    want, _ = CapturedAttention(second)(x)
+    assert float((got - want).norm() / want.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["separate", "svd-llm"])
+def test_shared_latents_with_other_methods(method):
+    layer = random_layer()
+    moments = SharedMoments.of(layer, inputs_of(layer), random(4, 60, 3, seed=70))
+    with pytest.raises(ValueError, match="latents of earlier layers"):
+        low_rank_layer(layer, swept(layer), blocks_for(method, layer, 9), method, shared=moments)
+
+
+# Named methods.
+
+
+def test_asvd_is_the_svd_of_scaled_weights():
+    layer = random_layer()
+    converted = low_rank_layer(layer, swept(layer), blocks_for("asvd", layer, 14), "asvd").layer
+    scale = inputs_of(layer).abs().mean((0, 1)).sqrt()
+    for weight, up, down in (
+        (layer.k, converted.key_up[..., :7], converted.down[:7]),
+        (layer.v, converted.value_up[..., 7:], converted.down[7:]),
+    ):
+        u, s, v = torch.linalg.svd(weight.flatten(0, 1) * scale, full_matrices=False)
+        want = (u[:, :7] * s[:7]) @ v[:7] / scale
+        torch.testing.assert_close(up.flatten(0, 1) @ down, want, rtol=1e-8, atol=1e-8)
+
+
+def test_svd_llm_is_the_svd_of_whitened_weights():
+    layer, x = random_layer(), inputs_of(random_layer()).flatten(0, 1)
+    converted = low_rank_layer(layer, swept(layer), blocks_for("svd-llm", layer, 14), "svd-llm").layer
+    root = torch.linalg.cholesky(x.mT @ x)
+    u, s, v = torch.linalg.svd(layer.k.flatten(0, 1) @ root, full_matrices=False)
+    want = (u[:, :7] * s[:7]) @ v[:7] @ torch.linalg.inv(root)
+    torch.testing.assert_close(converted.key_up[..., :7].flatten(0, 1) @ converted.down[:7], want, rtol=1e-6, atol=1e-6)
+
+
+def test_think_keeps_the_pairs_that_matter_to_scores():
+    layer = random_layer("biased")
+    # Pair 2 of the first KV head and pair 0 of the others score nothing: no key there, no query, both.
+    k, q, q_bias = layer.k.clone(), layer.q.clone(), layer.q_bias.clone()
+    k[0, [2, 5]] = 0
+    q[2:4, [0, 3]], q_bias[2:4, [0, 3]] = 0, 0
+    k[2:, [0, 3]] *= 1e-3
+    k[2:, 1], q[4:, 4] = 0, 0  # of pair 1 half of each; only their rotation lets them meet
+    q_bias[4:, 4] = 0
+    layer = replace(layer, k=k, q=q, q_bias=q_bias)
+    converted = low_rank_layer(layer, swept(layer), blocks_for("think", layer, 40), "think").layer
+    assert [block.rank for block in converted.blocks] == [4, 4, 4, 4, G * HEAD]
+    for head, gone in enumerate((2, 0, 0, 0)):
+        kept = [i for i in range(HEAD) if i % 3 != gone]
+        rows = converted.key_up[head]
+        assert rows.any(-1).nonzero().flatten().tolist() == kept
+        torch.testing.assert_close(rows[kept] @ converted.down, layer.k[head, kept])
+    torch.testing.assert_close(converted.value_up.flatten(0, 1) @ converted.down, layer.v.flatten(0, 1))
+
+
+def test_think_cannot_go_below_the_values():
+    with pytest.raises(SurgeryError, match=r"keeps all 24 numbers of the values.* at least 32 of 48"):
+        blocks_for("think", random_layer(), 31)
+
+
+def test_palu_ranks_follow_the_fisher_information():
+    layer = random_layer("normed")
+    information = [(1.0, 3.0), (2.0, 6.0), (0.0, 4.0)]
+    ranks = palu_ranks(information, layer, 33)
+    assert ranks == [(2, 6), (4, 12), (1, 8)]
+    ranks = palu_ranks(information, layer, 66, multiple=4)
+    assert sum(map(sum, ranks)) == 64 and all(r % 4 == 0 and 4 <= r <= 24 for pair in ranks for r in pair)
+
+
+def test_fisher_information_is_the_size_of_weight_gradients():
+    """Each token alone: the root mean square of ``g_i x_j``, where gradients have nothing to do with inputs."""
+    layer = random_layer("normed")
+    statistics = swept(layer)
+    g, x = random(3, G * HEAD, seed=90), random(4, D, seed=91)
+    both = torch.cat([g, 2 * g], dim=1)
+    made = replace(statistics, raw_gradient=both.mT @ both / len(g), input_energy=x.square().mean(0))
+    roots = torch.einsum("ti,sj->tsij", g, x).square().mean((0, 1)).sqrt()
+    want = float(roots.mean())
+    assert fisher_information(layer, made) == pytest.approx((want, 2 * want))
+    weight = layer.k_norm.weight.repeat(G)
+    held = replace(made, raw_gradient=None, gradient=made.raw_gradient)
+    assert fisher_information(layer, held)[0] == pytest.approx(float((roots * weight[:, None]).mean()))
+    with pytest.raises(SurgeryError, match=r"palu .* lack loss gradients"):
+        fisher_information(layer, replace(made, gradient=None))
+
+
+def test_palu_groups_up_to_four_heads():
+    wide = replace(random_layer(), k=random(6, HEAD, D, seed=2), v=random(6, HEAD, D, seed=3))
+    blocks = blocks_for("palu", wide, 30, key_rank=12)
+    assert [(b.rank, b.keys, b.values) for b in blocks] == [
+        (8, (0, 1, 2, 3), ()),
+        (4, (4, 5), ()),
+        (12, (), (0, 1, 2, 3)),
+        (6, (), (4, 5)),
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_blocks_fit_every_budget(method):
+    layer = random_layer()
+    for rank in range(32 if method == "think" else 2, WIDTH + 1):
+        blocks = blocks_for(method, layer, rank)
+        total = sum(block.rank for block in blocks)
+        assert total <= rank and (total == rank or (method == "think" and rank - total < 2 * G))
+        low_rank = [head for block in blocks for head in block.keys]
+        assert sorted(low_rank) == list(range(G))
+
+
+@pytest.mark.parametrize("method", ["fisher", "separate", "palu"])
+def test_blocks_of_whole_multiples(method):
+    layer = random_layer()
+    for rank in range(8, WIDTH + 1):
+        blocks = blocks_for(method, layer, rank, multiple=4)
+        assert sum(block.rank for block in blocks) == rank // 4 * 4
+        assert all(block.rank % 4 == 0 for block in blocks)
+
+
+def test_methods_work_from_weights_alone():
+    layer = random_layer("both")
+    statistics = weight_statistics(layer, torch.ones(D, dtype=torch.float64))
+    errors = {
+        method: low_rank_layer(layer, statistics, blocks_for(method, layer, 36), method).error for method in METHODS
+    }
+    assert min(errors, key=errors.get) == "fisher" and errors["fisher"] > 0
+    assert all(part > 0 for part in fisher_information(layer, statistics))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_alone_know_their_bias(kind):
+    """White noise as input: what the stand-in predicts is what such inputs would lose."""
+    layer = random_layer(kind)
+    statistics = weight_statistics(layer, torch.ones(D, dtype=torch.float64))
+    converted = low_rank_layer(layer, statistics, blocks_for("svd-llm", layer, 12), "svd-llm")
+    moment = replace(statistics, gradient=None)
+    shares = low_rank_layer(layer, moment, converted.layer.blocks, "svd-llm")
+    error = lost(converted, torch.eye(D, dtype=torch.float64)[None]).square().sum(0)[: G * HEAD].sum()
+    assert shares.key_error == pytest.approx(float(error / layer.k.square().sum()))
+
+
+def test_refusals():
+    layer = random_layer("biased")
+    statistics = swept(layer, gradients=False)
+    blocks = blocks_for("fisher", layer, 12)
+    with pytest.raises(SurgeryError, match="unknown: choose fisher, separate"):
+        low_rank_layer(layer, statistics, blocks, "magic")
+    with pytest.raises(SurgeryError, match=r"method fisher .* lack loss gradients"):
+        low_rank_layer(layer, statistics, blocks)
+    bare = replace(statistics, mean=None, input_scale=None, query_energy=None)
+    with pytest.raises(SurgeryError, match=r"asvd .* scale of the attention's inputs and the mean"):
+        low_rank_layer(layer, bare, blocks_for("asvd", layer, 12), "asvd")
+    with pytest.raises(SurgeryError, match=r"think .* energy of the queries"):
+        low_rank_layer(layer, bare, blocks_for("think", layer, 36), "think")
+    heads = tuple(range(G))
+    with pytest.raises(SurgeryError, match="keys of each of 4 KV heads once"):
+        low_rank_layer(layer, statistics, (Block(4, (0, 1), heads),), "svd-llm")
+    with pytest.raises(SurgeryError, match="30 latents cannot stand for 24 numbers"):
+        low_rank_layer(layer, statistics, (Block(30, heads, ()), Block(4, (), heads)), "svd-llm")
+    with pytest.raises(SurgeryError, match="choose 1 to 48"):
+        blocks_for("fisher", layer, 49)
+    with pytest.raises(SurgeryError, match="3 numbers per token for keys and 30 for values"):
+        blocks_for("separate", layer, 33, key_rank=3)
+
+
+def test_a_prefix_of_the_latents_is_the_smaller_layer():
+    """On real weights: what rank 64 chooses are the first 64 of rank 128, but for one factor."""
+    layer = Source.open(DEMO, ConversionSettings()).anatomy(3).to(torch.float64)
+    statistics = swept(layer)
+    half, quarter = (low_rank_layer(layer, statistics, blocks_for("fisher", layer, rank)) for rank in (128, 64))
+    assert half.error < quarter.error
+    factor = half.layer.down[0].norm() / quarter.layer.down[0].norm()
+    torch.testing.assert_close(half.layer.down[:64], quarter.layer.down * factor, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(half.layer.key_up[..., :64], quarter.layer.key_up / factor, rtol=1e-6, atol=1e-9)
