@@ -20,6 +20,9 @@ STRUCTURES = {
     "mla": "multi-head latent attention (MLA)",
     "gqa": "grouped-query attention with fewer KV heads (GQA)",
     "mqa": "multi-query attention (MQA)",
+    "lowrank": "low-rank keys and values",
+    "crosslayer": "keys and values that adjacent layers share",
+    "quantized": "attention over a quantised KV cache",
 }
 
 
@@ -75,12 +78,24 @@ errors are in `surgery_report.json`. The licence of the source applies; its own 
 
 def _shape(source: dict, target: dict) -> str:
     """What of each token is cached, in words."""
-    if target["to"] != "mla":
+    if "kv_heads" in target:
         return f"{target['kv_heads']} KV heads in place of {source['kv_heads']}"
-    rank = target["kv_lora_rank"]
-    if rank is None:
-        rank = f"{min(target['kv_lora_ranks'])} to {max(target['kv_lora_ranks'])} by layer"
+    if "ranks" in target:
+        exact = f", {target['window']} recent and {target['sinks']} first tokens exact" if target["window"] else ""
+        return f"{_range(target['ranks'])} latents{exact}"
+    if target["to"] == "quantized":
+        cache = target["kv_cache"]
+        rotation = ", a Hadamard rotation folded into the weights" if target["hadamard"] else ""
+        window = f", the last {cache['window']} tokens exact" if cache["window"] else ""
+        return f"{cache['format']} in groups of {cache['group']}{window}{rotation}"
+    rank = _range(target["kv_lora_ranks"])
     return f"latent rank {rank}, {target['rope_dim']} rotated numbers"
+
+
+def _range(numbers: list[int]) -> str:
+    """One number for all layers, or the least and the greatest."""
+    least, greatest = min(numbers), max(numbers)
+    return str(least) if least == greatest else f"{least} to {greatest} by layer"
 
 
 def ladder_table(ladder: list[dict]) -> str:

@@ -21,7 +21,7 @@ OWN_CLASS = "surgery"
 
 
 def show_conversion(conversion, *, as_json: bool = False) -> None:
-    """Prints a finished conversion (:class:`surgery.convert.Conversion`)."""
+    """Prints a finished conversion (:class:`surgery.conversion.Conversion`)."""
     report = conversion.report.to_dict()
     if as_json:
         print_json({"path": str(conversion.path), **report})
@@ -263,6 +263,10 @@ def _show_layers(page: Console, layers: list[dict]) -> None:
     page.print("error of each layer: predicted from statistics, measured on its own output")
     if "groups" in layers[0]:
         head, cells = ["merged KV heads", "keys, predicted", "values, predicted"], _merged_heads
+    elif "keys_by" in layers[0]:
+        head, cells = ["keys share a scale by"], _codes
+    elif "shared_rank" in layers[0]:
+        head, cells = ["latents", "read too", "keys, predicted", "values, predicted"], _latents
     else:
         head, cells = ["rank", "rotated", "RoPE, predicted", "latent, predicted"], _latent
     stages = list(layers[0]["measured"])
@@ -272,6 +276,15 @@ def _show_layers(page: Console, layers: list[dict]) -> None:
 
 def _latent(layer: dict) -> tuple:
     return layer["rank"], layer["rope_dim"], share(layer["rope_error"]), share(layer["latent_error_share"])
+
+
+def _codes(layer: dict) -> tuple:
+    return (layer["keys_by"],)
+
+
+def _latents(layer: dict) -> tuple:
+    ranks = " + ".join(map(str, layer["ranks"]))
+    return ranks, layer["shared_rank"], f"{layer['key_error']:.2g}", f"{layer['value_error']:.2g}"
 
 
 def _merged_heads(layer: dict) -> tuple:

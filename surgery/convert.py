@@ -8,7 +8,7 @@ before they get their final name.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -19,65 +19,26 @@ from surgery.anatomy import AttentionAnatomy
 from surgery.architectures.choose import Carrier
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
-from surgery.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
-from surgery.checkpoint import CheckpointWriter, check_output, verify_files
-from surgery.errors import SurgeryError
+from surgery.checkpoint import CheckpointWriter
+from surgery.conversion import Conversion, Outcome, finish, open_request
 from surgery.held_out import HeldOut
 from surgery.ladder import Form, Ladder
 from surgery.layer_stream import LayerStream
 from surgery.mla_output import carrier_of, planned_tensors, replaced_names, reserved_numbers
 from surgery.mla_report import EXACT_STAGES, LOSSY_STAGES, LayerReport, mla_target
 from surgery.mla_split import MLAPlan
-from surgery.model import remote_code_files
 from surgery.progress import Progress
-from surgery.report import Report, build_report
-from surgery.sequential_fit import SequentialFit, Solve
-from surgery.settings import ConversionSettings, ConvertSettings
+from surgery.sequential_fit import SequentialFit
+from surgery.settings import ConvertSettings
 from surgery.source import Source
 from surgery.texts import Texts, load_texts
 from surgery.transforms import mla
 from surgery.transforms.budget import candidate_splits
 from surgery.transforms.key_basis import KeyBasis, identity_basis
 from surgery.transforms.latent_layer import LatentLayer, SimulatedAttention
+from surgery.transforms.latent_order import order_latents
 from surgery.transforms.least_squares import LatentFit
 from surgery.transforms.partial_rope import latent_form
-from surgery.verification import verify_by_running
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """A finished conversion: where it is and what is known of it."""
-
-    path: Path
-    report: Report
-
-
-def default_output(source: str | Path, target: str) -> Path:
-    """Beside the source, its name with the target behind it; beside the working folder for a hub id."""
-    path = Path(source)
-    return path.parent / f"{path.name}-{target}" if path.is_dir() else Path(f"{path.name}-{target}")
-
-
-def open_request(
-    source: str | Path,
-    out: str | Path | None,
-    target: str,
-    settings: ConversionSettings,
-    *,
-    overwrite: bool,
-    allow_pickle: bool,
-) -> tuple[Source, Path]:
-    """Opens the source and settles where the output goes.
-
-    Raises:
-        SurgeryError: the source cannot be converted, or the output exists and may not be replaced.
-    """
-    opened = Source.open(source, settings, allow_pickle=allow_pickle)
-    out = Path(out) if out else default_output(source, target)
-    check_output(opened.reader.path, out)
-    if (out.exists() or out.is_symlink()) and not overwrite:
-        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
-    return opened, out
 
 
 def check_request(
@@ -140,36 +101,25 @@ def convert_to_mla(
         with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
             fit = _sequential_fit(opened, texts, store, settings)
             stages = LOSSY_STAGES[: 3 if fit else 2]
+            replaced = replaced_names(opened, carrier)
             ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, (*EXACT_STAGES, *stages))
             layers = _convert_layers(opened, plan, library, fit, carrier, ladder, writer, settings, progress)
-            scores = ladder.scores()
-            replaced = replaced_names(opened, carrier)
             kept = [name for name in opened.reader.names() if name not in replaced]
-            factors = carrier.writer.rescaled(kept) if carrier.stock else {}
-            copy_tensors(opened.reader, kept, factors, writer, progress)
-            writer.write_json("config.json", carrier.writer.config(opened.reader.config))
-            copy_sidecars(opened.reader, () if carrier.stock else remote_code_files(), writer)
-            writer.finish()
-            verify_files(writer.partial, tensors)
             target = mla_target(opened, carrier, plan.method.name, layers)
-            verification = verify_by_running(
-                writer.partial,
-                carrier.writer.spec.dtype,
-                opened.stream,
-                ladder.hidden[stages[-1]],
-                texts.held_out,
-                carrier.writer.spec.windows,
-                target["bytes_per_token"],
-                settings.batch_size,
-                progress,
+            width = sum(carrier.writer.kv_width(layer) for layer in range(opened.layers))
+            outcome = Outcome(
+                config=carrier.writer.config(opened.reader.config),
+                replaced=replaced,
+                target=target,
+                kv_bytes=lambda tokens: width * carrier.writer.spec.dtype.itemsize * tokens,
+                layers=layers,
+                scores=ladder.scores(),
+                simulated=ladder.hidden[stages[-1]],
+                factors=carrier.writer.rescaled(kept) if carrier.stock else {},
+                own_class=not carrier.stock,
+                splits=[{**asdict(split), "held_out_loss": loss} for split, loss in tried],
             )
-            splits = [{**asdict(split), "held_out_loss": loss} for split, loss in tried]
-            report = build_report(
-                opened, settings, command, target, splits, texts, scores, layers, verification, progress
-            )
-            writer.write_json(REPORT, report.to_dict())
-            writer.write_text(CARD, report.card(out.name))
-            writer.commit()
+            report = finish(writer, tensors, opened, settings, texts, outcome, command, progress)
     return Conversion(writer.out, report)
 
 
@@ -209,22 +159,31 @@ def _sequential_fit(
     return SequentialFit(opened.stream, store, texts.calibration, settings.batch_size)
 
 
-def _solver(start: LatentLayer, metric: Tensor, index: int, stream: LayerStream, settings: ConvertSettings) -> Solve:
-    """The least-squares problem of one layer, from its closed form and the loss gradient's moment [D, D]."""
+class _Solver:
+    """The least-squares problem of one layer, from its closed form and the loss gradient's moment [D, D].
 
-    def solve(inputs: Tensor, targets: Tensor) -> SimulatedAttention:
+    Attributes:
+        energies: of the fitted latents, which come out in their order; None until it has been solved.
+    """
+
+    def __init__(self, start: LatentLayer, metric: Tensor, index: int, stream: LayerStream, settings: ConvertSettings):
+        self._start, self._metric, self._index = start, metric, index
+        self._stream, self._settings = stream, settings
+        self.energies: Tensor | None = None
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> SimulatedAttention:
+        stream, settings = self._stream, self._settings
         problem = LatentFit(
-            start.to(stream.device, stream.dtype),
+            self._start.to(stream.device, stream.dtype),
             inputs,
             targets,
-            metric.to(stream.device),
+            self._metric.to(stream.device),
             queries=settings.fit_queries,
-            seed=settings.seed + index,
+            seed=settings.seed + self._index,
         )
         fitted, _, _ = problem.run(settings.fit_steps, settings.fit_iterations)
-        return SimulatedAttention(fitted)
-
-    return solve
+        ordered, self.energies = order_latents(fitted.to("cpu", torch.float64), *problem.latent_moments())
+        return SimulatedAttention(ordered.to(stream.device, stream.dtype))
 
 
 def _convert_layers(
@@ -244,18 +203,19 @@ def _convert_layers(
         for index in range(opened.layers):
             anatomy = opened.anatomy(index).to(torch.float64)
             converted = plan.convert(anatomy, library, index)
-            result = converted.truncated
+            result, energies = converted.truncated, converted.energy[: converted.truncated.rank]
             stages = {"partial RoPE": converted.partial, "truncated": converted.truncated}
             with opened.stream.layer(index) as layer:
                 if fit:
                     metric = library.load(index)[0].output_gradient
-                    solve = _solver(converted.truncated, metric, index, opened.stream, settings)
+                    solve = _Solver(converted.truncated, metric, index, opened.stream, settings)
                     result = stages["fitted"] = fit.fit(index, layer, anatomy, solve).layer
+                    energies = solve.energies
                 forms = _forms(anatomy, converted.basis, stages, opened.stream)
                 errors = ladder.advance(layer, anatomy, forms, stages)
             for name, tensor in carrier.writer.tensors(index, result.to("cpu", torch.float64)).items():
                 writer.write(name, tensor)
-            reports.append(LayerReport.of(index, converted, errors))
+            reports.append(LayerReport.of(index, converted, energies, errors))
             advance()
     return reports
 

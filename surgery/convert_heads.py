@@ -25,21 +25,18 @@ from surgery.architectures.own_family import (
 from surgery.attention import CapturedAttention
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
-from surgery.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
-from surgery.checkpoint import CheckpointWriter, TensorSpec, verify_files
-from surgery.convert import Conversion, open_request
+from surgery.checkpoint import CheckpointWriter, TensorSpec
+from surgery.conversion import Conversion, Outcome, finish, open_request
 from surgery.errors import SurgeryError
 from surgery.ladder import Ladder
 from surgery.layer_stream import LayerStream
 from surgery.progress import Progress
-from surgery.report import build_report
 from surgery.sequential_fit import SequentialFit, Solve
 from surgery.settings import KVHeadsSettings
 from surgery.source import Source
 from surgery.texts import load_texts
 from surgery.transforms.kv_heads import METHODS, MergedLayer, merge_kv_heads
 from surgery.transforms.kv_heads_fit import fit_merged_layer
-from surgery.verification import verify_by_running
 
 STAGES = ("merged", "fitted")
 
@@ -90,7 +87,7 @@ def convert_to_gqa(
     opened, out = open_request(source, out, target, settings, overwrite=overwrite, allow_pickle=allow_pickle)
     first = opened.anatomy(0)
     kv_heads = wanted_heads(settings, first)
-    method, weighted = settings.method, METHODS[settings.method].weighted
+    weighted = METHODS[settings.method].weighted
     texts = load_texts(opened, settings, progress)
     with StatisticsLibrary() as library, BoundaryStore() as store:
         # The errors that the report predicts are in the metric of the loss, whatever metric the method works in.
@@ -103,30 +100,24 @@ def convert_to_gqa(
             stages = STAGES if fit else STAGES[:1]
             ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, stages)
             layers = _merge_layers(opened, kv_heads, library, fit, ladder, writer, settings, progress)
-            scores = ladder.scores()
-            replaced = _replaced_names(opened)
-            kept = [name for name in opened.reader.names() if name not in replaced]
-            copy_tensors(opened.reader, kept, {}, writer, progress)
-            writer.write_json("config.json", config_with_heads(opened.reader.config, kv_heads))
-            copy_sidecars(opened.reader, (), writer)
-            writer.finish()
-            verify_files(writer.partial, tensors)
-            facts = _target(opened, first, kv_heads, method)
-            verification = verify_by_running(
-                writer.partial,
-                first.q.dtype,
-                opened.stream,
-                ladder.hidden[stages[-1]],
-                texts.held_out,
-                tuple(opened.family.window(opened.config, layer) for layer in range(opened.layers)),
-                facts["bytes_per_token"],
-                settings.batch_size,
-                progress,
+            width = kv_heads * (first.head_dim + first.value_dim) * opened.layers * first.q.dtype.itemsize
+            outcome = Outcome(
+                config=config_with_heads(opened.reader.config, kv_heads),
+                replaced=_replaced_names(opened),
+                target={
+                    "to": "mqa" if kv_heads == 1 else "gqa",
+                    "method": settings.method,
+                    "model_type": opened.reader.config["model_type"],
+                    "reasons": [OWN_FAMILY],
+                    "kv_heads": kv_heads,
+                    "engines": ENGINES,
+                },
+                kv_bytes=lambda tokens: width * tokens,
+                layers=layers,
+                scores=ladder.scores(),
+                simulated=ladder.hidden[stages[-1]],
             )
-            report = build_report(opened, settings, command, facts, [], texts, scores, layers, verification, progress)
-            writer.write_json(REPORT, report.to_dict())
-            writer.write_text(CARD, report.card(out.name))
-            writer.commit()
+            report = finish(writer, tensors, opened, settings, texts, outcome, command, progress)
     return Conversion(writer.out, report)
 
 
@@ -235,16 +226,3 @@ def _planned_tensors(opened: Source, kv_heads: int, head_dim: int) -> dict[str, 
         elif name not in replaced:
             plan[name] = TensorSpec(reader.info(name).dtype, reader.info(name).shape)
     return plan
-
-
-def _target(opened: Source, first: AttentionAnatomy, kv_heads: int, method: str) -> dict:
-    width = kv_heads * (first.head_dim + first.value_dim)
-    return {
-        "to": "mqa" if kv_heads == 1 else "gqa",
-        "method": method,
-        "model_type": opened.reader.config["model_type"],
-        "reasons": [OWN_FAMILY],
-        "bytes_per_token": width * opened.layers * first.q.dtype.itemsize,
-        "kv_heads": kv_heads,
-        "engines": ENGINES,
-    }

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from surgery import layer_statistics
+from surgery.architectures import low_rank
 from surgery.architectures.own_family import ENGINES, OWN_FAMILY
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
@@ -148,7 +149,9 @@ def _targets(opened: Source, settings: ConvertSettings) -> list[dict]:
         found.append({"command": f"surgery convert --to {command}", **target})
         if not target["applies"]:
             return found  # what stands in the way of the default stands in the way of all
-    return [*found, _fewer_heads(opened)]
+    rebuilt = {"applies": True, "class": low_rank.MODEL_TYPE, "reasons": [low_rank.REASON], "engines": low_rank.ENGINES}
+    others = [{"command": f"surgery convert --to {name}", **rebuilt} for name in ("lowrank", "crosslayer")]
+    return [*found, _fewer_heads(opened), *others]
 
 
 def _fewer_heads(opened: Source) -> dict:

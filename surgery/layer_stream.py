@@ -8,7 +8,7 @@ expert kernels are transformers', for source and converted checkpoints alike.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,27 +60,43 @@ class LayerStream:
     @contextlib.contextmanager
     def layer(self, index: int) -> Iterator[StreamedLayer]:
         """Loads layer ``index`` for the length of a ``with`` block."""
-        prefix = LAYER_PREFIX.format(layer=index)
-        state = {
-            "model.layers.0." + name.removeprefix(prefix): tensor
-            for name, tensor in self.reader.tensors(prefix).items()
-        }
-        if not state:
-            raise SurgeryError(f"{self.reader.path}: no tensors of layer {index}")
-        hidden = self.config.hidden_size
-        state["model.embed_tokens.weight"] = torch.zeros(1, hidden)
-        state["model.norm.weight"] = torch.ones(hidden)
-        state["lm_head.weight"] = torch.zeros(1, hidden)
-        config = self._single_layer_config(self.config, index)
-        model = _model_from_state(config, state, self.dtype).to(self.device)
-        state.clear()  # what was cast to another dtype would stay in memory twice
-        streamed = StreamedLayer(model)
-        del model
+        streamed = StreamedLayer(self._load(index, index + 1))
         try:
             yield streamed
         finally:
             # The caller's name for the layer outlives the block, into the loading of the next one.
             streamed.model = None
+
+    @contextlib.contextmanager
+    def block(self, start: int, stop: int) -> Iterator[StreamedBlock]:
+        """Loads layers ``start`` to ``stop`` - 1 as one model, for the length of a ``with`` block.
+
+        Layers that share something (a cross-layer basis, latents of earlier layers) can be run in no other way. Their
+        entries in ``attention_layers`` must name each other by place in the group, not by index in the model.
+        """
+        streamed = StreamedBlock(self._load(start, stop))
+        try:
+            yield streamed
+        finally:
+            streamed.model = None
+
+    def _load(self, start: int, stop: int) -> nn.Module:
+        """A decoder of layers ``start`` to ``stop`` - 1, without vocabulary and final norm."""
+        state: dict[str, Tensor] = {}
+        for index in range(start, stop):
+            prefix, place = LAYER_PREFIX.format(layer=index), LAYER_PREFIX.format(layer=index - start)
+            tensors = self.reader.tensors(prefix)
+            if not tensors:
+                raise SurgeryError(f"{self.reader.path}: no tensors of layer {index}")
+            state |= {place + name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        hidden = self.config.hidden_size
+        state["model.embed_tokens.weight"] = torch.zeros(1, hidden)
+        state["model.norm.weight"] = torch.ones(hidden)
+        state["lm_head.weight"] = torch.zeros(1, hidden)
+        config = _joined([self._single_layer_config(self.config, index) for index in range(start, stop)])
+        model = _model_from_state(config, state, self.dtype).to(self.device)
+        state.clear()  # what was cast to another dtype would stay in memory twice
+        return model
 
     def run_layer(self, layer: StreamedLayer, hidden: Tensor, batch_size: int, attention=None) -> Tensor:
         """Applies a layer to [N, T, D] in batches, in place (the input's memory is reused)."""
@@ -196,6 +212,35 @@ class StreamedLayer:
     @property
     def config(self):
         return self.model.config
+
+
+@dataclass
+class StreamedBlock(StreamedLayer):
+    """Adjacent decoder layers, loaded together."""
+
+    def __call__(self, hidden: Tensor, attention: Sequence[nn.Module] | None = None) -> Tensor:
+        """The last layer's output for a causal prompt [B, T, D]; ``attention`` has a stand-in for every layer."""
+        layers = self.model.layers
+        own = [layer.self_attn for layer in layers]
+        for layer, module in zip(layers, own if attention is None else attention, strict=True):
+            layer.self_attn = module
+        try:
+            return self.model(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        finally:
+            for layer, module in zip(layers, own, strict=True):
+                layer.self_attn = module
+
+
+def _joined(singles: list):
+    """One config of several layers from the configs of each."""
+    config, count = singles[0], len(singles)
+    for name in ("layer_types", "attention_layers"):
+        if getattr(config, name, None):
+            setattr(config, name, [entry for single in singles for entry in getattr(single, name)])
+    if getattr(config, "mlp_only_layers", None) is not None:
+        config.mlp_only_layers = [place for place, single in enumerate(singles) if single.mlp_only_layers]
+    config.num_hidden_layers = count
+    return config
 
 
 def single_layer_config(config, layer: int):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from surgery.architectures.choose import Carrier, engines
 from surgery.source import Source
 from surgery.transforms.mla import ConvertedLayer
@@ -20,6 +22,8 @@ class LayerReport:
         rope_error: predicted share of the squared scores lost with the dropped rotations.
         latent_error: predicted squared error of the truncated latent in the method's metric.
         latent_error_share: the same relative to the latent's whole energy.
+        energies: of the latents that are kept, descending, each the cost of its loss in the method's metric, or after a
+            fit in that of the fit: what slicing goes by.
         measured: relative error of the layer's own output on the source's inputs, at each lossy stage.
     """
 
@@ -29,10 +33,11 @@ class LayerReport:
     rope_error: float | None
     latent_error: float
     latent_error_share: float
+    energies: list[float]
     measured: dict[str, float]
 
     @classmethod
-    def of(cls, layer: int, converted: ConvertedLayer, errors: dict[str, float]) -> LayerReport:
+    def of(cls, layer: int, converted: ConvertedLayer, energies: Tensor, errors: dict[str, float]) -> LayerReport:
         return cls(
             layer,
             converted.truncated.rank,
@@ -40,19 +45,19 @@ class LayerReport:
             converted.rope_error,
             converted.latent_error,
             converted.latent_error / max(float(converted.energy.sum()), 1e-300),
+            energies.tolist(),
             errors,
         )
 
 
 def mla_target(opened: Source, carrier: Carrier, method: str, layers: list[LayerReport]) -> dict:
-    """The target as :func:`surgery.report.build_report` wants it."""
+    """The target of :class:`surgery.conversion.Outcome`."""
     writer = carrier.writer
     return {
         "to": "mla",
         "method": method,
         "model_type": "deepseek_v3" if carrier.stock else "surgery",
         "reasons": list(carrier.reasons),
-        "bytes_per_token": sum(writer.kv_width(layer) for layer in range(opened.layers)) * writer.spec.dtype.itemsize,
         "kv_lora_rank": layers[0].rank if writer.spec.uniform else None,
         "kv_lora_ranks": list(writer.spec.ranks),
         "rope_dim": layers[0].rope_dim,

@@ -26,8 +26,11 @@ class Progress:
         return Progress(silent=self._silent)
 
     @contextlib.contextmanager
-    def phase(self, name: str, total: int, unit: str = "layer") -> Iterator[Callable[..., None]]:
-        """Yields a function that advances the phase's bar by one unit, or by as many as it is given."""
+    def phase(self, name: str, total: int | None, unit: str = "layer") -> Iterator[Callable[..., None]]:
+        """Yields a function that advances the phase's bar by one unit, or by as many as it is given.
+
+        ``total`` is None where nobody knows.
+        """
         start = time.perf_counter()
         with tqdm(
             total=total, desc=f"{name:<28}", unit=unit, unit_scale=unit == "B", file=sys.stderr, disable=self._silent

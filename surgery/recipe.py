@@ -7,7 +7,8 @@
       - eval: {name: report, baseline: org/name, checkpoints: [half, quarter], tasks: [loss, recall]}
 
 An eval step may have a `title`, and `publish`, another folder for its report without the results that it goes on from.
-A step's output lies under its name in the work folder, and later steps may use the name as a checkpoint. `builtin` is
+A step's output lies under its name in the work folder, and later steps may use the name as a checkpoint: `convert` and
+`slice` steps compose by it. `builtin` is
 the model that ships with the package. Steps that are done already, from the same source with the same settings, are
 kept.
 """
@@ -110,9 +111,23 @@ def _convert(step: Step, where: str) -> Action:
     from surgery.targets import find_target
 
     given = dict(step.settings)
-    source, to = _taken(given, "source", where), given.pop("to", "mla")
     try:
-        target = find_target(to)
+        target = find_target(given.pop("to", "mla"))
+    except SurgeryError as error:
+        raise SurgeryError(f"{where}: {error}") from None
+    return _make(step, target, given, where)
+
+
+def _slice(step: Step, where: str) -> Action:
+    from surgery.targets import SLICE
+
+    return _make(step, SLICE, dict(step.settings), where)
+
+
+def _make(step: Step, target: Target, given: dict[str, Any], where: str) -> Action:
+    """Makes a checkpoint from another."""
+    source = _taken(given, "source", where)
+    try:
         settings = target.settings(given)
     except SurgeryError as error:
         raise SurgeryError(f"{where}: {error}") from None
@@ -166,7 +181,7 @@ def _evaluate(step: Step, where: str) -> Action:
     return do
 
 
-VERBS: dict[str, Callable[[Step, str], Action]] = {"convert": _convert, "eval": _evaluate}
+VERBS: dict[str, Callable[[Step, str], Action]] = {"convert": _convert, "slice": _slice, "eval": _evaluate}
 
 
 def _step(path: Path, number: int, entry: Any) -> Step:

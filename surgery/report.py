@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import resource
 import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
+import torch
+
+from surgery.carry_over import REPORT
+from surgery.families.base import head_shape
 from surgery.held_out import Score
 from surgery.version import __version__
 
@@ -25,6 +31,7 @@ class Report:
         kv: bytes per token of the source, predicted and measured of the result.
         ladder: loss in nats per token and recall after each stage, on held-out calibration text.
         splits: budget splits that were tried, with their held-out losses.
+        previous: the source's own report, where it was converted itself.
     """
 
     source: dict
@@ -40,6 +47,7 @@ class Report:
     environment: dict
     seconds: dict[str, float]
     peak_memory_bytes: int
+    previous: dict | None = None
 
     def to_dict(self) -> dict:
         return {"schema": SCHEMA, "surgery_version": __version__, **asdict(self)}
@@ -49,6 +57,37 @@ class Report:
         from surgery.card import model_card
 
         return model_card(self, name)
+
+
+@dataclass(frozen=True)
+class SourceShape:
+    """What a report says of the source's attention; ``dtype`` is that of its weights."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    kv_bytes_per_token: float
+
+    @classmethod
+    def of(cls, opened) -> SourceShape:
+        """Of a checkpoint of a family."""
+        first = opened.anatomy(0)
+        kv_bytes = first.kv_width * opened.layers * first.q.dtype.itemsize
+        return cls(first.heads, first.kv_heads, first.head_dim, first.q.dtype, kv_bytes)
+
+    @classmethod
+    def of_config(cls, config, dtype: torch.dtype, kv_bytes_per_token: float) -> SourceShape:
+        """Of any checkpoint whose bytes are known; one converted before has the heads of its own source."""
+        return cls(*head_shape(config), dtype, kv_bytes_per_token)
+
+
+def previous_report(folder: Path) -> dict | None:
+    """The report beside a checkpoint's weights, if it was converted and the report can be read."""
+    try:
+        return json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def build_report(
@@ -62,6 +101,8 @@ def build_report(
     layers: list,
     verification,
     progress,
+    *,
+    shape: SourceShape | None = None,
 ) -> Report:
     """Puts a finished conversion on record.
 
@@ -69,12 +110,13 @@ def build_report(
         target: what it became; the keys that all targets have are "to", "method", "model_type", "reasons", "engines",
             "dtype" and "bytes_per_token", as predicted.
         layers: a dataclass a layer, with the errors of each stage as ``measured``.
+        shape: of the source, where it is no checkpoint of a family.
     """
     reader = opened.reader
     with progress.phase("hash the source", sum(reader.info(n).nbytes for n in reader.names()), "B") as advance:
         fingerprint = reader.fingerprint(advance)
-    first = opened.anatomy(0)
-    source_bytes = first.kv_width * opened.layers * first.q.dtype.itemsize
+    shape = shape or SourceShape.of(opened)
+    source_bytes = shape.kv_bytes_per_token
     target = dict(target)
     predicted = target.pop("bytes_per_token")
     ladder = [{"stage": stage, **asdict(score)} for stage, score in scores.items()]
@@ -85,10 +127,10 @@ def build_report(
             "sha256": fingerprint,
             "model_type": reader.config["model_type"],
             "layers": opened.layers,
-            "heads": first.heads,
-            "kv_heads": first.kv_heads,
-            "head_dim": first.head_dim,
-            "dtype": str(first.q.dtype).removeprefix("torch."),
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "dtype": str(shape.dtype).removeprefix("torch."),
         },
         target=target,
         settings=settings.to_dict(),
@@ -98,6 +140,7 @@ def build_report(
             "source_bytes_per_token": source_bytes,
             "predicted_bytes_per_token": predicted,
             "measured_bytes_per_token": verification.kv_bytes_per_token,
+            "measured_at_tokens": verification.kv_tokens,
             "ratio": verification.kv_bytes_per_token / source_bytes,
         },
         splits=splits,
@@ -110,6 +153,7 @@ def build_report(
         environment=environment(),
         seconds={name: round(seconds, 2) for name, seconds in progress.seconds.items()},
         peak_memory_bytes=peak_memory(),
+        previous=previous_report(reader.path),
     )
 
 

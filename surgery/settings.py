@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from surgery.errors import SurgeryError
 from surgery.file_settings import FileSettings
@@ -10,10 +11,13 @@ from surgery.file_settings import FileSettings
 NO_CALIBRATION = "none"
 METHODS = ("fisher", "transmla", "mha2mla")
 KV_HEADS_METHODS = ("fisher", "kv-heads", "procrustes", "mean-pool")
+LOW_RANK_METHODS = ("fisher", "separate", "svd-llm", "asvd", "cskv", "palu", "think")
+CROSS_LAYER_METHODS = ("cascade", "xkv", "xkv-prompt", "minicache")
 CARRIERS = ("auto", "stock", "own")
 LATENT_NORMS = ("auto", "tiny", "constant")
 FREQUENCIES = ("free", "grid")
 ALLOCATIONS = ("uniform", "spectrum")
+RANK_ALLOCATIONS = ("auto", "uniform", "spectrum", "greedy")
 
 
 @dataclass(frozen=True)
@@ -130,3 +134,114 @@ class KVHeadsSettings(ConversionSettings):
         self._check_positive("kv_heads", "fit_iterations", "fit_queries")
         if self.kv_heads is not None and self.kv_ratio is not None:
             raise SurgeryError("give kv_heads or kv_ratio, not both")
+
+
+@dataclass(frozen=True)
+class LowRankSettings(ConversionSettings):
+    """Settings of ``surgery convert --to lowrank``; configs/lowrank.yaml holds the same with comments.
+
+    Attributes:
+        method: named variant of the transform.
+        rank: numbers per token and layer, instead of a ratio; without either, a quarter of the source's.
+        allocate: how the budget is spread over layers (and keys and values, where a method has them apart): "uniform",
+            by the "spectrum" of what is dropped, or "greedy", by measured loss; "auto" is the spectrum where that
+            compares layers by the loss (fisher, separate) and uniform elsewhere. Method palu has its own way.
+        rank_multiple: every rank is one of it.
+        window: tokens that a query reads exactly, its own included; 0: none. Counted in the bytes.
+        sinks: first tokens that are read exactly too; need a window.
+        fit_steps, fit_iterations, fit_queries: as for MLA; method fisher with text only.
+    """
+
+    method: str = "fisher"
+    rank: int | None = None
+    allocate: str = "auto"
+    rank_multiple: int = 1
+    window: int = 0
+    sinks: int = 0
+    fit_steps: int = 3
+    fit_iterations: int = 8
+    fit_queries: int = 256
+
+    METHODS: ClassVar[tuple[str, ...]] = LOW_RANK_METHODS
+
+    def __post_init__(self) -> None:
+        self._check_choice("method", self.METHODS)
+        self._check_choice("allocate", RANK_ALLOCATIONS)
+        super().__post_init__()
+        self._check_positive("rank", "rank_multiple", "fit_iterations", "fit_queries")
+        if self.rank is not None and self.kv_ratio is not None:
+            raise SurgeryError("give rank or kv_ratio, not both")
+        if self.window < 0 or self.sinks < 0 or (self.sinks and not self.window):
+            raise SurgeryError(f"{self.sinks} sinks and a window of {self.window}: sinks need a window of at least 1")
+
+
+@dataclass(frozen=True)
+class CrossLayerSettings(LowRankSettings):
+    """Settings of ``surgery convert --to crosslayer``; configs/crosslayer.yaml holds the same with comments.
+
+    Attributes:
+        method: "cascade": every layer caches its own latents and reads those of the group's earlier layers too;
+            "xkv": one basis for the group, a token stored once it has left the group; "xkv-prompt": the paper's, from
+            each prompt; "minicache": adjacent pairs of layers merged.
+        group_size: adjacent layers in a group.
+        block: tokens after which methods other than cascade compress; see docs/cross-layer.md.
+    """
+
+    method: str = "cascade"
+    allocate: str = "uniform"
+    group_size: int = 3
+    block: int = 64
+
+    METHODS: ClassVar[tuple[str, ...]] = CROSS_LAYER_METHODS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_positive("block")
+        if self.group_size < 2:
+            raise SurgeryError(f"group_size {self.group_size}: a group has two layers at least; --to lowrank has one")
+        if self.allocate != "uniform":
+            raise SurgeryError("allocate: ranks of cross-layer groups are uniform")
+
+
+@dataclass(frozen=True)
+class QuantizedSettings(ConversionSettings):
+    """Settings of ``surgery convert --to quantized``; configs/quantized.yaml holds the same with comments.
+
+    Calibration text serves to measure the loss only; nothing is fitted.
+
+    Attributes:
+        bits: of a cached number: 8, 4, 2, or "fp8" (e4m3).
+        group: tokens that share a scale in a channel of the keys, channels that do in a token of values and latents.
+        window: of the most recent tokens, how many stay exact at least.
+        keys: what shares a scale of keys, or of latents in their place: the tokens of a "channel" or the channels of a
+            "token". By channel is better for latents too, at fewer bytes: some of them are much larger than others.
+        hadamard: fold a rotation into the weights that spreads outliers of values and latents over their channels.
+    """
+
+    bits: int | str = 4
+    group: int = 32
+    window: int = 0
+    keys: str = "channel"
+    hadamard: bool = False
+
+    def __post_init__(self) -> None:
+        if str(self.bits) not in ("8", "4", "2", "fp8"):
+            raise SurgeryError(f"bits {self.bits!r}: choose 8, 4, 2 or fp8")
+        self._check_choice("keys", ("channel", "token"))
+        super().__post_init__()
+        self._check_positive("group")
+        if self.kv_ratio is not None:
+            raise SurgeryError("kv_ratio: the bytes of a quantised cache follow from bits, group and window")
+        if self.window < 0:
+            raise SurgeryError(f"window must be at least 0, not {self.window}")
+        if self.group * (8 if self.bits == "fp8" else int(self.bits)) % 8:
+            raise SurgeryError(f"group {self.group} of {self.bits} bits fills no whole bytes: choose a multiple of 4")
+
+    @property
+    def format(self) -> str:
+        """Of a code, as the cache layers call it."""
+        return "fp8" if self.bits == "fp8" else f"int{self.bits}"
+
+    def kv_cache(self) -> dict[str, int | str]:
+        """What config.json of the own class says."""
+        return {"format": self.format, "group": self.group, "window": self.window, "keys": self.keys}

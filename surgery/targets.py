@@ -7,12 +7,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surgery.convert import Conversion, convert_to_mla
+from surgery.conversion import Conversion
+from surgery.convert import convert_to_mla
+from surgery.convert_cache import convert_to_quantized
+from surgery.convert_cross_layer import convert_cross_layer
 from surgery.convert_heads import convert_to_gqa
+from surgery.convert_low_rank import convert_to_low_rank
 from surgery.dry_run import ConversionPlan, plan_conversion
 from surgery.errors import SurgeryError
 from surgery.file_settings import did_you_mean, read_mapping
-from surgery.settings import ConversionSettings, ConvertSettings, KVHeadsSettings
+from surgery.settings import (
+    ConversionSettings,
+    ConvertSettings,
+    CrossLayerSettings,
+    KVHeadsSettings,
+    LowRankSettings,
+    QuantizedSettings,
+)
+from surgery.slicing import SliceSettings, slice_checkpoint
 
 
 @dataclass(frozen=True)
@@ -57,14 +69,29 @@ class Target:
         return self.planner(*arguments, **options)
 
 
+def _convert_to_cross_layer(
+    source: str | Path, out: str | Path | None, settings: CrossLayerSettings, **options: Any
+) -> Conversion:
+    """A cascade is low rank with latents that are read across layers; the other methods share a cache."""
+    convert = convert_to_low_rank if settings.method == "cascade" else convert_cross_layer
+    return convert(source, out, settings, **options)
+
+
 TARGETS = {
     target.name: target
     for target in (
         Target("mla", ConvertSettings, convert_to_mla, plan_conversion),
         Target("gqa", KVHeadsSettings, convert_to_gqa),
         Target("mqa", KVHeadsSettings, convert_to_gqa, fixed={"kv_heads": 1}),
+        Target("lowrank", LowRankSettings, convert_to_low_rank),
+        Target("crosslayer", CrossLayerSettings, _convert_to_cross_layer),
+        Target("quantized", QuantizedSettings, convert_to_quantized),
     )
 }
+
+
+SLICE = Target("slice", SliceSettings, slice_checkpoint)
+"""The verb of its own that makes a smaller checkpoint from a converted one."""
 
 
 def find_target(name: str) -> Target:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,18 +11,21 @@ from torch import Tensor
 
 from surgery.checkpoint import CheckpointReader
 from surgery.errors import SurgeryError
-from surgery.eval.kv_cache import cache_bytes
+from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.held_out import HeldOut, Score, logit_difference
 from surgery.layer_stream import LayerStream, StreamedLayer, single_layer_config
 from surgery.progress import Progress
 
-# Tokens of the first held-out sequence that are decoded one by one through a live cache, after a prompt.
-PROMPT, STEPS = 24, 8
+# Tokens of the first held-out sequence that are decoded one by one through a live cache, after a prompt. The prompt is
+# long enough for caches that keep windows and groups of tokens to show what they keep; shorter text is taken whole.
+PROMPT, STEPS = 1000, 8
 
 # Largest relative difference of logits that is taken for rounding, by the dtype of the written weights.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
 # Layers run in this precision or better, where decoding through the cache must agree with one forward pass.
 CACHE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05}
+# Where the cache is quantised, a number that rounding moves over the edge of a step moves by the step.
+QUANTIZED_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,17 @@ class Verification:
     Attributes:
         score: loss and recall.
         logit_difference: largest relative difference of logits to the simulation.
-        cache_difference: largest relative difference of a layer's output, decoded through its cache, to one forward.
-        kv_bytes_per_token: measured on the live caches of all layers.
+        cache_difference: largest relative difference of a layer's output, decoded through its cache, to one forward
+            pass; of a quantised cache, to decoding after the same prompt in two pieces. None where neither is the same
+            function.
+        kv_tokens: tokens that the live caches of all layers held when they were measured.
+        kv_bytes_per_token: their bytes over these.
     """
 
     score: Score
     logit_difference: float
-    cache_difference: float
+    cache_difference: float | None
+    kv_tokens: int
     kv_bytes_per_token: float
 
 
@@ -48,9 +56,12 @@ def verify_by_running(
     simulated: Tensor,
     held_out: HeldOut,
     windows: tuple[int | None, ...],
-    predicted_bytes: float,
+    predicted_bytes: Callable[[int], int],
     batch_size: int,
     progress: Progress,
+    *,
+    piece: int | None = None,
+    blocks: Sequence[tuple[int, int]] | None = None,
 ) -> Verification:
     """Loads the checkpoint in ``path`` layer by layer and runs it.
 
@@ -59,7 +70,9 @@ def verify_by_running(
         source_stream: gives device and compute dtype, and the logits of the simulation.
         simulated: final hidden states [N, T, D] of the simulated conversion.
         windows: sliding window of every layer, or None.
-        predicted_bytes: KV bytes per token that the live caches must hold.
+        predicted_bytes: KV bytes that the live caches of all layers must hold of one sequence of that many tokens.
+        piece: read the held-out text that many tokens at a time, through the live cache; None: in one forward pass.
+        blocks: first layer and the one after the last of layers that run together only; by default each alone.
 
     Raises:
         SurgeryError: a layer does not load, decoding differs from one forward pass, logits differ from the
@@ -70,27 +83,58 @@ def verify_by_running(
     _check_meta(config, reader)
     stream = LayerStream(reader, config, single_layer_config, device=source_stream.device, dtype=source_stream.dtype)
     hidden = stream.embed(held_out.tokens)
-    worst, bytes_per_token = 0.0, 0.0
+    # Bytes of a layer with a window are measured while it still fills.
+    tokens = max(1, min(PROMPT + STEPS, hidden.shape[1], *(window - 1 for window in windows if window)))
+    differences, measured, quantized = [], 0, False
     with progress.phase("verify: reload and run", stream.num_layers) as advance:
-        for index in range(stream.num_layers):
-            with stream.layer(index) as layer:
-                first = hidden[:1, : PROMPT + STEPS].to(stream.device, stream.dtype)
-                difference, measured = _decode(layer, first, windows[index])
-                # The cache holds what the layer computes in; a model in the weights' dtype holds that.
-                bytes_per_token += measured * weight_dtype.itemsize / stream.dtype.itemsize
-                worst = max(worst, difference)
-                stream.run_layer(layer, hidden, batch_size)
-            advance()
+        for start, stop in blocks or [(index, index + 1) for index in range(stream.num_layers)]:
+            with stream.layer(start) if stop == start + 1 else stream.block(start, stop) as layer:
+                cache = _new_cache(layer)
+                difference = _decode(layer, hidden[:1, :tokens].to(stream.device, stream.dtype), cache)
+                measured += _bytes_in(weight_dtype, cache, stream.dtype)
+                quantized = quantized or _reads_ahead(cache)
+                if difference is not None:
+                    differences.append(difference)
+                if piece is None:
+                    stream.run_layer(layer, hidden, batch_size)
+                else:
+                    run_through_cache(stream, layer, hidden, batch_size, piece, lambda layer=layer: _new_cache(layer))
+            advance(stop - start)
     difference = logit_difference(source_stream, simulated, stream, hidden)
-    if not worst <= CACHE_TOLERANCE[stream.dtype]:
-        raise SurgeryError(f"{path}: decoding through the cache differs from one forward pass by {worst:.1e}")
+    allowed = QUANTIZED_TOLERANCE if quantized else CACHE_TOLERANCE[stream.dtype]
+    for worst in differences:
+        if not worst <= allowed:  # nor is NaN
+            raise SurgeryError(f"{path}: decoding through the cache differs from one forward pass by {worst:.1e}")
     if not difference <= TOLERANCE[weight_dtype] + CACHE_TOLERANCE[stream.dtype]:
         raise SurgeryError(f"{path}: logits of the written checkpoint differ from the simulation by {difference:.1e}")
-    if bytes_per_token != predicted_bytes:
+    if measured != predicted_bytes(tokens):
         raise SurgeryError(
-            f"the live cache takes {bytes_per_token:g} bytes per token where {predicted_bytes:g} were predicted"
+            f"the live cache takes {measured} bytes at {tokens} tokens, where {predicted_bytes(tokens)} were predicted"
         )
-    return Verification(held_out.score(stream, hidden), difference, worst, bytes_per_token)
+    return Verification(
+        held_out.score(stream, hidden), difference, max(differences, default=None), tokens, measured / tokens
+    )
+
+
+@torch.no_grad()
+def run_through_cache(
+    stream: LayerStream,
+    layer: StreamedLayer,
+    hidden: Tensor,
+    batch_size: int,
+    piece: int,
+    new_cache: Callable[[], object],
+) -> Tensor:
+    """Applies a layer to [N, T, D] ``piece`` tokens at a time through caches of ``new_cache()``, in place.
+
+    As every layer sees the same pieces, this is the model decoding that many tokens at a time.
+    """
+    for rows in hidden.split(batch_size):
+        cache = new_cache()
+        for part in rows.split(piece, dim=1):
+            inputs = part.to(stream.device, stream.dtype)
+            part.copy_(layer.model(inputs_embeds=inputs, past_key_values=cache, use_cache=True).last_hidden_state)
+    return hidden
 
 
 def load_config(path: Path):
@@ -126,20 +170,44 @@ def _check_meta(config, reader: CheckpointReader) -> None:
 
 
 @torch.no_grad()
-def _decode(layer: StreamedLayer, hidden: Tensor, window: int | None) -> tuple[float, float]:
-    """Relative difference of cached to uncached outputs, and bytes per token that the live cache grew by."""
+def _decode(layer: StreamedLayer, hidden: Tensor, cache) -> float | None:
+    """Fills the cache with [1, T, D], the last few tokens one by one; the relative difference of what must be equal.
+
+    None where nothing must be.
+    """
+    prompt = max(1, hidden.shape[1] - STEPS)
+    got = layer.decode(hidden, prompt, cache)
+    if _reads_ahead(cache):
+        # A pass that completes a group of tokens reads it quantised, so one forward pass is another function. But
+        # what a layer keeps of its inputs does not depend on their pieces. Those of a second layer do.
+        if len(cache.layers) > 1:
+            return None
+        half = prompt // 2
+        other = _new_cache(layer)
+        first = layer.decode(hidden[:, :half], half, other)
+        second = layer.decode(hidden[:, half:], prompt - half, other)
+        got, want = got[:, prompt:], torch.cat([first, second], dim=1)[:, prompt:]
+    else:
+        want = layer(hidden)
+    return float((got - want).abs().max() / want.abs().max()) if want.numel() else 0.0
+
+
+def _new_cache(layer: StreamedLayer):
+    """An empty cache such as ``generate`` makes it; the layer puts in what it keeps."""
     from transformers import DynamicCache
 
-    prompt = min(PROMPT, hidden.shape[1] - 1)
-    if window:
-        # Bytes per token are those of a window that still fills.
-        prompt = max(1, min(prompt, window - 1 - STEPS))
-        hidden = hidden[:, : prompt + STEPS]
-    cache = DynamicCache(config=layer.config)
-    want = layer(hidden)
-    first = layer.decode(hidden[:, :prompt], prompt, cache)
-    before = cache_bytes(cache)
-    rest = layer.decode(hidden[:, prompt:], 0, cache)
-    got = torch.cat([first, rest], dim=1)
-    growth = (cache_bytes(cache) - before) / (hidden.shape[1] - prompt)
-    return float((got - want).abs().max() / want.abs().max()), growth
+    return DynamicCache(config=layer.config)
+
+
+def _reads_ahead(cache) -> bool:
+    # A layer may keep its latents in another one, beside exact tokens.
+    held = [*cache.layers, *(getattr(layer, "latents", None) for layer in cache.layers)]
+    return any(getattr(layer, "reads_ahead", False) for layer in held)
+
+
+def _bytes_in(weight_dtype: torch.dtype, cache, dtype: torch.dtype) -> int:
+    """Bytes of a live cache, were the numbers that it holds in the ``dtype`` of the run those of a model in another."""
+    held = [tensor for tensor in plain_tensors(cache) if tensor.ndim > 0 or tensor.is_floating_point()]
+    numbers = storage_bytes(tensor for tensor in held if tensor.dtype == dtype)
+    codes = storage_bytes(tensor for tensor in held if tensor.dtype != dtype)
+    return numbers // dtype.itemsize * weight_dtype.itemsize + codes

@@ -106,8 +106,11 @@ def test_what_stock_cannot_carry_goes_to_the_own_class_with_the_reason(name, rea
     [("llama", "llama"), ("mixtral", "mixtral"), ("mistral_window", "mistral"), ("qwen3", None)],
 )
 def test_fewer_heads_are_a_target_unless_a_norm_stands_between(name, model_class, checkpoints):
-    target = inspect_checkpoint(checkpoints(name)).targets[-1]
-    assert target["command"] == "surgery convert --to gqa" and target["class"] == model_class
+    targets = {target["command"]: target for target in inspect_checkpoint(checkpoints(name)).targets}
+    target = targets["surgery convert --to gqa"]
+    assert target["class"] == model_class
+    for name in ("lowrank", "crosslayer"):
+        assert targets[f"surgery convert --to {name}"]["class"] == "surgery"
     assert target["applies"] or "q/k-norm" in target["reasons"][0]
 
 

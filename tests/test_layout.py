@@ -11,7 +11,13 @@ import pytest
 
 from surgery.evaluation.settings import EvalSettings
 from surgery.recipe import VERBS, Recipe
-from surgery.settings import ConvertSettings, KVHeadsSettings
+from surgery.settings import (
+    ConvertSettings,
+    CrossLayerSettings,
+    KVHeadsSettings,
+    LowRankSettings,
+    QuantizedSettings,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -94,6 +100,9 @@ def test_the_wheel_holds_one_package_and_its_data(tmp_path):
 def test_shipped_settings_are_the_defaults():
     assert ConvertSettings.from_file(ROOT / "configs" / "mla.yaml") == ConvertSettings()
     assert KVHeadsSettings.from_file(ROOT / "configs" / "gqa.yaml") == KVHeadsSettings()
+    assert LowRankSettings.from_file(ROOT / "configs" / "lowrank.yaml") == LowRankSettings()
+    assert CrossLayerSettings.from_file(ROOT / "configs" / "crosslayer.yaml") == CrossLayerSettings()
+    assert QuantizedSettings.from_file(ROOT / "configs" / "quantized.yaml") == QuantizedSettings()
     assert EvalSettings.from_file(ROOT / "configs" / "eval.yaml") == EvalSettings()
     ConvertSettings.from_file(ROOT / "configs" / "mla-everywhere.yaml")
 

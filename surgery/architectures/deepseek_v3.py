@@ -13,6 +13,7 @@ What the stock class fixes, and how a converted layer meets it:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +83,32 @@ class StockMLA:
             latent_norm = "tiny" if tiny else "constant"
         norm = neutral_norm(latent_norm, spec.ranks[0], spec.dtype)
         return cls(spec, norm, 1.0 if same_eps or norm.kind == "constant" else math.sqrt(TINY_EPS / eps))
+
+    @classmethod
+    def of_config(cls, config: dict, inv_freq: Sequence[float], norm: NeutralNorm) -> StockMLA:
+        """What wrote a checkpoint, from its config.json; which of its projections have biases is not told apart.
+
+        Args:
+            inv_freq: the rotated frequencies [ρ/2], radians per token.
+            norm: how its latent's norm is neutralised.
+        """
+        layers, bias = config["num_hidden_layers"], bool(config["attention_bias"])
+        spec = MLASpec(
+            heads=config["num_attention_heads"],
+            kv_heads=config["num_key_value_heads"],
+            head_dim=config["qk_nope_head_dim"],
+            value_dim=config["v_head_dim"],
+            hidden=config["hidden_size"],
+            ranks=(config["kv_lora_rank"] - norm.extra,) * layers,
+            inv_freq=(torch.tensor(inv_freq, dtype=torch.float64),) * layers,
+            dtype=torch.float32,
+            query_bias=config["q_lora_rank"] is not None,
+            latent_bias=bias,
+            output_bias=bias,
+            key_norm_eps=None,
+            windows=(None,) * layers,
+        )
+        return cls(spec, norm)
 
     @property
     def attention_bias(self) -> bool:

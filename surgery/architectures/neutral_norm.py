@@ -85,3 +85,15 @@ def neutral_norm(kind: str, rank: int, dtype: torch.dtype) -> NeutralNorm:
     if kind == "constant":
         return constant_norm(rank)
     raise SurgeryError(f"unknown latent norm {kind!r}: choose tiny or constant")
+
+
+def recognised_norm(weight: Tensor, bias: Tensor | None) -> NeutralNorm | None:
+    """Which neutral norm a checkpoint has, by the norm's weight [r + extra] and the latent's bias [r + extra], if any.
+
+    None if it is a norm that does something.
+    """
+    for norm in (tiny_norm(), constant_norm(len(weight) - 1)):
+        constant = norm.kind == "tiny" or (bias is not None and float(bias[-1]) == CONSTANT)
+        if constant and bool((weight.double() == norm.weight).all()):
+            return norm
+    return None

@@ -107,6 +107,15 @@ class Linearisation:
 
     def vjp(self, out: Tensor) -> Parameters:
         """The transpose of :meth:`jvp`."""
+        query, key, value_up, o = self._signals(out)
+        return Parameters(key.mT @ self.x, self.q.mT @ query, value_up, o)
+
+    def latent_signals(self, out: Tensor) -> Tensor:
+        """The gradient at the latents of all T tokens, [T, r], of ``out`` [M, D] times :meth:`output`."""
+        return self._signals(out)[1][:, : self.rank]
+
+    def _signals(self, out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gradients at queries [H, M, c] and keys [T, c], both before their rotation, ``value_up`` and ``o``."""
         p = self.parameters
         out = out @ self.root.mT
         o = torch.einsum("md,hme->dhe", out, self.heads)
@@ -117,7 +126,7 @@ class Linearisation:
         query = self._rotate(logits @ self.key, self.query_phase.conj()) * self.layer.source.scale
         key = self._rotate(logits.flatten(0, 1).mT @ self.query.flatten(0, 1), self.phase.conj())
         key[:, : self.rank] += self.weights.flatten(0, 1).mT @ mixed.flatten(0, 1)
-        return Parameters(key.mT @ self.x, self.q.mT @ query, value_up, o)
+        return query, key, value_up, o
 
     def _softmax_change(self, logits: Tensor) -> Tensor:
         """The softmax's Jacobian, which is symmetric, applied to ``logits`` in place."""
@@ -250,6 +259,24 @@ class LatentFit:
             o=p.o,
         )
         return fitted, before, after
+
+    @torch.no_grad()
+    def latent_moments(self) -> tuple[Tensor, Tensor]:
+        """What orders the latents of :attr:`parameters`, see :func:`surgery.transforms.latent_order.order_latents`.
+
+        Returns:
+            E[c cᵀ] of the latents [r, r] over all tokens, and the Gauss-Newton matrix [r, r] of the output error per
+            query position in the metric, errors of different tokens taken for independent. With z ~ N(0, I) in the
+            whitened output space, the gradient g = Jᵀ z has E[g gᵀ] = Jᵀ J; one z is drawn for each position of a
+            sample. Both float64.
+        """
+        down, rank = self.parameters.down.double(), self._layer.rank
+        total, count = 0, 0
+        for block in self._sample():
+            out = torch.randn(len(block.positions), len(self._root), generator=self._generator).to(self._root)
+            total = total + _gram(self._linearise(self.parameters, block).latent_signals(out))
+            count += len(block.positions)
+        return (down @ self._input_moment @ down.mT)[:rank, :rank], total / count
 
     def _step(self, iterations: int) -> tuple[float, float]:
         self.parameters = self._normalised(self.parameters)

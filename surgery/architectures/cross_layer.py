@@ -1,0 +1,84 @@
+"""Layers that share a cache, in the project's own model class: names, shapes and config of what is written.
+
+All tensors of the source are kept, byte for byte; a shared basis stands beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.checkpoint import TensorSpec
+from surgery.families.base import ATTENTION_PREFIX
+from surgery.model import AUTO_MAP
+from surgery.transforms.cross_layer import SharedBasis
+
+MODEL_TYPE = "surgery"
+ENGINES = {
+    "transformers": "yes, with this package imported or trust_remote_code=True",
+    "vLLM": "no: own model class",
+    "SGLang": "no: own model class",
+    "llama.cpp": "no: own model class",
+}
+REASON = "no stock class has layers that share a cache"
+
+
+@dataclass(frozen=True)
+class OwnCrossLayer:
+    """Writes one conversion for :class:`surgery.model.SurgeryForCausalLM`.
+
+    Attributes:
+        groups: first layer of each group, and the one after its last.
+        entries: what all layers of a group say in ``attention_layers``, but for their places.
+        layers: of the model; those in no group keep their own attention and cache.
+        width: numbers that a layer of the source caches per token.
+        dtype: of the new tensors.
+    """
+
+    groups: tuple[tuple[int, int], ...]
+    entries: tuple[Mapping[str, Any], ...]
+    layers: int
+    width: int
+    dtype: torch.dtype
+
+    def config(self, source: dict) -> dict:
+        """The config.json of the converted model."""
+        layers: list[dict | None] = [None] * self.layers
+        for (start, stop), entry in zip(self.groups, self.entries, strict=True):
+            for index in range(start, stop):
+                layers[index] = {**entry, "place": index - start}
+        return {
+            **source,
+            "architectures": ["SurgeryForCausalLM"],
+            "model_type": MODEL_TYPE,
+            "base_model_type": source["model_type"],
+            "auto_map": AUTO_MAP,
+            "attention_layers": layers,
+        }
+
+    def plan(self) -> dict[str, TensorSpec]:
+        """Names, dtypes and shapes of the new tensors."""
+        return {
+            ATTENTION_PREFIX.format(layer=index) + name: TensorSpec(self.dtype, shape)
+            for (start, stop), entry in zip(self.groups, self.entries, strict=True)
+            if "rank" in entry
+            for index in range(start, stop)
+            for name, shape in (
+                ("basis_down", (entry["rank"], self.width)),
+                ("basis_up", (self.width, entry["rank"])),
+            )
+        }
+
+    def tensors(self, group: int, basis: SharedBasis) -> dict[str, Tensor]:
+        """A group's new tensors, as planned."""
+        start = self.groups[group][0]
+        result = {}
+        for place, (down, up) in enumerate(zip(basis.down, basis.up, strict=True)):
+            prefix = ATTENTION_PREFIX.format(layer=start + place)
+            result[prefix + "basis_down"] = down.to(self.dtype).contiguous()
+            result[prefix + "basis_up"] = up.to(self.dtype).contiguous()
+        return result

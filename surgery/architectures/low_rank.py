@@ -1,0 +1,132 @@
+"""Low-rank keys and values in the project's own model class: names, shapes and config of what is written.
+
+The class keeps the source's biases and norms, byte for byte, and its query and output projections, refitted or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from surgery.anatomy import AttentionAnatomy
+from surgery.checkpoint import TensorSpec
+from surgery.families.base import ATTENTION_PREFIX
+from surgery.model import AUTO_MAP
+from surgery.transforms.low_rank_layer import Block, LowRankLayer
+
+MODEL_TYPE = "surgery"
+ENGINES = {
+    "transformers": "yes, with this package imported or trust_remote_code=True",
+    "vLLM": "no: own model class",
+    "SGLang": "no: own model class",
+    "llama.cpp": "no: own model class",
+}
+REASON = "no stock class rebuilds keys and values from latents"
+
+
+@dataclass(frozen=True)
+class OwnLowRank:
+    """Writes one conversion for :class:`surgery.model.SurgeryForCausalLM`.
+
+    Attributes:
+        anatomy: of any layer of the source; all have one shape.
+        blocks: every layer's latents.
+        shared_layers: how many layers before each one hand their latents on to it.
+        sinks, window: tokens that are read exactly beside the latents; 0 for none.
+    """
+
+    anatomy: AttentionAnatomy
+    blocks: tuple[tuple[Block, ...], ...]
+    shared_layers: tuple[int, ...]
+    sinks: int = 0
+    window: int = 0
+
+    def rank(self, layer: int) -> int:
+        """Latents of a layer: what it caches of every token."""
+        return sum(block.rank for block in self.blocks[layer])
+
+    def shared_rank(self, layer: int) -> int:
+        """Latents of earlier layers that a layer reads."""
+        return sum(self.rank(other) for other in range(layer - self.shared_layers[layer], layer))
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes that the caches of all layers hold of one sequence."""
+        latents = tokens * sum(self.rank(layer) for layer in range(len(self.blocks)))
+        exact = min(tokens, self.sinks + self.window - 1) * self.anatomy.kv_width if self.window else 0
+        return (latents + exact * len(self.blocks)) * self.anatomy.q.dtype.itemsize
+
+    def config(self, source: dict) -> dict:
+        """The config.json of the converted model."""
+        entries = [
+            {
+                "kind": "low_rank",
+                "blocks": [
+                    {"rank": block.rank, "keys": list(block.keys), "values": list(block.values)} for block in blocks
+                ],
+                "shared_layers": self.shared_layers[layer],
+                "shared_rank": self.shared_rank(layer),
+                "sinks": self.sinks,
+                "window": self.window,
+            }
+            for layer, blocks in enumerate(self.blocks)
+        ]
+        return {
+            **source,
+            "architectures": ["SurgeryForCausalLM"],
+            "model_type": MODEL_TYPE,
+            "base_model_type": source["model_type"],
+            "auto_map": AUTO_MAP,
+            "attention_layers": entries,
+        }
+
+    def copied(self, names: Sequence[str]) -> list[str]:
+        """Which of the source's attention tensors of a layer are kept as they are."""
+        kept = ("q_proj.bias", "q_norm.", "k_norm.", "o_proj.bias", *(("k_proj.", "v_proj.") if self.window else ()))
+        return [name for name in names if name.rpartition("self_attn.")[2].startswith(kept)]
+
+    def plan(self, layer: int) -> dict[str, TensorSpec]:
+        """Names, dtypes and shapes of a layer's new tensors."""
+        anatomy = self.anatomy
+        shapes = {
+            "q_proj.weight": (anatomy.heads * anatomy.head_dim, anatomy.hidden),
+            "kv_down.weight": (self.rank(layer), anatomy.hidden),
+            "o_proj.weight": (anatomy.hidden, anatomy.heads * anatomy.value_dim),
+        }
+        for number, block in enumerate(self.blocks[layer]):
+            width = self.shared_rank(layer) + block.rank
+            for kind, heads, dim in (("key", block.keys, anatomy.head_dim), ("value", block.values, anatomy.value_dim)):
+                if heads:
+                    shapes[f"{kind}_up.{number}"] = (len(heads) * dim, width)
+        if anatomy.k_bias is not None:
+            shapes["key_bias"] = (anatomy.k_bias.numel(),)
+        if anatomy.v_bias is not None:
+            shapes["value_bias"] = (anatomy.v_bias.numel(),)
+        prefix = ATTENTION_PREFIX.format(layer=layer)
+        return {prefix + name: TensorSpec(anatomy.q.dtype, shape) for name, shape in shapes.items()}
+
+    def tensors(self, layer: int, converted: LowRankLayer) -> dict[str, Tensor]:
+        """A layer's new tensors, as planned."""
+        source, shared = converted.source, converted.shared
+        result = {
+            "q_proj.weight": source.q.flatten(0, 1),
+            "kv_down.weight": converted.down,
+            "o_proj.weight": source.o.flatten(1),
+        }
+        start = shared
+        for number, block in enumerate(converted.blocks):
+            columns = [*range(shared), *range(start, start + block.rank)]
+            start += block.rank
+            for kind, heads, up in (
+                ("key", block.keys, converted.key_up),
+                ("value", block.values, converted.value_up),
+            ):
+                if heads:
+                    result[f"{kind}_up.{number}"] = up[list(heads)].flatten(0, 1)[:, columns]
+        if source.k_bias is not None:
+            result["key_bias"] = source.k_bias.flatten()
+        if source.v_bias is not None:
+            result["value_bias"] = source.v_bias.flatten()
+        prefix = ATTENTION_PREFIX.format(layer=layer)
+        return {prefix + name: tensor.to(self.anatomy.q.dtype).contiguous() for name, tensor in result.items()}

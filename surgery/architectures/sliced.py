@@ -1,0 +1,253 @@
+"""A converted checkpoint with fewer latents: which rows and columns of its tensors stay, and what its config says.
+
+Conversions put the latents of a block in the order of what they are worth, so the first of them are the best smaller
+model (nested ranks, MatryoshkaKV, arXiv:2410.14731) and slicing is a choice of rows and columns: no number changes but,
+in a stock class whose norm is neutralised by a constant channel, the factor that the norm leaves behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from surgery.architectures import deepseek_v3
+from surgery.architectures.choose import Carrier, engines
+from surgery.architectures.deepseek_v3 import StockMLA
+from surgery.architectures.neutral_norm import NeutralNorm, neutral_norm, recognised_norm
+from surgery.checkpoint import CheckpointReader, TensorSpec
+from surgery.errors import SurgeryError
+from surgery.families.base import ATTENTION_PREFIX
+
+Ranks = tuple[tuple[int, ...], ...]
+"""How many latents each block of each layer has; all but block-wise low rank have one block a layer."""
+
+KINDS = ("low_rank", "latent")
+"""Attention of the own class whose latents can be cut."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What stays of a tensor: some indices along one dimension, and what they are multiplied by."""
+
+    dim: int
+    kept: tuple[int, ...]
+    factor: float = 1.0
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part that stays, in the tensor's dtype."""
+        part = tensor.index_select(self.dim, torch.tensor(self.kept))
+        return part if self.factor == 1.0 else (part.double() * self.factor).to(part.dtype)
+
+    def spec(self, spec: TensorSpec) -> TensorSpec:
+        """Dtype and shape of that part."""
+        shape = list(spec.shape)
+        shape[self.dim] = len(self.kept)
+        return TensorSpec(spec.dtype, tuple(shape))
+
+
+@dataclass(frozen=True)
+class LatentModel:
+    """A checkpoint whose attention caches latents: the project's own class, or stock ``deepseek_v3``.
+
+    Attributes:
+        config: its config.json.
+        norm: how the stock class's latent norm is neutralised; None in the own class, which has none.
+    """
+
+    config: dict
+    norm: NeutralNorm | None
+
+    @classmethod
+    def of(cls, reader: CheckpointReader) -> LatentModel:
+        """Reads what kind of latents a checkpoint has.
+
+        Raises:
+            SurgeryError: none that can be cut; says what it is and what to do.
+        """
+        path, config = reader.path, reader.config
+        kind = config.get("model_type")
+        if kind == deepseek_v3.MODEL_TYPE:
+            return cls(config, _stock_norm(path, reader))
+        if kind != "surgery":
+            raise SurgeryError(
+                f"{path}: a {kind} checkpoint caches no latents to slice; convert it with --to lowrank or --to mla"
+            )
+        if config.get("kv_cache"):
+            raise SurgeryError(
+                f"{path}: its KV cache is quantised; slice the checkpoint that it was made of, and quantise that"
+            )
+        for index, entry in enumerate(config["attention_layers"]):
+            if entry is None or entry["kind"] not in KINDS:
+                found = "the family's own" if entry is None else entry["kind"]
+                raise SurgeryError(
+                    f"{path}: layer {index} has {found} attention, without latents in an order; convert its "
+                    "source again with a smaller --kv-ratio"
+                )
+        return cls(config, None)
+
+    @property
+    def stock(self) -> bool:
+        return self.norm is not None
+
+    @property
+    def layers(self) -> int:
+        return self.config["num_hidden_layers"]
+
+    @property
+    def ranks(self) -> Ranks:
+        if self.stock:
+            return ((self.config["kv_lora_rank"] - self.norm.extra,),) * self.layers
+        return tuple(
+            tuple(block["rank"] for block in entry["blocks"])
+            if entry["kind"] == "low_rank"
+            else (entry["kv_lora_rank"],)
+            for entry in self.config["attention_layers"]
+        )
+
+    def rope_dim(self, layer: int) -> int:
+        """Rotated numbers that a layer caches of every token beside its latents."""
+        if self.stock:
+            return self.config["qk_rope_head_dim"]
+        return 2 * len(self.config["attention_layers"][layer].get("rope_inv_freq", ()))
+
+    def fixed(self, layer: int) -> int:
+        """Numbers that a layer caches of every token and that no cut takes away."""
+        if self.stock:
+            return self.norm.extra + self.rope_dim(layer)
+        normed = self.config["attention_layers"][layer].get("key_norm_eps") is not None
+        return self.rope_dim(layer) + (self.config["num_key_value_heads"] if normed else 0)
+
+    def groups(self) -> list[tuple[int, int]]:
+        """First layer, and the one after the last, of layers that only run together."""
+        entries = self.config.get("attention_layers") or [{}] * self.layers
+        starts = [index for index, entry in enumerate(entries) if not entry.get("shared_layers")]
+        return list(zip(starts, [*starts[1:], self.layers], strict=True))
+
+    def sliced(self, ranks: Ranks) -> LatentModel:
+        """The same model with the first so many latents of every block.
+
+        Raises:
+            SurgeryError: the stock class has one rank for all layers.
+        """
+        if self.stock:
+            if len(set(ranks)) > 1:
+                raise SurgeryError(f"stock {deepseek_v3.MODEL_TYPE} has one rank for all layers, not {ranks}")
+            ((rank,), *_) = ranks
+            norm = neutral_norm(self.norm.kind, rank, torch.float32)
+            return LatentModel({**self.config, "kv_lora_rank": rank + norm.extra}, norm)
+        entries = []
+        for entry, kept in zip(self.config["attention_layers"], ranks, strict=True):
+            if entry["kind"] == "latent":
+                entries.append({**entry, "kv_lora_rank": kept[0]})
+                continue
+            blocks = [{**block, "rank": rank} for block, rank in zip(entry["blocks"], kept, strict=True)]
+            layer, shared = len(entries), entry["shared_layers"]
+            shared_rank = sum(sum(other) for other in ranks[layer - shared : layer])
+            entries.append({**entry, "blocks": blocks, "shared_rank": shared_rank})
+        return LatentModel({**self.config, "attention_layers": entries}, None)
+
+    def engines(self, inv_freq: Sequence[float]) -> dict[str, str]:
+        """For every engine whether it loads the stock class at this rank; ``inv_freq`` are the rotated frequencies."""
+        writer = StockMLA.of_config(self.config, inv_freq, self.norm)
+        return engines(Carrier(writer, ()), self.config)
+
+    def kept_rows(self, layer: int, ranks: Ranks) -> tuple[int, ...]:
+        """The rows of a layer's down projection that a cut keeps, rotated ones included."""
+        return self.cuts(layer, ranks)[self.down_name + ".weight"].kept
+
+    @property
+    def down_name(self) -> str:
+        """Of the projection whose first outputs are the latents."""
+        return "kv_a_proj_with_mqa" if self.stock else "kv_down"
+
+    def cuts(self, layer: int, ranks: Ranks) -> dict[str, Cut]:
+        """What stays of a layer's attention tensors, by their names within it; some may not exist."""
+        if self.stock:
+            return self._stock_cuts(layer, ranks)
+        entry = self.config["attention_layers"][layer]
+        if entry["kind"] == "low_rank":
+            return self._low_rank_cuts(layer, ranks)
+        ((rank,), (kept,)) = self.ranks[layer], ranks[layer]
+        latents = tuple(range(kept))
+        rows = (*latents, *range(rank, rank + self.rope_dim(layer)))
+        return {
+            "kv_down.weight": Cut(0, rows),
+            "kv_down.bias": Cut(0, rows),
+            "query_up": Cut(2, rows),
+            "value_up": Cut(2, latents),
+        }
+
+    def _low_rank_cuts(self, layer: int, ranks: Ranks) -> dict[str, Cut]:
+        shared_layers = self.config["attention_layers"][layer]["shared_layers"]
+        earlier = slice(layer - shared_layers, layer)
+        before = [rank for other in self.ranks[earlier] for rank in other]
+        shared = _firsts(before, [rank for other in ranks[earlier] for rank in other])
+        cuts = {"kv_down.weight": Cut(0, _firsts(self.ranks[layer], ranks[layer]))}
+        for number, rank in enumerate(ranks[layer]):
+            columns = (*shared, *range(sum(before), sum(before) + rank))
+            cuts |= {f"{kind}_up.{number}": Cut(1, columns) for kind in ("key", "value")}
+        return cuts
+
+    def _stock_cuts(self, layer: int, ranks: Ranks) -> dict[str, Cut]:
+        width, new = self.config["kv_lora_rank"], self.sliced(ranks).norm
+        kept = (*range(ranks[layer][0]), *range(width - self.norm.extra, width))
+        rows = (*kept, *range(width, width + self.rope_dim(layer)))
+        return {
+            "kv_a_proj_with_mqa.weight": Cut(0, rows),
+            "kv_a_proj_with_mqa.bias": Cut(0, rows),
+            "kv_a_layernorm.weight": Cut(0, kept, new.weight / self.norm.weight),
+            "kv_b_proj.weight": Cut(1, kept, self.norm.gain / new.gain),
+        }
+
+
+def planned_tensors(reader: CheckpointReader, model: LatentModel, ranks: Ranks) -> dict[str, TensorSpec]:
+    """Every tensor of the sliced checkpoint, in the order of the whole one."""
+    plan = {name: TensorSpec(reader.info(name).dtype, reader.info(name).shape) for name in reader.names()}
+    for layer in range(model.layers):
+        for name, cut in _cuts_by_name(reader, model, layer, ranks).items():
+            plan[name] = cut.spec(plan[name])
+    return plan
+
+
+def sliced_tensors(reader: CheckpointReader, model: LatentModel, layer: int, ranks: Ranks) -> dict[str, Tensor]:
+    """A layer's tensors that slicing changes, in their own dtype."""
+    cuts = _cuts_by_name(reader, model, layer, ranks)
+    return {name: cut.of(reader.tensor(name)).contiguous() for name, cut in cuts.items()}
+
+
+def _cuts_by_name(reader: CheckpointReader, model: LatentModel, layer: int, ranks: Ranks) -> dict[str, Cut]:
+    prefix = ATTENTION_PREFIX.format(layer=layer)
+    return {prefix + name: cut for name, cut in model.cuts(layer, ranks).items() if prefix + name in reader}
+
+
+def _firsts(sizes: Iterable[int], kept: Sequence[int]) -> tuple[int, ...]:
+    """Places of the first ``kept`` of each of several runs of these sizes, one behind the other."""
+    places, start = [], 0
+    for size, count in zip(sizes, kept, strict=True):
+        places += range(start, start + count)
+        start += size
+    return tuple(places)
+
+
+def _stock_norm(path: Path, reader: CheckpointReader) -> NeutralNorm:
+    """How a stock checkpoint's latent norms are neutralised.
+
+    Raises:
+        SurgeryError: one of them is a real norm, as in DeepSeek's own models.
+    """
+    norms, width = set(), reader.config["kv_lora_rank"]
+    for layer in range(reader.config["num_hidden_layers"]):
+        prefix = ATTENTION_PREFIX.format(layer=layer)
+        bias = prefix + "kv_a_proj_with_mqa.bias"
+        weight = reader.tensor(prefix + "kv_a_layernorm.weight")
+        norms.add(recognised_norm(weight, reader.tensor(bias)[:width] if bias in reader else None))
+    if len(norms) != 1 or None in norms:
+        raise SurgeryError(
+            f"{path}: its latents pass a norm over all of them, so that none can be left out; only deepseek_v3 "
+            "checkpoints made by surgery convert --to mla can be sliced"
+        )
+    return norms.pop()

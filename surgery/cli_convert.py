@@ -1,0 +1,396 @@
+"""``surgery convert`` and ``surgery slice``: a checkpoint from another. Torch is imported inside the verbs only."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.cli_options import (
+    BUDGET,
+    CALIBRATION,
+    OUTPUT,
+    BatchOption,
+    CalibrationOption,
+    CheckpointArgument,
+    DeviceOption,
+    DtypeOption,
+    FieldOption,
+    JsonOption,
+    LengthOption,
+    PickleOption,
+    SeedOption,
+    TokensOption,
+)
+from surgery.errors import SurgeryError
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verbs."""
+    app.command()(convert)
+    app.command("slice")(slice_)
+
+
+def convert(
+    checkpoint: CheckpointArgument,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="mla; gqa (fewer KV heads) or mqa (one), in the source's own class; lowrank; crosslayer; quantized.",
+        ),
+    ] = "mla",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder to write [CKPT-TARGET, beside it].", rich_help_panel=OUTPUT),
+    ] = None,
+    kv_ratio: Annotated[
+        float | None,
+        typer.Option(
+            "--kv-ratio",
+            metavar="F",
+            help="Share of the KV bytes per token to keep [0.25, gqa 0.5].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option("--kv-heads", metavar="N", help="KV heads to keep (gqa).", rich_help_panel=BUDGET)
+    ] = None,
+    kv_lora_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-lora-rank",
+            metavar="N",
+            help="Rank of the latent; with --rope-dim in place of a ratio.",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    rope_dim: Annotated[
+        str | None,
+        typer.Option(
+            "--rope-dim",
+            "--qk-rope-head-dim",
+            metavar="N|auto",
+            help="Rotated numbers per token; auto (default) tries several splits.",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method",
+            help="fisher (default); mla: transmla, mha2mla; gqa: kv-heads, procrustes, mean-pool; lowrank: separate, "
+            "svd-llm, asvd, cskv, palu, think; crosslayer: cascade (default), xkv, xkv-prompt, minicache.",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    rope_frequencies: Annotated[
+        str | None,
+        typer.Option(
+            "--rope-frequencies",
+            help="free (default), or grid: default RoPE, which every engine loads.",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    freqfold: Annotated[
+        int | None,
+        typer.Option(
+            "--freqfold",
+            metavar="N",
+            help="Frequencies folded into one (transmla) [tries several].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    allocate: Annotated[
+        str | None,
+        typer.Option(
+            "--allocate",
+            help="Ranks of layers: uniform, spectrum (by what is dropped) or greedy (measured; lowrank) "
+            "[mla uniform, lowrank spectrum].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            "--rank",
+            metavar="N",
+            help="Numbers per token and layer in place of a ratio (lowrank, crosslayer).",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    rank_multiple: Annotated[
+        int | None,
+        typer.Option(
+            "--rank-multiple", metavar="N", help="Every rank is a multiple of it (lowrank) [1].", rich_help_panel=BUDGET
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            "--group-size", metavar="N", help="Adjacent layers in a group (crosslayer) [3].", rich_help_panel=BUDGET
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            "--window",
+            metavar="N",
+            help="Recent tokens that stay exact (lowrank, crosslayer, quantized) [0].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    sinks: Annotated[
+        int | None,
+        typer.Option(
+            "--sinks",
+            metavar="N",
+            help="First tokens that stay exact; needs a window (lowrank, crosslayer) [0].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    block: Annotated[
+        int | None,
+        typer.Option(
+            "--block",
+            metavar="N",
+            help="Tokens after which xkv and minicache compress (crosslayer) [64].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    bits: Annotated[
+        str | None,
+        typer.Option("--bits", metavar="8|4|2|fp8", help="Of a cached number (quantized) [4].", rich_help_panel=BUDGET),
+    ] = None,
+    group: Annotated[
+        int | None,
+        typer.Option(
+            "--group", metavar="N", help="Numbers that share a scale (quantized) [32].", rich_help_panel=BUDGET
+        ),
+    ] = None,
+    keys: Annotated[
+        str | None,
+        typer.Option(
+            "--keys",
+            help="What shares a scale of keys or latents: the tokens of a channel, or the channels of a token "
+            "(quantized) [channel].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    hadamard: Annotated[
+        bool | None,
+        typer.Option(
+            "--hadamard",
+            help="Fold a rotation into the weights that spreads outliers (quantized).",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    fit_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--fit-steps",
+            metavar="N",
+            help="Least-squares steps after the closed form; 0 for none [3].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    carrier: Annotated[
+        str | None,
+        typer.Option(
+            "--carrier",
+            help="auto (default: stock where it can), stock (deepseek_v3) or own (class of this package).",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    latent_norm: Annotated[
+        str | None,
+        typer.Option(
+            "--latent-norm",
+            help="How stock's latent norm is neutralised: auto (default), tiny or constant.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file [5GB].", rich_help_panel=OUTPUT),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)
+    ] = False,
+    calibration: CalibrationOption = None,
+    calibration_tokens: TokensOption = None,
+    calibration_length: LengthOption = None,
+    text_field: FieldOption = None,
+    recall: Annotated[
+        float | None,
+        typer.Option(
+            "--recall", metavar="F", help="Share of sequences with planted recalls [0.5].", rich_help_panel=CALIBRATION
+        ),
+    ] = None,
+    held_out: Annotated[
+        int | None,
+        typer.Option(
+            "--held-out",
+            metavar="N",
+            help="Held-out sequences for choices and the report [8].",
+            rich_help_panel=CALIBRATION,
+        ),
+    ] = None,
+    seed: SeedOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    batch_size: BatchOption = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="YAML of settings; flags win over it.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print what it would do and take; write nothing.")
+    ] = False,
+    allow_pickle: PickleOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert a checkpoint's attention and write the result beside it.
+
+    Examples:
+
+        surgery convert --to mla ckpt/
+
+        surgery convert --to mla ckpt/ --kv-ratio 0.125 --out small/ --device cuda
+
+        surgery convert --to mla org/name --kv-lora-rank 512 --rope-dim 64 --rope-frequencies grid
+
+        surgery convert --to gqa ckpt/ --kv-heads 4
+
+        surgery convert --to lowrank ckpt/ --kv-ratio 0.125 --window 32 --sinks 4
+
+        surgery convert --to crosslayer ckpt/ --kv-ratio 0.125 --group-size 4
+
+        surgery convert --to quantized ckpt-crosslayer/ --bits 4
+    """
+    from surgery.console import show_conversion, show_plan
+    from surgery.progress import Progress
+    from surgery.targets import find_target
+
+    target = find_target(to)
+    given = {
+        "method": method,
+        "kv_ratio": kv_ratio,
+        "kv_heads": kv_heads,
+        "kv_lora_rank": kv_lora_rank,
+        "rope_dim": _rope_dim(rope_dim),
+        "rope_frequencies": rope_frequencies,
+        "freqfold": freqfold,
+        "fit_steps": fit_steps,
+        "allocate": allocate,
+        "rank": rank,
+        "rank_multiple": rank_multiple,
+        "group_size": group_size,
+        "window": window,
+        "sinks": sinks,
+        "block": block,
+        "bits": int(bits) if bits and bits.isdigit() else bits,
+        "group": group,
+        "keys": keys,
+        "hadamard": hadamard or None,
+        "carrier": carrier,
+        "latent_norm": latent_norm,
+        "calibration": calibration,
+        "calibration_tokens": calibration_tokens,
+        "calibration_length": calibration_length,
+        "text_field": text_field,
+        "recall": recall,
+        "held_out": held_out,
+        "seed": seed,
+        "device": device,
+        "dtype": dtype,
+        "batch_size": batch_size,
+        "max_shard_size": max_shard_size,
+    }
+    settings = target.settings(given, config)
+    if dry_run:
+        plan = target.plan(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
+        show_plan(plan, as_json=as_json)
+        return
+    conversion = target.convert(
+        checkpoint,
+        out,
+        settings,
+        overwrite=overwrite,
+        allow_pickle=allow_pickle,
+        command=shlex.join(["surgery", *sys.argv[1:]]),
+        progress=Progress(),
+    )
+    show_conversion(conversion, as_json=as_json)
+
+
+def slice_(
+    checkpoint: CheckpointArgument,
+    kv_ratio: Annotated[
+        float,
+        typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes of the model that it was converted from."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder to write [CKPT-sliced, beside it].", rich_help_panel=OUTPUT),
+    ] = None,
+    allocate: Annotated[
+        str | None,
+        typer.Option(
+            "--allocate",
+            help="Ranks of layers: spectrum, by what their latents are worth (default), or uniform.",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file [5GB].", rich_help_panel=OUTPUT),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)
+    ] = False,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    batch_size: BatchOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a smaller checkpoint from a converted one, without calibration: the best latents come first.
+
+    For what `convert --to lowrank`, `--to crosslayer` (cascade) and `--to mla` wrote.
+
+    Example:
+
+        surgery slice ckpt-lowrank/ --kv-ratio 0.125
+    """
+    from surgery.console import show_conversion
+    from surgery.progress import Progress
+    from surgery.targets import SLICE
+
+    given = {
+        "kv_ratio": kv_ratio,
+        "allocate": allocate,
+        "max_shard_size": max_shard_size,
+        "device": device,
+        "dtype": dtype,
+        "batch_size": batch_size,
+    }
+    conversion = SLICE.convert(
+        checkpoint,
+        out,
+        SLICE.settings(given),
+        overwrite=overwrite,
+        command=shlex.join(["surgery", *sys.argv[1:]]),
+        progress=Progress(),
+    )
+    show_conversion(conversion, as_json=as_json)
+
+
+def _rope_dim(value: str | None) -> int | None:
+    if value in (None, "auto"):
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise SurgeryError(f"--rope-dim {value}: give a number or auto") from None

@@ -1,0 +1,213 @@
+"""``surgery slice``: a smaller checkpoint from a converted one, by keeping the first latents of every block.
+
+Nothing is calibrated or fitted. Conversions leave latents in the order of what they are worth, so the first ones are a
+good model of their own. Where ranks may differ between layers, a few ways to spend the budget are tried on held-out
+text. What is written is compared with the whole checkpoint run with the other latents set to zero, and gets its name
+once it has computed the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from surgery.architectures.sliced import LatentModel, planned_tensors, sliced_tensors
+from surgery.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, check_output, verify_files
+from surgery.conversion import Conversion, default_output
+from surgery.convert_cache import OwnSource
+from surgery.errors import SurgeryError
+from surgery.families import FAMILIES
+from surgery.layer_stream import LayerStream, single_layer_config
+from surgery.model import remote_code_files
+from surgery.progress import Progress
+from surgery.report import SourceShape, build_report
+from surgery.settings import ConversionSettings
+from surgery.slice_measure import BEFORE, SLICED, measure_slices
+from surgery.slice_plan import ALLOCATIONS, Origin, plan_slice
+from surgery.source import checked_device
+from surgery.texts import load_texts
+from surgery.verification import load_config, verify_by_running
+
+
+@dataclass(frozen=True)
+class SliceSettings(ConversionSettings):
+    """Settings of ``surgery slice``. Calibration text serves to measure the loss only.
+
+    Attributes:
+        kv_ratio: share of the KV bytes per token of what the latents were made from, as in the conversion.
+        allocate: "spectrum": by the energies of the conversion's report; "uniform": the same share of every layer;
+            "auto": what has the least held-out loss of both and their mean, where energies of layers compare and the
+            class holds ranks that differ.
+    """
+
+    allocate: str = "auto"
+
+    def __post_init__(self) -> None:
+        self._check_choice("allocate", ALLOCATIONS)
+        super().__post_init__()
+        if self.kv_ratio is None:
+            raise SurgeryError("slice: say how much to keep with --kv-ratio, such as 0.125")
+
+
+@dataclass(frozen=True)
+class SlicedLayerReport:
+    """One layer of the report.
+
+    Attributes:
+        rank: latents that are left, ``ranks`` in each block.
+        rope_dim: rotated numbers cached beside them.
+        rope_error: None, nothing rotated is dropped.
+        latent_error, latent_error_share: energy of what this slice dropped, as the conversion's report has it, and its
+            share of all that there was before.
+        measured: relative error of the attention's output; in a group of layers that read each other's latents, on
+            inputs that the earlier layers' slices have changed.
+    """
+
+    layer: int
+    rank: int
+    ranks: tuple[int, ...]
+    rope_dim: int
+    rope_error: None
+    latent_error: float
+    latent_error_share: float
+    measured: dict[str, float]
+
+
+def slice_checkpoint(
+    source: str | Path,
+    out: str | Path | None = None,
+    settings: SliceSettings | None = None,
+    *,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    command: str = "",
+    progress: Progress | None = None,
+) -> Conversion:
+    """Writes a smaller checkpoint from one that ``convert --to lowrank``, ``crosslayer`` (cascade) or ``mla`` made.
+
+    Args:
+        source: local folder or hub id.
+        out: folder to write; the source's name with "-sliced" behind it by default.
+        settings: what to keep.
+        overwrite: replace an existing checkpoint in ``out``.
+        allow_pickle: read pickled weights if there are no others.
+        command: what the user typed, for the report.
+        progress: bars; silent if None.
+
+    Raises:
+        SurgeryError: the checkpoint has no ordered latents, or the request is impossible; nothing is left behind.
+    """
+    settings, progress = settings or SliceSettings(), progress or Progress(silent=True)
+    reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
+    whole = LatentModel.of(reader)
+    origin = Origin.of(reader.path)
+    out = Path(out) if out else default_output(source, "sliced")
+    check_output(reader.path, out)
+    if (out.exists() or out.is_symlink()) and not overwrite:
+        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
+    dtype = reader.info("model.layers.0.self_attn.o_proj.weight").dtype
+    candidates = plan_slice(reader.path, whole, origin, settings.kv_ratio, dtype.itemsize, settings.allocate)
+    opened = _open(reader, settings)
+    texts = load_texts(opened, settings, progress)
+    measured = measure_slices(opened.stream, whole, candidates, texts.held_out, settings.batch_size, progress)
+    ranks = candidates[measured.best]
+    smaller = whole.sliced(ranks)
+
+    tensors = planned_tensors(reader, whole, ranks)
+    with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
+        changed: set[str] = set()
+        with progress.phase("slice", whole.layers) as advance:
+            for layer in range(whole.layers):
+                for name, tensor in sliced_tensors(reader, whole, layer, ranks).items():
+                    writer.write(name, tensor)
+                    changed.add(name)
+                advance()
+        copy_tensors(reader, [name for name in tensors if name not in changed], {}, writer, progress)
+        writer.write_json("config.json", smaller.config)
+        copy_sidecars(reader, () if whole.stock else remote_code_files(), writer)
+        writer.finish()
+        verify_files(writer.partial, tensors)
+
+        kv_bytes = _kv_bytes(smaller, load_config(writer.partial), dtype)
+        verification = verify_by_running(
+            writer.partial,
+            dtype,
+            opened.stream,
+            measured.hidden,
+            texts.held_out,
+            _windows(opened.config),
+            kv_bytes,
+            settings.batch_size,
+            progress,
+            blocks=whole.groups(),
+        )
+        at = verification.kv_tokens
+        report = build_report(
+            opened,
+            settings,
+            command,
+            {**_target(smaller, origin, kv_bytes(at) / at), "allocations": measured.losses},
+            [],
+            texts,
+            {BEFORE: measured.before, SLICED: measured.score},
+            [_layer_report(layer, whole, smaller, origin, errors) for layer, errors in enumerate(measured.errors)],
+            verification,
+            progress,
+            shape=SourceShape.of_config(opened.config, dtype, _kv_bytes(whole, opened.config, dtype)(at) / at),
+        )
+        writer.write_json(REPORT, report.to_dict())
+        writer.write_text(CARD, report.card(out.name))
+        writer.commit()
+    return Conversion(writer.out, report)
+
+
+def _open(reader: CheckpointReader, settings: SliceSettings) -> OwnSource:
+    config = load_config(reader.path)
+    device, dtype = checked_device(settings.device), getattr(torch, settings.dtype)
+    return OwnSource(reader, config, LayerStream(reader, config, single_layer_config, device=device, dtype=dtype))
+
+
+def _kv_bytes(model: LatentModel, config, dtype: torch.dtype) -> Callable[[int], int]:
+    """KV bytes of one sequence by its tokens, as predicted from shapes."""
+    if not model.stock:
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return lambda tokens: built.kv_cache_bytes(1, tokens)
+    width = sum(sum(ranks) + model.fixed(layer) for layer, ranks in enumerate(model.ranks))
+    return lambda tokens: width * dtype.itemsize * tokens
+
+
+def _windows(config) -> tuple[int | None, ...]:
+    """The sliding window of every layer, or None."""
+    family, layers = FAMILIES.get(getattr(config, "base_model_type", None)), range(config.num_hidden_layers)
+    return tuple(family.window(config, layer) if family else None for layer in layers)
+
+
+def _target(smaller: LatentModel, origin: Origin, bytes_per_token: float) -> dict:
+    """What the origin's report says of its target, with the new ranks."""
+    ranks = [sum(blocks) for blocks in smaller.ranks]
+    target = {**origin.target, "sliced": True, "ratio_to_original": bytes_per_token / origin.source_bytes}
+    if "ranks" in target:
+        target["ranks"] = ranks
+    else:
+        target["kv_lora_ranks"] = ranks
+        target["kv_lora_rank"] = ranks[0] if len(set(ranks)) == 1 else None
+    if smaller.stock:
+        target["engines"] = smaller.engines(target["inverse_frequencies"])
+    return {**target, "bytes_per_token": bytes_per_token}
+
+
+def _layer_report(
+    layer: int, whole: LatentModel, smaller: LatentModel, origin: Origin, errors: dict[str, float]
+) -> SlicedLayerReport:
+    kept, before = smaller.ranks[layer], whole.ranks[layer]
+    energies = origin.energies[layer]
+    dropped = sum(float(energy[new:old].sum()) for energy, new, old in zip(energies, kept, before, strict=True))
+    total = sum(float(energy[:old].sum()) for energy, old in zip(energies, before, strict=True))
+    share = dropped / max(total, 1e-300)
+    return SlicedLayerReport(layer, sum(kept), kept, smaller.rope_dim(layer), None, dropped, share, errors)

@@ -1,0 +1,240 @@
+"""Layers that share a cache, end to end on tiny models: written, verified by the conversion, run elsewhere."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from surgery import layer_statistics
+from surgery.calibration.library import StatisticsLibrary
+from surgery.calibration.sweep import BoundaryStore
+from surgery.carry_over import REPORT
+from surgery.checkpoint import CheckpointReader
+from surgery.convert import convert_to_mla
+from surgery.convert_cross_layer import convert_cross_layer, plan_groups
+from surgery.convert_cross_layer_latent import LatentSource, _metrics
+from surgery.cross_layer_statistics import joint_moment
+from surgery.errors import SurgeryError
+from surgery.eval.kv_cache import cache_bytes
+from surgery.layer_stream import LayerStream
+from surgery.progress import Progress
+from surgery.settings import ConvertSettings, CrossLayerSettings
+from surgery.source import Source
+
+QUICK = {
+    "method": "xkv",
+    "calibration_tokens": 256,
+    "calibration_length": 64,
+    "held_out": 1,
+    "batch_size": 2,
+    "block": 16,
+    "group_size": 2,
+}
+FAMILIES = ("llama", "llama3", "llama_bias", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+
+
+def load(path, **options):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+
+
+def text(length: int = 40) -> torch.Tensor:
+    return torch.randint(4096, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def converted(checkpoints, tmp_path_factory):
+    made = {}
+
+    def get(name, **settings):
+        key = (name, *sorted(settings.items()))
+        if key not in made:
+            out = tmp_path_factory.mktemp("out") / f"{name}-crosslayer"
+            made[key] = convert_cross_layer(checkpoints(name), out, CrossLayerSettings(**{**QUICK, **settings}))
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_what_is_written_is_what_was_simulated(converted, checkpoints, name):
+    """The conversion compares logits itself; here its simulation and the model must have scored the same."""
+    result = converted(name)
+    report = result.report
+    losses = {row["stage"]: row["loss"] for row in report.ladder}
+    assert list(losses) == ["source", "shared", "reloaded"]
+    assert losses["reloaded"] == pytest.approx(losses["shared"], abs=1e-4)
+    assert losses["shared"] != losses["source"]
+    model = load(result.path)
+    cache = DynamicCache(config=model.config)
+    found = [model(piece, past_key_values=cache).logits for piece in text().split((20, 11, *[1] * 9), dim=1)]
+    expected = model(text()).logits
+    assert float((torch.cat(found, dim=1) - expected).abs().max() / expected.abs().max()) < 1e-4
+    # A quarter of the keys and values of two complete blocks, and 8 tokens as they were.
+    width = model.model.layers[0].self_attn.width
+    assert cache_bytes(cache) == 2 * 4 * (32 * 2 * width // 4 + 8 * 2 * width) == model.kv_cache_bytes(2, 40)
+
+
+def test_the_source_is_kept_byte_for_byte(converted, checkpoints):
+    source = load_file(checkpoints("qwen3") / "model.safetensors")
+    written = load_file(converted("qwen3").path / "model.safetensors")
+    new = {f"model.layers.{layer}.self_attn.basis_{part}" for layer in range(2) for part in ("down", "up")}
+    assert set(written) == set(source) | new
+    assert all(torch.equal(written[name], tensor) for name, tensor in source.items())
+
+
+@torch.no_grad()
+def test_a_larger_budget_is_nearer_to_the_source(converted, checkpoints):
+    """Down to the source itself, all but one of 64 numbers."""
+    source = load(checkpoints("llama"))(text()).logits
+    errors, predicted = [], []
+    for ratio in (0.1, 0.5, 0.99):
+        result = converted("llama", kv_ratio=ratio)
+        errors.append(float((load(result.path)(text()).logits - source).norm() / source.norm()))
+        predicted.append(result.report.layers[0].error)
+    assert errors[0] > errors[1] > errors[2] and predicted[0] > predicted[1] > predicted[2]
+    assert errors[2] < 0.05
+
+
+def test_windows_and_sinks_and_blocks_are_as_asked(converted):
+    result = converted("llama", window=24, sinks=2, block=8, rank=9)
+    config = json.loads((result.path / "config.json").read_text())
+    entry = config["attention_layers"][1]
+    assert entry == {
+        "kind": "cross_layer",
+        "group_size": 2,
+        "place": 1,
+        "rank": 18,
+        "block": 8,
+        "sinks": 2,
+        "window": 24,
+    }
+    plain = converted("llama", block=8, rank=9)
+    assert abs(result.report.layers[0].measured["shared"]) < abs(plain.report.layers[0].measured["shared"])
+
+
+def test_a_basis_of_each_prompt_needs_no_weights(converted, checkpoints):
+    result = converted("qwen3", method="xkv-prompt", kv_ratio=0.5)
+    source = load_file(checkpoints("qwen3") / "model.safetensors")
+    assert set(load_file(result.path / "model.safetensors")) == set(source)
+    report = result.report
+    assert [row["stage"] for row in report.ladder] == ["source", "reloaded"]
+    assert report.ladder[0]["loss"] == pytest.approx(report.ladder[1]["loss"], abs=1e-6)
+    assert report.verification["cached_decode_difference"] > 1e-4
+    assert 0 < report.layers[0].key_error < 1 and report.kv["measured_at_tokens"] == 64
+    config = json.loads((result.path / "config.json").read_text())
+    assert (config["attention_layers"][0]["key_rank"], config["attention_layers"][0]["value_rank"]) == (26, 38)
+
+
+def test_minicache_merges_pairs_of_the_deeper_half(checkpoints, tmp_path):
+    from tiny_models import DEMO
+
+    settings = CrossLayerSettings(method="minicache", block=32)
+    groups, entries = plan_groups(Source.open(DEMO, settings), settings)
+    assert groups == ((3, 5),) and entries[0]["kept"] == 2 and entries[0]["interpolation"] == 0.6
+    result = convert_cross_layer(
+        DEMO, tmp_path / "out", CrossLayerSettings(**{**QUICK, "method": "minicache", "held_out": 1})
+    )
+    losses = {row["stage"]: row["loss"] for row in result.report.ladder}
+    assert losses["reloaded"] == pytest.approx(losses["shared"], abs=0.02)
+    assert 0.5 < result.report.kv["ratio"] < 1
+
+
+def test_half_precision_stays_half_precision(checkpoints, tmp_path):
+    source = checkpoints("llama", torch.bfloat16)
+    result = convert_cross_layer(source, tmp_path / "out", CrossLayerSettings(**QUICK))
+    written = load_file(result.path / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    assert result.report.kv["measured_bytes_per_token"] == 2 * 16  # 64 tokens are four blocks, none is exact
+
+
+def test_report_and_card_are_written(converted):
+    result = converted("llama")
+    report = json.loads((result.path / REPORT).read_text())
+    assert report["target"]["method"] == "xkv" and report["target"]["groups"] == [[0, 2]]
+    assert report["layers"][0]["layer"] == "0-1" and 0 < report["layers"][0]["error"] < 1
+    assert "16 latents" in (result.path / "README.md").read_text()
+
+
+def test_the_joint_moment_is_that_of_each_layer_on_its_diagonal(checkpoints):
+    settings = CrossLayerSettings(**QUICK)
+    opened = Source.open(checkpoints("mixtral"), settings)
+    with BoundaryStore() as store, StatisticsLibrary() as library:
+        silent = Progress(silent=True)
+        layer_statistics.gather(opened, library, text(), store, settings, silent, gradients=False)
+        moment = joint_moment(opened, store, 0, 2, batch_size=1)
+        width = len(moment) // 2
+        for layer in range(2):
+            block = moment[layer * width : (layer + 1) * width, layer * width : (layer + 1) * width]
+            assert torch.allclose(block, library.load(layer)[0].moment, rtol=1e-4, atol=1e-5)
+    assert torch.equal(moment, moment.T) and moment[:width, width:].abs().max() > 0.01
+
+
+def test_the_metric_of_a_latent_is_the_moment_of_its_gradient(checkpoints, tmp_path, monkeypatch):
+    """Against a backward pass through the whole model, of the sum of its final hidden states."""
+    quick = {key: value for key, value in QUICK.items() if key not in ("method", "block", "group_size")}
+    settings = ConvertSettings(**quick, kv_ratio=0.5, carrier="own", fit_steps=0)
+    path = convert_to_mla(checkpoints("llama"), tmp_path / "mla", settings).path
+    settings = CrossLayerSettings(**QUICK)
+    opened = LatentSource.open(CheckpointReader.open(path), settings)
+    monkeypatch.setattr(LayerStream, "sampled_loss_gradient", lambda self, hidden, generator: torch.ones_like(hidden))
+    with BoundaryStore() as store:
+        found = _metrics(opened, text(), store, settings, Progress(silent=True))
+    model = load(path)
+    model.model.norm = torch.nn.Identity()
+    seen = []
+    for layer in model.model.layers:
+        layer.self_attn.kv_down.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    gradients = torch.autograd.grad(model.model(text()).last_hidden_state.sum(), seen)
+    for index, gradient in enumerate(gradients):
+        flat = gradient[..., : opened.rank(index)].flatten(0, 1).double()
+        assert torch.allclose(found[index], flat.T @ flat / len(flat), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama_bias", "qwen3"])
+def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name):
+    quick = {key: value for key, value in QUICK.items() if key not in ("method", "block", "group_size")}
+    settings = ConvertSettings(**quick, kv_ratio=0.5, carrier="own", fit_steps=0)
+    latent = convert_to_mla(checkpoints(name), tmp_path / "mla", settings)
+    result = convert_cross_layer(latent.path, tmp_path / "out", CrossLayerSettings(**QUICK, kv_ratio=0.6))
+    losses = {row["stage"]: row["loss"] for row in result.report.ladder}
+    assert losses["source"] == pytest.approx(latent.report.ladder[-1]["loss"], abs=1e-4)
+    assert losses["reloaded"] == pytest.approx(losses["shared"], abs=1e-4)
+    assert abs(losses["shared"] - losses["source"]) > 1e-5
+    kv = result.report.kv
+    assert kv["source_bytes_per_token"] == latent.report.kv["measured_bytes_per_token"]
+    assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] <= 0.6 * kv["source_bytes_per_token"]
+    source, written = (load_file(folder.path / "model.safetensors") for folder in (latent, result))
+    assert all(torch.equal(written[key], tensor) for key, tensor in source.items())
+    with pytest.raises(SurgeryError, match="by method xkv, not minicache"):
+        convert_cross_layer(latent.path, tmp_path / "no", CrossLayerSettings(method="minicache"))
+    with pytest.raises(SurgeryError, match="kind cross_layer_latent"):
+        convert_cross_layer(result.path, tmp_path / "no", CrossLayerSettings(**QUICK))
+    with pytest.raises(SurgeryError, match="which stay"):
+        convert_cross_layer(latent.path, tmp_path / "no", CrossLayerSettings(**QUICK, kv_ratio=0.1))
+
+
+def test_stock_mla_is_told_what_can_be_taken(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+    save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(SurgeryError, match="--to mla --carrier own"):
+        convert_cross_layer(tmp_path, tmp_path / "out", CrossLayerSettings(**QUICK))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("mistral_window", {}, "sliding window"),
+        ("llama", {"calibration": "none"}, "shows in text only"),
+        ("llama", {"rank": 40}, "choose fewer than the source's 64"),
+        ("llama", {"kv_ratio": 0.1, "rank_multiple": 32}, "one multiple at least"),
+        ("llama", {"method": "minicache", "kv_ratio": 0.5}, "has no ratio"),
+        ("llama", {"method": "xkv-prompt", "window": 4}, "leave window and sinks out"),
+    ],
+)
+def test_impossible_requests_leave_nothing_behind(checkpoints, tmp_path, name, settings, said):
+    with pytest.raises(SurgeryError, match=said):
+        convert_cross_layer(checkpoints(name), tmp_path / "out", CrossLayerSettings(**{**QUICK, **settings}))
+    assert list(tmp_path.iterdir()) == []

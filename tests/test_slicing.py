@@ -1,0 +1,413 @@
+"""`surgery slice`, end to end on tiny models: the first latents of every block, and nothing else, in a checkpoint."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from tiny_models import HELD_OUT
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from surgery.architectures.neutral_norm import tiny_norm
+from surgery.architectures.sliced import LatentModel
+from surgery.carry_over import REPORT
+from surgery.checkpoint import CheckpointReader
+from surgery.console import show_conversion
+from surgery.convert import convert_to_mla
+from surgery.convert_cache import convert_to_quantized
+from surgery.convert_low_rank import convert_to_low_rank
+from surgery.errors import SurgeryError
+from surgery.eval.kv_cache import cache_bytes
+from surgery.held_out import HeldOut
+from surgery.layer_stream import LayerStream, single_layer_config
+from surgery.progress import Progress
+from surgery.settings import ConvertSettings, CrossLayerSettings, LowRankSettings, QuantizedSettings
+from surgery.slice_measure import measure_slices
+from surgery.slicing import SliceSettings, slice_checkpoint
+
+TEXT = {
+    "calibration": str(HELD_OUT),
+    "calibration_tokens": 256,
+    "calibration_length": 64,
+    "held_out": 2,
+    "batch_size": 2,
+}
+FIT = {**TEXT, "fit_steps": 1, "fit_iterations": 2}
+
+
+def low_rank(**settings):
+    return convert_to_low_rank, LowRankSettings(**{"kv_ratio": 0.5, **FIT, **settings})
+
+
+def mla(**settings):
+    return convert_to_mla, ConvertSettings(**{"kv_lora_rank": 16, "rope_dim": 6, **FIT, **settings})
+
+
+KINDS = {
+    "joint": ("llama_bias", *low_rank()),
+    "multiple": ("qwen3", *low_rank(rank_multiple=4)),
+    "separate": ("llama", *low_rank(method="separate")),
+    "palu": ("llama", *low_rank(method="palu")),
+    "cascade": ("llama", convert_to_low_rank, CrossLayerSettings(kv_ratio=0.5, group_size=2, **FIT)),
+    "window": ("llama", *low_rank(window=5, sinks=2)),
+    "mla own": ("llama_bias", *mla(carrier="own")),
+    "mla key norm": ("qwen3", *mla(kv_lora_rank=26)),
+    "mla windows": ("mistral_window", *mla()),
+    "mla tiny": ("llama", *mla(latent_norm="tiny")),
+    "mla constant": ("llama", *mla(latent_norm="constant")),
+    "mla biases": ("llama_bias", *mla(carrier="stock")),
+}
+EXACT_RATIO = 0.4  # of every slice here, so that ranks differ from before in all
+
+
+@pytest.fixture(scope="module")
+def converted(checkpoints, tmp_path_factory):
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            name, convert, settings = KINDS[kind]
+            out = tmp_path_factory.mktemp("whole") / kind.replace(" ", "-")
+            made[kind] = convert(checkpoints(name), out, settings)
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def sliced(converted, tmp_path_factory):
+    made = {}
+
+    def get(kind, ratio=EXACT_RATIO, **settings):
+        key = (kind, ratio, *settings.items())
+        if key not in made:
+            out = tmp_path_factory.mktemp("slice") / "out"
+            made[key] = slice_checkpoint(converted(kind).path, out, slice_settings(ratio, **settings))
+        return made[key]
+
+    return get
+
+
+def slice_settings(ratio=EXACT_RATIO, **settings):
+    return SliceSettings(kv_ratio=ratio, **{**TEXT, **settings})
+
+
+def block_ranks(path) -> list[list[int]]:
+    """Latents of each block of each layer, as the config has it."""
+    config = AutoConfig.from_pretrained(path)
+    if config.model_type == "deepseek_v3":
+        constant = CheckpointReader.open(path).tensor("model.layers.0.self_attn.kv_a_layernorm.weight")[0] < 2**15
+        return [[config.kv_lora_rank - int(constant)]] * config.num_hidden_layers
+    return [
+        [block["rank"] for block in entry["blocks"]] if entry["kind"] == "low_rank" else [entry["kv_lora_rank"]]
+        for entry in config.attention_layers
+    ]
+
+
+def forget(model, whole, kept):
+    """Has a model's attention read the first latents of every block only: no cached number changes."""
+
+    def dropped(sizes, left):
+        return torch.cat([torch.arange(size) >= keep for size, keep in zip(sizes, left, strict=True)])
+
+    with torch.no_grad():
+        for index, layer in enumerate(model.model.layers):
+            attention, before, after = layer.self_attn, whole[index], kept[index]
+            if hasattr(attention, "kv_b_proj"):
+                attention.kv_b_proj.weight[:, : before[0]][:, dropped(before, after)] = 0
+            elif hasattr(attention, "query_up"):
+                attention.query_up[..., : before[0]][..., dropped(before, after)] = 0
+                attention.value_up[..., dropped(before, after)] = 0
+            else:
+                earlier = range(index - attention.shared_layers, index)
+                shared = [whole[i][0] for i in earlier], [kept[i][0] for i in earlier]
+                for number in range(len(before)):
+                    columns = dropped([*shared[0], before[number]], [*shared[1], after[number]])
+                    for ups in (attention.key_up, attention.value_up):
+                        if str(number) in ups:
+                            ups[str(number)][:, columns] = 0
+    return model
+
+
+def tokens(batch=2, length=40):
+    return torch.randint(3, 4096, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_slice_is_the_whole_model_without_its_last_latents(converted, sliced, kind):
+    result = sliced(kind)
+    whole, kept = block_ranks(converted(kind).path), block_ranks(result.path)
+    assert sum(map(sum, kept)) < sum(map(sum, whole))
+    assert all(0 < new <= old for a, b in zip(kept, whole, strict=True) for new, old in zip(a, b, strict=True))
+    model = AutoModelForCausalLM.from_pretrained(converted(kind).path).eval()
+    expected = forget(model, whole, kept)(tokens()).logits
+    got = AutoModelForCausalLM.from_pretrained(result.path).eval()(tokens()).logits
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
+    ladder = {row["stage"]: row["loss"] for row in result.report.ladder}
+    assert list(ladder) == ["before slicing", "sliced", "reloaded"]
+    assert ladder["before slicing"] == pytest.approx(converted(kind).report.ladder[-1]["loss"], abs=1e-5)
+    assert ladder["reloaded"] == pytest.approx(ladder["sliced"], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_the_budget_is_met_by_the_live_cache(converted, sliced, kind):
+    result, whole = sliced(kind), converted(kind).report
+    kv, name = result.report.kv, KINDS[kind][0]
+    assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"]
+    assert kv["source_bytes_per_token"] == whole.kv["measured_bytes_per_token"]
+    model = AutoModelForCausalLM.from_pretrained(result.path).eval()
+    if kind == "window":
+        return
+    budget = EXACT_RATIO * whole.kv["source_bytes_per_token"]
+    # A whole layer's multiple may be left over where all layers have one rank.
+    step = 4 * (2 if result.report.target["model_type"] == "deepseek_v3" else 4 if kind == "multiple" else 1)
+    assert budget - step < kv["measured_bytes_per_token"] <= budget
+    length = 12 if "window" in name else 30
+    numbers = sum(map(sum, block_ranks(result.path)))
+    if kind.startswith("mla"):
+        extra = {"mla constant": 1, "mla key norm": 2}.get(kind, 0)
+        numbers += 2 * (6 + extra)
+    cache = model(tokens(3, length), use_cache=True).past_key_values
+    assert cache_bytes(cache) == 3 * length * numbers * 4
+    assert kv["measured_bytes_per_token"] == numbers * 4
+
+
+def test_the_exact_window_stays(converted, sliced):
+    path, whole = sliced("window").path, converted("window").path
+    entries = AutoConfig.from_pretrained(path).attention_layers
+    assert all((entry["window"], entry["sinks"]) == (5, 2) for entry in entries)
+    for name in ("k_proj.weight", "v_proj.weight"):
+        name = f"model.layers.1.self_attn.{name}"
+        assert torch.equal(CheckpointReader.open(path).tensor(name), CheckpointReader.open(whole).tensor(name))
+
+
+@pytest.mark.parametrize("kind", ["separate", "palu", "cascade", "mla key norm", "mla constant"])
+def test_a_slice_of_a_slice_is_a_slice(converted, sliced, kind, tmp_path):
+    how = {"allocate": "uniform" if kind in ("palu", "mla constant") else "spectrum"}
+    once, half = sliced(kind, 0.3, **how), sliced(kind, **how)
+    twice = slice_checkpoint(half.path, tmp_path / "twice", slice_settings(0.3, **how))
+    first, second = CheckpointReader.open(once.path), CheckpointReader.open(twice.path)
+    assert first.names() == second.names()
+    for name in first.names():
+        torch.testing.assert_close(second.tensor(name), first.tensor(name), atol=0, rtol=1e-6)
+    chain = json.loads((twice.path / REPORT).read_text())
+    stages = [chain, chain["previous"], chain["previous"]["previous"]]
+    assert [report["target"].get("sliced", False) for report in stages] == [True, True, False]
+    assert twice.report.target["ratio_to_original"] <= 0.3
+
+
+def test_ranks_follow_energies_or_shares(converted, sliced):
+    layers = converted("joint").report.layers
+    ranks = sliced("joint", allocate="spectrum").report.target["ranks"]
+    kept = min(layer.energies[rank - 1] for layer, rank in zip(layers, ranks, strict=True))
+    dropped = [layer.energies[rank] for layer, rank in zip(layers, ranks, strict=True) if rank < sum(layer.ranks)]
+    assert all(lost <= kept for lost in dropped)
+    uniform = sliced("joint", allocate="uniform").report.target["ranks"]
+    assert sum(uniform) == sum(ranks)
+    shares = [rank / sum(layer.ranks) for layer, rank in zip(layers, uniform, strict=True)]
+    assert max(shares) - min(shares) < 1 / min(sum(layer.ranks) for layer in layers)
+    assert all(rank % 4 == 0 for rank in sliced("multiple").report.target["ranks"])
+    lost = [layer.latent_error for layer in sliced("joint", allocate="spectrum").report.layers]
+    expected = [sum(layer.energies[rank:]) for layer, rank in zip(layers, ranks, strict=True)]
+    assert lost == pytest.approx(expected)
+
+
+def test_the_best_of_several_allocations_is_taken(sliced):
+    report = sliced("joint").report
+    losses = report.target["allocations"]
+    assert set(losses) == {"uniform", "spectrum", "between"}
+    assert {row["stage"]: row["loss"] for row in report.ladder}["sliced"] == min(losses.values())
+    for name in ("uniform", "spectrum"):
+        alone = sliced("joint", allocate=name).report
+        assert alone.target["allocations"] == {name: pytest.approx(losses[name], abs=1e-6)}
+    assert list(sliced("palu").report.target["allocations"]) == ["uniform"]
+
+
+@pytest.mark.parametrize("kind", ["cascade", "window", "mla biases"])
+def test_nothing_is_lost_with_all_latents(converted, kind):
+    reader = CheckpointReader.open(converted(kind).path)
+    model, config = LatentModel.of(reader), AutoConfig.from_pretrained(reader.path)
+    stream, held_out = LayerStream(reader, config, single_layer_config), HeldOut.of_text(tokens())
+    measured = measure_slices(stream, model, {"all": model.ranks}, held_out, 1, Progress(silent=True))
+    assert all(error == {"sliced": 0} for error in measured.errors)
+    assert measured.score == measured.before
+
+
+@pytest.mark.parametrize("kind", ["joint", "cascade", "mla own", "mla tiny"])
+@torch.no_grad()
+def test_the_first_latents_are_better_than_others(converted, kind):
+    """Of one layer, on text: what its attention loses with other latents left out, as many of them."""
+    path = converted(kind).path
+    text = AutoTokenizer.from_pretrained(path)(HELD_OUT.read_text()[:4000], return_tensors="pt").input_ids[:, :240]
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    attention = model.model.layers[0].self_attn
+    down = getattr(attention, "kv_a_proj_with_mqa" if hasattr(attention, "kv_a_proj_with_mqa") else "kv_down")
+    rank = block_ranks(path)[0][0]
+    outputs = []
+    attention.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
+    weight, bias = down.weight.clone(), None if down.bias is None else down.bias.clone()
+
+    def error(dropped):
+        down.weight[dropped] = 0
+        if bias is not None:
+            down.bias[dropped] = 0
+        outputs.clear()
+        model(text.view(4, 60))
+        down.weight.copy_(weight)
+        if bias is not None:
+            down.bias.copy_(bias)
+        return float((outputs[0] - exact).norm() / exact.norm())
+
+    model(text.view(4, 60))
+    exact = outputs[0]
+    generator = torch.Generator().manual_seed(0)
+    others = [error(torch.randperm(rank, generator=generator)[rank // 2 :]) for _ in range(12)]
+    assert error(torch.arange(rank // 2, rank)) < min(others)
+
+
+@pytest.mark.parametrize("kind", ["joint", "mla own", "mla tiny"])
+@torch.no_grad()
+def test_conversions_write_latents_in_order(converted, kind):
+    """In the order of the energies that they report, which latents have as variances."""
+    path, energies = converted(kind).path, torch.tensor(converted(kind).report.layers[0].energies)
+    text = AutoTokenizer.from_pretrained(path)(HELD_OUT.read_text()[:4000], return_tensors="pt").input_ids[:, :240]
+    model, latents = AutoModelForCausalLM.from_pretrained(path).eval(), []
+    attention = model.model.layers[0].self_attn
+    down = attention.kv_a_proj_with_mqa if hasattr(attention, "kv_a_proj_with_mqa") else attention.kv_down
+    down.register_forward_hook(lambda module, args, output: latents.append(output[..., : len(energies)].double()))
+    model(text)
+    assert (energies.diff() <= 0).all()
+    variance = latents[0].flatten(0, -2).square().mean(0)
+    assert torch.corrcoef(torch.stack([variance.log(), energies.double().log()]))[0, 1] > 0.95
+
+
+@pytest.mark.parametrize("kind", ["mla tiny", "mla constant", "mla biases"])
+def test_a_stock_checkpoint_stays_stock(converted, sliced, kind):
+    path = sliced(kind).path
+    assert type(AutoModelForCausalLM.from_pretrained(path)).__name__ == "DeepseekV3ForCausalLM"
+    assert not list(path.glob("*.py"))
+    targets = [conversion.report.target for conversion in (sliced(kind), converted(kind))]
+    assert targets[0]["engines"] == targets[1]["engines"] and targets[0]["latent_norm"] == targets[1]["latent_norm"]
+
+
+def test_engines_are_told_the_new_width():
+    """Kernels are built for some widths only: an answer that depends on the rank must follow it."""
+    norm = tiny_norm()
+    config = {
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
+        **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 128),
+        **{"hidden_size": 512, "num_hidden_layers": 2, "q_lora_rank": None, "attention_bias": False},
+        **{"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    }
+    frequencies = (10_000.0 ** -(torch.arange(32, dtype=torch.float64) / 32)).tolist()
+    whole = LatentModel(config, norm)
+    assert whole.engines(frequencies)["vLLM"] == "yes"
+    assert "this is 400" in whole.sliced(((336,), (336,))).engines(frequencies)["vLLM"]
+    assert whole.sliced(((256,), (256,))).engines(frequencies)["vLLM"] == "yes"
+
+
+def test_the_own_class_keeps_its_code(converted, sliced):
+    """The files that load it where the package is not installed."""
+    path, whole = sliced("cascade").path, converted("cascade").path
+    assert type(AutoModelForCausalLM.from_pretrained(path)).__name__ == "SurgeryForCausalLM"
+    files = {file.name: file.read_bytes() for file in path.glob("*.py")}
+    assert files == {file.name: file.read_bytes() for file in whole.glob("*.py")}
+    config = json.loads((path / "config.json").read_text())
+    assert {f"{name.partition('.')[0]}.py" for name in config["auto_map"].values()} <= set(files)
+
+
+@pytest.mark.parametrize("kind", ["cascade", "palu", "mla key norm", "mla constant"])
+def test_what_is_told_of_a_slice(sliced, kind, capsys):
+    result = sliced(kind)
+    show_conversion(result)
+    assert "before slicing" in capsys.readouterr().out
+    card = (result.path / "README.md").read_text()
+    assert "before slicing" in card and "latent" in card
+    assert (result.path / "README.source.md").is_file() and (result.path / "tokenizer.json").is_file()
+    layers = json.loads((result.path / REPORT).read_text())["layers"]
+    assert all(0 <= layer["latent_error_share"] < 1 for layer in layers)
+    assert max(layer["measured"]["sliced"] for layer in layers) > 0
+
+
+def test_weights_alone(checkpoints, tmp_path):
+    settings = ConvertSettings(calibration="none", carrier="own", kv_lora_rank=16, rope_dim=6)
+    whole = convert_to_mla(checkpoints("llama"), tmp_path / "whole", settings)
+    result = slice_checkpoint(whole.path, None, SliceSettings(kv_ratio=0.4, calibration="none"))
+    assert result.path == (tmp_path / "whole-sliced").resolve()
+    assert result.report.target["kv_lora_ranks"] == [7, 6]
+    with pytest.raises(SurgeryError, match="did not measure latents by that"):
+        slice_checkpoint(whole.path, tmp_path / "out", SliceSettings(kv_ratio=0.4, allocate="spectrum"))
+
+
+def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
+    quantized = QuantizedSettings(calibration="none", group=16)
+    joint, constant = converted("joint").path, converted("mla constant").path
+    coded = convert_to_quantized(joint, tmp_path / "coded", quantized).path
+    plain = convert_to_quantized(checkpoints("llama"), tmp_path / "plain", quantized).path
+    config = json.loads((plain / "config.json").read_text())
+    del config["kv_cache"]
+    (plain / "config.json").write_text(json.dumps(config))
+    lost, old, real = (tmp_path / name for name in ("lost", "old", "real"))
+    shutil.copytree(joint, lost)
+    (lost / REPORT).unlink()
+    shutil.copytree(joint, old)
+    report = json.loads((old / REPORT).read_text())
+    for layer in report["layers"]:
+        del layer["energies"]
+    (old / REPORT).write_text(json.dumps(report))
+    shutil.copytree(constant, real)
+    _edit(real / "model.safetensors", "model.layers.1.self_attn.kv_a_layernorm.weight", 1.5)
+    for source, ratio, message in (
+        (checkpoints("llama"), 0.25, "a llama checkpoint caches no latents to slice; convert it"),
+        (coded, 0.25, "quantised; slice the checkpoint that it was made of"),
+        (plain, 0.25, "the family's own attention"),
+        (lost, 0.25, "needs the one beside the weights"),
+        (old, 0.25, "does not say what its latents are worth"),
+        (real, 0.4, "pass a norm over all of them"),
+        (joint, 0.5, "is no less"),
+        (joint, 0.9, "is no less"),
+        (joint, 0.01, "too small"),
+        (constant, 0.2, "too small"),
+    ):
+        with pytest.raises(SurgeryError, match=message):
+            slice_checkpoint(source, tmp_path / "out", slice_settings(ratio))
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(SurgeryError, match="one rank for all layers"):
+        slice_checkpoint(constant, tmp_path / "out", slice_settings(allocate="spectrum"))
+    with pytest.raises(SurgeryError, match="--overwrite"):
+        slice_checkpoint(joint, lost, slice_settings())
+    with pytest.raises(SurgeryError, match="--kv-ratio"):
+        SliceSettings()
+    with pytest.raises(SurgeryError, match="choose auto, uniform, spectrum"):
+        slice_settings(allocate="greedy")
+
+
+def test_a_rotated_latent_has_no_order(converted, tmp_path):
+    """Even where the quantised cache itself has been taken out of the config."""
+    settings = QuantizedSettings(calibration="none", group=16, hadamard=True)
+    path = convert_to_quantized(converted("joint").path, tmp_path / "rotated", settings).path
+    config = json.loads((path / "config.json").read_text())
+    del config["kv_cache"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SurgeryError, match="Hadamard rotation mixed its latents"):
+        slice_checkpoint(path, tmp_path / "out", slice_settings())
+
+
+def test_a_wrong_cut_is_caught_before_the_output_gets_its_name(converted, tmp_path, monkeypatch):
+    """A choice of columns that no check of shapes can see."""
+    from surgery.architectures import sliced
+
+    right = sliced.Cut.of
+    monkeypatch.setattr(sliced.Cut, "of", lambda cut, tensor: right(cut, tensor.flip(1) if cut.dim == 1 else tensor))
+    with pytest.raises(SurgeryError, match="differ from the simulation"):
+        slice_checkpoint(converted("cascade").path, tmp_path / "out", slice_settings())
+    assert list(tmp_path.iterdir()) == []
+
+
+def _edit(file, name, factor):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    save_file({**tensors, name: tensors[name] * factor}, file, metadata={"format": "pt"})
