@@ -21,8 +21,10 @@ from surgery.cli_options import (
     FieldOption,
     JsonOption,
     LengthOption,
+    OverwriteOption,
     PickleOption,
     SeedOption,
+    ShardSizeOption,
     TokensOption,
 )
 from surgery.errors import SurgeryError
@@ -83,7 +85,7 @@ def convert(
         typer.Option(
             "--method",
             help="fisher (default); mla: transmla, mha2mla; gqa: kv-heads, procrustes, mean-pool; lowrank: separate, "
-            "svd-llm, asvd, cskv, palu, think; crosslayer: cascade (default), xkv, xkv-prompt, minicache.",
+            "svd-llm, asvd, cskv, palu, think; crosslayer: xkv (default), cascade, xkv-prompt, minicache.",
             rich_help_panel=BUDGET,
         ),
     ] = None,
@@ -157,7 +159,7 @@ def convert(
         typer.Option(
             "--block",
             metavar="N",
-            help="Tokens after which xkv and minicache compress (crosslayer) [64].",
+            help="Tokens that stay exact until they are as many (crosslayer) [64].",
             rich_help_panel=BUDGET,
         ),
     ] = None,
@@ -213,13 +215,8 @@ def convert(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
-    max_shard_size: Annotated[
-        str | None,
-        typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file [5GB].", rich_help_panel=OUTPUT),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)
-    ] = False,
+    max_shard_size: ShardSizeOption = None,
+    overwrite: OverwriteOption = False,
     calibration: CalibrationOption = None,
     calibration_tokens: TokensOption = None,
     calibration_length: LengthOption = None,
@@ -268,7 +265,7 @@ def convert(
 
         surgery convert --to crosslayer ckpt/ --kv-ratio 0.125 --group-size 4
 
-        surgery convert --to quantized ckpt-crosslayer/ --bits 4
+        surgery convert --to quantized ckpt-lowrank/ --bits 4
     """
     from surgery.console import show_conversion, show_plan
     from surgery.progress import Progress
@@ -344,13 +341,8 @@ def slice_(
             rich_help_panel=BUDGET,
         ),
     ] = None,
-    max_shard_size: Annotated[
-        str | None,
-        typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file [5GB].", rich_help_panel=OUTPUT),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)
-    ] = False,
+    max_shard_size: ShardSizeOption = None,
+    overwrite: OverwriteOption = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     batch_size: BatchOption = None,

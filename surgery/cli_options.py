@@ -60,3 +60,10 @@ DtypeOption = Annotated[
 BatchOption = Annotated[
     int | None, typer.Option("--batch-size", metavar="N", help="Sequences at a time [4].", rich_help_panel=MACHINE)
 ]
+ShardSizeOption = Annotated[
+    str | None,
+    typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file [5GB].", rich_help_panel=OUTPUT),
+]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)
+]

@@ -88,7 +88,7 @@ def convert_to_low_rank(
     Args:
         source: local folder or hub id.
         out: folder to write; the source's name with "-lowrank" or "-crosslayer" behind it by default.
-        settings: default :class:`LowRankSettings`; :class:`CrossLayerSettings` ask for a cascade.
+        settings: default :class:`LowRankSettings`; :class:`CrossLayerSettings` of method "cascade" ask for one.
         overwrite: replace an existing checkpoint in ``out``.
         allow_pickle: read pickled weights if there are no others.
         command: what the user typed, for the report.
@@ -118,7 +118,9 @@ def convert_to_low_rank(
             fit = None
             if planned.method == "fisher" and texts.calibration is not None and settings.fit_steps:
                 fit = SequentialFit(opened.stream, store, texts.calibration, settings.batch_size)
-            stages = (CLOSED, *((FITTED,) if fit else ()), *((EXACT_WINDOW,) if settings.window else ()))
+            # In a fitted cascade the closed form of a layer stands on fitted latents, and is no stage by itself.
+            closed = () if cascade and fit else (CLOSED,)
+            stages = (*closed, *((FITTED,) if fit else ()), *((EXACT_WINDOW,) if settings.window else ()))
             ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, stages)
             passing = _Pass(opened, library, store, fit, ladder, planned)
             layers = []
@@ -188,7 +190,7 @@ class _Pass:
             converted = low_rank_layer(anatomy, statistics, blocks, self._settings.method, shared)
             result = converted.layer
             energies = torch.cat([e[: b.rank] for e, b in zip(converted.energies, blocks, strict=True)])
-            forms = {CLOSED: result}
+            forms = {CLOSED: result} if CLOSED in self._ladder.hidden else {}
             if self._fit:
                 solve = self._solver(index, result, statistics)
                 fitted, energies = self._fit.fit(index, layer, anatomy, solve), self._energies

@@ -12,7 +12,7 @@ NO_CALIBRATION = "none"
 METHODS = ("fisher", "transmla", "mha2mla")
 KV_HEADS_METHODS = ("fisher", "kv-heads", "procrustes", "mean-pool")
 LOW_RANK_METHODS = ("fisher", "separate", "svd-llm", "asvd", "cskv", "palu", "think")
-CROSS_LAYER_METHODS = ("cascade", "xkv", "xkv-prompt", "minicache")
+CROSS_LAYER_METHODS = ("xkv", "cascade", "xkv-prompt", "minicache")
 CARRIERS = ("auto", "stock", "own")
 LATENT_NORMS = ("auto", "tiny", "constant")
 FREQUENCIES = ("free", "grid")
@@ -180,14 +180,15 @@ class CrossLayerSettings(LowRankSettings):
     """Settings of ``surgery convert --to crosslayer``; configs/crosslayer.yaml holds the same with comments.
 
     Attributes:
-        method: "cascade": every layer caches its own latents and reads those of the group's earlier layers too;
-            "xkv": one basis for the group, a token stored once it has left the group; "xkv-prompt": the paper's, from
+        method: "xkv": one basis for the group, a token stored once it has left the group; "cascade": every layer caches
+            its own latents and reads those of the group's earlier layers too; "xkv-prompt": the paper's basis, from
             each prompt; "minicache": adjacent pairs of layers merged.
         group_size: adjacent layers in a group.
-        block: tokens after which methods other than cascade compress; see docs/cross-layer.md.
+        block: tokens that stay exact until they are as many, in all methods but cascade; see docs/cross-layer.md.
+        fit_steps, fit_iterations, fit_queries: method cascade only.
     """
 
-    method: str = "cascade"
+    method: str = "xkv"
     allocate: str = "uniform"
     group_size: int = 3
     block: int = 64

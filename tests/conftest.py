@@ -1,8 +1,14 @@
 """Fixtures for all tests."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported: on two cores, two workers of two threads each would mostly wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from tiny_models import make_checkpoint
 

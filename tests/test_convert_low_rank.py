@@ -26,7 +26,7 @@ QUICK = {
 FAMILIES = ("llama", "llama3", "llama_bias", "mistral_window", "qwen2", "qwen2_window", "qwen3", "mixtral", "qwen3_moe")
 KINDS = {
     "alone": LowRankSettings,
-    "cascade": lambda **settings: CrossLayerSettings(group_size=2, **settings),
+    "cascade": lambda **settings: CrossLayerSettings(method="cascade", group_size=2, **settings),
     "window": lambda **settings: LowRankSettings(window=5, sinks=2, **settings),
 }
 

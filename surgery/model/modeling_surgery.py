@@ -25,8 +25,9 @@ from .group_entries import CROSS_LAYER_KEYS
 from .latent_attention import LatentAttention
 from .low_rank_attention import LowRankAttention
 
-ATTENTION: dict[str, type[nn.Module]] = {"latent": LatentAttention, "low_rank": LowRankAttention}
-ATTENTION |= {
+ATTENTION: dict[str, type[nn.Module]] = {
+    "latent": LatentAttention,
+    "low_rank": LowRankAttention,
     "cross_layer": CrossLayerAttention,
     "cross_layer_latent": CrossLayerLatentAttention,
     "cross_layer_prompt": PromptBasisAttention,
