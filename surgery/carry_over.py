@@ -9,6 +9,7 @@ from torch import Tensor
 
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
 from surgery.progress import Progress
+from surgery.tokenizer_class import keep_tokens
 
 REPORT, CARD, SOURCE_CARD = "surgery_report.json", "README.md", "README.source.md"
 
@@ -31,13 +32,17 @@ def copy_tensors(
 
 
 def copy_sidecars(reader: CheckpointReader, code: Iterable[Path], writer: CheckpointWriter) -> None:
-    """Copies tokenizer, generation config and the like, the source's card under another name, and code files."""
+    """Copies tokenizer, generation config and the like, the source's card under another name, and code files.
+
+    ``config.json`` has to be written before: it decides which tokenizer class transformers takes.
+    """
     for path in reader.sidecars():
         relative = path.relative_to(reader.path).as_posix()
         if relative != REPORT:
             writer.copy_file(path, SOURCE_CARD if relative == CARD else relative)
     for path in code:
         writer.copy_file(path, path.name)
+    keep_tokens(reader, writer)
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:

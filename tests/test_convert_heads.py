@@ -147,7 +147,7 @@ def test_targets_take_their_own_settings():
         find_target("mqa").settings({"kv_heads": 2})
     with pytest.raises(SurgeryError, match="--to gqa: unknown setting 'kv_lora_rank'"):
         find_target("gqa").settings({"kv_lora_rank": 8})
-    with pytest.raises(SurgeryError, match="unknown target, choose mla, gqa, mqa, .*; did you mean gqa"):
+    with pytest.raises(SurgeryError, match=r"unknown target, choose mla, gqa, mqa, .*; did you mean gqa"):
         find_target("gga")
     with pytest.raises(SurgeryError, match="not both"):
         find_target("gqa").settings({"kv_heads": 2, "kv_ratio": 0.5})

@@ -1,0 +1,35 @@
+"""Converted checkpoints cut text as their sources do, whatever class transformers takes for their model type."""
+
+import json
+
+import pytest
+from tiny_models import HELD_OUT
+from transformers import AutoTokenizer
+
+from surgery.convert import convert_to_mla
+from surgery.convert_low_rank import convert_to_low_rank
+from surgery.settings import ConvertSettings, LowRankSettings
+
+QUICK = {"calibration": "none", "held_out": 1, "kv_ratio": 0.5}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("target", ["stock", "own"])
+def test_text_is_cut_alike(checkpoints, tmp_path, name, target):
+    source, out = checkpoints(name), tmp_path / "out"
+    if target == "stock":
+        convert_to_mla(source, out, ConvertSettings(**QUICK))
+    else:
+        convert_to_low_rank(source, out, LowRankSettings(**QUICK))
+    text = HELD_OUT.read_text(encoding="utf-8")[:20_000]
+    before, after = (AutoTokenizer.from_pretrained(folder)(text).input_ids for folder in (source, out))
+    assert before == after
+
+
+def test_a_config_is_not_touched_without_need(checkpoints, tmp_path):
+    convert_to_mla(checkpoints("llama"), tmp_path / "out", ConvertSettings(**QUICK))
+    before, after = (
+        json.loads((folder / "tokenizer_config.json").read_text())
+        for folder in (checkpoints("llama"), tmp_path / "out")
+    )
+    assert before == after
