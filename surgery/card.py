@@ -14,7 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("{name}")""",
+    "nemotron-nas": """\
+# A class of vLLM and llama.cpp, not of transformers.
+from vllm import LLM
+
+model = LLM("{name}", trust_remote_code=True)""",
 }
+
 
 STRUCTURES = {
     "mla": "multi-head latent attention (MLA)",
@@ -53,7 +59,7 @@ Class `{target["model_type"]}` ({"; ".join(target["reasons"])}), {_shape(source,
 method `{target["method"]}`. The KV bytes were measured on live caches.
 
 ```python
-{LOADING["surgery" if target["model_type"] == "surgery" else "stock"].format(name=name)}
+{LOADING.get(target["model_type"], LOADING["stock"]).format(name=name)}
 ```
 
 ## Where the loss comes from
@@ -79,7 +85,9 @@ errors are in `surgery_report.json`. The licence of the source applies; its own 
 def _shape(source: dict, target: dict) -> str:
     """What of each token is cached, in words."""
     if "kv_heads" in target:
-        return f"{target['kv_heads']} KV heads in place of {source['kv_heads']}"
+        heads = target["kv_heads"]
+        kept = _range(heads) if isinstance(heads, list) else heads
+        return f"{kept} KV heads in place of {source['kv_heads']}"
     if "ranks" in target:
         exact = f", {target['window']} recent and {target['sinks']} first tokens exact" if target["window"] else ""
         return f"{_range(target['ranks'])} latents{exact}"

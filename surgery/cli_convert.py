@@ -84,8 +84,8 @@ def convert(
         str | None,
         typer.Option(
             "--method",
-            help="fisher (default); mla: transmla, mha2mla; gqa: kv-heads, procrustes, mean-pool; lowrank: separate, "
-            "svd-llm, asvd, cskv, palu, think; crosslayer: xkv (default), cascade, xkv-prompt, minicache.",
+            help="fisher (default); mla: transmla, mha2mla; gqa: kv-heads, procrustes, mean-pool, key-norm; lowrank: "
+            "separate, svd-llm, asvd, cskv, palu, think; crosslayer: xkv (default), cascade, xkv-prompt, minicache.",
             rich_help_panel=BUDGET,
         ),
     ] = None,
@@ -110,8 +110,8 @@ def convert(
         str | None,
         typer.Option(
             "--allocate",
-            help="Ranks of layers: uniform, spectrum (by what is dropped) or greedy (measured; lowrank) "
-            "[mla uniform, lowrank spectrum].",
+            help="Ranks, or KV heads (gqa), of layers: uniform, spectrum (by what is dropped) or greedy (measured; "
+            "lowrank) [mla and gqa uniform, lowrank spectrum].",
             rich_help_panel=BUDGET,
         ),
     ] = None,
@@ -203,7 +203,8 @@ def convert(
         str | None,
         typer.Option(
             "--carrier",
-            help="auto (default: stock where it can), stock (deepseek_v3) or own (class of this package).",
+            help="auto (default: stock where it can), stock (deepseek_v3; mla), own (class of this package) or decilm "
+            "(gqa with heads by layer, for vLLM and llama.cpp).",
             rich_help_panel=OUTPUT,
         ),
     ] = None,

@@ -45,6 +45,8 @@ class Outcome:
         factors: by which copied tensors are multiplied.
         groups: first layer, and the one after the last, of layers that only run together; single layers by default.
         own_class: whether the model class's files have to travel with it.
+        final_config: config.json of another class for the same tensors, written once the result is verified as
+            ``config`` says; ``final_code``: files that it needs beside the weights.
         splits: of the budget that were tried, with their held-out losses.
     """
 
@@ -58,6 +60,8 @@ class Outcome:
     factors: Mapping[str, float] = field(default_factory=dict)
     groups: list[tuple[int, int]] | None = None
     own_class: bool = False
+    final_config: dict[str, Any] | None = None
+    final_code: tuple[Path, ...] = ()
     splits: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -139,6 +143,10 @@ def finish(
         verification,
         progress,
     )
+    if outcome.final_config is not None:
+        writer.write_json("config.json", outcome.final_config)
+        for path in outcome.final_code:
+            writer.copy_file(path, path.name)
     writer.write_json(REPORT, report.to_dict())
     writer.write_text(CARD, report.card(writer.out.name))
     writer.commit()

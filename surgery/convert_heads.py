@@ -1,5 +1,7 @@
 """``surgery convert --to gqa`` and ``--to mqa``: fewer KV heads, in a plain checkpoint of the source's own family.
 
+Where layers keep different numbers of heads, another class carries the same tensors.
+
 The order of events is that of :mod:`surgery.convert`: statistics from two sweeps over calibration text, then one pass
 that merges the heads of every layer, fits it, carries all stages through it and writes it; the written files are loaded
 again, run and compared before they get their final name.
@@ -7,7 +9,7 @@ again, run and compared before they get their final name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,15 +17,17 @@ from torch import Tensor
 
 from surgery import layer_statistics
 from surgery.anatomy import AttentionAnatomy
+from surgery.architectures import decilm
 from surgery.architectures.own_family import (
-    ENGINES,
-    OWN_FAMILY,
     attention_tensors,
-    config_with_heads,
+    choose_carrier,
+    config_with_query_heads,
+    has_head_dim,
     planned_attention,
 )
 from surgery.attention import CapturedAttention
 from surgery.calibration.library import StatisticsLibrary
+from surgery.calibration.statistics import LayerStatistics
 from surgery.calibration.sweep import BoundaryStore
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.conversion import Conversion, Outcome, finish, open_request
@@ -35,7 +39,8 @@ from surgery.sequential_fit import SequentialFit, Solve
 from surgery.settings import KVHeadsSettings
 from surgery.source import Source
 from surgery.texts import load_texts
-from surgery.transforms.kv_heads import METHODS, MergedLayer, merge_kv_heads
+from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
+from surgery.transforms.kv_heads import MergedLayer, allocate_kv_heads, merge_kv_heads, unmerged
 from surgery.transforms.kv_heads_fit import fit_merged_layer
 
 STAGES = ("merged", "fitted")
@@ -47,15 +52,30 @@ class HeadsLayerReport:
 
     Attributes:
         groups: the source's KV heads that each KV head stands for.
-        key_error, value_error: predicted, before the fit; see :class:`surgery.transforms.kv_heads.MergedLayer`.
+        key_error, value_error: predicted, before the fit; see :class:`surgery.transforms.kv_heads.MergedLayer`. Method
+            key-norm has none, its query heads read other keys.
         measured: relative error of the layer's own output on the source's inputs, at each lossy stage.
+        queries: of method key-norm, the query heads of each KV head.
     """
 
     layer: int
     groups: tuple[tuple[int, ...], ...]
-    key_error: float
-    value_error: float
+    key_error: float | None
+    value_error: float | None
     measured: dict[str, float]
+    queries: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The heads of the result: KV heads by layer, and query heads, the same number in every layer.
+
+    ``queries``: by layer, the query heads that each KV head is dealt; None where all get equally many.
+    """
+
+    kv_heads: list[int]
+    heads: int
+    queries: list[list[int]] | None = None
 
 
 def convert_to_gqa(
@@ -68,7 +88,7 @@ def convert_to_gqa(
     command: str = "",
     progress: Progress | None = None,
 ) -> Conversion:
-    """Merges KV heads and writes a checkpoint of the source's family with fewer of them.
+    """Merges KV heads and writes a checkpoint with fewer of them, of the source's family if all layers are alike.
 
     Args:
         source: local folder or hub id.
@@ -86,46 +106,62 @@ def convert_to_gqa(
     target = "mqa" if settings.kv_heads == 1 else "gqa"
     opened, out = open_request(source, out, target, settings, overwrite=overwrite, allow_pickle=allow_pickle)
     first = opened.anatomy(0)
-    kv_heads = wanted_heads(settings, first)
-    weighted = METHODS[settings.method].weighted
+    budget = wanted_heads(settings, first, opened.layers)
+    if settings.carrier == "decilm":
+        decilm.check(opened.reader.config)
+    if settings.method == "key-norm" and budget > opened.layers and not has_head_dim(opened.config):
+        raise SurgeryError(
+            f"method key-norm adds query heads, and {opened.reader.config['model_type']} configs have no head_dim to "
+            "tell that they are as wide as before: choose another method"
+        )
+    weighted = settings.method == "fisher"
     texts = load_texts(opened, settings, progress)
     with StatisticsLibrary() as library, BoundaryStore() as store:
         # The errors that the report predicts are in the metric of the loss, whatever metric the method works in.
         layer_statistics.gather(opened, library, texts.calibration, store, settings, progress, gradients=True)
-        tensors = _planned_tensors(opened, kv_heads, first.head_dim)
+        plan = _plan_heads(opened, budget, library, settings, progress)
+        kv_heads = plan.kv_heads
+        config = opened.reader.config
+        if plan.heads != first.heads:
+            config = config_with_query_heads(config, plan.heads, first.head_dim)
+        carrier = choose_carrier(config, kv_heads, settings.carrier)
+        tensors = _planned_tensors(opened, plan, first.head_dim)
         with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
             fit = None
             if weighted and texts.calibration is not None and settings.fit_steps:
                 fit = SequentialFit(opened.stream, store, texts.calibration, settings.batch_size)
             stages = STAGES if fit else STAGES[:1]
             ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, stages)
-            layers = _merge_layers(opened, kv_heads, library, fit, ladder, writer, settings, progress)
-            width = kv_heads * (first.head_dim + first.value_dim) * opened.layers * first.q.dtype.itemsize
+            layers = _merge_layers(opened, plan, library, fit, ladder, writer, settings, progress)
+            width = sum(kv_heads) * (first.head_dim + first.value_dim) * first.q.dtype.itemsize
             outcome = Outcome(
-                config=config_with_heads(opened.reader.config, kv_heads),
+                config=carrier.config,
                 replaced=_replaced_names(opened),
                 target={
-                    "to": "mqa" if kv_heads == 1 else "gqa",
+                    "to": "mqa" if max(kv_heads) == 1 else "gqa",
                     "method": settings.method,
-                    "model_type": opened.reader.config["model_type"],
-                    "reasons": [OWN_FAMILY],
-                    "kv_heads": kv_heads,
-                    "engines": ENGINES,
+                    "model_type": carrier.model_type,
+                    "reasons": [carrier.reason],
+                    "kv_heads": kv_heads[0] if len(set(kv_heads)) == 1 else kv_heads,
+                    "engines": carrier.engines,
                 },
                 kv_bytes=lambda tokens: width * tokens,
                 layers=layers,
                 scores=ladder.scores(),
                 simulated=ladder.hidden[stages[-1]],
+                own_class=carrier.own_class,
+                final_config=carrier.final_config,
+                final_code=carrier.final_code,
             )
             report = finish(writer, tensors, opened, settings, texts, outcome, command, progress)
     return Conversion(writer.out, report)
 
 
-def wanted_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy) -> int:
-    """KV heads to keep: as many as were asked for, or the most that the ratio allows.
+def wanted_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: int) -> int:
+    """KV heads to keep in all layers together: as many as were asked for, or the most that the ratio allows.
 
     Raises:
-        SurgeryError: the layer cannot be merged at all, or not to that number.
+        SurgeryError: the layers cannot be merged at all, or not to that number.
     """
     if anatomy.q_norm is not None or anatomy.k_norm is not None:
         raise SurgeryError(
@@ -134,25 +170,80 @@ def wanted_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy) -> int:
     heads = anatomy.kv_heads
     if heads == 1:
         raise SurgeryError("the source has one KV head already: convert --to mla instead")
-    choices = [count for count in range(1, heads) if heads % count == 0]
+    choices = _choices(heads)[:-1]
+    ratio = 0.5 if settings.kv_ratio is None else settings.kv_ratio
+    if settings.allocate == "spectrum":
+        average = ratio * heads if settings.kv_heads is None else settings.kv_heads
+        if not 1 <= average < heads:
+            raise SurgeryError(
+                f"{average:g} KV heads a layer on average: choose fewer than the source's {heads}, and one at least"
+            )
+        return int(average * layers + 1e-9)
     if settings.kv_heads is not None:
         if settings.kv_heads not in choices:
             raise SurgeryError(
                 f"--kv-heads {settings.kv_heads}: the source's {heads} can become {', '.join(map(str, choices))}"
             )
-        return settings.kv_heads
-    ratio = 0.5 if settings.kv_ratio is None else settings.kv_ratio
+        return settings.kv_heads * layers
     fitting = [count for count in choices if count <= ratio * heads]
     if not fitting:
         raise SurgeryError(
             f"--kv-ratio {ratio:g}: one of the source's {heads} KV heads is more; convert --to mla instead"
         )
-    return fitting[-1]
+    return fitting[-1] * layers
+
+
+def _choices(heads: int) -> list[int]:
+    """Numbers that a layer's KV heads can become, in groups of one size; their own last."""
+    return [count for count in range(1, heads + 1) if heads % count == 0]
+
+
+def _plan_heads(
+    opened: Source, budget: int, library: StatisticsLibrary, settings: KVHeadsSettings, progress: Progress
+) -> _Plan:
+    """Spends the budget of KV heads over the layers, or deals query heads to them."""
+    first = opened.anatomy(0)
+    if settings.allocate == "spectrum":
+        return _Plan(_allocate(opened, budget, library, settings, progress), first.heads)
+    uniform = [budget // opened.layers] * opened.layers
+    if settings.method != "key-norm":
+        return _Plan(uniform, first.heads)
+    queries = [
+        deal_queries(pooled_key_norms(opened.anatomy(layer), library.load(layer)[0], kv_heads), first.heads)
+        for layer, kv_heads in enumerate(uniform)
+    ]
+    size = first.heads // uniform[0]
+    if any(set(counts) != {size} for counts in queries):
+        size = padded_group(max(map(max, queries)), uniform[0], first.hidden)
+    return _Plan(uniform, uniform[0] * size, queries)
+
+
+def _allocate(
+    opened: Source, budget: int, library: StatisticsLibrary, settings: KVHeadsSettings, progress: Progress
+) -> list[int]:
+    """KV heads of every layer, by predicted error."""
+    errors = []
+    with progress.phase("allocate", opened.layers) as advance:
+        for index in range(opened.layers):
+            anatomy, statistics = opened.anatomy(index).to(torch.float64), library.load(index)[0]
+            merged = {count: _merge(anatomy, statistics, count, settings) for count in _choices(anatomy.kv_heads)}
+            errors.append({count: layer.key_error + layer.value_error for count, layer in merged.items()})
+            advance()
+    return allocate_kv_heads(errors, budget)
+
+
+def _merge(
+    anatomy: AttentionAnatomy, statistics: LayerStatistics, kv_heads: int, settings: KVHeadsSettings
+) -> MergedLayer:
+    if kv_heads == anatomy.kv_heads:
+        return unmerged(anatomy)
+    method = "mean-pool" if settings.method == "key-norm" else settings.method
+    return merge_kv_heads(anatomy, statistics, kv_heads, method)
 
 
 def _merge_layers(
     opened: Source,
-    kv_heads: int,
+    plan: _Plan,
     library: StatisticsLibrary,
     fit: SequentialFit | None,
     ladder: Ladder,
@@ -167,33 +258,47 @@ def _merge_layers(
             source = opened.anatomy(index)
             anatomy = source.to(torch.float64)
             statistics = library.load(index)[0]
-            merged = merge_kv_heads(anatomy, statistics, kv_heads, settings.method)
+            merged, queries = _merge(anatomy, statistics, plan.kv_heads[index], settings), None
+            if plan.queries is not None:
+                queries = tuple(plan.queries[index])
+                padded = pad_groups(merged.anatomy, queries, plan.heads // len(queries))
+                merged = replace(merged, anatomy=padded, key_error=None, value_error=None)
+            kept = plan.kv_heads[index] == source.kv_heads
             attention = CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))
             forms = {"merged": attention}
             with stream.layer(index) as layer:
                 if fit:
-                    solve = _solver(merged, statistics.output_gradient, index, stream, settings)
+                    solve = _unchanged(attention) if kept else _solver(merged, statistics, index, stream, settings)
                     forms["fitted"] = attention = fit.fit(index, layer, anatomy, solve)
                 errors = ladder.advance(
                     layer, anatomy, {name: lambda form=form: form for name, form in forms.items()}, forms
                 )
-            result = attention.anatomy.to("cpu", source.q.dtype)
+            result = source if kept else attention.anatomy.to("cpu", source.q.dtype)
             for name, tensor in attention_tensors(result, index).items():
                 writer.write(name, tensor)
-            reports.append(HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors))
+            reports.append(
+                HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors, queries)
+            )
             advance()
     return reports
 
 
-def _solver(merged: MergedLayer, metric: Tensor, index: int, stream: LayerStream, settings: KVHeadsSettings) -> Solve:
-    """The least-squares problem of one layer, from its closed form and the loss gradient's moment [D, D]."""
+def _unchanged(attention: CapturedAttention) -> Solve:
+    """A layer that keeps its heads stays as it is: fitted too, the demo model lost more."""
+    return lambda inputs, targets: attention
+
+
+def _solver(
+    merged: MergedLayer, statistics: LayerStatistics, index: int, stream: LayerStream, settings: KVHeadsSettings
+) -> Solve:
+    """The least-squares problem of one layer, from its closed form and the moment of its output's loss gradient."""
 
     def solve(inputs: Tensor, targets: Tensor) -> CapturedAttention:
         fitted, _, _ = fit_merged_layer(
             merged.anatomy.to(stream.device, stream.dtype),
             inputs,
             targets,
-            metric.to(stream.device),
+            statistics.output_gradient.to(stream.device),
             steps=settings.fit_steps,
             iterations=settings.fit_iterations,
             queries=settings.fit_queries,
@@ -210,19 +315,19 @@ def _replaced_names(opened: Source) -> set[str]:
     return names | ({"lm_head.weight"} if opened.config.tie_word_embeddings else set())
 
 
-def _planned_tensors(opened: Source, kv_heads: int, head_dim: int) -> dict[str, TensorSpec]:
+def _planned_tensors(opened: Source, plan: _Plan, head_dim: int) -> dict[str, TensorSpec]:
     """Every tensor of the output, in the source's order."""
     reader = opened.reader
     attention: dict[str, TensorSpec] = {}
     for layer in range(opened.layers):
         # Frequencies that some old checkpoints store are the config's own.
         names = [name for name in opened.family.attention_names(reader, layer) if "rotary_emb" not in name]
-        attention |= planned_attention(reader, names, layer, kv_heads, head_dim)
+        attention |= planned_attention(reader, names, layer, plan.heads, plan.kv_heads[layer], head_dim)
     replaced = _replaced_names(opened)
-    plan = {}
+    tensors = {}
     for name in reader.names():
         if name in attention:
-            plan[name] = attention[name]
+            tensors[name] = attention[name]
         elif name not in replaced:
-            plan[name] = TensorSpec(reader.info(name).dtype, reader.info(name).shape)
-    return plan
+            tensors[name] = TensorSpec(reader.info(name).dtype, reader.info(name).shape)
+    return tensors

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -231,19 +231,23 @@ def _convert_unless_there(
     target: Target, source: str, out: Path, settings: ConversionSettings, command: str, progress: Progress
 ) -> None:
     if out.exists():
-        _check_kept(out, source, settings.to_dict())
+        _check_kept(out, source, settings)
         progress.note(f"{out}: is there already")
         return
     target.convert(source, out, settings, command=command, progress=progress)
 
 
-def _check_kept(out: Path, source: str, settings: dict[str, Any]) -> None:
-    """Raises SurgeryError unless a finished conversion is of that source with those settings."""
+def _check_kept(out: Path, source: str, settings: ConversionSettings) -> None:
+    """Raises SurgeryError unless a finished conversion is of that source with those settings.
+
+    A setting that was not known when it was made counts as its default.
+    """
     from surgery.checkpoint import CheckpointReader
 
     try:
         report = json.loads((out / "surgery_report.json").read_text(encoding="utf-8"))
-        same = report["settings"] == json.loads(json.dumps(settings))
+        made = {field.name: field.default for field in fields(settings)} | report["settings"]
+        same = json.loads(json.dumps(made)) == json.loads(json.dumps(settings.to_dict()))
         same = same and report["source"]["sha256"] == CheckpointReader.open(source).fingerprint()
     except (OSError, ValueError, KeyError, TypeError):
         same = False

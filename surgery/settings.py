@@ -10,7 +10,8 @@ from surgery.file_settings import FileSettings
 
 NO_CALIBRATION = "none"
 METHODS = ("fisher", "transmla", "mha2mla")
-KV_HEADS_METHODS = ("fisher", "kv-heads", "procrustes", "mean-pool")
+KV_HEADS_CARRIERS = ("auto", "own", "decilm")
+KV_HEADS_METHODS = ("fisher", "kv-heads", "procrustes", "mean-pool", "key-norm")
 LOW_RANK_METHODS = ("fisher", "separate", "svd-llm", "asvd", "cskv", "palu", "think")
 CROSS_LAYER_METHODS = ("xkv", "cascade", "xkv-prompt", "minicache")
 CARRIERS = ("auto", "stock", "own")
@@ -119,21 +120,33 @@ class KVHeadsSettings(ConversionSettings):
     Attributes:
         method: named variant of the transform.
         kv_heads: KV heads to keep in every layer, instead of a ratio; without either, half of the source's.
+        allocate: "uniform", or by "spectrum": numbers of heads by layer whose predicted errors are least in all, where
+            kv_heads or the ratio is the average; method fisher with text only.
+        carrier: "own": the project's class; "decilm": DeciLM, whose layers may differ too (Llama only); "auto": the
+            source's family if all layers keep the same number of heads, otherwise own.
         fit_steps, fit_iterations, fit_queries: as for MLA; method fisher with text only.
     """
 
     method: str = "fisher"
     kv_heads: int | None = None
+    allocate: str = "uniform"
+    carrier: str = "auto"
     fit_steps: int = 3
     fit_iterations: int = 8
     fit_queries: int = 256
 
     def __post_init__(self) -> None:
         self._check_choice("method", KV_HEADS_METHODS)
+        self._check_choice("allocate", ALLOCATIONS)
+        self._check_choice("carrier", KV_HEADS_CARRIERS)
         super().__post_init__()
         self._check_positive("kv_heads", "fit_iterations", "fit_queries")
         if self.kv_heads is not None and self.kv_ratio is not None:
             raise SurgeryError("give kv_heads or kv_ratio, not both")
+        if self.allocate == "spectrum" and (self.method != "fisher" or self.calibration == NO_CALIBRATION):
+            raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
+        if self.method == "key-norm" and self.carrier != "auto":
+            raise SurgeryError("method key-norm is written in the source's family: leave carrier auto")
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,21 @@
 """Fewer KV heads, end to end on tiny models: plain checkpoints of the source's family, verified elsewhere."""
 
+import copy
 import json
 
 import pytest
 import torch
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_models import CONFIGS, SHAPE, make_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StaticCache
 
+from surgery.architectures.decilm import check, feed_forward_width
+from surgery.architectures.own_family import has_head_dim
 from surgery.carry_over import REPORT
 from surgery.convert_heads import convert_to_gqa
 from surgery.errors import SurgeryError
+from surgery.model import SurgeryConfig, register
 from surgery.settings import KVHeadsSettings
 from surgery.targets import find_target
 
@@ -22,11 +27,28 @@ QUICK = {
     "fit_iterations": 2,
     "batch_size": 2,
 }
+# Three of the four KV heads of two layers.
+BY_LAYER = {"allocate": "spectrum", "kv_ratio": 0.75}
 FAMILIES = ("llama", "llama3", "llama_bias", "mistral_window", "qwen2", "qwen2_window", "mixtral")
 
 
 def load(path, **options):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A Llama of four KV heads, the first two with large keys, and a feed-forward width that DeciLM can express."""
+    shape = {**SHAPE, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+    folder = tmp_path_factory.mktemp("wide")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONFIGS, "wide", lambda: LlamaConfig(**shape, rms_norm_eps=1e-6, tie_word_embeddings=True))
+        make_checkpoint(folder, "wide")
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        weights[f"model.layers.{layer}.self_attn.k_proj.weight"][:8] *= 3
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -133,12 +155,146 @@ def test_report_and_card_say_what_it_is(converted):
         ("llama", {"kv_heads": 3}, "the source's 2 can become 1"),
         ("llama", {"kv_heads": 2}, "can become 1"),
         ("llama", {"kv_ratio": 0.25}, "convert --to mla instead"),
+        ("llama", {"kv_ratio": 0.25, "allocate": "spectrum"}, "one at least"),
+        ("llama", {"carrier": "decilm"}, "no multiple of 256"),
     ],
 )
 def test_what_cannot_be_done_is_refused(checkpoints, tmp_path, name, settings, told):
     with pytest.raises(SurgeryError, match=told):
         convert_to_gqa(checkpoints(name), tmp_path / "out", KVHeadsSettings(**{**QUICK, **settings}))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["llama_bias", "qwen2", "mixtral"])
+def test_layers_may_keep_different_numbers_of_heads(converted, checkpoints, name):
+    result = converted(name, **BY_LAYER)
+    heads = result.report.target["kv_heads"]
+    assert sorted(heads) == [1, 2] and result.report.target["model_type"] == "surgery"
+    entries = json.loads((result.path / "config.json").read_text())["attention_layers"]
+    assert entries == [None if count == 2 else {"kind": "grouped", "kv_heads": 1} for count in heads]
+    kv = result.report.kv
+    assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == kv["source_bytes_per_token"] * 0.75
+    kept = result.report.layers[heads.index(2)]
+    assert kept.groups == ((0,), (1,)) and kept.key_error == 0 and kept.measured["merged"] < 1e-5
+    source, written = (load_file(path / "model.safetensors") for path in (checkpoints(name), result.path))
+    untouched = [key for key in source if f"layers.{kept.layer}.self_attn" in key]
+    assert set(source) == set(written) and all(torch.equal(source[key], written[key]) for key in untouched)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_caches_hold_as_many_heads_as_the_layer(converted, batch):
+    result = converted("llama_bias", **BY_LAYER)
+    register()
+    model, heads = load(result.path), result.report.target["kv_heads"]
+    tokens = torch.randint(4096, (batch, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = model(tokens).past_key_values
+        static = StaticCache(config=model.config, max_cache_len=32)
+        model(tokens, past_key_values=static)
+    for cache in (plain, static):
+        assert [layer.keys.shape[1] for layer in cache.layers] == heads
+    live = sum(part.nbytes for layer in plain.layers for part in (layer.keys, layer.values))
+    assert live == model.kv_cache_bytes(batch, 20) == batch * 20 * result.report.kv["measured_bytes_per_token"]
+
+
+def test_layers_that_differ_load_without_the_package(converted, tmp_path):
+    result = converted("qwen2", **BY_LAYER)
+    tokens = torch.randint(4096, (2, 12), generator=torch.Generator().manual_seed(0))
+    logits, cached, facts = run_elsewhere(result.path, tokens, tmp_path, trust=True)
+    assert facts["class"] == "SurgeryForCausalLM"
+    assert (cached - logits).abs().max() / logits.abs().max() < 1e-4
+    assert facts["cached_numbers"] == 3 * 2 * 8 * tokens.numel()
+
+
+@pytest.mark.parametrize("heads", [0, 3])
+def test_heads_that_do_not_divide_are_refused_on_loading(heads):
+    with pytest.raises(ValueError, match=f"4 query heads do not divide over {heads} KV heads"):
+        SurgeryConfig.from_base(CONFIGS["llama"](), [None, {"kind": "grouped", "kv_heads": heads}])
+
+
+def test_one_number_for_all_layers_stays_in_the_family(converted):
+    result = converted("llama", allocate="spectrum", kv_heads=1)
+    assert (result.report.target["kv_heads"], result.report.target["model_type"]) == (1, "llama")
+    own = converted("llama", carrier="own")
+    assert (own.report.target["kv_heads"], own.report.target["model_type"]) == (1, "surgery")
+    assert own.report.ladder[-1]["loss"] == pytest.approx(result.report.ladder[-1]["loss"], abs=1e-5)
+
+
+def test_decilm(wide, tmp_path):
+    settings = {**QUICK, "fit_steps": 0, "allocate": "spectrum", "kv_heads": 3}
+    own = convert_to_gqa(wide, tmp_path / "own", KVHeadsSettings(**settings))
+    result = convert_to_gqa(wide, tmp_path / "decilm", KVHeadsSettings(**settings, carrier="decilm"))
+    heads = result.report.target["kv_heads"]
+    assert sorted(heads) == [2, 4] and heads == own.report.target["kv_heads"]  # three on average
+    plain = json.loads((result.path / "config.json").read_text())
+    assert (plain["architectures"], plain["model_type"]) == (["DeciLMForCausalLM"], "nemotron-nas")
+    assert [block["attention"]["n_heads_in_group"] for block in plain["block_configs"]] == [8 // n for n in heads]
+    assert all(feed_forward_width(block["ffn"]["ffn_mult"], 32) == 256 for block in plain["block_configs"])
+    assert "attention_layers" not in plain and result.report.target["engines"]["transformers"].startswith("no")
+    assert not (result.path / "modeling_surgery.py").exists()
+    # vLLM reads attributes, from a class that comes with the checkpoint.
+    config = AutoConfig.from_pretrained(result.path, trust_remote_code=True)
+    for twin in (config, copy.deepcopy(config)):
+        assert [8 // block.attention.n_heads_in_group for block in twin.block_configs] == heads
+        assert not twin.block_configs[0].attention.no_op and not hasattr(twin.block_configs[0].ffn, "hidden_act")
+    assert json.loads(config.to_json_string())["block_configs"] == plain["block_configs"]
+    written, wanted = (load_file(path / "model.safetensors") for path in (result.path, own.path))
+    assert set(written) == set(wanted) and all(torch.equal(written[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model_type": "qwen2"}, "DeciLM is a Llama"),
+        ({"attention_bias": True}, "biases"),
+        ({"head_dim": 16}, "heads of 16 numbers"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rotation"),
+        ({"intermediate_size": 48}, "48 is no multiple of 256; write --carrier own"),
+    ],
+)
+def test_decilm_refuses_what_engines_would_read_otherwise(wide, change, told):
+    config = json.loads((wide / "config.json").read_text())
+    check(config)
+    with pytest.raises(SurgeryError, match=told):
+        check({**config, **change})
+
+
+def test_key_norm_deals_query_heads(wide, tmp_path):
+    result = convert_to_gqa(wide, tmp_path / "out", KVHeadsSettings(**QUICK, method="key-norm", kv_heads=2))
+    config = AutoConfig.from_pretrained(result.path)
+    # Six query heads for the larger keys; groups of eight, as all heads have to divide the hidden size of 32.
+    assert [layer.queries for layer in result.report.layers] == [(6, 2), (6, 2)]
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (16, 2, 4)
+    assert config.model_type == "llama" and result.report.kv["ratio"] == 0.5
+    queries = load_file(result.path / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    heard = queries.view(16, -1).abs().amax(1) > 0
+    assert heard.nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 8, 9]
+    assert type(load(result.path)).__name__ == "LlamaForCausalLM"
+
+
+def test_query_heads_are_added_only_where_the_config_tells_their_width():
+    assert [name for name in FAMILIES if not has_head_dim(CONFIGS[name]())] == ["qwen2", "qwen2_window"]
+
+
+def test_key_norm_of_one_head_is_mean_pool(converted):
+    first, second = (
+        load_file(converted("qwen2", method=method).path / "model.safetensors") for method in ("key-norm", "mean-pool")
+    )
+    assert set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"allocate": "spectrum", "method": "mean-pool"}, "needs method fisher"),
+        ({"allocate": "spectrum", "calibration": "none"}, "needs method fisher and text"),
+        ({"method": "key-norm", "carrier": "own"}, "leave carrier auto"),
+        ({"carrier": "stock"}, "choose auto, own, decilm"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, told):
+    with pytest.raises(SurgeryError, match=told):
+        KVHeadsSettings(**settings)
 
 
 def test_targets_take_their_own_settings():

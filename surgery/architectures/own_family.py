@@ -1,27 +1,109 @@
-"""Fewer KV heads in the source's own family: the same names and class, another ``num_key_value_heads``."""
+"""Fewer KV heads: the names and shapes of what is written, the source's own, and the class that carries them.
+
+With one number of heads in all layers that is the source's family, with another ``num_key_value_heads``. Layers that
+differ need the project's class, or DeciLM's.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from surgery.anatomy import AttentionAnatomy
+from surgery.architectures import decilm, low_rank
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.families.base import ATTENTION_PREFIX
+from surgery.model import AUTO_MAP
 
 OWN_FAMILY = "a plain checkpoint of the source's own family"
 ENGINES = {engine: "yes, as the source" for engine in ("transformers", "vLLM", "SGLang", "llama.cpp")}
+DIFFERENT_LAYERS = "no class of the family holds layers with different numbers of KV heads"
+ASKED_FOR = "asked for"
+OUTPUT = ("o_proj", "weight")
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """The class that a result is written for.
+
+    Attributes:
+        config: config.json of the class that verifies the result.
+        own_class: whether that is the project's.
+        final_config: config.json of another class that holds the same tensors, once the result is verified; with it
+            ``final_code``, the files that it needs beside the weights.
+    """
+
+    model_type: str
+    reason: str
+    engines: dict[str, str]
+    config: dict[str, Any]
+    own_class: bool = False
+    final_config: dict[str, Any] | None = None
+    final_code: tuple[Path, ...] = ()
+
+
+def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -> Carrier:
+    """The class for layers of so many KV heads.
+
+    Args:
+        source: the source's config.json.
+        heads: KV heads of every layer.
+        carrier: "auto", "own" or "decilm".
+
+    Raises:
+        SurgeryError: DeciLM cannot hold the model.
+    """
+    uniform = len(set(heads)) == 1
+    if carrier == "auto" and uniform:
+        return Carrier(source["model_type"], OWN_FAMILY, ENGINES, {**source, "num_key_value_heads": heads[0]})
+    reason = ASKED_FOR if uniform else DIFFERENT_LAYERS
+    own = config_of_own_class(source, heads)
+    if carrier == "decilm":
+        final = decilm.config_with_heads(source, heads)
+        return Carrier(
+            decilm.MODEL_TYPE, reason, decilm.ENGINES, own, final_config=final, final_code=(decilm.CONFIG_CODE,)
+        )
+    return Carrier(low_rank.MODEL_TYPE, reason, low_rank.ENGINES, own, own_class=True)
+
+
+def has_head_dim(config: object) -> bool:
+    """Whether a transformers config's class declares the width of heads apart from their number."""
+    return "head_dim" in {field.name for field in fields(type(config))}
+
+
+def config_with_query_heads(config: dict[str, Any], heads: int, head_dim: int) -> dict[str, Any]:
+    """A family's config.json with another number of query heads of the same width."""
+    return {**config, "num_attention_heads": heads, "head_dim": head_dim}
+
+
+def config_of_own_class(source: dict[str, Any], heads: Sequence[int]) -> dict[str, Any]:
+    """config.json of the project's class; layers with as many heads as the source's have its own attention."""
+    stock = source.get("num_key_value_heads") or source["num_attention_heads"]
+    return {
+        **source,
+        "architectures": ["SurgeryForCausalLM"],
+        "model_type": low_rank.MODEL_TYPE,
+        "base_model_type": source["model_type"],
+        "auto_map": AUTO_MAP,
+        "attention_layers": [None if count == stock else {"kind": "grouped", "kv_heads": count} for count in heads],
+    }
 
 
 def planned_attention(
-    reader: CheckpointReader, names: list[str], layer: int, kv_heads: int, head_dim: int
+    reader: CheckpointReader, names: list[str], layer: int, heads: int, kv_heads: int, head_dim: int
 ) -> dict[str, TensorSpec]:
-    """Dtype and shape of a layer's attention tensors with that many KV heads, by the source's names."""
-    resized = tuple(f"{ATTENTION_PREFIX.format(layer=layer)}{p}_proj." for p in "kv")
+    """Dtype and shape of a layer's attention tensors with that many heads, by the source's names."""
+    prefix = ATTENTION_PREFIX.format(layer=layer)
+    rows = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
     plan = {}
     for name in names:
-        info = reader.info(name)
-        shape = (kv_heads * head_dim, *info.shape[1:]) if name.startswith(resized) else info.shape
-        plan[name] = TensorSpec(info.dtype, shape)
+        info, (module, _, kind) = reader.info(name), name.removeprefix(prefix).partition(".")
+        shape = (rows.get(module, info.shape[0]), *info.shape[1:])
+        plan[name] = TensorSpec(info.dtype, (shape[0], heads * head_dim) if (module, kind) == OUTPUT else shape)
     return plan
 
 
@@ -43,8 +125,3 @@ def attention_tensors(anatomy: AttentionAnatomy, layer: int) -> dict[str, Tensor
         for name, value in parts.items()
         if value is not None
     }
-
-
-def config_with_heads(config: dict, kv_heads: int) -> dict:
-    """The source's config.json with that many KV heads."""
-    return {**config, "num_key_value_heads": kv_heads}

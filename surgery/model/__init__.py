@@ -25,6 +25,7 @@ REMOTE_CODE = (
     "attention_functions",
     "latent_attention",
     "low_rank_attention",
+    "grouped_attention",
     "cache_layer",
     "quantized_cache",
     "exact_window_cache",

@@ -22,6 +22,7 @@ _IDENTITY_FIELDS = ("model_type", "architectures", "auto_map", "transformers_ver
 _LAYER_KEYS = {
     "latent": {"kind", "kv_lora_rank", "rope_inv_freq", "key_norm_eps"},
     "low_rank": {"kind", "blocks", "shared_layers", "shared_rank", "sinks", "window"},
+    "grouped": {"kind", "kv_heads"},
     **CROSS_LAYER_KEYS,
 }
 
@@ -48,6 +49,8 @@ class SurgeryConfig(PreTrainedConfig):
             `values` are rebuilt from it), `shared_layers` (int, how many layers before this one hand their latents on
             to it) and `shared_rank` (the ranks of those added up), `window` (int, tokens that a query reads exactly,
             its own included; 0 for none) and `sinks` (int, first tokens that are read exactly too).
+
+            `"grouped"`: `kv_heads` (int), of the family's own attention in place of `num_key_value_heads`.
 
             `"cross_layer"`, `"cross_layer_prompt"`, `"cross_layer_pairs"`: `group_size` (int, adjacent layers that
             share a cache), `place` (int, of the layer among them), and `block`, `sinks` and `window` (int, see
@@ -125,11 +128,19 @@ class SurgeryConfig(PreTrainedConfig):
             # A cache layer with an empty key tensor reports length 0, so a rank of 0 would decode garbage.
             if layer["kind"] == "latent" and layer["kv_lora_rank"] < 1:
                 raise ValueError(f"attention_layers[{index}]: kv_lora_rank must be at least 1")
+            if layer["kind"] == "grouped" and not self._divides_query_heads(layer["kv_heads"]):
+                raise ValueError(
+                    f"attention_layers[{index}]: {self.num_attention_heads} query heads do not divide over "
+                    f"{layer['kv_heads']} KV heads"
+                )
             if layer["kind"] == "low_rank" and (problem := self._low_rank_problem(index, layer)):
                 raise ValueError(f"attention_layers[{index}]: {problem}")
         check_groups(layers)
         if self.kv_cache is not None and any(layer and layer["kind"] in CROSS_LAYER_KEYS for layer in layers):
             raise ValueError("kv_cache: layers that share a cache cannot quantise it, leave it out")
+
+    def _divides_query_heads(self, kv_heads: int) -> bool:
+        return kv_heads >= 1 and self.num_attention_heads % kv_heads == 0
 
     def _low_rank_problem(self, index: int, layer: dict[str, Any]) -> str | None:
         blocks, heads = layer["blocks"], list(range(self.num_key_value_heads))

@@ -22,12 +22,14 @@ from .cross_layer_attention import CrossLayerAttention, MergedPairAttention, Pro
 from .cross_layer_latent_attention import CrossLayerLatentAttention
 from .exact_window_cache import ExactWindowLayer, set_padding
 from .group_entries import CROSS_LAYER_KEYS
+from .grouped_attention import GroupedAttention
 from .latent_attention import LatentAttention
 from .low_rank_attention import LowRankAttention
 
 ATTENTION: dict[str, type[nn.Module]] = {
     "latent": LatentAttention,
     "low_rank": LowRankAttention,
+    "grouped": GroupedAttention,
     "cross_layer": CrossLayerAttention,
     "cross_layer_latent": CrossLayerLatentAttention,
     "cross_layer_prompt": PromptBasisAttention,

@@ -19,15 +19,15 @@ mean-pool    mean                         mean                          adjacent
 ============ ============================ ============================= =========
 
 Sources: mean-pool, GQA (arXiv 2305.13245); procrustes, arXiv 2412.20677, its rotations of keys restricted to those that
-commute with RoPE; kv-heads, arXiv 2406.07056. Key-driven query allocation (arXiv 2408.08454) is not here: it gives KV
-heads different numbers of query heads, which no stock class can hold.
+commute with RoPE; kv-heads, arXiv 2406.07056. Key-driven query allocation (arXiv 2408.08454) starts from mean-pool; see
+:mod:`surgery.transforms.key_norm`.
 
 After the closed form, :func:`fit_merged_layer` fits all weights of the merged layer together to the source's output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from surgery.anatomy import AttentionAnatomy
@@ -81,12 +81,46 @@ class MergedLayer:
     Attributes:
         anatomy: same shapes but for the number of KV heads; query heads stand in the order of ``groups``.
         groups: the source's KV heads that each KV head stands for.
+        key_error, value_error: None where the query heads of a group read other keys than their own.
     """
 
     anatomy: AttentionAnatomy
     groups: tuple[Group, ...]
-    key_error: float
-    value_error: float
+    key_error: float | None
+    value_error: float | None
+
+
+def unmerged(anatomy: AttentionAnatomy) -> MergedLayer:
+    """A layer that keeps all its KV heads, without error."""
+    return MergedLayer(anatomy, adjacent_groups(anatomy.kv_heads, 1), 0.0, 0.0)
+
+
+def allocate_kv_heads(errors: Sequence[Mapping[int, float]], total: int) -> list[int]:
+    """The numbers of KV heads of all layers that have the least error together, by dynamic programming over layers.
+
+    Numbers of heads double at least from one choice to the next and need not save less each time, so taking the
+    largest savings first would not be optimal.
+
+    Args:
+        errors: a layer's predicted error by the number of heads it keeps, in a unit that all layers share.
+        total: heads of all layers together; they may be fewer where that is no worse.
+
+    Raises:
+        SurgeryError: the total is less than the layers need at least.
+    """
+    # The least error of the layers so far with exactly that many heads, and how many each layer has in it.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for choices in errors:
+        extended: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for spent, (error, heads) in best.items():
+            for count, more in choices.items():
+                together, candidate = spent + count, (error + more, (*heads, count))
+                if together <= total and (together not in extended or candidate < extended[together]):
+                    extended[together] = candidate
+        best = extended
+    if not best:
+        raise SurgeryError(f"{total} KV heads are too few for {len(errors)} layers")
+    return list(min((error, spent, heads) for spent, (error, heads) in best.items())[2])
 
 
 def merge_kv_heads(

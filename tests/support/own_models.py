@@ -170,11 +170,26 @@ def lossless_shared(source: PreTrainedModel) -> SurgeryForCausalLM:
     return lossless_low_rank(source, [low_rank_entry(), second])
 
 
+def lossless_grouped(source: PreTrainedModel) -> SurgeryForCausalLM:
+    """A KV head for every query head in the first layer, the source's attention in the second."""
+    config = SurgeryConfig.from_base(
+        source.config, [{"kind": "grouped", "kv_heads": HEADS}, None], experts_implementation="eager"
+    )
+    model = SurgeryForCausalLM(config).to(source.dtype)
+    tensors = source.state_dict()
+    for name in [name for name in tensors if "layers.0.self_attn" in name and ("k_proj" in name or "v_proj" in name)]:
+        heads = tensors[name].unflatten(0, (KV_HEADS, HEAD_DIM))
+        tensors[name] = heads.repeat_interleave(HEADS // KV_HEADS, dim=0).flatten(0, 1)
+    model.load_state_dict(tensors, strict=True)
+    return model.eval()
+
+
 KINDS = {
     "latent": lossless_model,
     "low_rank": lossless_low_rank,
     "blocks": lossless_blocks,
     "window": lossless_window,
     "shared": lossless_shared,
+    "grouped": lossless_grouped,
 }
 """Makes a model that computes what its source does, by the kind of its attention."""

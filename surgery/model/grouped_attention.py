@@ -1,0 +1,34 @@
+"""The family's own attention with a number of KV heads of its own, so that layers may differ.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+import copy
+from typing import Any
+
+from torch import nn
+
+
+class GroupedAttention(nn.Module):
+    """Grouped-query attention with `kv_heads` KV heads in place of the config's `num_key_value_heads`.
+
+    Everything but that number is the family's: forward pass, names of the tensors, windows, norms. Keys and values are
+    cached as plain tensors [B, kv_heads, T, d] each.
+    """
+
+    def __init__(self, stock: nn.Module, entry: dict[str, Any]):
+        config = copy.copy(stock.config)
+        config.num_key_value_heads = entry["kv_heads"]
+        # The class built by `family_attention_class` has the family's attention next in line.
+        super().__init__(config, stock.layer_idx)
+        # From here on only the attention implementation is read of it, which users change on the model's.
+        self.config = stock.config
+        self.num_kv_heads = entry["kv_heads"]
+
+    def initialize_weights(self) -> None:
+        """Nothing is left: the base model's own initialisation knows all projections."""
+
+    @property
+    def cached_shape(self) -> tuple[int, int, int]:
+        """Heads of a token in the cache, and the widths of a key and of a value."""
+        return self.num_kv_heads, self.head_dim, self.head_dim
