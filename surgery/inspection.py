@@ -158,7 +158,7 @@ def _fewer_heads(opened: Source) -> dict:
     """Half of the KV heads, in the source's own class."""
     command = "surgery convert --to gqa"
     try:
-        wanted_heads(KVHeadsSettings(), opened.anatomy(0))
+        wanted_heads(KVHeadsSettings(), opened.anatomy(0), opened.layers)
     except SurgeryError as error:
         return {"command": command, "applies": False, "class": None, "reasons": [str(error)], "engines": {}}
     return {
