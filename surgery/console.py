@@ -266,7 +266,9 @@ def _show_layers(page: Console, layers: list[dict]) -> None:
     elif "keys_by" in layers[0]:
         head, cells = ["keys share a scale by"], _codes
     elif "shared_rank" in layers[0]:
-        head, cells = ["latents", "read too", "keys, predicted", "values, predicted"], _latents
+        # Groups of layers that share a cache have shares of energy that were measured, single layers predictions.
+        kind = "not rebuilt" if isinstance(layers[0]["layer"], str) else "predicted"
+        head, cells = ["latents", "read too", f"keys, {kind}", f"values, {kind}"], _latents
     else:
         head, cells = ["rank", "rotated", "RoPE, predicted", "latent, predicted"], _latent
     stages = list(layers[0]["measured"])
