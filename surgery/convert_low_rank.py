@@ -190,6 +190,8 @@ class _Pass:
             converted = low_rank_layer(anatomy, statistics, blocks, self._settings.method, shared)
             result = converted.layer
             energies = torch.cat([e[: b.rank] for e, b in zip(converted.energies, blocks, strict=True)])
+            # What a method keeps in any case (ThinK's values) counts as its best: JSON knows no infinity.
+            energies = energies.clamp_max(energies[energies.isfinite()].max())
             forms = {CLOSED: result} if CLOSED in self._ladder.hidden else {}
             if self._fit:
                 solve = self._solver(index, result, statistics)
