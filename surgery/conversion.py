@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from surgery.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
-from surgery.checkpoint import CheckpointWriter, TensorSpec, check_output, verify_files
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, check_output, verify_files
 from surgery.errors import SurgeryError
 from surgery.held_out import Score
 from surgery.model import remote_code_files
 from surgery.progress import Progress
-from surgery.report import Report, build_report
+from surgery.report import Report, SourceShape, build_report
 from surgery.settings import ConversionSettings
-from surgery.source import Source
+from surgery.source import OwnSource, Source
 from surgery.texts import Texts
-from surgery.verification import verify_by_running
+from surgery.verification import Verification, verify_by_running
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Outcome:
         final_config: config.json of another class for the same tensors, written once the result is verified as
             ``config`` says; ``final_code``: files that it needs beside the weights.
         splits: of the budget that were tried, with their held-out losses.
+        shape: of the source, where it is no checkpoint of a family.
     """
 
     config: dict[str, Any]
@@ -63,12 +64,26 @@ class Outcome:
     final_config: dict[str, Any] | None = None
     final_code: tuple[Path, ...] = ()
     splits: list[dict[str, Any]] = field(default_factory=list)
+    shape: SourceShape | None = None
 
 
 def default_output(source: str | Path, target: str) -> Path:
     """Beside the source, its name with the target behind it; beside the working folder for a hub id."""
     path = Path(source)
     return path.parent / f"{path.name}-{target}" if path.is_dir() else Path(f"{path.name}-{target}")
+
+
+def settle_output(source: str | Path, read: Path, out: str | Path | None, target: str, *, overwrite: bool) -> Path:
+    """Where the output goes; ``read`` is the folder that ``source`` is read from.
+
+    Raises:
+        SurgeryError: the output exists and may not be replaced, or is the source.
+    """
+    out = Path(out) if out else default_output(source, target)
+    check_output(read, out)
+    if (out.exists() or out.is_symlink()) and not overwrite:
+        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
+    return out
 
 
 def open_request(
@@ -80,56 +95,130 @@ def open_request(
     overwrite: bool,
     allow_pickle: bool,
 ) -> tuple[Source, Path]:
-    """Opens the source and settles where the output goes.
+    """Opens a checkpoint of a family and settles where the output goes.
 
     Raises:
         SurgeryError: the source cannot be converted, or the output exists and may not be replaced.
     """
     opened = Source.open(source, settings, allow_pickle=allow_pickle)
-    out = Path(out) if out else default_output(source, target)
-    check_output(opened.reader.path, out)
-    if (out.exists() or out.is_symlink()) and not overwrite:
-        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
-    return opened, out
+    return opened, settle_output(source, opened.reader.path, out, target, overwrite=overwrite)
+
+
+def unchanged_tensors(reader: CheckpointReader, config) -> dict[str, TensorSpec]:
+    """Every tensor of a checkpoint but a copy of tied embeddings, which would only say the same again."""
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    return {
+        name: TensorSpec(reader.info(name).dtype, reader.info(name).shape)
+        for name in reader.names()
+        if name not in tied
+    }
+
+
+def replaced_names(opened: Source, copied: Callable[[list[str]], Collection[str]]) -> dict[str, int]:
+    """The source's tensors that a conversion does away with or writes anew, and their layers.
+
+    ``copied`` says which of a layer's attention tensors stay as they are. A copy of tied embeddings goes too, of layer
+    -1: loaders take the embeddings for it.
+    """
+    replaced = {"lm_head.weight": -1} if opened.config.tie_word_embeddings else {}
+    for layer in range(opened.layers):
+        names = opened.family.attention_names(opened.reader, layer)
+        kept = set(copied(names))
+        replaced |= {name: layer for name in names if name not in kept}
+    return replaced
+
+
+def planned_tensors(
+    opened: Source, replaced: Mapping[str, int], plan: Callable[[int], Mapping[str, TensorSpec]]
+) -> dict[str, TensorSpec]:
+    """Every tensor of the output in the source's order, a layer's new attention ``plan(layer)`` where the old began."""
+    tensors: dict[str, TensorSpec] = {}
+    for name in opened.reader.names():
+        if name not in replaced:
+            info = opened.reader.info(name)
+            tensors[name] = TensorSpec(info.dtype, info.shape)
+        elif replaced[name] >= 0:
+            tensors |= plan(replaced[name])
+    return tensors
 
 
 def finish(
     writer: CheckpointWriter,
     tensors: Mapping[str, TensorSpec],
-    opened: Source,
+    opened: Source | OwnSource,
     settings: ConversionSettings,
     texts: Texts,
     outcome: Outcome,
     command: str,
     progress: Progress,
+    *,
+    verify: Callable[[Path, Outcome], Verification] | None = None,
 ) -> Report:
     """Writes what is not attention, checks and runs the result, reports on it, and gives it its final name.
 
     Args:
         writer: has every new tensor of the attention.
         tensors: what was planned to be written.
+        verify: runs what was written; by default :func:`surgery.verification.verify_by_running`.
 
     Raises:
         SurgeryError: the written files are not what was planned, or do not compute what was simulated.
     """
     kept = [name for name in opened.reader.names() if name not in outcome.replaced]
-    copy_tensors(opened.reader, kept, outcome.factors, writer, progress)
-    writer.write_json("config.json", outcome.config)
-    copy_sidecars(opened.reader, remote_code_files() if outcome.own_class else (), writer)
+    code = remote_code_files() if outcome.own_class else ()
+    write_rest(writer, tensors, opened.reader, outcome.config, kept, progress, factors=outcome.factors, code=code)
+    if verify is None:
+        verification = verify_by_running(
+            writer.partial,
+            opened.weight_dtype,
+            opened.stream,
+            outcome.simulated,
+            texts.held_out,
+            opened.windows,
+            outcome.kv_bytes,
+            settings.batch_size,
+            progress,
+            blocks=outcome.groups,
+        )
+    else:
+        verification = verify(writer.partial, outcome)
+    return conclude(writer, opened, settings, texts, outcome, verification, command, progress)
+
+
+def write_rest(
+    writer: CheckpointWriter,
+    tensors: Mapping[str, TensorSpec],
+    reader: CheckpointReader,
+    config: dict[str, Any],
+    kept: Sequence[str],
+    progress: Progress,
+    *,
+    factors: Mapping[str, float] | None = None,
+    code: Iterable[Path] = (),
+) -> None:
+    """Writes what is not attention: the tensors ``kept``, config.json and the files beside the weights.
+
+    Raises:
+        SurgeryError: the written files are not what was planned.
+    """
+    copy_tensors(reader, kept, factors or {}, writer, progress)
+    writer.write_json("config.json", config)
+    copy_sidecars(reader, code, writer)
     writer.finish()
     verify_files(writer.partial, tensors)
-    verification = verify_by_running(
-        writer.partial,
-        opened.anatomy(0).q.dtype,
-        opened.stream,
-        outcome.simulated,
-        texts.held_out,
-        tuple(opened.family.window(opened.config, layer) for layer in range(opened.layers)),
-        outcome.kv_bytes,
-        settings.batch_size,
-        progress,
-        blocks=outcome.groups,
-    )
+
+
+def conclude(
+    writer: CheckpointWriter,
+    opened: Source | OwnSource,
+    settings: ConversionSettings,
+    texts: Texts,
+    outcome: Outcome,
+    verification: Verification,
+    command: str,
+    progress: Progress,
+) -> Report:
+    """Reports on what was written and verified, and gives it its final name."""
     predicted = outcome.kv_bytes(verification.kv_tokens) / verification.kv_tokens
     report = build_report(
         opened,
@@ -142,6 +231,7 @@ def finish(
         outcome.layers,
         verification,
         progress,
+        shape=outcome.shape,
     )
     if outcome.final_config is not None:
         writer.write_json("config.json", outcome.final_config)

@@ -20,11 +20,11 @@ from surgery.architectures.choose import Carrier
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.checkpoint import CheckpointWriter
-from surgery.conversion import Conversion, Outcome, finish, open_request
+from surgery.conversion import Conversion, Outcome, finish, open_request, planned_tensors, replaced_names
 from surgery.held_out import HeldOut
 from surgery.ladder import Form, Ladder
 from surgery.layer_stream import LayerStream
-from surgery.mla_output import carrier_of, planned_tensors, replaced_names, reserved_numbers
+from surgery.mla_output import carrier_of, reserved_numbers
 from surgery.mla_report import EXACT_STAGES, LOSSY_STAGES, LayerReport, mla_target
 from surgery.mla_split import MLAPlan
 from surgery.progress import Progress
@@ -97,11 +97,11 @@ def convert_to_mla(
         if settings.allocate == "spectrum":
             plan = plan.with_ranks_by_spectrum(opened.anatomy, library, opened.layers, progress)
         carrier = carrier_of(opened, plan, settings)
-        tensors = planned_tensors(opened, carrier)
+        replaced = replaced_names(opened, carrier.writer.copied)
+        tensors = planned_tensors(opened, replaced, carrier.writer.plan)
         with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
             fit = _sequential_fit(opened, texts, store, settings)
             stages = LOSSY_STAGES[: 3 if fit else 2]
-            replaced = replaced_names(opened, carrier)
             ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, (*EXACT_STAGES, *stages))
             layers = _convert_layers(opened, plan, library, fit, carrier, ladder, writer, settings, progress)
             kept = [name for name in opened.reader.names() if name not in replaced]

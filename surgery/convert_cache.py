@@ -24,18 +24,17 @@ from surgery.architectures.cached import (
     rotated_names,
     rotated_tensors,
 )
-from surgery.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
-from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, check_output, verify_files
-from surgery.conversion import Conversion, default_output
+from surgery.checkpoint import CheckpointReader, CheckpointWriter
+from surgery.conversion import Conversion, Outcome, conclude, settle_output, unchanged_tensors, write_rest
 from surgery.errors import SurgeryError
 from surgery.held_out import HeldOut, Score, logit_difference
 from surgery.layer_stream import LayerStream, single_layer_config
 from surgery.model import SurgeryForCausalLM, remote_code_files
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.progress import Progress
-from surgery.report import SourceShape, build_report
+from surgery.report import SourceShape
 from surgery.settings import QuantizedSettings
-from surgery.source import Source, checked_device
+from surgery.source import OwnSource, Source
 from surgery.texts import load_texts
 from surgery.verification import TOLERANCE, load_config, run_through_cache, verify_by_running
 
@@ -59,19 +58,6 @@ class QuantizedLayerReport:
     layer: int
     keys_by: str
     measured: dict[str, float]
-
-
-@dataclass(frozen=True)
-class OwnSource:
-    """An opened checkpoint of the project's own class."""
-
-    reader: CheckpointReader
-    config: object
-    stream: LayerStream
-
-    @property
-    def layers(self) -> int:
-        return self.config.num_hidden_layers
 
 
 def convert_to_quantized(
@@ -100,31 +86,24 @@ def convert_to_quantized(
     """
     settings, progress = settings or QuantizedSettings(), progress or Progress(silent=True)
     opened = open_checkpoint(source, settings, allow_pickle=allow_pickle)
-    reader = opened.reader
-    out = Path(out) if out else default_output(source, "quantized")
-    check_output(reader.path, out)
-    if (out.exists() or out.is_symlink()) and not overwrite:
-        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
+    reader, dtype = opened.reader, opened.weight_dtype
+    out = settle_output(source, reader.path, out, "quantized", overwrite=overwrite)
     config = config_with_cache(reader.config, settings.kv_cache())
-    dtype = reader.info("model.layers.0.self_attn.o_proj.weight").dtype
     exact, quantized = (_skeleton({**config, "kv_cache": kv_cache}, dtype) for kv_cache in (None, config["kv_cache"]))
     texts = load_texts(opened, settings, progress)
 
     rotated = rotated_names(reader, opened.config) if settings.hadamard else set()
-    tensors = {name: TensorSpec(reader.info(name).dtype, reader.info(name).shape) for name in _kept_names(opened)}
+    tensors = unchanged_tensors(reader, opened.config)
+    tensors = {name: spec for name, spec in tensors.items() if "rotary_emb." not in name}  # the config's own
     with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
-        copy_tensors(reader, [name for name in tensors if name not in rotated], {}, writer, progress)
         if rotated:
             with progress.phase("rotate", opened.layers) as advance:
                 for layer in range(opened.layers):
                     for name, tensor in rotated_tensors(reader, opened.config, layer).items():
                         writer.write(name, tensor)
                     advance()
-        writer.write_json("config.json", config)
-        copy_sidecars(reader, remote_code_files(), writer)
-        writer.finish()
-        verify_files(writer.partial, tensors)
-
+        kept = [name for name in tensors if name not in rotated]
+        write_rest(writer, tensors, reader, config, kept, progress, code=remote_code_files())
         measured = _measure(opened, writer.partial, texts.held_out, bool(rotated), dtype, settings, progress)
         verification = verify_by_running(
             writer.partial,
@@ -132,7 +111,7 @@ def convert_to_quantized(
             opened.stream,
             measured.hidden["quantized"],
             texts.held_out,
-            (None,) * opened.layers,
+            opened.windows,
             lambda tokens: quantized.kv_cache_bytes(1, tokens),
             settings.batch_size,
             progress,
@@ -140,34 +119,26 @@ def convert_to_quantized(
             blocks=blocks_of(quantized.config),
         )
         at = verification.kv_tokens
-        facts = {
-            "to": "quantized",
-            "method": settings.format,
-            "model_type": "surgery",
-            "reasons": ["no stock class keeps a quantised cache by itself"],
-            "bytes_per_token": quantized.kv_cache_bytes(1, at) / at,
-            "kv_cache": config["kv_cache"],
-            "hadamard": settings.hadamard,
-            "losses_read": f"through the cache, {PIECE} tokens at a time; the source's in one forward pass",
-            "engines": ENGINES,
-        }
-        shape = SourceShape.of_config(opened.config, dtype, exact.kv_cache_bytes(1, at) / at)
-        report = build_report(
-            opened,
-            settings,
-            command,
-            facts,
-            [],
-            texts,
-            measured.scores,
-            measured.layers,
-            verification,
-            progress,
-            shape=shape,
+        outcome = Outcome(
+            config=config,
+            replaced=rotated,
+            target={
+                "to": "quantized",
+                "method": settings.format,
+                "model_type": "surgery",
+                "reasons": ["no stock class keeps a quantised cache by itself"],
+                "kv_cache": config["kv_cache"],
+                "hadamard": settings.hadamard,
+                "losses_read": f"through the cache, {PIECE} tokens at a time; the source's in one forward pass",
+                "engines": ENGINES,
+            },
+            kv_bytes=lambda tokens: quantized.kv_cache_bytes(1, tokens),
+            layers=measured.layers,
+            scores=measured.scores,
+            simulated=measured.hidden["quantized"],
+            shape=SourceShape.of_config(opened.config, dtype, exact.kv_cache_bytes(1, at) / at),
         )
-        writer.write_json(REPORT, report.to_dict())
-        writer.write_text(CARD, report.card(out.name))
-        writer.commit()
+        report = conclude(writer, opened, settings, texts, outcome, verification, command, progress)
     return Conversion(writer.out, report)
 
 
@@ -187,15 +158,7 @@ def open_checkpoint(source: str | Path, settings: QuantizedSettings, *, allow_pi
     if model_type != "surgery":
         opened = Source.open(source, settings, allow_pickle=allow_pickle)
     else:
-        config = load_config(reader.path)
-        stream = LayerStream(
-            reader,
-            config,
-            single_layer_config,
-            device=checked_device(settings.device),
-            dtype=getattr(torch, settings.dtype),
-        )
-        opened = OwnSource(reader, config, stream)
+        opened = OwnSource.open(reader, settings)
     check_quantizable(reader.path, opened.config)
     return opened
 
@@ -251,15 +214,15 @@ def _measure(
                 return Cache(layers=[QuantizedKVLayer(*layer.settings()) for layer in new_layers[start:stop]])
 
             inputs = hidden["source"][:ERROR_SEQUENCES].clone()
-            with _loaded(stream, start, stop) as layer:
+            with stream.block(start, stop) as layer:
                 exact = stream.run_layer(layer, inputs.clone(), batch)
                 if rotated:
                     stream.run_layer(layer, hidden["rotated"], batch)
-            with _loaded(coded, start, stop) as layer:
+            with coded.block(start, stop) as layer:
                 read = run_through_cache(coded, layer, inputs.clone(), batch, PIECE, new_cache)
                 error = float((read - exact).norm() / (exact - inputs).norm())
                 run_through_cache(coded, layer, hidden["quantized"], batch, PIECE, new_cache)
-            with _loaded(source, start, stop) as layer:
+            with source.block(start, stop) as layer:
                 source.run_layer(layer, hidden["source"], batch)
             layers.append(QuantizedLayerReport(start, new_layers[start].keys_by, {"quantized": error}))
             advance(stop - start)
@@ -269,16 +232,6 @@ def _measure(
             raise SurgeryError(f"{opened.reader.path}: the rotation changes its logits by {difference:.1e}")
     scores = {stage: held_out.score(stream, states) for stage, states in hidden.items()}
     return _Measured(hidden, scores, layers)
-
-
-def _loaded(stream: LayerStream, start: int, stop: int):
-    return stream.layer(start) if stop == start + 1 else stream.block(start, stop)
-
-
-def _kept_names(opened: Source | OwnSource) -> list[str]:
-    """All tensors but what the config says anyway: frequencies, and a copy of tied embeddings."""
-    tied = {"lm_head.weight"} if opened.config.tie_word_embeddings else set()
-    return [name for name in opened.reader.names() if name not in tied and "rotary_emb." not in name]
 
 
 def _skeleton(config: dict, dtype: torch.dtype) -> SurgeryForCausalLM:

@@ -20,14 +20,14 @@ from surgery import layer_statistics
 from surgery.architectures.cross_layer import ENGINES, MODEL_TYPE, REASON, OwnCrossLayer
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
-from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
-from surgery.conversion import Conversion, Outcome, finish, open_request
-from surgery.cross_layer_output import complete, prompt_of, verify_prompt_basis
+from surgery.checkpoint import CheckpointReader, CheckpointWriter
+from surgery.conversion import Conversion, Outcome, finish, open_request, unchanged_tensors
 from surgery.cross_layer_statistics import joint_moment
 from surgery.errors import SurgeryError
 from surgery.ladder import ERROR_SEQUENCES, Ladder
 from surgery.layer_stream import LayerStream, StreamedBlock
 from surgery.progress import Progress
+from surgery.prompt_verification import prompt_of, verify_prompt_basis
 from surgery.settings import CrossLayerSettings
 from surgery.source import Source
 from surgery.texts import load_texts
@@ -40,6 +40,7 @@ from surgery.transforms.cross_layer import (
     prompt_basis,
     shared_basis,
 )
+from surgery.verification import Verification
 
 SHARED = "shared"
 """The stage after the source in the ladder of the report."""
@@ -110,13 +111,10 @@ def convert_cross_layer(
     groups, entries = plan_groups(opened, settings)
     first = opened.anatomy(0)
     writes = OwnCrossLayer(groups, entries, opened.layers, first.kv_width, first.q.dtype)
-    replaced = {"lm_head.weight"} if opened.config.tie_word_embeddings else set()
     reader = opened.reader
-    tensors = {
-        name: TensorSpec(reader.info(name).dtype, reader.info(name).shape)
-        for name in reader.names()
-        if name not in replaced
-    } | writes.plan()
+    tensors = unchanged_tensors(reader, opened.config)
+    replaced = set(reader.names()) - set(tensors)
+    tensors |= writes.plan()
     config = writes.config(reader.config)
     texts = load_texts(opened, settings, progress)
     if settings.method == "xkv" and texts.calibration is None:
@@ -160,11 +158,14 @@ def convert_cross_layer(
                 simulated=ladder.hidden[stages[-1] if stages else "source"],
                 own_class=True,
             )
-            made = (writer, tensors, opened, settings, texts, outcome, command, progress)
+            verify = None
             if settings.method == "xkv-prompt":
-                report = complete(*made, dtype=first.q.dtype, verify=verify_prompt_basis)
-            else:
-                report = finish(*made)
+
+                def verify(written: Path, outcome: Outcome) -> Verification:
+                    parts = (first.q.dtype, opened.stream, texts.held_out, settings.batch_size, progress)
+                    return verify_prompt_basis(written, outcome, *parts)
+
+            report = finish(writer, tensors, opened, settings, texts, outcome, command, progress, verify=verify)
     return Conversion(writer.out, report)
 
 

@@ -7,7 +7,6 @@ is (:mod:`surgery.convert_cross_layer`), with moments and gradients taken at ``k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,33 +16,24 @@ from torch import Tensor, nn
 
 from surgery.architectures.cross_layer import ENGINES, MODEL_TYPE, REASON
 from surgery.calibration.sweep import BoundaryStore, forward_sweep
-from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, check_output
-from surgery.conversion import Conversion, Outcome, default_output
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
+from surgery.conversion import Conversion, Outcome, finish, settle_output
 from surgery.convert_cross_layer import SHARED, GroupReport, predicted_bytes
-from surgery.cross_layer_output import complete, verify_latents
 from surgery.errors import SurgeryError
-from surgery.families import FAMILIES
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.ladder import ERROR_SEQUENCES, Ladder
-from surgery.layer_stream import LayerStream, single_layer_config
 from surgery.model.attention_functions import rotate_pairs
 from surgery.progress import Progress
 from surgery.report import SourceShape
 from surgery.settings import CrossLayerSettings
-from surgery.source import checked_device
+from surgery.source import OwnSource
 from surgery.texts import load_texts
 from surgery.transforms.algebra import damp
 from surgery.transforms.cross_layer import METRIC_DAMPING, SharedBasis, SimulatedGroup, SimulatedMember, shared_basis
-from surgery.verification import load_config
 
 
-@dataclass
-class LatentSource:
+class LatentSource(OwnSource):
     """An opened MLA checkpoint of the own class."""
-
-    reader: CheckpointReader
-    config: Any
-    stream: LayerStream
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> LatentSource:
@@ -55,21 +45,15 @@ class LatentSource:
             )
         if settings.method != "xkv":
             raise SurgeryError(f"{reader.path}: latents are shared by method xkv, not {settings.method}")
-        config = load_config(reader.path)
-        kinds = {None if entry is None else entry["kind"] for entry in config.attention_layers}
+        opened = super().open(reader, settings)
+        kinds = {None if entry is None else entry["kind"] for entry in opened.config.attention_layers}
         if kinds != {"latent"}:
             found = ", ".join(sorted(str(kind or "the family's own") for kind in kinds))
             raise SurgeryError(f"{reader.path}: layers with attention of kind {found}; those of MLA can share latents")
-        family = FAMILIES[config.base_model_type]
-        for layer in range(config.num_hidden_layers):
-            if family.window(config, layer) is not None:
+        for layer, window in enumerate(opened.windows):
+            if window is not None:
                 raise SurgeryError(f"layer {layer} has a sliding window and forgets: its latents cannot be shared")
-        device, dtype = checked_device(settings.device), getattr(torch, settings.dtype)
-        return cls(reader, config, LayerStream(reader, config, single_layer_config, device=device, dtype=dtype))
-
-    @property
-    def layers(self) -> int:
-        return self.config.num_hidden_layers
+        return opened
 
     def rank(self, layer: int) -> int:
         """Width of a layer's latent."""
@@ -103,10 +87,7 @@ def convert_cross_layer_latents(
         SurgeryError: bad input or an impossible request; nothing is left behind.
     """
     opened = LatentSource.open(reader, settings)
-    out = Path(out) if out else default_output(source, "crosslayer")
-    check_output(reader.path, out)
-    if (out.exists() or out.is_symlink()) and not overwrite:
-        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
+    out = settle_output(source, reader.path, out, "crosslayer", overwrite=overwrite)
     groups = [(i, min(i + settings.group_size, opened.layers)) for i in range(0, opened.layers, settings.group_size)]
     ranks = [_wanted_rank(opened, start, stop, settings) for start, stop in groups]
     dtype = reader.info(ATTENTION_PREFIX.format(layer=0) + "kv_down.weight").dtype
@@ -129,6 +110,7 @@ def convert_cross_layer_latents(
                         writer.write(prefix + "basis_down", down.to(dtype).contiguous())
                         writer.write(prefix + "basis_up", up.to(dtype).contiguous())
                     advance(stop - start)
+            width = sum(opened.rank(i) + opened.positional(i) for i in range(opened.layers))
             outcome = Outcome(
                 config=config,
                 replaced=set(),
@@ -150,11 +132,9 @@ def convert_cross_layer_latents(
                 scores=ladder.scores(),
                 simulated=ladder.hidden[SHARED],
                 own_class=True,
+                shape=SourceShape.of_config(opened.config, dtype, width * dtype.itemsize),
             )
-            width = sum(opened.rank(i) + opened.positional(i) for i in range(opened.layers))
-            shape = SourceShape.of_config(opened.config, dtype, width * dtype.itemsize)
-            made = (writer, tensors, opened, settings, texts, outcome, command, progress)
-            report = complete(*made, dtype=dtype, shape=shape, verify=verify_latents)
+            report = finish(writer, tensors, opened, settings, texts, outcome, command, progress)
     return Conversion(writer.out, report)
 
 

@@ -22,8 +22,8 @@ from surgery.architectures.low_rank import ENGINES, MODEL_TYPE, REASON, OwnLowRa
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.statistics import LayerStatistics
 from surgery.calibration.sweep import BoundaryStore
-from surgery.checkpoint import CheckpointWriter, TensorSpec
-from surgery.conversion import Conversion, Outcome, finish, open_request
+from surgery.checkpoint import CheckpointWriter
+from surgery.conversion import Conversion, Outcome, finish, open_request, planned_tensors, replaced_names
 from surgery.errors import SurgeryError
 from surgery.ladder import Ladder
 from surgery.layer_stream import StreamedLayer
@@ -33,6 +33,7 @@ from surgery.sequential_fit import SequentialFit, Solve
 from surgery.settings import CrossLayerSettings, LowRankSettings
 from surgery.source import Source
 from surgery.texts import load_texts
+from surgery.transforms.attention_fit import gram
 from surgery.transforms.low_rank import SharedMoments, loss_metric, low_rank_layer
 from surgery.transforms.low_rank_fit import fit_low_rank_layer, order_latents
 from surgery.transforms.low_rank_layer import Block, LowRankLayer, SimulatedLowRank
@@ -113,7 +114,8 @@ def convert_to_low_rank(
         planned = _one_layer_settings(settings) if cascade else settings
         blocks = plan_ranks(opened, library, texts.held_out, planned, progress)
         writes = OwnLowRank(first, blocks, earlier, settings.sinks, settings.window)
-        tensors, replaced = _planned_tensors(opened, writes)
+        replaced = replaced_names(opened, writes.copied)
+        tensors = planned_tensors(opened, replaced, writes.plan)
         with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
             fit = None
             if planned.method == "fisher" and texts.calibration is not None and settings.fit_steps:
@@ -238,7 +240,7 @@ class _Pass:
                 queries=settings.fit_queries,
                 seed=settings.seed + index,
             )
-            moment = sum(_gram(fitted.latents(x.to(fitted.down))) for x in inputs) / inputs.shape[:2].numel()
+            moment = sum(gram(fitted.latents(x.to(fitted.down))).cpu() for x in inputs) / inputs.shape[:2].numel()
             fitted = fitted.to("cpu", torch.float64)
             ordered, self._energies = order_latents(fitted, moment, loss_metric(fitted.source, statistics))
             return SimulatedLowRank(ordered.to(stream.device, stream.dtype), earlier)
@@ -286,23 +288,3 @@ def _check_windows(opened: Source, settings: LowRankSettings) -> None:
     """Raises SurgeryError where an exact window would stand beside a layer that forgets."""
     if settings.window and any(_window(opened, layer) is not None for layer in range(opened.layers)):
         raise SurgeryError("--window: layers with a sliding window of their own forget already: leave it out")
-
-
-def _planned_tensors(opened: Source, writes: OwnLowRank) -> tuple[dict[str, TensorSpec], set[str]]:
-    """Every tensor of the output in the source's order, and the source's that are replaced."""
-    replaced: dict[str, int] = {"lm_head.weight": -1} if opened.config.tie_word_embeddings else {}
-    for layer in range(opened.layers):
-        names = opened.family.attention_names(opened.reader, layer)
-        kept = set(writes.copied(names))
-        replaced |= {name: layer for name in names if name not in kept}
-    plan: dict[str, TensorSpec] = {}
-    for name in opened.reader.names():
-        if name not in replaced:
-            plan[name] = TensorSpec(opened.reader.info(name).dtype, opened.reader.info(name).shape)
-        elif replaced[name] >= 0:
-            plan |= writes.plan(replaced[name])
-    return plan, set(replaced)
-
-
-def _gram(rows: Tensor) -> Tensor:
-    return (rows.mT @ rows).double().cpu()

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from surgery.checkpoint import CheckpointWriter
+from surgery.conversion import planned_tensors, replaced_names
 from surgery.convert import check_request
 from surgery.estimates import Workload, measure_speed
 from surgery.forecast import Forecast, forecast
-from surgery.mla_output import planned_tensors
 from surgery.progress import Progress
 from surgery.settings import NO_CALIBRATION, ConvertSettings
 from surgery.source import Source
@@ -75,7 +75,8 @@ def plan_conversion(
         opened.anatomy(layer)  # refuses weights that are not finite
     forecasts = [forecast(opened, split, settings) for split in splits]
     chosen = max(forecasts, key=lambda found: found.kv_bytes_per_token)
-    tensors = planned_tensors(opened, chosen.carrier)
+    writer = chosen.carrier.writer
+    tensors = planned_tensors(opened, replaced_names(opened, writer.copied), writer.plan)
     # Its constructor refuses what cannot be written (too little space, a size that is none) and writes nothing.
     CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite)
 

@@ -1,4 +1,4 @@
-"""What an MLA conversion writes: the class that carries it, and every tensor of the output with dtype and shape."""
+"""What carries an MLA conversion: the class, and what it caches beside latents and rotated keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from surgery.anatomy import AttentionAnatomy
 from surgery.architectures.choose import Carrier, choose_carrier
 from surgery.architectures.spec import MLASpec
-from surgery.checkpoint import TensorSpec
 from surgery.mla_split import MLAPlan
 from surgery.settings import ConvertSettings
 from surgery.source import Source
@@ -66,29 +65,3 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         wanted=settings.carrier,
         latent_norm=settings.latent_norm,
     )
-
-
-def replaced_names(opened: Source, carrier: Carrier) -> dict[str, int]:
-    """The source's tensors that the conversion does away with or writes anew, and their layers."""
-    replaced = {}
-    for layer in range(opened.layers):
-        names = opened.family.attention_names(opened.reader, layer)
-        kept = set() if carrier.stock else set(carrier.writer.copied(names))
-        replaced |= {name: layer for name in names if name not in kept}
-    if opened.config.tie_word_embeddings:
-        # Loaders take the embeddings for it; a copy in the files would only say the same again.
-        replaced["lm_head.weight"] = -1
-    return replaced
-
-
-def planned_tensors(opened: Source, carrier: Carrier) -> dict[str, TensorSpec]:
-    """Every tensor of the output in the source's order, a layer's new attention where the old one began."""
-    replaced = replaced_names(opened, carrier)
-    plan: dict[str, TensorSpec] = {}
-    for name in opened.reader.names():
-        if name not in replaced:
-            info = opened.reader.info(name)
-            plan[name] = TensorSpec(info.dtype, info.shape)
-        elif replaced[name] >= 0:
-            plan |= carrier.writer.plan(replaced[name])
-    return plan

@@ -55,7 +55,7 @@ def measure_slices(
     errors: dict[str, list[dict[str, float]]] = {name: [] for name in candidates}
     with progress.phase("measure", whole.layers) as advance:
         for start, stop in whole.groups():
-            with stream.layer(start) if stop == start + 1 else stream.block(start, stop) as layer:
+            with stream.block(start, stop) as layer:
                 inputs = embedded[:ERROR_SEQUENCES].clone().to(stream.device, stream.dtype)
                 exact = _attention_outputs(layer, inputs)
                 stream.run_layer(layer, embedded, batch_size)

@@ -16,20 +16,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from surgery.architectures.sliced import LatentModel, planned_tensors, sliced_tensors
-from surgery.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
-from surgery.checkpoint import CheckpointReader, CheckpointWriter, check_output, verify_files
-from surgery.conversion import Conversion, default_output
-from surgery.convert_cache import OwnSource
+from surgery.checkpoint import CheckpointReader, CheckpointWriter
+from surgery.conversion import Conversion, Outcome, conclude, settle_output, write_rest
 from surgery.errors import SurgeryError
-from surgery.families import FAMILIES
-from surgery.layer_stream import LayerStream, single_layer_config
 from surgery.model import remote_code_files
 from surgery.progress import Progress
-from surgery.report import SourceShape, build_report
+from surgery.report import SourceShape
 from surgery.settings import ConversionSettings
 from surgery.slice_measure import BEFORE, SLICED, measure_slices
 from surgery.slice_plan import ALLOCATIONS, Origin, plan_slice
-from surgery.source import checked_device
+from surgery.source import OwnSource
 from surgery.texts import load_texts
 from surgery.verification import load_config, verify_by_running
 
@@ -106,13 +102,10 @@ def slice_checkpoint(
     reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
     whole = LatentModel.of(reader)
     origin = Origin.of(reader.path)
-    out = Path(out) if out else default_output(source, "sliced")
-    check_output(reader.path, out)
-    if (out.exists() or out.is_symlink()) and not overwrite:
-        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
-    dtype = reader.info("model.layers.0.self_attn.o_proj.weight").dtype
+    out = settle_output(source, reader.path, out, "sliced", overwrite=overwrite)
+    opened = OwnSource.open(reader, settings)
+    dtype = opened.weight_dtype
     candidates = plan_slice(reader.path, whole, origin, settings.kv_ratio, dtype.itemsize, settings.allocate)
-    opened = _open(reader, settings)
     texts = load_texts(opened, settings, progress)
     measured = measure_slices(opened.stream, whole, candidates, texts.held_out, settings.batch_size, progress)
     ranks = candidates[measured.best]
@@ -127,11 +120,9 @@ def slice_checkpoint(
                     writer.write(name, tensor)
                     changed.add(name)
                 advance()
-        copy_tensors(reader, [name for name in tensors if name not in changed], {}, writer, progress)
-        writer.write_json("config.json", smaller.config)
-        copy_sidecars(reader, () if whole.stock else remote_code_files(), writer)
-        writer.finish()
-        verify_files(writer.partial, tensors)
+        kept = [name for name in tensors if name not in changed]
+        code = () if whole.stock else remote_code_files()
+        write_rest(writer, tensors, reader, smaller.config, kept, progress, code=code)
 
         kv_bytes = _kv_bytes(smaller, load_config(writer.partial), dtype)
         verification = verify_by_running(
@@ -140,36 +131,25 @@ def slice_checkpoint(
             opened.stream,
             measured.hidden,
             texts.held_out,
-            _windows(opened.config),
+            opened.windows,
             kv_bytes,
             settings.batch_size,
             progress,
             blocks=whole.groups(),
         )
         at = verification.kv_tokens
-        report = build_report(
-            opened,
-            settings,
-            command,
-            {**_target(smaller, origin, kv_bytes(at) / at), "allocations": measured.losses},
-            [],
-            texts,
-            {BEFORE: measured.before, SLICED: measured.score},
-            [_layer_report(layer, whole, smaller, origin, errors) for layer, errors in enumerate(measured.errors)],
-            verification,
-            progress,
+        outcome = Outcome(
+            config=smaller.config,
+            replaced=changed,
+            target={**_target(smaller, origin, kv_bytes(at) / at), "allocations": measured.losses},
+            kv_bytes=kv_bytes,
+            layers=[_layer_report(layer, whole, smaller, origin, e) for layer, e in enumerate(measured.errors)],
+            scores={BEFORE: measured.before, SLICED: measured.score},
+            simulated=measured.hidden,
             shape=SourceShape.of_config(opened.config, dtype, _kv_bytes(whole, opened.config, dtype)(at) / at),
         )
-        writer.write_json(REPORT, report.to_dict())
-        writer.write_text(CARD, report.card(out.name))
-        writer.commit()
+        report = conclude(writer, opened, settings, texts, outcome, verification, command, progress)
     return Conversion(writer.out, report)
-
-
-def _open(reader: CheckpointReader, settings: SliceSettings) -> OwnSource:
-    config = load_config(reader.path)
-    device, dtype = checked_device(settings.device), getattr(torch, settings.dtype)
-    return OwnSource(reader, config, LayerStream(reader, config, single_layer_config, device=device, dtype=dtype))
 
 
 def _kv_bytes(model: LatentModel, config, dtype: torch.dtype) -> Callable[[int], int]:
@@ -180,12 +160,6 @@ def _kv_bytes(model: LatentModel, config, dtype: torch.dtype) -> Callable[[int],
         return lambda tokens: built.kv_cache_bytes(1, tokens)
     width = sum(sum(ranks) + model.fixed(layer) for layer, ranks in enumerate(model.ranks))
     return lambda tokens: width * dtype.itemsize * tokens
-
-
-def _windows(config) -> tuple[int | None, ...]:
-    """The sliding window of every layer, or None."""
-    family, layers = FAMILIES.get(getattr(config, "base_model_type", None)), range(config.num_hidden_layers)
-    return tuple(family.window(config, layer) if family else None for layer in layers)
 
 
 def _target(smaller: LatentModel, origin: Origin, bytes_per_token: float) -> dict:
@@ -199,7 +173,7 @@ def _target(smaller: LatentModel, origin: Origin, bytes_per_token: float) -> dic
         target["kv_lora_rank"] = ranks[0] if len(set(ranks)) == 1 else None
     if smaller.stock:
         target["engines"] = smaller.engines(target["inverse_frequencies"])
-    return {**target, "bytes_per_token": bytes_per_token}
+    return target
 
 
 def _layer_report(

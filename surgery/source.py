@@ -11,8 +11,9 @@ from torch import Tensor
 from surgery.anatomy import AttentionAnatomy
 from surgery.checkpoint import CheckpointReader
 from surgery.errors import SurgeryError
-from surgery.families import Family, family_of
-from surgery.layer_stream import LayerStream
+from surgery.families import FAMILIES, Family, family_of
+from surgery.families.base import ATTENTION_PREFIX
+from surgery.layer_stream import LayerStream, single_layer_config
 from surgery.settings import ConversionSettings
 from surgery.verification import load_config
 
@@ -66,6 +67,51 @@ class Source:
     def input_scale(self, layer: int) -> Tensor:
         """The weight of the norm before a layer's attention, [D]."""
         return self.reader.tensor(f"model.layers.{layer}.input_layernorm.weight")
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Dtype of the attention's tensors."""
+        return _weight_dtype(self.reader)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of every layer, or None."""
+        return tuple(self.family.window(self.config, layer) for layer in range(self.layers))
+
+
+@dataclass
+class OwnSource:
+    """An opened checkpoint that was converted before: the project's own class, or stock MLA."""
+
+    reader: CheckpointReader
+    config: object
+    stream: LayerStream
+
+    @classmethod
+    def open(cls, reader: CheckpointReader, settings: ConversionSettings) -> OwnSource:
+        """Raises SurgeryError where transformers refuses its config, or there is no such device."""
+        config = load_config(reader.path)
+        device, dtype = checked_device(settings.device), getattr(torch, settings.dtype)
+        return cls(reader, config, LayerStream(reader, config, single_layer_config, device=device, dtype=dtype))
+
+    @property
+    def layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Dtype of the attention's tensors."""
+        return _weight_dtype(self.reader)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of every layer, or None."""
+        family = FAMILIES.get(getattr(self.config, "base_model_type", None))
+        return tuple(family.window(self.config, layer) if family else None for layer in range(self.layers))
+
+
+def _weight_dtype(reader: CheckpointReader) -> torch.dtype:
+    return reader.info(ATTENTION_PREFIX.format(layer=0) + "o_proj.weight").dtype
 
 
 def checked_device(name: str) -> torch.device:

@@ -88,7 +88,7 @@ def verify_by_running(
     differences, measured, quantized = [], 0, False
     with progress.phase("verify: reload and run", stream.num_layers) as advance:
         for start, stop in blocks or [(index, index + 1) for index in range(stream.num_layers)]:
-            with stream.layer(start) if stop == start + 1 else stream.block(start, stop) as layer:
+            with stream.block(start, stop) as layer:
                 cache = _new_cache(layer)
                 difference = _decode(layer, hidden[:1, :tokens].to(stream.device, stream.dtype), cache)
                 measured += _bytes_in(weight_dtype, cache, stream.dtype)

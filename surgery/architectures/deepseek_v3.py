@@ -190,6 +190,10 @@ class StockMLA:
             "num_nextn_predict_layers": 0,
         }
 
+    def copied(self, names: list[str]) -> list[str]:
+        """Which of the source's attention tensors of a layer are kept as they are: none."""
+        return []
+
     def plan(self, layer: int) -> dict[str, TensorSpec]:
         """Names, dtypes and shapes of a layer's attention tensors."""
         spec, rank, rope = self.spec, self.rank, self.rope_dim
