@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 def eager_attention(
@@ -36,6 +37,30 @@ def eager_attention(
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     out = weights.view(batch, num_kv_heads, -1, weights.shape[-1]) @ value
     return out.view(batch, num_heads, num_queries, -1).transpose(1, 2).contiguous(), weights
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention as the model's configuration has it at this moment; shapes as in `eager_attention`.
+
+    `module` says its `config`, `scaling` and `attention_dropout`. Without eager attention there are no weights.
+    """
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention)
+    dropout = module.attention_dropout if module.training else 0.0
+    return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs)
+
+
+def visible_mask(module: nn.Module, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask [·, T, S], true where a key is seen, as the attention that `attend` takes wants it: eager adds one."""
+    if module.config._attn_implementation != "eager":
+        return visible
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from .group_entries import CROSS_LAYER_KEYS, check_groups
+from .hybrid_cache import StreamingLayer
 from .quantized_cache import QuantizedKVLayer
+from .token_codes import TokenCodes
 
 # Families whose attention is "q, k, v projections, optional per-head q/k-norm, RoPE over the whole head, softmax".
 # Any other may soft-cap, scale or rotate in ways that `LatentAttention` would silently leave out.
@@ -23,8 +25,14 @@ _LAYER_KEYS = {
     "latent": {"kind", "kv_lora_rank", "rope_inv_freq", "key_norm_eps"},
     "low_rank": {"kind", "blocks", "shared_layers", "shared_rank", "sinks", "window"},
     "grouped": {"kind", "kv_heads"},
+    "hybrid": {"kind", "kv_heads", "full_heads", "compensated_heads", "sinks", "recent", "head_order"},
     **CROSS_LAYER_KEYS,
 }
+
+_HEADS = ("keys", "values")
+
+# What `streaming`, which an entry of these kinds may have, must say.
+_STREAMING_KEYS = {"latent": {"sinks", "recent"}, "low_rank": {"blocks", "sinks", "recent"}}
 
 
 class SurgeryConfig(PreTrainedConfig):
@@ -52,6 +60,14 @@ class SurgeryConfig(PreTrainedConfig):
 
             `"grouped"`: `kv_heads` (int), of the family's own attention in place of `num_key_value_heads`.
 
+            `"hybrid"`: `kv_heads` (int), of which the first `full_heads` (int) attend to all tokens and the others to
+            the first `sinks` (int) and the last `recent` (int, a query's own included), the last `compensated_heads`
+            (int) of those with a token in the place of what they dropped (see `hybrid_cache`); `head_order` (list of
+            int) is a record: the source's KV head that stands at each place.
+
+            `"latent"` and `"low_rank"` may have `streaming` (dictionary): `sinks` and `recent` (int) of a latent that
+            is kept for those tokens only, in a low-rank layer of the `blocks` (list of int) that are named.
+
             `"cross_layer"`, `"cross_layer_prompt"`, `"cross_layer_pairs"`: `group_size` (int, adjacent layers that
             share a cache), `place` (int, of the layer among them), and `block`, `sinks` and `window` (int, see
             `group_cache`); `rank` (int, of the shared basis), or `key_rank` and `value_rank` (int, of one that each
@@ -60,7 +76,8 @@ class SurgeryConfig(PreTrainedConfig):
         kv_cache (`dict`, *optional*):
             Has every layer keep its cache quantised: `format` (int8, int4, int2 or fp8), `group` and `window` (int) as
             in `QuantizedKVLayer`, and what shares a scale of `keys`, or of the latents in their place: the
-            tokens of a `"channel"` or the channels of a `"token"`.
+            tokens of a `"channel"` or the channels of a `"token"`. What streams is quantised token by token, in
+            `streaming_format` if that is given.
         kwargs:
             The fields of the source's config.json.
     """
@@ -92,15 +109,30 @@ class SurgeryConfig(PreTrainedConfig):
         if self.attention_layers is not None:
             self._check_attention_layers()
         if self.kv_cache is not None:
-            if set(self.kv_cache) != {"format", "group", "window", "keys"}:
+            if set(self.kv_cache) - {"streaming_format"} != {"format", "group", "window", "keys"}:
                 raise ValueError(f"kv_cache has keys {sorted(self.kv_cache)}, not format, group, keys, window")
             self.quantized_layer()
+            self.streaming_codes()
 
     @property
     def exact_window(self) -> bool:
         """Whether the cache keeps exact tokens beside latents."""
         entries = self.attention_layers or []
         return any(entry and entry.get("kind") == "low_rank" and entry["window"] for entry in entries)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the cache keeps some heads or latents for sinks and a window only."""
+        entries = self.attention_layers or []
+        return any(entry and (entry.get("kind") == "hybrid" or entry.get("streaming")) for entry in entries)
+
+    def streaming_codes(self) -> TokenCodes:
+        """How `kv_cache` has streaming heads quantised.
+
+        Raises:
+            ValueError: `kv_cache` says what is impossible.
+        """
+        return TokenCodes(self.kv_cache.get("streaming_format", self.kv_cache["format"]), self.kv_cache["group"])
 
     def quantized_layer(self) -> QuantizedKVLayer:
         """A new cache layer as `kv_cache` says.
@@ -123,8 +155,11 @@ class SurgeryConfig(PreTrainedConfig):
                 raise ValueError(
                     f"attention_layers[{index}]: kind {layer.get('kind')!r} is none of {list(_LAYER_KEYS)}"
                 )
-            if set(layer) != wanted:
+            optional = {"streaming"} if layer["kind"] in _STREAMING_KEYS else set()
+            if set(layer) - optional != wanted:
                 raise ValueError(f"attention_layers[{index}] has keys {sorted(layer)}, not {sorted(wanted)}")
+            if layer.get("streaming") and (problem := _streaming_problem(layer)):
+                raise ValueError(f"attention_layers[{index}]: {problem}")
             # A cache layer with an empty key tensor reports length 0, so a rank of 0 would decode garbage.
             if layer["kind"] == "latent" and layer["kv_lora_rank"] < 1:
                 raise ValueError(f"attention_layers[{index}]: kv_lora_rank must be at least 1")
@@ -133,14 +168,29 @@ class SurgeryConfig(PreTrainedConfig):
                     f"attention_layers[{index}]: {self.num_attention_heads} query heads do not divide over "
                     f"{layer['kv_heads']} KV heads"
                 )
+            if layer["kind"] == "hybrid" and (problem := self._hybrid_problem(layer)):
+                raise ValueError(f"attention_layers[{index}]: {problem}")
             if layer["kind"] == "low_rank" and (problem := self._low_rank_problem(index, layer)):
                 raise ValueError(f"attention_layers[{index}]: {problem}")
         check_groups(layers)
-        if self.kv_cache is not None and any(layer and layer["kind"] in CROSS_LAYER_KEYS for layer in layers):
-            raise ValueError("kv_cache: layers that share a cache cannot quantise it, leave it out")
+        if any(layer and layer["kind"] in CROSS_LAYER_KEYS for layer in layers):
+            if self.kv_cache is not None:
+                raise ValueError("kv_cache: layers that share a cache cannot quantise it, leave it out")
+            if self.streams:
+                raise ValueError("attention_layers: layers that share a cache cannot stand beside streaming ones")
 
     def _divides_query_heads(self, kv_heads: int) -> bool:
         return kv_heads >= 1 and self.num_attention_heads % kv_heads == 0
+
+    def _hybrid_problem(self, layer: dict[str, Any]) -> str | None:
+        heads, full, compensated = layer["kv_heads"], layer["full_heads"], layer["compensated_heads"]
+        if not self._divides_query_heads(heads):
+            return f"{self.num_attention_heads} query heads do not divide over {heads} KV heads"
+        if full < 0 or compensated < 0 or full + compensated > heads:
+            return f"{full} full and {compensated} compensated heads are not to be had of {heads} KV heads"
+        if sorted(layer["head_order"]) != list(range(heads)):
+            return f"head_order is not the {heads} KV heads, each once"
+        return _window_problem(layer)
 
     def _low_rank_problem(self, index: int, layer: dict[str, Any]) -> str | None:
         blocks, heads = layer["blocks"], list(range(self.num_key_value_heads))
@@ -151,13 +201,15 @@ class SurgeryConfig(PreTrainedConfig):
                 return f"the blocks' {name} are not the {len(heads)} KV heads, each once"
         if layer["sinks"] and not layer["window"]:
             return "sinks need a window of at least 1"
-        if any((other or {}).get("window") != layer["window"] for other in self.attention_layers):
+        if any(((other or {}).get("window") or 0) != layer["window"] for other in self.attention_layers):
             return "all layers have one window, or none"
         if layer["shared_layers"] > index or (layer["shared_layers"] and len(blocks) > 1):
             return "shared_layers needs that many layers before it, and one block"
         earlier = self.attention_layers[index - layer["shared_layers"] : index]
         if any(other is None or other["kind"] != "low_rank" for other in earlier):
             return "shared_layers counts low_rank layers only"
+        if any(other.get("streaming") for other in earlier):
+            return "shared_layers counts layers that keep the latents of all tokens only"
         kinds = getattr(self, "layer_types", None)
         if kinds is not None and len(set(kinds[index - layer["shared_layers"] : index + 1])) > 1:
             return "latents are shared between layers of one window only"
@@ -190,6 +242,32 @@ class SurgeryConfig(PreTrainedConfig):
             attn_implementation=self._attn_implementation,
             experts_implementation=self._experts_implementation,
         )
+
+
+def _streaming_problem(layer: dict[str, Any]) -> str | None:
+    """What is wrong with the `streaming` of a layer of latents."""
+    streaming, wanted = layer["streaming"], _STREAMING_KEYS[layer["kind"]]
+    if set(streaming) != wanted:
+        return f"streaming has keys {sorted(streaming)}, not {sorted(wanted)}"
+    if layer["kind"] == "low_rank":
+        numbers, blocks = streaming["blocks"], layer["blocks"]
+        if not numbers or sorted(set(numbers)) != sorted(numbers) or not set(numbers) <= set(range(len(blocks))):
+            return f"streaming blocks {numbers} are not some of the {len(blocks)} blocks, each once"
+        keys, values = (sorted(head for number in numbers for head in blocks[number][name]) for name in _HEADS)
+        if keys != values:
+            return f"streaming blocks hold the keys of heads {keys} and the values of heads {values}, not of the same"
+        if layer["window"] or layer["shared_layers"]:
+            return "latents that stream have no exact window and no shared_layers"
+    return _window_problem(streaming)
+
+
+def _window_problem(settings: dict[str, Any]) -> str | None:
+    """What is wrong with `sinks` and `recent`."""
+    try:
+        StreamingLayer(settings["sinks"], settings["recent"])
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 __all__ = ["SurgeryConfig"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from .cache_layer import CompactLayer
 from .quantized_cache import QuantizedKVLayer
@@ -104,15 +104,6 @@ class ExactWindowLayer(CompactLayer):
             self.latents._map_rows(change)
         else:
             self.latents.keys, self.latents.values = change(self.latents.keys), change(self.latents.values)
-
-
-def set_padding(cache: Cache, mask: Tensor | None) -> None:
-    """Tell an empty cache from a mask [B, T], zero at padding, how many tokens each row starts with that are none."""
-    if mask is None or mask.ndim != 2:
-        return
-    for layer in cache.layers:
-        if isinstance(layer, ExactWindowLayer) and not layer.get_seq_length():
-            layer.padding = (mask.long().cumsum(-1) == 0).sum(-1).tolist()
 
 
 def exact_window_tokens(sinks: int, window: int, tokens: int) -> int:

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from transformers import Cache
 from transformers import initialization as init
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_functions import eager_attention, rotate_pairs
+from .attention_functions import attend, rotate_pairs, visible_mask
+from .hybrid_cache import StreamingLayer, layer_of
 
 
 class LatentRotaryEmbedding(nn.Module):
@@ -61,6 +61,9 @@ class LatentAttention(nn.Module):
     The inverse rms of the source's keys, `key_irms` [B, T, G], is there only on the exact q/k-norm path: the norm
     divides each key by a number that no fixed matrix can absorb, so that number is cached with the latent. The norm's
     weight acts before the rotation: the converter has folded it into the key rows of `kv_down`.
+
+    With `streaming` in its entry all heads, which share the latent, see its first tokens and a window only (see
+    `hybrid_cache`).
     """
 
     def __init__(self, stock: nn.Module, latent: dict[str, Any]):
@@ -79,6 +82,7 @@ class LatentAttention(nn.Module):
         self.attention_dropout = stock.attention_dropout
         self.sliding_window = getattr(stock, "sliding_window", getattr(config, "sliding_window", None))
         self.is_causal = True
+        self.streaming = latent.get("streaming")
 
         self.q_proj = stock.q_proj
         self.o_proj = stock.o_proj
@@ -115,11 +119,14 @@ class LatentAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        left_padding: list[int] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [B, T, D], position_ids [B, T] → output [B, T, D] and, if eager, weights [B, H, T, S].
 
         `position_embeddings` are the base family's cos and sin for a whole head; the latent has its own frequencies.
+        `left_padding` of each row is read where a layer streams and there is no cache that knows it. A layer that
+        streams gives no weights.
         """
         batch, num_tokens, _ = hidden_states.shape
         cos, sin = self.rotary(position_ids)
@@ -128,28 +135,32 @@ class LatentAttention(nn.Module):
         positional = rotate_pairs(k_rope, cos, sin)
         if self.key_norm_eps is not None:
             positional = torch.cat((positional, self._key_irms(hidden_states)), dim=-1)
-        if past_key_values is not None:
-            latent, positional = past_key_values.update(latent, positional, self.layer_idx)
-        key, value = self._latent_key_value(latent, positional)
-
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        kwargs |= {"sliding_window": self.sliding_window, "position_ids": position_ids}
         # A long prompt would cost fewer operations with keys and values expanded to d numbers a head, since
         # r + ρ > d. One path for prompts and steps keeps their results equal and the memory small; fused kernels
         # for both live elsewhere.
-        out, weights = attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            position_ids=position_ids,
-            **kwargs,
-        )  # [B, T, H, r]
+        if self.streaming:
+            new = StreamingLayer(self.streaming["sinks"], self.streaming["recent"])
+            layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
+            out, weights = self._streamed(query, latent, positional, layer, **kwargs), None
+        else:
+            if past_key_values is not None:
+                latent, positional = past_key_values.update(latent, positional, self.layer_idx)
+            key_value = self._latent_key_value(latent, positional)
+            out, weights = attend(self, query, *key_value, attention_mask, **kwargs)  # [B, T, H, r]
         out = torch.einsum("bthr,hvr->bthv", out, self.value_up)
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
+
+    def _streamed(
+        self, query: torch.Tensor, latent: torch.Tensor, positional: torch.Tensor, layer: StreamingLayer, **kwargs
+    ) -> torch.Tensor:
+        """Outputs [B, T, H, r] where all heads stream."""
+        out = []
+        for piece in layer.pieces(latent, positional):
+            key_value = self._latent_key_value(piece.keys, piece.values)
+            mask = visible_mask(self, piece.visible, query.dtype)
+            out.append(attend(self, query[:, :, piece.tokens], *key_value, mask, **kwargs)[0])
+        return torch.cat(out, dim=1)
 
     def _latent_query(self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Project to heads, then into the space of the latent key: [B, T, D] → [B, H, T, r + ρ]."""

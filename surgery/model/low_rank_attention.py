@@ -10,16 +10,35 @@ latents, s latents of earlier layers.
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Cache
 from transformers import initialization as init
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_functions import eager_attention, rotate_halves
+from .attention_functions import attend, rotate_halves, visible_mask
 from .exact_window_cache import ExactWindowLayer
+from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer, layer_of
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Blocks whose latents are cached together, and the heads that read them.
+
+    Attributes:
+        blocks: their numbers.
+        heads: KV heads that are rebuilt from them, ascending.
+        queries: the query heads that follow those.
+        key_order, value_order: where each of `heads` is among those of the blocks; None if they are in order.
+    """
+
+    blocks: list[int]
+    heads: list[int]
+    queries: list[int]
+    key_order: list[int] | None
+    value_order: list[int] | None
 
 
 class LowRankAttention(nn.Module):
@@ -38,6 +57,9 @@ class LowRankAttention(nn.Module):
     With a `window`, the latest tokens, and with `sinks` the first ones, are read exactly: a query at m sees the keys
     and values of the source at n > m - window and n < sinks, rebuilt ones elsewhere. `k_proj` and `v_proj` are kept for
     that, and the cache holds exact tokens beside the latents of all (see `ExactWindowLayer`).
+
+    With `streaming` in its entry, the latents of some blocks are kept for the first tokens and a window only, and all
+    heads that are rebuilt from them see those alone (see `hybrid_cache`).
     """
 
     def __init__(self, stock: nn.Module, entry: dict[str, Any]):
@@ -81,8 +103,10 @@ class LowRankAttention(nn.Module):
         biased = stock.k_proj.bias is not None, stock.v_proj.bias is not None
         width = self.num_kv_heads * self.head_dim
         self.key_bias, self.value_bias = (nn.Parameter(torch.empty(width)) if bias else None for bias in biased)
-        self._key_places = _places([head for block in blocks for head in block["keys"]])
-        self._value_places = _places([head for block in blocks for head in block["values"]])
+        self.streaming = entry.get("streaming")
+        streaming = set(self.streaming["blocks"]) if self.streaming else set()
+        self._full = self._part(blocks, [number for number in range(len(blocks)) if number not in streaming])
+        self._streaming = self._part(blocks, sorted(streaming))
 
         # Set by the model: the base family's rotary embedding, in a tuple because it is no part of this module, and
         # the latents that layers of one forward pass hand on to later ones.
@@ -103,18 +127,26 @@ class LowRankAttention(nn.Module):
         """Heads of a token in the cache, 1, the width of its latents and of its exact keys and values."""
         return 1, sum(self.ranks), 2 * self.num_kv_heads * self.head_dim if self.window else 0
 
+    @property
+    def streaming_queries(self) -> int:
+        """Query heads that see the first tokens and a window only."""
+        return len(self._streaming.queries)
+
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        left_padding: list[int] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [B, T, D] → output [B, T, D] and, if eager, weights [B, H, T, S].
 
-        `position_embeddings` go unused, see the class.
+        `position_embeddings` go unused, see the class. `left_padding` of each row is read where some tokens are treated
+        apart and there is no cache that knows it. A layer in which blocks stream gives no weights.
         """
+        kwargs["sliding_window"] = self.sliding_window
         batch, num_tokens, _ = hidden_states.shape
         latent = self.kv_down(hidden_states).unsqueeze(1)
         seen, length, first = 0, num_tokens, 0
@@ -122,11 +154,20 @@ class LowRankAttention(nn.Module):
             seen = past_key_values.get_seq_length(self.layer_idx)
             length, first = past_key_values.get_mask_sizes(num_tokens, self.layer_idx)
         slots = torch.arange(num_tokens, device=latent.device) + seen
+        query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
+        query = (query if self.q_norm is None else self.q_norm(query)).transpose(1, 2)
+        query = self._rotated(query, slots)
+        if self.streaming:
+            new = HybridLayer(PlainLayer(), StreamingLayer(self.streaming["sinks"], self.streaming["recent"]))
+            layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
+            out = self._in_two_parts(query, latent, attention_mask, layer, **kwargs)
+            return self.o_proj(out.reshape(batch, num_tokens, -1)), None
 
         exact = visible = None
         if self.window:
             exact = self._exact(hidden_states)
-            layer = self._window_layer(past_key_values, batch)
+            new = ExactWindowLayer(self.sinks, self.window)
+            layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
             visible, exact_slots = layer.visible(num_tokens, latent.device), layer.slots(num_tokens, latent.device)
             latent, exact = layer.update(latent, exact)
         elif past_key_values is not None:
@@ -134,11 +175,9 @@ class LowRankAttention(nn.Module):
         if self.hands_on:
             self.handed_on[self.layer_idx] = latent
 
-        query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
-        query = (query if self.q_norm is None else self.q_norm(query)).transpose(1, 2)
-        key, value = self._rebuilt(latent)
+        key, value = self._rebuilt(latent, self._full)
         places = torch.arange(length, device=latent.device) + first
-        query, key = self._rotated(query, slots), self._rotated(key, places)
+        key = self._rotated(key, places)
         if self.window:
             exact_key, exact_value = exact.unflatten(-1, (2 * self.num_kv_heads, self.head_dim))[:, 0].chunk(2, dim=2)
             exact_key = self._rotated(exact_key.transpose(1, 2), exact_slots)
@@ -146,51 +185,67 @@ class LowRankAttention(nn.Module):
             key = torch.cat((key, exact_key), dim=2)
             value = torch.cat((value, exact_value.transpose(1, 2)), dim=2)
             attention_mask = torch.cat((rebuilt.expand(batch, -1, -1, -1), visible.expand(batch, -1, -1, -1)), dim=-1)
-            if self.config._attn_implementation == "eager":
-                attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill_(
-                    ~attention_mask, torch.finfo(query.dtype).min
-                )
+            attention_mask = visible_mask(self, attention_mask, query.dtype)
 
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        out, weights = attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
+        out, weights = attend(self, query, key, value, attention_mask, **kwargs)
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
 
-    def _rebuilt(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents [B, 1, S, r] → normalised keys before the rotation, and values, [B, G, S, d]."""
-        own = latent[:, 0].split(self.ranks, dim=-1)
+    def _in_two_parts(
+        self, query: torch.Tensor, latent: torch.Tensor, mask: torch.Tensor | None, layer: HybridLayer, **kwargs
+    ) -> torch.Tensor:
+        """Outputs [B, T, H, d] of rotated queries [B, H, T, d] and new latents [B, 1, T, r], where blocks stream."""
+        blocks = latent.split(self.ranks, dim=-1)
+        if (part := self._full).blocks:
+            new = torch.cat([blocks[number] for number in part.blocks], dim=-1)
+            kept, _ = layer.full.update(new, new[..., :0])
+            key, value = self._rebuilt(kept, part)
+            key = self._rotated(key, torch.arange(kept.shape[2], device=kept.device))
+            full = attend(self, query[:, part.queries], key, value, mask, **kwargs)[0]
+        part = self._streaming
+        new = torch.cat([blocks[number] for number in part.blocks], dim=-1)
+        streamed = []
+        for piece in layer.streaming.pieces(new, new[..., :0], with_slots=True):
+            key, value = self._rebuilt(piece.keys, part)
+            queries = query[:, part.queries, piece.tokens]
+            seen = visible_mask(self, piece.visible, query.dtype)
+            streamed.append(attend(self, queries, self._rotated(key, piece.slots), value, seen, **kwargs)[0])
+        out = torch.cat(streamed, dim=1)
+        if not self._full.blocks:
+            return out
+        order = [*self._full.queries, *part.queries]
+        return torch.cat((full, out), dim=2)[:, :, sorted(range(len(order)), key=order.__getitem__)]
+
+    def _part(self, blocks: list[dict[str, Any]], numbers: list[int]) -> _Part:
+        """Of the entry's blocks, those of `numbers`."""
+        keys, values = ([head for number in numbers for head in blocks[number][kind]] for kind in ("keys", "values"))
+        heads, size = sorted(keys), self.num_key_value_groups
+        queries = [head * size + place for head in heads for place in range(size)]
+        return _Part(numbers, heads, queries, _places(keys), _places(values))
+
+    def _rebuilt(self, latent: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """A part's latents [B, 1, S, r] → keys, normalised and not rotated, and values of its heads [B, ·, S, d]."""
+        own = latent[:, 0].split([self.ranks[number] for number in part.blocks], dim=-1)
         if self.shared_layers:
             earlier = range(self.layer_idx - self.shared_layers, self.layer_idx)
             shared = [self.handed_on[index][:, 0].to(latent.device) for index in earlier]
             own = (torch.cat((*shared, *own), dim=-1),)
-        key = self._heads(own, self.key_up, self.key_bias, self._key_places)
-        value = self._heads(own, self.value_up, self.value_bias, self._value_places)
+        latents = dict(zip(part.blocks, own, strict=True))
+        key = self._heads(latents, self.key_up, part.key_order)
+        value = self._heads(latents, self.value_up, part.value_order)
+        if self.key_bias is not None:
+            key = key + self.key_bias.view(self.num_kv_heads, 1, self.head_dim)[part.heads]
+        if self.value_bias is not None:
+            value = value + self.value_bias.view(self.num_kv_heads, 1, self.head_dim)[part.heads]
         return (key if self.k_norm is None else self.k_norm(key)), value
 
-    def _heads(
-        self,
-        latents: tuple[torch.Tensor, ...],
-        ups: nn.ParameterDict,
-        bias: nn.Parameter | None,
-        places: list[int] | None,
-    ) -> torch.Tensor:
-        """Every block's latents [B, S, ·] through its up-projection, as heads in their order [B, G, S, d]."""
-        parts = [nn.functional.linear(latents[int(number)], up) for number, up in ups.items()]
+    def _heads(self, latents: dict[int, torch.Tensor], ups: nn.ParameterDict, order: list[int] | None) -> torch.Tensor:
+        """Latents [B, S, ·] of blocks, each through its up-projection, as heads in order without bias [B, ·, S, d]."""
+        used = [(latent, str(number)) for number, latent in latents.items() if str(number) in ups]
+        parts = [nn.functional.linear(latent, ups[number]) for latent, number in used]
         heads = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-        heads = heads.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        if places is not None:
-            heads = heads[:, :, places]
-        if bias is not None:
-            heads = heads + bias.view(self.num_kv_heads, self.head_dim)
+        heads = heads.unflatten(-1, (-1, self.head_dim))
+        if order is not None:
+            heads = heads[:, :, order]
         return heads.transpose(1, 2)
 
     def _exact(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -199,20 +254,6 @@ class LowRankAttention(nn.Module):
         if self.k_norm is not None:
             key = self.k_norm(key.unflatten(-1, (self.num_kv_heads, self.head_dim))).flatten(-2)
         return torch.cat((key, self.v_proj(hidden_states)), dim=-1).unsqueeze(1)
-
-    def _window_layer(self, cache: Cache | None, batch: int) -> ExactWindowLayer:
-        """The cache's layer, or one for this call alone."""
-        if cache is None:
-            layer = ExactWindowLayer(self.sinks, self.window)
-        else:
-            layer = cache.layers[self.layer_idx]
-            if not isinstance(layer, ExactWindowLayer):
-                raise ValueError(
-                    f"layer {self.layer_idx} keeps exact tokens beside latents and was given a {type(layer).__name__}: "
-                    "pass no cache, an empty DynamicCache, or the cache that the model returned"
-                )
-        layer.padding = layer.padding or [0] * batch
-        return layer
 
     def _rotated(self, heads: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Rotate heads [B, ·, S, d] to the positions `slots` [S] or [B, S]."""
@@ -233,5 +274,5 @@ class LowRankAttention(nn.Module):
 
 
 def _places(heads: list[int]) -> list[int] | None:
-    """Where each head's rows are among those of all blocks; None if they are in order."""
+    """Where each head's rows are among those of the blocks; None if they are in order."""
     return None if heads == sorted(heads) else sorted(range(len(heads)), key=heads.__getitem__)

@@ -6,30 +6,36 @@ This file travels beside the weights as remote code: it may import torch, transf
 """
 
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import MODEL_MAPPING, Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from .attention_functions import family_attention_class
 from .blockwise_decoder import BlockwiseDecoder
 from .cache_layer import Call, CompactLayer, check_full_attention, hook_calls, own_cache
+from .cache_prediction import CachedLayer, footprint, peak_bytes
 from .configuration_surgery import SurgeryConfig
 from .cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
 from .cross_layer_latent_attention import CrossLayerLatentAttention
-from .exact_window_cache import ExactWindowLayer, set_padding
+from .exact_window_cache import ExactWindowLayer
 from .group_entries import CROSS_LAYER_KEYS
 from .grouped_attention import GroupedAttention
+from .hybrid_attention import HybridAttention
+from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer
 from .latent_attention import LatentAttention
 from .low_rank_attention import LowRankAttention
+from .sink_window_cache import set_padding
 
 ATTENTION: dict[str, type[nn.Module]] = {
     "latent": LatentAttention,
     "low_rank": LowRankAttention,
     "grouped": GroupedAttention,
+    "hybrid": HybridAttention,
     "cross_layer": CrossLayerAttention,
     "cross_layer_latent": CrossLayerLatentAttention,
     "cross_layer_prompt": PromptBasisAttention,
@@ -105,18 +111,61 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         """Bytes that the live cache will hold after `tokens` tokens of each of `batch` rows, in the model's dtype."""
         if isinstance(self.model, BlockwiseDecoder):
             return self.model.kv_cache_bytes(batch, tokens)
-        total = 0
-        layers = self.cache_layers() or DynamicCache(config=self.config).layers
-        for layer, block in zip(layers, self.model.layers, strict=True):
-            heads, key_dim, value_dim = _cached_shape(block.self_attn)
-            if isinstance(layer, CompactLayer):
-                size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": value_dim}
-                total += layer.predicted_bytes(tokens, **size, dtype=self.dtype)
+        return sum(layer.held(tokens) for layer in self._cached_layers(batch))
+
+    def kv_peak_bytes(self, batch: int, prompt: int, chunk: int, steps: int) -> int:
+        """The most bytes that keys and values will take while a prompt is read and continued, in the model's dtype.
+
+        Looked at after every call of a cache layer's `update` (of a hybrid layer's parts: `full.update`, and then
+        `streaming.update` for each piece): what the whole cache holds at that moment, and of the tensors that this call
+        returned those that share no storage with it, such as dequantised tokens, or the window and the new tokens that
+        attention reads together. The means of dropped tokens that attention takes of a compensated layer next are in
+        its hands then, and count. Left out are the new tokens before they are cached, and what attention makes of what
+        it was given, such as keys and values rebuilt from latents.
+
+        Args:
+            batch: rows, without padding.
+            prompt: tokens of each, prefilled `chunk` at a time.
+            steps: tokens decoded after it, one by one.
+
+        Raises:
+            ValueError: layers that share a cache, whose peak can only be measured, or sizes below 1, `steps` below 0.
+        """
+        if min(batch, prompt, chunk) < 1 or steps < 0:
+            raise ValueError(f"{batch} x {prompt} tokens in chunks of {chunk} and {steps} steps are no generation")
+        if isinstance(self.model, BlockwiseDecoder):
+            raise ValueError("the peak of a cache that layers share cannot be predicted: measure it")
+        return peak_bytes(self._cached_layers(batch), prompt, chunk, steps)
+
+    def kv_footprint(self, prompt: int, steps: int) -> float:
+        """Share of full causal attention that this model computes, over a prompt and `steps` decoded tokens.
+
+        Counted are pairs of a query of one head and a key that it sees, a compensation token for one key, in rows
+        without padding; whatever chunks the prompt comes in. A token that a layer holds twice counts once.
+        """
+        windows = []
+        for layer, block in zip(self._layers(), self.model.layers, strict=True):
+            attention, heads = block.self_attn, self.config.num_attention_heads
+            if isinstance(attention, HybridAttention):
+                windows.append(attention.windows)
+            elif isinstance(attention, LatentAttention | LowRankAttention) and attention.streaming:
+                streaming = heads if isinstance(attention, LatentAttention) else attention.streaming_queries
+                most = attention.streaming["sinks"] + attention.streaming["recent"]
+                windows.append([(heads - streaming, None, False), (streaming, most, False)])
             else:
-                # A full window keeps one token less than a query sees, its own.
-                kept = min(tokens, layer.sliding_window - 1) if layer.is_sliding else tokens
-                total += batch * kept * heads * (key_dim + value_dim) * self.dtype.itemsize
-        return total
+                sliding = layer.sliding_window if getattr(layer, "is_sliding", False) else None
+                windows.append([(heads, sliding, False)])
+        return footprint(prompt + steps, self.config.num_attention_heads, windows)
+
+    def _layers(self) -> list[CacheLayerMixin]:
+        """New, empty layers of the cache, whoever makes it."""
+        return self.cache_layers() or DynamicCache(config=self.config).layers
+
+    def _cached_layers(self, batch: int) -> list[CachedLayer]:
+        return [
+            CachedLayer(layer, batch, *_cached_shape(block.self_attn), self.dtype)
+            for layer, block in zip(self._layers(), self.model.layers, strict=True)
+        ]
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -176,25 +225,48 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
 
 def _cache_layers(config: SurgeryConfig, *, training: bool = False) -> list[CompactLayer] | None:
     quantizes = config.kv_cache is not None and not training
-    if not quantizes and not config.exact_window:
+    if not (quantizes or config.exact_window or config.streams):
         return None
-    layers = []
-    for entry in config.attention_layers:
-        quantized = config.quantized_layer() if quantizes else None
-        if config.exact_window:
-            layers.append(ExactWindowLayer(entry["sinks"], entry["window"], quantized))
-        else:
-            layers.append(quantized)
-    return layers
+    return [_cache_layer(config, entry or {}, quantizes) for entry in config.attention_layers]
+
+
+def _cache_layer(config: SurgeryConfig, entry: dict[str, Any], quantizes: bool) -> CompactLayer:
+    """A new layer for the attention that an entry of `attention_layers` describes."""
+    whole = config.quantized_layer() if quantizes else PlainLayer()
+    codes = config.streaming_codes() if quantizes else None
+    if entry.get("kind") == "hybrid":
+        full, heads = entry["full_heads"], entry["kv_heads"]
+        streaming = StreamingLayer(entry["sinks"], entry["recent"], entry["compensated_heads"], codes)
+        return HybridLayer(whole if full else None, streaming if full < heads else None, heads=full)
+    if settings := entry.get("streaming"):
+        streaming = StreamingLayer(settings["sinks"], settings["recent"], codes=codes)
+        if entry["kind"] == "latent":
+            return streaming
+        ranks = [block["rank"] for block in entry["blocks"]]
+        width = sum(rank for number, rank in enumerate(ranks) if number not in settings["blocks"])
+        return HybridLayer(whole if width else None, streaming, width=width)
+    if config.exact_window:
+        return ExactWindowLayer(entry["sinks"], entry["window"], whole if quantizes else None)
+    return whole
 
 
 def _use_cache_layers(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None:
     """Have a call of the decoder read and fill the layers that the configuration asks for; training reads no codes."""
-    layers = _cache_layers(config, training=decoder.training)
-    if layers is not None:
+    kept_as = config.attention_layers, None if decoder.training else config.kv_cache
+    cache = call.get("past_key_values")
+    if getattr(cache, "kept_as", None) == kept_as:
+        cache.temporary = False  # its layers are of that form already
+    else:
+        layers = _cache_layers(config, training=decoder.training)
+        if layers is None:
+            return
         cache = own_cache(decoder, call, layers)
-        if config.exact_window:
-            set_padding(cache, call.get("attention_mask"))
+        cache.kept_as = kept_as
+    if config.exact_window or config.streams:
+        padding = set_padding(cache, call.get("attention_mask"))
+        if padding is not None and decoder.training:
+            # Gradient checkpointing takes the cache away from the layers, and runs them again in the backward pass.
+            call["left_padding"] = padding
 
 
 def _cached_shape(attention: nn.Module) -> tuple[int, int, int]:

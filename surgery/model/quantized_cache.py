@@ -169,9 +169,7 @@ class GroupedCodes:
     def __init__(self, like: Tensor, format: str, group: int, *, by_channel: bool) -> None:
         """No tokens yet; batch, heads, d, dtype and device are those of `like` [B, H, any, d]."""
         self.format, self.bits, self.group, self.by_channel = format, BITS[format], group, by_channel
-        across = token_groups(like.shape[-1], group)
-        self._across, self._size = across, -(-like.shape[-1] // across) if across else group
-        groups = like.shape[-1] if by_channel else across
+        groups = like.shape[-1] if by_channel else token_groups(like.shape[-1], group)
         self.codes = like.new_empty((*like.shape[:-2], 0, like.shape[-1]), dtype=torch.uint8)
         self.scale = like.new_empty((*like.shape[:-2], 0, groups))
         self.zero = None if format == "fp8" else self.scale.clone()
@@ -209,10 +207,7 @@ class GroupedCodes:
         """[B, H, T, d] with a group of d, or of T, as a dimension of its own; and which that is."""
         if self.by_channel:
             return tokens.unflatten(-2, (tokens.shape[-2] // self.group, self.group)), -2
-        if missing := self._across * self._size - tokens.shape[-1]:
-            # The last channel again, so that the last groups are as long as the first and no scale changes.
-            tokens = torch.cat([tokens, tokens[..., -1:].expand(*tokens.shape[:-1], missing)], dim=-1)
-        return tokens.unflatten(-1, (self._across, self._size)), -1
+        return grouped_channels(tokens, self.group), -1
 
 
 def quantize(values: Tensor, format: str, dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -265,6 +260,16 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 def token_groups(width: int, group: int) -> int:
     """Groups in which the `width` channels of one token are quantised: the fewest of at most `group`."""
     return -(-width // group)
+
+
+def grouped_channels(tokens: Tensor, group: int) -> Tensor:
+    """Tokens [..., d] with the channels that share a scale as a dimension of their own: [..., groups, size]."""
+    groups = token_groups(tokens.shape[-1], group)
+    size = -(-tokens.shape[-1] // groups) if groups else group
+    if missing := groups * size - tokens.shape[-1]:
+        # The last channel again, so that the last groups are as long as the first and no scale changes.
+        tokens = torch.cat([tokens, tokens[..., -1:].expand(*tokens.shape[:-1], missing)], dim=-1)
+    return tokens.unflatten(-1, (groups, size))
 
 
 def quantized_kv_bytes(

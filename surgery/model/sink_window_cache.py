@@ -78,9 +78,13 @@ class SinkWindowLayer(CompactLayer):
         Returns:
             [B, 1, queries, keys], bool.
         """
+        kept = self.sink_keys.shape[-2] if self.is_initialized else 0
+        if queries == 1 and not any(self.padding):
+            # What is kept is what the next token sees; a step of decoding need not find that out.
+            keys = kept + self.seen - self._window_start + 1
+            return torch.ones(len(self.padding), 1, 1, keys, dtype=torch.bool, device=device)
         padding = torch.tensor(self.padding, device=device).view(-1, 1)
         places = self.slots(queries, device)
-        kept = self.sink_keys.shape[-2] if self.is_initialized else 0
         filled = torch.ones_like(places, dtype=torch.bool)
         filled[:, :kept] = places[:, :kept] < self._window_start
         filled, places = filled[:, None], places[:, None]
@@ -156,6 +160,40 @@ class SinkWindowLayer(CompactLayer):
             self.keys, self.values = change(self.keys), change(self.values)
             self.sink_keys, self.sink_values = change(self.sink_keys), change(self.sink_values)
             self.padding = change(torch.tensor(self.padding)).tolist()
+
+
+def set_padding(cache: Cache, mask: Tensor | None) -> list[int] | None:
+    """Tell the layers with a `padding` how many tokens each row starts with that are none.
+
+    Known once a real token of every row has come, whatever chunks a prompt comes in.
+
+    Args:
+        cache: one whose layers have seen the same tokens.
+        mask: [B, tokens that came and that come now], zero at padding; None without any.
+
+    Returns:
+        The padding of each row if this call tells it, else None.
+
+    Raises:
+        ValueError: a mask of another form, or padding after the first real token among tokens that came earlier.
+    """
+    if mask is None:
+        return None
+    if mask.ndim != 2:
+        raise ValueError(
+            f"an attention mask of {mask.ndim} dimensions: with sinks and a window it must be [batch, tokens]"
+        )
+    layers = [layer for layer in cache.layers if hasattr(layer, "padding")]
+    seen = cache.get_seq_length()
+    known = next((layer.padding for layer in layers if layer.padding is not None), None)
+    if seen and (known is None or max(known) < seen):
+        if known and mask[:, :seen].bool().sum(-1).tolist() != [seen - padding for padding in known]:
+            raise ValueError("the attention mask has padding after a row's first token: pad on the left")
+        return None
+    padding = (mask.long().cumsum(-1) == 0).sum(-1).tolist()
+    for layer in layers:
+        layer.padding = padding
+    return padding
 
 
 def sink_window_bytes(

@@ -28,10 +28,10 @@ FULL_ATTENTION = ("llama", "qwen3", "mixtral", "qwen3_moe")
 MOE = ("mixtral", "qwen3_moe")
 
 
-def tiny_source(family: str) -> PreTrainedModel:
+def tiny_source(family: str, **overrides) -> PreTrainedModel:
     """A random source model in which every bias and norm matters."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](**SHAPE, **FAMILIES[family])
+    config = CONFIG_MAPPING[family](**SHAPE | FAMILIES[family] | overrides)
     # transformers' grouped_mm has no fast path on a CPU.
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
     for name, parameter in model.named_parameters():
@@ -184,6 +184,56 @@ def lossless_grouped(source: PreTrainedModel) -> SurgeryForCausalLM:
     return model.eval()
 
 
+def hybrid_entry(full: int, order: list[int], compensated: int = 0, **overrides) -> dict:
+    """Sinks and a window that hold all texts of these tests, unless `overrides` say otherwise."""
+    entry = {"kind": "hybrid", "kv_heads": len(order), "full_heads": full, "compensated_heads": compensated}
+    return entry | {"sinks": 8, "recent": 40, "head_order": order} | overrides
+
+
+def hybrid_model(source: PreTrainedModel, entries: list[dict | None], **overrides) -> SurgeryForCausalLM:
+    """The source with its heads in the order that the entries say."""
+    config = SurgeryConfig.from_base(source.config, entries, experts_implementation="eager", **overrides)
+    model = SurgeryForCausalLM(config).to(source.dtype)
+    tensors = source.state_dict()
+    for index, entry in enumerate(entries):
+        for name in [name for name in tensors if entry and f"layers.{index}.self_attn." in name and "norm" not in name]:
+            # Output columns go as query rows do.
+            dim = 1 if "o_proj.weight" in name else 0
+            if "o_proj.bias" not in name:
+                heads = tensors[name].unflatten(dim, (len(entry["head_order"]), -1))
+                tensors[name] = heads.index_select(dim, torch.tensor(entry["head_order"])).flatten(dim, dim + 1)
+    model.load_state_dict(tensors, strict=True)
+    return model.eval()
+
+
+def lossless_hybrid(source: PreTrainedModel) -> SurgeryForCausalLM:
+    return hybrid_model(source, [hybrid_entry(1, [1, 0]), hybrid_entry(0, [1, 0], compensated=1)])
+
+
+def streaming_latent_config(source: PreTrainedModel, sinks: int, recent: int, **overrides) -> SurgeryConfig:
+    """That of `lossless_config`, whose last layer streams."""
+    entries = lossless_config(source).attention_layers
+    entries[-1]["streaming"] = {"sinks": sinks, "recent": recent}
+    return SurgeryConfig.from_base(source.config, entries, experts_implementation="eager", **overrides)
+
+
+def lossless_streaming_latent(source: PreTrainedModel, sinks: int = 8, recent: int = 40, **overrides):
+    model = SurgeryForCausalLM(streaming_latent_config(source, sinks, recent, **overrides)).to(source.dtype)
+    model.load_state_dict(lossless_tensors(source, source.state_dict()), strict=True)
+    return model.eval()
+
+
+def streaming_blocks_entries(sinks: int = 8, recent: int = 40) -> list[dict]:
+    """The second KV head streams in the first layer, all heads do in the second."""
+    streaming = {"sinks": sinks, "recent": recent}
+    first = low_rank_entry(blocks=_apart(), streaming={"blocks": [3, 0], **streaming})
+    return [first, low_rank_entry(streaming={"blocks": [0], **streaming})]
+
+
+def lossless_streaming_blocks(source: PreTrainedModel) -> SurgeryForCausalLM:
+    return lossless_low_rank(source, streaming_blocks_entries())
+
+
 KINDS = {
     "latent": lossless_model,
     "low_rank": lossless_low_rank,
@@ -191,5 +241,10 @@ KINDS = {
     "window": lossless_window,
     "shared": lossless_shared,
     "grouped": lossless_grouped,
+    "hybrid": lossless_hybrid,
+    "streaming_latent": lossless_streaming_latent,
+    "streaming_blocks": lossless_streaming_blocks,
 }
 """Makes a model that computes what its source does, by the kind of its attention."""
+OWN_CACHE = ("window", "hybrid", "streaming_latent", "streaming_blocks")
+"""Kinds whose cache holds some tokens in another form or not at all: windows of the source's own are refused."""

@@ -1,0 +1,129 @@
+"""What a cache will hold, what passing tokens through it takes beside that, and how much attention looks at.
+
+Closed forms, so that a budget can be judged before a model runs; measurements must agree with them.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .cache_layer import CompactLayer
+from .exact_window_cache import ExactWindowLayer, exact_window_tokens
+from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer
+from .quantized_cache import QuantizedKVLayer
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """One layer of a cache and what a token has in it.
+
+    Attributes:
+        layer: an empty one.
+        batch: rows.
+        heads, key_dim, value_dim: of a token.
+        dtype: of the model.
+    """
+
+    layer: CacheLayerMixin
+    batch: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of each row as plain numbers."""
+        return self.batch * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+    def held(self, tokens: int) -> int:
+        """Bytes after `tokens` tokens of each row."""
+        if isinstance(self.layer, CompactLayer):
+            size = {"batch": self.batch, "heads": self.heads, "key_dim": self.key_dim, "value_dim": self.value_dim}
+            return self.layer.predicted_bytes(tokens, **size, dtype=self.dtype)
+        # A full window keeps one token less than a query sees, its own.
+        return self.token_bytes * (min(tokens, self.layer.sliding_window - 1) if self.layer.is_sliding else tokens)
+
+    def updates(self, seen: int, new: int) -> Iterator[int]:
+        """Bytes after each `update` by which a pass over `new` tokens enters, what it returned included."""
+        layer = self.layer
+        if isinstance(layer, HybridLayer):
+            yield from self._hybrid_updates(seen, new)
+        elif isinstance(layer, StreamingLayer):
+            for first in range(seen, seen + new, layer.piece):
+                last = min(first + layer.piece, seen + new)
+                means = self.batch * layer.mean_bytes(self.key_dim, self.value_dim, self.dtype)
+                read = self.token_bytes * (layer.kept(first) + last - first) + means * (last - first)
+                # The count of a query's dropped tokens is an int64 of each row.
+                counts = self.batch * (last - first) * 8 if layer.compensated else 0
+                yield self.held(last) + read + counts
+        elif isinstance(layer, QuantizedKVLayer):
+            yield self.held(seen + new) + self.token_bytes * (seen + new)
+        elif isinstance(layer, ExactWindowLayer):
+            exact = exact_window_tokens(*layer.exact.settings(), seen) + new
+            latents = seen + new if isinstance(layer.latents, CompactLayer) else 0
+            read = latents * self.key_dim + exact * self.value_dim
+            yield self.held(seen + new) + self.batch * self.heads * read * self.dtype.itemsize
+        elif isinstance(layer, CompactLayer) and not isinstance(layer, PlainLayer):
+            raise ValueError(f"the peak of {layer.form} cannot be predicted: measure it")
+        elif getattr(layer, "is_sliding", False):
+            # Keys and values are returned as they stand in the storage that the window is then a view of.
+            yield self.held(seen) + self.token_bytes * new
+        else:
+            yield self.held(seen + new)
+
+    def _hybrid_updates(self, seen: int, new: int) -> Iterator[int]:
+        """The full part's, beside what the streaming part held before; then that one's."""
+        parts = [
+            CachedLayer(part, self.batch, **size, dtype=self.dtype)
+            for part, size in self.layer.part_sizes(self.heads, self.key_dim, self.value_dim)
+        ]
+        for number, part in enumerate(parts):
+            others = sum(other.held(seen + new) for other in parts[:number])
+            others += sum(other.held(seen) for other in parts[number + 1 :])
+            yield from (others + held for held in part.updates(seen, new))
+
+
+def peak_bytes(layers: list[CachedLayer], prompt: int, chunk: int, steps: int) -> int:
+    """The most that the cache and what `update` returned take together, see `SurgeryForCausalLM.kv_peak_bytes`."""
+    ends = [*range(chunk, prompt, chunk), *range(prompt, prompt + steps + 1)]
+    peak, seen = 0, 0
+    before = [layer.held(0) for layer in layers]
+    for end in ends:
+        after = [layer.held(end) for layer in layers]
+        others = sum(before)
+        for layer, old, new in zip(layers, before, after, strict=True):
+            others -= old
+            peak = max(peak, *(others + live for live in layer.updates(seen, end - seen)))
+            others += new
+        before, seen = after, end
+    return peak
+
+
+def seen_entries(tokens: int, most: int | None = None) -> int:
+    """Keys that the queries of a text of `tokens` tokens see in one head, added up: all earlier ones, or `most`."""
+    most = tokens if most is None else min(tokens, most)
+    return most * (most + 1) // 2 + (tokens - most) * most
+
+
+def footprint(tokens: int, heads: int, windows: list[list[tuple[int, int | None, bool]]]) -> float:
+    """Entries that attention looks at, over those of full causal attention.
+
+    Args:
+        tokens: of the text, prompt and decoded ones.
+        heads: of queries in a layer.
+        windows: of each layer, for some of its query heads: how many, the tokens that a query sees at most (None for
+            all), and whether it sees one compensation token more once there are others.
+    """
+    total = 0
+    for layer in windows:
+        for number, most, compensated in layer:
+            extra = max(0, tokens - most) if compensated else 0
+            total += number * (seen_entries(tokens, most) + extra)
+    return total / (len(windows) * heads * seen_entries(tokens))

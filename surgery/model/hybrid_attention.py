@@ -1,0 +1,143 @@
+"""Attention whose heads differ: the first see all tokens, the others the first few and a window.
+
+See `hybrid_cache` for what a streaming and a compensated head sees, and for the papers.
+
+Shapes: B batch, T new tokens, S tokens in the cache, H query heads, G KV heads, d head_dim, D hidden size.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from .attention_functions import attend, rotate_halves, visible_mask
+from .grouped_attention import GroupedAttention
+from .hybrid_cache import Dropped, HybridLayer, PlainLayer, StreamingLayer, layer_of
+
+
+class HybridAttention(GroupedAttention):
+    r"""The family's attention with KV heads of three sorts, in this order: full, streaming, streaming and compensated.
+
+    Tensors are the family's, of `kv_heads` KV heads; H / G query heads in a row follow each KV head. Full heads are
+    read with the decoder's own mask. The others see key p from query q where q - p < `recent` or p - padding < `sinks`,
+    in every pass over a text. With N(q) dropped keys and their means k̄(q), v̄(q), a compensated head is
+
+        softmax([scaling · q kᵀ ; scaling · q k̄ᵀ + log N]) [v ; v̄].
+    """
+
+    def __init__(self, stock: torch.nn.Module, entry: dict[str, Any]):
+        super().__init__(stock, entry)
+        self.num_heads = stock.config.num_attention_heads
+        self.full_heads, self.compensated_heads = entry["full_heads"], entry["compensated_heads"]
+        self.sinks, self.recent = entry["sinks"], entry["recent"]
+
+    @property
+    def windows(self) -> list[tuple[int, int | None, bool]]:
+        """Of some query heads how many, the tokens that they see at most, and whether they are compensated."""
+        size, seen = self.num_key_value_groups, self.sinks + self.recent
+        streaming = self.num_kv_heads - self.full_heads - self.compensated_heads
+        return [
+            (self.full_heads * size, None, False),
+            (streaming * size, seen, False),
+            (self.compensated_heads * size, seen, True),
+        ]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        left_padding: list[int] | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_states [B, T, D] → output [B, T, D] and, if eager and no head streams, weights [B, H, T, S].
+
+        `left_padding` of each row is read where there is no cache that knows it.
+        """
+        batch, num_tokens, _ = hidden_states.shape
+        query, key, value = self._projected(hidden_states, position_embeddings)
+        new = HybridLayer(PlainLayer(), StreamingLayer(self.sinks, self.recent, self.compensated_heads))
+        layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
+        full = self.full_heads
+        out, weights = [], None
+        if full:
+            kept = layer.full.update(key[:, :full], value[:, :full])
+            of_full, weights = attend(self, self._queries(query, 0, full), *kept, attention_mask, **kwargs)
+            out.append(of_full)
+            del kept
+        if full < self.num_kv_heads:
+            weights = None
+            out.append(self._streamed(query, key[:, full:], value[:, full:], layer.streaming, **kwargs))
+        return self.o_proj(torch.cat(out, dim=2).reshape(batch, num_tokens, -1)), weights
+
+    def _projected(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [B, H, T, d] and keys and values [B, G, T, d] as the family has them, rotated."""
+        query, key, value = (
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = (rotate_halves(heads.transpose(1, 2), *position_embeddings) for heads in (query, key))
+        return query, key, value.transpose(1, 2)
+
+    def _queries(self, query: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        """Of queries [B, H, T, d] those that follow the KV heads from `first` to `stop`."""
+        return query[:, first * self.num_key_value_groups : stop * self.num_key_value_groups]
+
+    def _streamed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: StreamingLayer, **kwargs
+    ) -> torch.Tensor:
+        """Outputs [B, T, ·, d] of the heads that stream, of queries [B, H, T, d] and their keys and values."""
+        out = []
+        compensated = self.num_kv_heads - self.compensated_heads
+        for piece in layer.pieces(key, value):
+            queries = query[:, :, piece.tokens]
+            heads = []
+            if plain := compensated - self.full_heads:
+                mask = visible_mask(self, piece.visible, query.dtype)
+                kept = piece.keys[:, :plain], piece.values[:, :plain]
+                heads.append(
+                    attend(self, self._queries(queries, self.full_heads, compensated), *kept, mask, **kwargs)[0]
+                )
+            if self.compensated_heads:
+                kept = piece.keys[:, plain:], piece.values[:, plain:]
+                of_these = self._queries(queries, compensated, self.num_kv_heads)
+                heads.append(self._compensated(of_these, *kept, piece.visible, layer.take_dropped(), **kwargs))
+            out.append(torch.cat(heads, dim=2))
+        return torch.cat(out, dim=1)
+
+    def _compensated(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        visible: torch.Tensor,
+        dropped: Dropped,
+        **kwargs,
+    ) -> torch.Tensor:
+        """Outputs [B, n, ·, d] of the compensated heads, of queries [B, ·, n, d] and keys [B, Hc, K, d].
+
+        Every query has means of its own: they stand behind the keys, each seen by its query alone, with log N as the
+        additive mask. In fp32 at least, because log N in bf16 would be off by up to 3%.
+        """
+        wide = dropped.keys.dtype
+        least = torch.finfo(wide).min
+        window = torch.zeros_like(visible, dtype=wide).masked_fill_(~visible, least)
+        logs = dropped.count.to(wide).log().clamp(min=least)  # of none, nothing
+        own = torch.eye(query.shape[2], dtype=torch.bool, device=query.device)
+        means = torch.where(own, logs[:, None, None], least)
+        out, _ = attend(
+            self,
+            query.to(wide),
+            torch.cat((key.to(wide), dropped.keys), dim=2),
+            torch.cat((value.to(wide), dropped.values), dim=2),
+            torch.cat((window, means), dim=-1),
+            **kwargs,
+        )
+        return out.to(value.dtype)

@@ -1,0 +1,332 @@
+"""The cache of a layer whose heads differ: some keep all tokens, the others the first few and a window.
+
+Retrieval heads and streaming heads as in DuoAttention (Xiao et al., arXiv:2410.10819), any share of them streaming,
+none and all included. A streaming head's query at place q sees the key at place p ≤ q if q - p < `recent` or
+p - padding < `sinks`, from the first token on; keys keep the rotation of their own position. So a plain forward pass
+with that mask, a prefill in any chunks and decoding are one function.
+
+A compensated head sees one pair more: the means of the keys and of the values that the query no longer sees, with the
+logarithm of their number added to the logit (Tang et al., RazorAttention, arXiv:2407.15891, section 3.3).
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import BoolTensor, Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .cache_layer import CompactLayer
+from .sink_window_cache import SinkWindowLayer
+from .token_codes import TokenCodes
+
+PIECE = 256
+"""Tokens that streaming heads take at once, at least: fewer would be many small products."""
+
+
+class PlainLayer(CompactLayer, DynamicLayer):
+    """The cache of one layer, or of some of its heads, in the model's dtype: transformers' own, in a mixed cache."""
+
+    form = "keys and values of all tokens"
+
+    def settings(self) -> tuple:
+        """Nothing to set."""
+        return ()
+
+    def predicted_bytes(
+        self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes of `tokens` tokens."""
+        return batch * heads * tokens * (key_dim + value_dim) * dtype.itemsize
+
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.is_initialized:
+            self.keys, self.values = change(self.keys), change(self.values)
+
+
+class Dropped(NamedTuple):
+    """What the queries of one piece no longer see.
+
+    Attributes:
+        keys, values: means [B, Hc, n, d] of each query's dropped tokens, in fp32 at least; 0 where there are none.
+        count: how many they are, int64 [B, n].
+    """
+
+    keys: Tensor
+    values: Tensor
+    count: Tensor
+
+
+class Piece(NamedTuple):
+    """New tokens on their way through a `StreamingLayer`.
+
+    Attributes:
+        tokens: which of the new ones.
+        slots: places of the keys in each row [B, K], padding counted, if asked for; of those that nobody sees, any.
+        visible: which keys each query sees [B, 1, n, K], bool.
+        keys, values: what the layer returned [B, H, K, d].
+    """
+
+    tokens: slice
+    slots: Tensor | None
+    visible: BoolTensor
+    keys: Tensor
+    values: Tensor
+
+
+class StreamingLayer(SinkWindowLayer):
+    """Sinks and a window of all heads that stream, as `SinkWindowLayer` keeps them, and sums of what it dropped.
+
+    With `codes` each token is quantised when it comes and read quantised from then on, in the pass that brings it as
+    well; `keys` and `sink_keys` are then codes of keys and values, `values` and `sink_values` what scales them.
+
+    Attributes:
+        key_sums, value_sums: of the dropped tokens of the last `compensated` heads [B, Hc, d], in fp32 at least, of
+            keys and values as they were read; None without such heads or tokens.
+    """
+
+    form = "a cache of streaming heads"
+
+    def __init__(self, sinks: int, recent: int, compensated: int = 0, codes: TokenCodes | None = None) -> None:
+        """Raises ValueError unless `sinks` ≥ 0, `recent` ≥ 1 and `compensated` ≥ 0."""
+        super().__init__(sinks, recent)
+        if compensated < 0:
+            raise ValueError(f"{compensated} compensated heads are impossible")
+        self.compensated, self.codes = compensated, codes
+        self.key_sums: Tensor | None = None
+        self.value_sums: Tensor | None = None
+        self._dropped: Dropped | None = None
+
+    def settings(self) -> tuple:
+        """Sinks, recent, how many heads are compensated, and how tokens are quantised."""
+        return self.sinks, self.recent, self.compensated, self.codes and self.codes.settings()
+
+    def predicted_bytes(
+        self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes after `tokens` tokens of rows of which one at least has no padding."""
+        if not tokens:
+            return 0
+        if self.codes is None:
+            token = (key_dim + value_dim) * dtype.itemsize
+        else:
+            token = self.codes.token_bytes(key_dim, dtype) + self.codes.token_bytes(value_dim, dtype)
+        return batch * (heads * self.kept(tokens) * token + self.mean_bytes(key_dim, value_dim, dtype))
+
+    def mean_bytes(self, key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of what each query of a row gets of the compensated heads' dropped tokens, and of their sums."""
+        return self.compensated * (key_dim + value_dim) * _wide(dtype).itemsize
+
+    @property
+    def wide_tensors(self) -> list[Tensor]:
+        """What is held in fp32 at least, whatever the model's dtype."""
+        return [] if self.key_sums is None else [self.key_sums, self.value_sums]
+
+    def kept(self, tokens: int) -> int:
+        """Tokens held after `tokens` have come."""
+        return min(tokens, self.sinks + self.recent - 1)
+
+    @property
+    def piece(self) -> int:
+        """Tokens that `pieces` takes at once."""
+        return max(PIECE, self.sinks + self.recent)
+
+    def pieces(self, key_states: Tensor, value_states: Tensor, *, with_slots: bool = False) -> Iterator[Piece]:
+        """Adds tokens [B, H, T, d] piece by piece, so that T may be long: time and memory are O(T · window)."""
+        for first in range(0, key_states.shape[-2], self.piece):
+            tokens = slice(first, first + self.piece)
+            keys, values = key_states[..., tokens, :], value_states[..., tokens, :]
+            slots = self.slots(keys.shape[-2], keys.device) if with_slots else None
+            visible = self.visible(keys.shape[-2], keys.device)
+            yield Piece(tokens, slots, visible, *self.update(keys, values))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Adds tokens [B, H, n, d] and returns sinks, window and these [B, H, s + w + n, d]; see `visible`."""
+        start, first = self._window_start, self.seen
+        if self.codes is None:
+            keys, values = super().update(key_states, value_states)
+        else:
+            keys, values = self._update_codes(key_states, value_states)
+        if self.compensated:
+            self._dropped = self._drop(keys, values, start, first)
+        return keys, values
+
+    def _update_codes(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """`update` of a layer that keeps codes of keys and values as its keys, and what scales them as its values."""
+        (key_codes, key_numbers), (value_codes, value_numbers) = map(self.codes.encode, (key_states, value_states))
+        codes, numbers = super().update(
+            torch.cat([key_codes, value_codes], dim=-1), torch.cat([key_numbers, value_numbers], dim=-1)
+        )
+        first, second = key_codes.shape[-1], key_numbers.shape[-1]
+        keys = self.codes.decode(codes[..., :first], numbers[..., :second], key_states.shape[-1])
+        return keys, self.codes.decode(codes[..., first:], numbers[..., second:], value_states.shape[-1])
+
+    def take_dropped(self) -> Dropped:
+        """What the queries of the last `update` no longer see; may be taken once."""
+        dropped, self._dropped = self._dropped, None
+        return dropped
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Of the mask over all tokens, which is for other layers: this one has its own, see `visible`."""
+        return self.seen + query_length, 0
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        super().reset()
+        self.key_sums = self.value_sums = self._dropped = None
+
+    def _drop(self, keys: Tensor, values: Tensor, start: int, first: int) -> Dropped:
+        """Adds to the sums what left the window; the queries stand at `first`, …, and see what `update` returned.
+
+        `keys` and `values` [B, H, K, d] are sinks and then the tokens from place `start` on.
+        """
+        held = keys.shape[-2] - (self.seen - start)
+        leaving = self._window_start - start
+        padding = torch.tensor(self.padding, device=keys.device)[:, None]
+        places = start + torch.arange(leaving, device=keys.device)
+        counted = (places >= padding + self.sinks)[:, None, :, None]
+        own = torch.arange(first, self.seen, device=keys.device)
+        # How many of the leaving tokens each query no longer sees.
+        gone = (own - self.recent + 1 - start).clamp(min=0)
+        count = (own + 1 - self.recent - self.sinks - padding).clamp(min=0)
+        means, sums = [], []
+        for tokens, before in ((keys, self.key_sums), (values, self.value_sums)):
+            tokens = tokens[:, -self.compensated :, held : held + leaving].to(_wide(tokens.dtype))
+            if before is None:
+                before = tokens.new_zeros(*tokens.shape[:2], tokens.shape[-1])
+            running = torch.cat([before[..., None, :], tokens * counted], dim=-2).cumsum(dim=-2)
+            sums.append(running[..., -1, :].clone())
+            means.append(running[..., gone, :] / count.clamp(min=1)[:, None, :, None])
+        self.key_sums, self.value_sums = sums
+        return Dropped(*means, count)
+
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._map_rows(change)
+        if self.key_sums is not None:
+            self.key_sums, self.value_sums = change(self.key_sums), change(self.value_sums)
+
+
+class HybridLayer(CompactLayer):
+    """The cache of one layer in two parts, which attention fills and reads apart by their own `update`.
+
+    Attributes:
+        full: of what keeps all tokens; None if nothing does.
+        streaming: of what keeps sinks and a window; None if nothing does.
+    """
+
+    form = "a cache of full and streaming heads"
+
+    def __init__(
+        self, full: CompactLayer | None, streaming: StreamingLayer | None, *, heads: int = 0, width: int = 0
+    ) -> None:
+        """Of each token's KV heads the first `heads` are full; or of its only head's keys the first `width` numbers.
+
+        Raises:
+            ValueError: neither part.
+        """
+        if full is None and streaming is None:
+            raise ValueError("a hybrid layer without heads is impossible")
+        self.full, self.streaming = full, streaming
+        self.full_heads, self.full_width = heads, width
+        self.keys = self.values = None  # they are in the parts
+
+    @property
+    def parts(self) -> list[CompactLayer]:
+        """Those that there are."""
+        return [part for part in (self.full, self.streaming) if part is not None]
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether a token has come."""
+        return any(part.is_initialized for part in self.parts)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether one pass over a text is another function than decoding it."""
+        return any(part.reads_ahead for part in self.parts)
+
+    @property
+    def padding(self) -> list[int] | None:
+        """How many tokens each row starts with that are padding; only a streaming part asks."""
+        return self.streaming and self.streaming.padding
+
+    @padding.setter
+    def padding(self, padding: list[int] | None) -> None:
+        if self.streaming is not None:
+            self.streaming.padding = padding
+
+    def settings(self) -> tuple:
+        """Those of the parts, and what belongs to which."""
+        settings = (part and (type(part), *part.settings()) for part in (self.full, self.streaming))
+        return *settings, self.full_heads, self.full_width
+
+    def part_sizes(self, heads: int, key_dim: int, value_dim: int) -> Iterator[tuple[CompactLayer, dict[str, int]]]:
+        """The parts, and of a token of those sizes what each gets, as `predicted_bytes` wants it."""
+        for part in self.parts:
+            is_full = part is self.full
+            size = {"heads": heads, "key_dim": key_dim, "value_dim": value_dim}
+            name, own = ("key_dim", self.full_width) if self.full_width else ("heads", self.full_heads)
+            size[name] = own if is_full else size[name] - own
+            yield part, size
+
+    def predicted_bytes(
+        self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes of both parts after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
+        sizes = self.part_sizes(heads, key_dim, value_dim)
+        return sum(part.predicted_bytes(tokens, batch=batch, **size, dtype=dtype) for part, size in sizes)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Raises ValueError: the parts take theirs from their own first tokens."""
+        self.update(key_states, value_states)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Raises ValueError."""
+        raise ValueError(f"{self.form} is filled by the model it belongs to, each part by its own update")
+
+    def get_seq_length(self) -> int:
+        """Tokens that have come."""
+        return self.parts[-1].get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that `query_length` more tokens of the full part will see, and the position of the first."""
+        return self.get_seq_length() + query_length, 0
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        for part in self.parts:
+            part.reset()
+
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        for part in self.parts:
+            part._map_rows(change)
+
+
+def layer_of(cache: Cache | None, index: int, new: CompactLayer, rows: int, padding: list[int] | None) -> CompactLayer:
+    """The cache's layer `index`, or `new` for one call where there is no cache; its padding is known from here on.
+
+    Args:
+        new: an empty layer of the class that is wanted.
+        rows: of the batch.
+        padding: of this call, as `left_padding` counts it; None is none.
+
+    Raises:
+        ValueError: the cache has a layer of another class.
+    """
+    layer = new if cache is None else cache.layers[index]
+    if not isinstance(layer, type(new)):
+        raise ValueError(
+            f"layer {index} keeps {new.form} and was given a {type(layer).__name__}: "
+            "pass no cache, an empty DynamicCache, or the cache that the model returned"
+        )
+    if layer.padding is None:
+        layer.padding = padding or [0] * rows
+    return layer
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

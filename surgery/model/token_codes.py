@@ -1,0 +1,67 @@
+"""Tokens quantised one at a time: for caches whose tokens leave one by one, where no two may share a byte.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .quantized_cache import BITS, dequantize, grouped_channels, pack, quantize, token_groups, unpack
+
+
+class TokenCodes:
+    """Tokens [B, H, n, d] ↔ bytes of codes [B, H, n, ·], and scales and zero points [B, H, n, ·] in the tokens' dtype.
+
+    Both are functions of their token alone, so what is read does not depend on the pieces that a text comes in. Codes
+    of neighbouring channels share a byte.
+    """
+
+    def __init__(self, format: str, group: int) -> None:
+        """`format` of a code: int8, int4, int2 or fp8; `group`: channels that share a scale, at most.
+
+        Raises:
+            ValueError: another format, or a group below 1.
+        """
+        if format not in BITS:
+            raise ValueError(f"streaming heads as {format!r}: {', '.join(BITS)} are possible")
+        if group < 1:
+            raise ValueError(f"streaming heads with groups of {group} channels: at least 1 is needed")
+        self.format, self.group = format, group
+
+    def settings(self) -> tuple:
+        """Format, group."""
+        return self.format, self.group
+
+    def token_bytes(self, width: int, dtype: torch.dtype) -> int:
+        """Bytes of one token of `width` channels whose numbers were of `dtype`."""
+        codes, numbers = self.widths(width)
+        return codes + numbers * dtype.itemsize
+
+    def widths(self, width: int) -> tuple[int, int]:
+        """Bytes of codes, and scales and zero points, of a token of `width` channels."""
+        per_byte = 8 // BITS[self.format]
+        return -(-width // per_byte), token_groups(width, self.group) * (1 if self.format == "fp8" else 2)
+
+    def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [B, H, n, d] as codes, uint8, and numbers; see `widths`."""
+        width = tokens.shape[-1]
+        if not width:
+            return tokens.to(torch.uint8), tokens
+        codes, scale, zero = quantize(grouped_channels(tokens, self.group), self.format, -1)
+        codes = codes.flatten(-2)[..., :width]
+        if spare := -width % (8 // BITS[self.format]):
+            codes = torch.cat([codes, codes.new_zeros(*codes.shape[:-1], spare)], dim=-1)
+        numbers = scale if zero is None else torch.cat([scale, zero], dim=-2)
+        # `pack` joins neighbours of the second last dimension.
+        return pack(codes.mT, BITS[self.format]).mT, numbers.squeeze(-1)
+
+    def decode(self, codes: Tensor, numbers: Tensor, width: int) -> Tensor:
+        """The tokens [B, H, n, width] that `encode` made these of, in the dtype of `numbers`."""
+        if not width:
+            return numbers
+        codes = unpack(codes.mT, BITS[self.format]).mT[..., :width]
+        scale, *zero = numbers.unsqueeze(-1).split(token_groups(width, self.group), dim=-2)
+        tokens = dequantize(grouped_channels(codes, self.group), scale, zero[0] if zero else None)
+        return tokens.flatten(-2)[..., :width]

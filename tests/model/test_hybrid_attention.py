@@ -1,0 +1,301 @@
+"""Hybrid attention through its cache against its source in one pass, with a dense mask of every head's own."""
+
+import random
+
+import pytest
+import torch
+from own_models import (
+    FULL_ATTENTION,
+    HEAD_DIM,
+    LAYERS,
+    VOCAB,
+    agree,
+    hybrid_entry,
+    hybrid_model,
+    lossless_low_rank,
+    lossless_streaming_latent,
+    streaming_blocks_entries,
+    tiny_source,
+    tokens,
+)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+import surgery.model.hybrid_cache
+from surgery.model import SurgeryConfig, SurgeryForCausalLM
+
+HEADS, KV_HEADS = 8, 4
+MANY_HEADS = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "hidden_size": 32, "head_dim": HEAD_DIM}
+
+
+class DenseReference:
+    """Attention of a whole text as a registered function: each KV head's mask as its definition says."""
+
+    def __init__(self, entries: list[dict | None], padding: list[int]):
+        self.entries, self.padding = entries, padding
+
+    def __call__(self, module, query, key, value, attention_mask, scaling, **kwargs):
+        out = []
+        for head in range(key.shape[1]):
+            size = query.shape[1] // key.shape[1]
+            queries = query[:, head * size : (head + 1) * size]
+            out.append(self.head(module.layer_idx, head, queries, key[:, head], value[:, head], scaling))
+        return torch.cat(out, dim=1).transpose(1, 2), None
+
+    def head(self, layer, head, query, key, value, scaling):
+        """query [B, g, T, d], key and value [B, T, d] of one KV head → [B, g, T, d]."""
+        entry = self.entries[layer] or hybrid_entry(KV_HEADS, list(range(KV_HEADS)))
+        place = entry["head_order"].index(head)
+        q, p = torch.arange(key.shape[1])[:, None], torch.arange(key.shape[1])
+        first = torch.tensor(self.padding)[:, None, None]
+        causal = (p <= q) & (p >= first)
+        near = (q - p < entry["recent"]) | (p - first < entry["sinks"])
+        visible = causal & (near | torch.tensor(place < entry["full_heads"]))
+        scores = scaling * query @ key[:, None].mT
+        scores = scores.masked_fill(~(visible | (p == q))[:, None], float("-inf"))
+        values = value[:, None].expand(-1, query.shape[1], -1, -1)
+        if place < entry["kv_heads"] - entry["compensated_heads"]:
+            return scores.softmax(-1) @ values
+        dropped = (causal & ~near).to(key.dtype)
+        count = dropped.sum(-1, keepdim=True)
+        mean_key, mean_value = dropped @ key / count.clamp(min=1), dropped @ value / count.clamp(min=1)
+        extra = scaling * (query * mean_key[:, None]).sum(-1, keepdim=True) + count[:, None].log()
+        weights = torch.cat([scores, extra], dim=-1).softmax(-1)
+        return weights[..., :-1] @ values + weights[..., -1:] * mean_value[:, None]
+
+
+def reference_logits(source: PreTrainedModel, entries, padding, ids) -> torch.Tensor:
+    AttentionInterface.register("dense_reference", DenseReference(entries, padding))
+    AttentionMaskInterface.register("dense_reference", lambda *args, **kwargs: None)
+    source.set_attn_implementation("dense_reference")
+    return source(ids).logits
+
+
+def through_cache(model, ids, padding, chunks) -> torch.Tensor:
+    """Logits of a text that comes in chunks, its rows starting with padding."""
+    mask = (torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]).long()
+    logits, cache, first = [], None, 0
+    for size in chunks:
+        output = model(ids[:, first : first + size], attention_mask=mask[:, : first + size], past_key_values=cache)
+        logits.append(output.logits)
+        cache, first = output.past_key_values, first + size
+    return torch.cat(logits, dim=1)
+
+
+def agree_behind_padding(actual, expected, padding, tolerance=1e-10):
+    for row, first in enumerate(padding):
+        agree(actual[row, first:], expected[row, first:], tolerance)
+
+
+def random_entry(rng: random.Random) -> dict | None:
+    """Of one layer: all full, all streaming, all compensated, any mix, or the stock attention."""
+    full, compensated = rng.choice([(4, 0), (0, 0), (0, 4), (2, 0), (1, 1), (0, 1), (3, 1), (2, 1)])
+    order = rng.sample(range(KV_HEADS), KV_HEADS)
+    window = {"sinks": rng.choice([0, 1, 4]), "recent": rng.choice([1, 2, 7, 16])}
+    return rng.choice([None, *[hybrid_entry(full, order, compensated, **window)] * 4])
+
+
+def random_chunks(rng: random.Random, length: int) -> list[int]:
+    """A prompt in chunks and then tokens one by one."""
+    prompt = rng.choice([1, length // 2, length - 3, length])
+    chunks = []
+    while sum(chunks) < prompt:
+        chunks.append(min(rng.choice([1, 3, 8, length]), prompt - sum(chunks)))
+    return chunks + [1] * (length - prompt)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FULL_ATTENTION)
+def test_the_cache_is_the_source_with_dense_masks(family, implementation, monkeypatch):
+    rng = random.Random(f"{family} {implementation}")
+    source = tiny_source(family, **MANY_HEADS).double()
+    tolerance = 1e-10 if implementation == "sdpa" else 1e-5  # a family's own eager attention has its softmax in fp32
+    for _ in range(8):
+        monkeypatch.setattr(surgery.model.hybrid_cache, "PIECE", rng.choice([1, 256]))
+        entries = [random_entry(rng) for _ in range(LAYERS - 1)] + [hybrid_entry(1, [2, 0, 1, 3], 1, sinks=2, recent=5)]
+        rng.shuffle(entries)
+        batch, length = rng.choice([(1, 9), (1, 40), (3, 14), (3, 40)])
+        padding = [rng.choice([0, 2, length // 2]) for _ in range(batch)]
+        ids = tokens(batch, length)
+        model = hybrid_model(source, entries).double()
+        model.set_attn_implementation(implementation)
+        expected = reference_logits(source, entries, padding, ids)
+        chunks = random_chunks(rng, length)
+        for sizes in (chunks, [length]):
+            agree_behind_padding(through_cache(model, ids, padding, sizes), expected, padding, tolerance)
+        mask = (torch.arange(length) >= torch.tensor(padding)[:, None]).long()
+        agree_behind_padding(model(ids, attention_mask=mask, use_cache=False).logits, expected, padding, tolerance)
+
+
+def streaming_latents(source):
+    """The second layer streams."""
+    entries = [None, hybrid_entry(0, [0, 1], sinks=2, recent=5)]
+    return lossless_streaming_latent(source, 2, 5), entries
+
+
+def streaming_blocks(source):
+    entries = [hybrid_entry(1, [0, 1], sinks=2, recent=5), hybrid_entry(0, [0, 1], sinks=2, recent=5)]
+    return lossless_low_rank(source, streaming_blocks_entries(2, 5)), entries
+
+
+@pytest.mark.parametrize("make", [streaming_latents, streaming_blocks])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_latents_stream_likewise(family, make):
+    source = tiny_source(family)
+    model, entries = make(source)
+    ids, padding = tokens(3, 30), [0, 4, 12]
+    monolith = [entry or hybrid_entry(2, [0, 1]) for entry in entries]
+    expected = reference_logits(source, monolith, padding, ids)
+    for chunks in ([30], [10, 10, 1, 1, 8], [1] * 30):
+        agree_behind_padding(through_cache(model, ids, padding, chunks), expected, padding, 1e-4)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "int2", "fp8"])
+def test_quantised_streaming_heads_do_not_depend_on_chunks(form):
+    source = tiny_source("llama", **MANY_HEADS).double()
+    kv_cache = {"format": "int8", "group": 32, "window": 64, "keys": "channel", "streaming_format": form}
+    entries = [hybrid_entry(1, [3, 1, 0, 2], 1, sinks=2, recent=6), hybrid_entry(0, [0, 1, 2, 3], sinks=0, recent=4)]
+    model, exact = hybrid_model(source, entries, kv_cache=kv_cache).double(), hybrid_model(source, entries).double()
+    ids, padding = tokens(2, 30), [0, 5]
+    expected = through_cache(model, ids, padding, [30])
+    for chunks in ([10, 10, 1, 1, 8], [1] * 30):
+        agree_behind_padding(through_cache(model, ids, padding, chunks), expected, padding, 1e-9)
+    assert (expected - through_cache(exact, ids, padding, [30])).abs().max() > 1e-4
+    cache = model(ids).past_key_values
+    assert [layer.reads_ahead for layer in cache.layers] == [True, False]
+    assert torch.equal(model.train()(ids).logits, exact(ids).logits), "training reads no codes"
+
+
+@pytest.mark.parametrize("make", ["hybrid", "window", "blocks", "latent"])
+def test_gradient_checkpointing_knows_the_padding(make):
+    source = tiny_source("llama")
+    entry = hybrid_entry(1, [1, 0], 1, sinks=2, recent=4)
+    window = {"kind": "low_rank", "blocks": [{"rank": 32, "keys": [0, 1], "values": [0, 1]}], "shared_layers": 0}
+    window |= {"shared_rank": 0, "sinks": 2, "window": 4}
+    model = {
+        "hybrid": lambda: hybrid_model(source, [entry] * LAYERS),
+        "window": lambda: noisy(lossless_low_rank(source, [window] * LAYERS)),
+        "blocks": lambda: lossless_low_rank(source, streaming_blocks_entries(2, 4)),
+        "latent": lambda: lossless_streaming_latent(source, 2, 4),
+    }[make]()
+    ids = tokens(3, 14)
+    mask = (torch.arange(14) >= torch.tensor([0, 3, 8])[:, None]).long()
+
+    @torch.enable_grad()
+    def gradients():
+        model.zero_grad()
+        first = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        other = model(ids[:, 2:], labels=ids[:, 2:]).loss  # of another padding, before the first one's backward pass
+        (first + other).backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    plain = gradients()
+    trained = model.train()
+    trained.gradient_checkpointing_enable()
+    for name, gradient in gradients().items():
+        agree(gradient, plain[name], 1e-4)
+
+
+def noisy(model: SurgeryForCausalLM) -> SurgeryForCausalLM:
+    """Rebuilt tokens that are not the exact ones."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.kv_down.weight += 0.2 * torch.randn(
+                layer.self_attn.kv_down.weight.shape, generator=torch.Generator().manual_seed(5)
+            )
+    return model
+
+
+def test_generates_alike_with_beams_padding_and_chunks():
+    """Beams reorder sums, sinks and codes; a first chunk may be padding in some row."""
+    source = tiny_source("llama", **MANY_HEADS)
+    entries = [hybrid_entry(1, [3, 1, 0, 2], 2, sinks=2, recent=5), hybrid_entry(0, [0, 1, 2, 3], sinks=1, recent=4)]
+    model = hybrid_model(source, entries)
+    prompt = tokens(2, 20)
+    mask = (torch.arange(20) >= torch.tensor([0, 9])[:, None]).long()
+    common = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8}
+    for how in ({"do_sample": False}, {"num_beams": 3, "do_sample": False}):
+        cached = model.generate(prompt, **common, **how)
+        assert torch.equal(cached, model.generate(prompt, **common, **how, use_cache=False))
+        chunked = model.generate(prompt, **common, **how, prefill_chunk_size=4, disable_compile=True)
+        assert torch.equal(cached, chunked)
+
+
+def test_masks_that_a_window_cannot_follow_are_refused():
+    model = hybrid_model(tiny_source("llama"), [hybrid_entry(1, [1, 0], sinks=1, recent=3)] * LAYERS)
+    ids = tokens(1, 6)
+    right = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    cache = model(ids, attention_mask=right).past_key_values  # padding behind the text disturbs nothing
+    with pytest.raises(ValueError, match="pad on the left"):
+        model(ids[:, :1], attention_mask=torch.cat([right, right[:, :1]], dim=1), past_key_values=cache)
+    with pytest.raises(ValueError, match="4 dimensions"):
+        model(ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_families_with_windows_of_their_own_are_refused(family):
+    with pytest.raises(ValueError, match="sliding_attention"):
+        hybrid_model(tiny_source(family), [hybrid_entry(1, [1, 0])] * LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_heads": 3, "head_order": [0, 1, 2]}, "do not divide"),
+        ({"full_heads": 3}, "3 full and 0 compensated"),
+        ({"full_heads": 1, "compensated_heads": 2}, "1 full and 2 compensated"),
+        ({"full_heads": -1}, "-1 full"),
+        ({"recent": 0}, "at least 1 recent"),
+        ({"sinks": -1}, "0 sinks"),
+        ({"head_order": [0, 0]}, "head_order"),
+        ({"window": 3}, "has keys"),
+    ],
+)
+def test_impossible_entries_are_refused(change, message):
+    base = tiny_source("llama").config
+    with pytest.raises(ValueError, match=message):
+        SurgeryConfig.from_base(base, [hybrid_entry(1, [0, 1]) | change, None])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"streaming": {"blocks": [0, 1], "sinks": 1, "recent": 4}}, "not of the same"),
+        ({"streaming": {"blocks": [0, 3, 4], "sinks": 1, "recent": 4}}, "are not some of"),
+        ({"streaming": {"blocks": [], "sinks": 1, "recent": 4}}, "are not some of"),
+        ({"streaming": {"sinks": 1, "recent": 4}}, "streaming has keys"),
+        ({"streaming": {"blocks": [0, 3], "sinks": 1, "recent": 0}}, "at least 1 recent"),
+        ({"window": 2}, "no exact window"),
+    ],
+)
+def test_impossible_streaming_blocks_are_refused(change, message):
+    base = tiny_source("llama").config
+    entry = streaming_blocks_entries()[0] | change
+    with pytest.raises(ValueError, match=message):
+        SurgeryConfig.from_base(base, [entry, entry])
+
+
+def test_latents_that_stream_are_not_handed_on():
+    first = streaming_blocks_entries()[1]
+    second = {key: value for key, value in first.items() if key != "streaming"}
+    second |= {"shared_layers": 1, "shared_rank": first["blocks"][0]["rank"]}
+    with pytest.raises(ValueError, match="latents of all tokens only"):
+        SurgeryConfig.from_base(tiny_source("llama").config, [first, second])
+
+
+def test_streams_of_a_share_of_layers():
+    """A hybrid layer of another number of KV heads, beside stock, grouped and low-rank ones."""
+    source = tiny_source("llama")
+    entries = [hybrid_entry(1, [1, 0], sinks=1, recent=4), {"kind": "grouped", "kv_heads": 2}]
+    ids = tokens(2, 20)
+    expected = reference_logits(source, [entries[0], hybrid_entry(2, [0, 1])], [0, 0], ids)
+    agree(through_cache(hybrid_like_grouped(source, entries), ids, [0, 0], [12, *[1] * 8]), expected, 1e-4)
+    config = SurgeryConfig.from_base(source.config, [hybrid_entry(1, [0, 1, 2, 3]), None])
+    assert SurgeryForCausalLM(config)(ids).logits.shape == (2, 20, VOCAB)
+
+
+def hybrid_like_grouped(source, entries):
+    model = hybrid_model(source, [entries[0], None])
+    config = SurgeryConfig.from_base(source.config, entries, experts_implementation="eager")
+    grouped = SurgeryForCausalLM(config)
+    grouped.load_state_dict(model.state_dict())
+    return grouped.eval()

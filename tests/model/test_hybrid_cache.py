@@ -1,0 +1,305 @@
+"""The parts of hybrid caches themselves, and the bytes and the share of attention that are predicted of them."""
+
+from functools import partial
+
+import pytest
+import torch
+from own_models import (
+    FULL_ATTENTION,
+    HEAD_DIM,
+    LAYERS,
+    hybrid_entry,
+    hybrid_model,
+    lossless_low_rank,
+    lossless_model,
+    lossless_streaming_latent,
+    lossless_window,
+    streaming_blocks_entries,
+    tiny_source,
+    tokens,
+)
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from surgery.eval.kv_cache import cache_bytes
+from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
+from surgery.model import SurgeryConfig, SurgeryForCausalLM
+from surgery.model.hybrid_cache import HybridLayer, PlainLayer, StreamingLayer
+from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.model.sink_window_cache import SinkWindowLayer, set_padding
+from surgery.model.token_codes import TokenCodes
+
+CPU = torch.device("cpu")
+INT8 = {"format": "int8", "group": 8, "window": 4, "keys": "channel"}
+FORMATS = ("int8", "int4", "int2", "fp8")
+
+
+def hybrid(family="llama", **overrides) -> SurgeryForCausalLM:
+    entries = [hybrid_entry(1, [1, 0], 0, sinks=2, recent=9), hybrid_entry(0, [0, 1], 1, sinks=1, recent=5)]
+    return hybrid_model(tiny_source(family), entries, **overrides)
+
+
+def full_and_stock(**overrides) -> SurgeryForCausalLM:
+    return hybrid_model(tiny_source("llama"), [hybrid_entry(2, [1, 0]), None], **overrides)
+
+
+MODELS = {
+    "hybrid": hybrid,
+    "hybrid, int8": partial(hybrid, kv_cache=INT8),
+    "hybrid, fp8": partial(hybrid, kv_cache=INT8 | {"format": "fp8"}),
+    "hybrid, int8 and int4": partial(hybrid, kv_cache=INT8 | {"streaming_format": "int4"}),
+    "hybrid, int8 and int2": partial(hybrid, kv_cache=INT8 | {"streaming_format": "int2", "group": 4}),
+    "full and stock": full_and_stock,
+    "latent": lambda: lossless_streaming_latent(tiny_source("qwen3"), 2, 9),
+    "latent, int4": lambda: lossless_streaming_latent(
+        tiny_source("llama"), 2, 9, kv_cache=INT8 | {"format": "int4", "keys": "token"}
+    ),
+    "low rank": lambda: lossless_low_rank(tiny_source("llama"), streaming_blocks_entries(2, 9)),
+    "low rank, int8": lambda: lossless_low_rank(
+        tiny_source("llama"), streaming_blocks_entries(2, 9), kv_cache=INT8 | {"keys": "token"}
+    ),
+    # What `kv_peak_bytes` predicts as well.
+    "window": lambda: lossless_window(tiny_source("llama")),
+    "low rank alone": lambda: lossless_low_rank(tiny_source("llama"), kv_cache=INT8 | {"keys": "token"}),
+    "sliding": lambda: lossless_model(tiny_source("qwen2")),
+}
+each_model = pytest.mark.parametrize("make", MODELS.values(), ids=list(MODELS))
+
+
+@each_model
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_live_bytes_are_those_predicted(make, batch, dtype):
+    model = make().to(dtype)
+    cache, seen = None, 0
+    for size in (1, 3, 7, 1, 20, 1, 1):
+        cache = model(tokens(batch, size), past_key_values=cache).past_key_values
+        seen += size
+        assert cache_bytes(cache) == model.kv_cache_bytes(batch, seen)
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in plain_tensors(cache)}
+    if not any(type(layer).__name__ == "DynamicSlidingWindowLayer" for layer in cache.layers):
+        assert sum(held.values()) == cache_bytes(cache), "a view keeps more memory alive than it shows"
+
+
+def measured_peak(model, batch: int, prompt: int, chunk: int, steps: int) -> int:
+    """The definition of `kv_peak_bytes`, from outside."""
+    cache, peak = DynamicCache(config=model.config), 0
+    model(tokens(batch, 1), past_key_values=cache)  # makes the layers
+    cache.reset()
+    for layer in cache.layers:
+        if not isinstance(layer, HybridLayer | SinkWindowLayer) and not layer.get_seq_length() == 0:
+            raise AssertionError("not empty")
+
+    def watch(part):
+        update = part.update
+
+        def watched(*args, **kwargs):
+            nonlocal peak
+            returned = update(*args, **kwargs)
+            held = [tensor for tensor in plain_tensors(cache) if tensor.ndim > 0]
+            peak = max(peak, storage_bytes([*held, *returned]))
+            return returned
+
+        part.update = watched
+
+    for layer in cache.layers:
+        for part in layer.parts if isinstance(layer, HybridLayer) else [layer]:
+            watch(part)
+    for piece in [*tokens(batch, prompt).split(chunk, dim=1), *tokens(batch, max(1, steps))[:, :steps].split(1, dim=1)]:
+        if piece.shape[1]:
+            model(piece, past_key_values=cache)
+    return peak
+
+
+@each_model
+@pytest.mark.parametrize(("batch", "prompt", "chunk", "steps"), [(1, 40, 40, 0), (2, 40, 7, 12), (4, 3, 2, 1)])
+def test_the_peak_is_as_predicted(make, batch, prompt, chunk, steps, monkeypatch):
+    monkeypatch.setattr("surgery.model.hybrid_cache.PIECE", 1)  # pieces of sinks + recent tokens
+    model = make()
+    assert measured_peak(model, batch, prompt, chunk, steps) == model.kv_peak_bytes(batch, prompt, chunk, steps)
+
+
+def test_pieces_bound_the_peak():
+    """A prompt in one chunk costs no more than the window and one piece beyond what stays."""
+    model = hybrid_model(tiny_source("llama"), [hybrid_entry(0, [0, 1], sinks=4, recent=60)] * LAYERS)
+    kept, piece = 63, 256
+    token = 2 * 2 * HEAD_DIM * 4
+    assert model.kv_peak_bytes(1, 5000, 5000, 0) == token * (2 * kept + kept + piece)
+
+
+def test_sizes_of_no_generation_are_refused():
+    with pytest.raises(ValueError, match="no generation"):
+        hybrid().kv_peak_bytes(1, 0, 1, 1)
+
+
+SEEN = []
+
+
+def counting_attention(module, query, key, value, attention_mask, **kwargs):
+    """sdpa that notes how many pairs of a query of a head and a key its mask lets through."""
+    mask = attention_mask
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    mask = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    SEEN.append(int(mask.expand(*query.shape[:3], key.shape[2]).sum()))
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "int" not in name and "fp8" not in name])
+@pytest.mark.parametrize(("prompt", "chunk", "steps"), [(40, 40, 3), (40, 7, 0), (4, 4, 2)])
+def test_the_footprint_is_counted_in_the_masks(name, prompt, chunk, steps):
+    model = MODELS[name]()
+    AttentionInterface.register("counting", counting_attention)
+    AttentionMaskInterface.register("counting", sdpa_mask)
+    model.set_attn_implementation("counting")
+    SEEN.clear()
+    cache = None
+    for piece in (*tokens(1, prompt).split(chunk, dim=1), *[tokens(1, 1)] * steps):
+        cache = model(piece, past_key_values=cache).past_key_values
+    total = prompt + steps
+    causal = LAYERS * model.config.num_attention_heads * total * (total + 1) / 2
+    assert model.kv_footprint(prompt, steps) == pytest.approx(sum(SEEN) / causal, abs=1e-12)
+
+
+def test_a_hand_count_of_the_footprint():
+    """Of ten tokens a head with one sink and two recent ones sees 1 + 2 + 8 · 3 of 55 pairs."""
+    entries = [hybrid_entry(1, [0, 1], sinks=1, recent=2), hybrid_entry(0, [0, 1], 2, sinks=1, recent=2)]
+    model = hybrid_model(tiny_source("llama"), entries)
+    assert model.kv_footprint(7, 3) == pytest.approx((55 + 27 + 2 * (27 + 7)) / (4 * 55))
+
+
+@pytest.mark.parametrize("family", FULL_ATTENTION)
+def test_layers_are_what_the_entries_say(family):
+    model = hybrid_model(tiny_source(family), [hybrid_entry(1, [1, 0]), None])
+    first, second = model(tokens()).past_key_values.layers
+    assert type(first) is HybridLayer and type(first.full) is PlainLayer and type(second) is PlainLayer
+    assert isinstance(second, DynamicLayer) and first.full.keys.shape[1] == first.streaming.keys.shape[1] == 1
+    streaming_only, _ = hybrid_model(tiny_source(family), [hybrid_entry(0, [1, 0]), None]).cache_layers()
+    assert streaming_only.full is None and type(streaming_only.streaming) is StreamingLayer
+    full_only, quantized = full_and_stock(kv_cache=INT8).cache_layers()
+    assert type(full_only.full) is type(quantized) is QuantizedKVLayer and full_only.streaming is None
+
+
+def test_layers_are_built_for_a_new_cache_only(monkeypatch):
+    model, built = hybrid(), []
+    cache = model(tokens()).past_key_values
+    original = SurgeryConfig.quantized_layer
+    monkeypatch.setattr(SurgeryConfig, "quantized_layer", lambda config: built.append(1) or original(config))
+    monkeypatch.setattr("surgery.model.modeling_surgery._cache_layer", lambda *args: built.append(1))
+    model(tokens()[:, :1], past_key_values=cache)
+    assert not built
+
+
+def test_a_cache_of_another_form_is_refused():
+    model = hybrid()
+    others = [
+        full_and_stock(),
+        hybrid(kv_cache=INT8),
+        hybrid_model(tiny_source("llama"), [hybrid_entry(1, [1, 0])] * 2),
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match="cannot continue"):
+            model(tokens(), past_key_values=other(tokens()).past_key_values)
+    twin = hybrid()
+    cache = twin(tokens()).past_key_values
+    assert model(tokens(), past_key_values=cache).past_key_values.get_seq_length() == 24
+
+
+def test_rows_are_repeated_reordered_and_selected():
+    model = hybrid(kv_cache=INT8 | {"streaming_format": "int2"})
+    ids = tokens(2, 30)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    cache = model(ids, attention_mask=mask).past_key_values
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([3, 0, 0, 1]))
+    cache.batch_select_indices(torch.tensor([0, 1]))
+    direct = model(ids[[1, 0]], attention_mask=mask[[1, 0]]).past_key_values
+    assert [layer.padding for layer in cache.layers] == [[4, 0], [4, 0]]
+    assert torch.equal(
+        model(ids[:, :3], past_key_values=cache).logits, model(ids[:, :3], past_key_values=direct).logits
+    )
+
+
+def test_reset_crop_and_update_of_the_whole():
+    model = hybrid()
+    cache = model(tokens()).past_key_values
+    with pytest.raises(ValueError, match="take tokens back"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="filled by the model"):
+        cache.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0)
+    assert cache.layers[0].get_mask_sizes(3) == (15, 0) and cache.get_seq_length() == 12
+    cache.reset()
+    assert cache_bytes(cache) == 0 and cache.get_seq_length() == 0 and not cache.layers[0].is_initialized
+    assert torch.equal(model(tokens(), past_key_values=cache).logits, model(tokens()).logits)
+    with pytest.raises(ValueError, match="without heads"):
+        HybridLayer(None, None)
+
+
+def test_padding_is_known_once_every_row_has_a_token():
+    layer = HybridLayer(PlainLayer(), StreamingLayer(1, 3))
+    cache = DynamicCache()
+    cache.layers = [layer]
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
+    keys = torch.randn(2, 1, 5, 4)
+    for stop, padding in ((2, [0, 2]), (4, [0, 3])):
+        assert set_padding(cache, mask[:, :stop]) == layer.padding == padding
+        layer.streaming.update(keys[:, :, stop - 2 : stop], keys[:, :, stop - 2 : stop])
+        layer.full.update(keys[:, :, stop - 2 : stop], keys[:, :, stop - 2 : stop])
+    assert set_padding(cache, mask) is None and layer.padding == [0, 3]
+
+
+@pytest.mark.parametrize("sizes", [[40], [1] * 40, [7, 1, 1, 20, 11]])
+@pytest.mark.parametrize(("sinks", "recent"), [(4, 8), (0, 8), (4, 1), (0, 1), (50, 50)])
+def test_what_was_dropped_is_the_mean_of_what_is_not_seen(sinks, recent, sizes):
+    paddings, first = [0, 3, 11], 0
+    keys = torch.randn(3, 2, 40, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    layer = StreamingLayer(sinks, recent, compensated=1)
+    layer.padding = paddings
+    for size in sizes:
+        new = keys[:, :, first : first + size]
+        layer.update(new, -new)
+        dropped = layer.take_dropped()
+        for row, padding in enumerate(paddings):
+            for query in range(first, first + size):
+                places = list(range(padding + sinks, query - recent + 1))
+                mean = keys[row, 1, places].mean(0) if places else torch.zeros(5, dtype=torch.float64)
+                assert dropped.count[row, query - first] == len(places)
+                torch.testing.assert_close(dropped.keys[row, 0, query - first], mean)
+                torch.testing.assert_close(dropped.values[row, 0, query - first], -mean)
+        first += size
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("width", "group"), [(8, 32), (64, 16), (33, 32), (80, 32), (5, 2), (0, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_come_back_from_their_codes(form, width, group, dtype):
+    numbers = torch.randn(2, 3, 11, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    codes = TokenCodes(form, group)
+    encoded = codes.encode(numbers)
+    assert encoded[0].dtype == torch.uint8 and encoded[1].dtype == dtype
+    assert tuple(part.shape[-1] for part in encoded) == codes.widths(width)
+    decoded = codes.decode(*encoded, width)
+    assert decoded.dtype == dtype and decoded.shape == numbers.shape
+    steps = {"int8": 2 / 255, "int4": 2 / 15, "int2": 2 / 3, "fp8": 1 / 8}[form]
+    if width:
+        spread = numbers.float().abs().amax()
+        assert (decoded.float() - numbers.float()).abs().max() <= spread * (steps / 2 + 0.02)
+    for one, all_of_them in zip(codes.encode(numbers[:, :, 3:4]), encoded, strict=True):
+        assert torch.equal(one, all_of_them[:, :, 3:4]), "codes are a function of their token"
+
+
+def test_bytes_of_a_token():
+    """4 bits, and a scale and a zero point of 16 bits for 32 channels: 5 bits a number."""
+    assert TokenCodes("int4", 32).token_bytes(128, torch.bfloat16) == 128 * 5 / 8
+    assert TokenCodes("fp8", 32).token_bytes(128, torch.bfloat16) == 128 + 4 * 2
+
+
+@pytest.mark.parametrize("arguments", [("int3", 32), ("int4", 0)])
+def test_impossible_codes_are_refused(arguments):
+    with pytest.raises(ValueError):
+        TokenCodes(*arguments)
+    with pytest.raises(ValueError):
+        hybrid(kv_cache=INT8 | {"streaming_format": "int3"})
