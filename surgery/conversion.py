@@ -12,6 +12,7 @@ from torch import Tensor
 from surgery.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, check_output, verify_files
 from surgery.errors import SurgeryError
+from surgery.flow_verification import Flow
 from surgery.held_out import Score
 from surgery.model import remote_code_files
 from surgery.progress import Progress
@@ -49,6 +50,7 @@ class Outcome:
             ``config`` says; ``final_code``: files that it needs beside the weights.
         splits: of the budget that were tried, with their held-out losses.
         shape: of the source, where it is no checkpoint of a family.
+        flow: predicted peak and footprint of a prompt and decoded tokens, in the dtype in which layers run.
     """
 
     config: dict[str, Any]
@@ -65,6 +67,7 @@ class Outcome:
     final_code: tuple[Path, ...] = ()
     splits: list[dict[str, Any]] = field(default_factory=list)
     shape: SourceShape | None = None
+    flow: Callable[[int, int], Flow] | None = None
 
 
 def default_output(source: str | Path, target: str) -> Path:
@@ -179,6 +182,7 @@ def finish(
             settings.batch_size,
             progress,
             blocks=outcome.groups,
+            flow=outcome.flow,
         )
     else:
         verification = verify(writer.partial, outcome)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from surgery import layer_statistics
-from surgery.architectures.cross_layer import ENGINES, MODEL_TYPE, REASON, OwnCrossLayer
+from surgery.architectures.cross_layer import REASON, OwnCrossLayer
+from surgery.architectures.own_class import ENGINES, MODEL_TYPE
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
@@ -27,7 +28,7 @@ from surgery.errors import SurgeryError
 from surgery.ladder import ERROR_SEQUENCES, Ladder
 from surgery.layer_stream import LayerStream, StreamedBlock
 from surgery.progress import Progress
-from surgery.prompt_verification import prompt_of, verify_prompt_basis
+from surgery.prompt_verification import verify_prompt_basis
 from surgery.settings import CrossLayerSettings
 from surgery.source import Source
 from surgery.texts import load_texts
@@ -40,7 +41,7 @@ from surgery.transforms.cross_layer import (
     prompt_basis,
     shared_basis,
 )
-from surgery.verification import Verification
+from surgery.verification import Verification, prompt_of
 
 SHARED = "shared"
 """The stage after the source in the ladder of the report."""

@@ -18,12 +18,7 @@ from surgery.eval.kv_cache import cache_bytes
 from surgery.held_out import HeldOut, logit_difference
 from surgery.layer_stream import LayerStream, single_layer_config
 from surgery.progress import Progress
-from surgery.verification import PROMPT, STEPS, TOLERANCE, Verification, load_config
-
-
-def prompt_of(tokens: int) -> int:
-    """How many of that many tokens verification takes for the prompt."""
-    return max(1, tokens - STEPS)
+from surgery.verification import PROMPT, STEPS, TOLERANCE, Verification, load_config, prompt_of
 
 
 @torch.no_grad()

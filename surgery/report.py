@@ -28,7 +28,8 @@ class Report:
     Attributes:
         source: where it came from, its content hash, shape and dtype.
         target: the structure, the class that carries it and why, and which engines load it.
-        kv: bytes per token of the source, predicted and measured of the result.
+        kv: bytes per token of the source, predicted and measured of the result; of hybrid models also the most that
+            keys and values took, as a share of the source's, and the share of full attention that was computed.
         ladder: loss in nats per token and recall after each stage, on held-out calibration text.
         splits: budget splits that were tried, with their held-out losses.
         previous: the source's own report, where it was converted itself.
@@ -142,6 +143,7 @@ def build_report(
             "measured_bytes_per_token": verification.kv_bytes_per_token,
             "measured_at_tokens": verification.kv_tokens,
             "ratio": verification.kv_bytes_per_token / source_bytes,
+            **_flow(verification, shape, settings),
         },
         splits=splits,
         ladder=ladder,
@@ -155,6 +157,15 @@ def build_report(
         peak_memory_bytes=peak_memory(),
         previous=previous_report(reader.path),
     )
+
+
+def _flow(verification, shape: SourceShape, settings) -> dict[str, float]:
+    """Peak and footprint, where they were looked at: measured, and equal to what was predicted."""
+    if verification.flow is None:
+        return {}
+    run, stored = getattr(torch, settings.dtype).itemsize, shape.dtype.itemsize
+    whole = shape.kv_bytes_per_token * verification.kv_tokens / stored * run
+    return {"peak_ratio": verification.flow.peak_bytes / whole, "footprint": verification.flow.footprint}
 
 
 def environment() -> dict[str, str]:

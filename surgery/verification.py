@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from surgery.checkpoint import CheckpointReader
 from surgery.errors import SurgeryError
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
+from surgery.flow_verification import Flow, FlowWatch, check_flow
 from surgery.held_out import HeldOut, Score, logit_difference
 from surgery.layer_stream import LayerStream, StreamedLayer, single_layer_config
 from surgery.progress import Progress
@@ -40,6 +42,8 @@ class Verification:
             function.
         kv_tokens: tokens that the live caches of all layers held when they were measured.
         kv_bytes_per_token: their bytes over these.
+        flow: peak and footprint of reading and decoding so many tokens, in the dtype of the run; None where they were
+            not to be looked at.
     """
 
     score: Score
@@ -47,6 +51,7 @@ class Verification:
     cache_difference: float | None
     kv_tokens: int
     kv_bytes_per_token: float
+    flow: Flow | None = None
 
 
 def verify_by_running(
@@ -62,6 +67,7 @@ def verify_by_running(
     *,
     piece: int | None = None,
     blocks: Sequence[tuple[int, int]] | None = None,
+    flow: Callable[[int, int], Flow] | None = None,
 ) -> Verification:
     """Loads the checkpoint in ``path`` layer by layer and runs it.
 
@@ -73,10 +79,11 @@ def verify_by_running(
         predicted_bytes: KV bytes that the live caches of all layers must hold of one sequence of that many tokens.
         piece: read the held-out text that many tokens at a time, through the live cache; None: in one forward pass.
         blocks: first layer and the one after the last of layers that run together only; by default each alone.
+        flow: gives the peak and footprint that a prompt and decoded tokens must have, in the dtype of the run.
 
     Raises:
         SurgeryError: a layer does not load, decoding differs from one forward pass, logits differ from the
-            simulation by more than rounding, or the caches hold other bytes than predicted.
+            simulation by more than rounding, or the caches hold, or take on the way, other bytes than predicted.
     """
     reader = CheckpointReader.open(path)
     config = load_config(path)
@@ -85,12 +92,13 @@ def verify_by_running(
     hidden = stream.embed(held_out.tokens)
     # Bytes of a layer with a window are measured while it still fills.
     tokens = max(1, min(PROMPT + STEPS, hidden.shape[1], *(window - 1 for window in windows if window)))
-    differences, measured, quantized = [], 0, False
+    differences, measured, quantized, watch = [], 0, False, None if flow is None else FlowWatch()
     with progress.phase("verify: reload and run", stream.num_layers) as advance:
         for start, stop in blocks or [(index, index + 1) for index in range(stream.num_layers)]:
             with stream.block(start, stop) as layer:
                 cache = _new_cache(layer)
-                difference = _decode(layer, hidden[:1, :tokens].to(stream.device, stream.dtype), cache)
+                text = hidden[:1, :tokens].to(stream.device, stream.dtype)
+                difference = _decode(layer, text, cache, watch)
                 measured += _bytes_in(weight_dtype, cache, stream.dtype)
                 quantized = quantized or _reads_ahead(cache)
                 if difference is not None:
@@ -111,9 +119,13 @@ def verify_by_running(
         raise SurgeryError(
             f"the live cache takes {measured} bytes at {tokens} tokens, where {predicted_bytes(tokens)} were predicted"
         )
-    return Verification(
-        held_out.score(stream, hidden), difference, max(differences, default=None), tokens, measured / tokens
-    )
+    found = None
+    if watch is not None:
+        prompt = prompt_of(tokens)
+        found = watch.flow(stream.num_layers, config.num_attention_heads, tokens)
+        check_flow(path, found, flow(prompt, tokens - prompt))
+    worst = max(differences, default=None)
+    return Verification(held_out.score(stream, hidden), difference, worst, tokens, measured / tokens, found)
 
 
 @torch.no_grad()
@@ -170,13 +182,14 @@ def _check_meta(config, reader: CheckpointReader) -> None:
 
 
 @torch.no_grad()
-def _decode(layer: StreamedLayer, hidden: Tensor, cache) -> float | None:
+def _decode(layer: StreamedLayer, hidden: Tensor, cache, watch: FlowWatch | None) -> float | None:
     """Fills the cache with [1, T, D], the last few tokens one by one; the relative difference of what must be equal.
 
     None where nothing must be.
     """
-    prompt = max(1, hidden.shape[1] - STEPS)
-    got = layer.decode(hidden, prompt, cache)
+    prompt = prompt_of(hidden.shape[1])
+    with nullcontext() if watch is None else watch.block(layer.model):
+        got = layer.decode(hidden, prompt, cache)
     if _reads_ahead(cache):
         # A pass that completes a group of tokens reads it quantised, so one forward pass is another function. But
         # what a layer keeps of its inputs does not depend on their pieces. Those of a second layer do.
@@ -190,6 +203,11 @@ def _decode(layer: StreamedLayer, hidden: Tensor, cache) -> float | None:
     else:
         want = layer(hidden)
     return float((got - want).abs().max() / want.abs().max()) if want.numel() else 0.0
+
+
+def prompt_of(tokens: int) -> int:
+    """How many of that many tokens are taken for the prompt."""
+    return max(1, tokens - STEPS)
 
 
 def _new_cache(layer: StreamedLayer):
@@ -208,6 +226,10 @@ def _reads_ahead(cache) -> bool:
 def _bytes_in(weight_dtype: torch.dtype, cache, dtype: torch.dtype) -> int:
     """Bytes of a live cache, were the numbers that it holds in the ``dtype`` of the run those of a model in another."""
     held = [tensor for tensor in plain_tensors(cache) if tensor.ndim > 0 or tensor.is_floating_point()]
-    numbers = storage_bytes(tensor for tensor in held if tensor.dtype == dtype)
-    codes = storage_bytes(tensor for tensor in held if tensor.dtype != dtype)
-    return numbers // dtype.itemsize * weight_dtype.itemsize + codes
+    parts = [part for layer in cache.layers for part in getattr(layer, "parts", [layer])]
+    wide = [tensor for part in parts for tensor in getattr(part, "wide_tensors", ())]
+    as_wide = torch.promote_types(weight_dtype, torch.float32)
+    of_model = [tensor for tensor in held if tensor.dtype == dtype and not any(tensor is other for other in wide)]
+    numbers = storage_bytes(of_model) // dtype.itemsize * weight_dtype.itemsize
+    codes = storage_bytes(t for t in held if t.dtype != dtype and not any(t is other for other in wide))
+    return numbers + codes + sum(tensor.numel() for tensor in wide) * as_wide.itemsize

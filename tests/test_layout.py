@@ -25,14 +25,16 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
     "surgery/checkpoint": {"errors"},
     "surgery/model": set(),
-    "eval": {"errors", "human", "model"},
+    "eval": {"attention_tap", "errors", "human", "model"},
     "kernels": set(),
     "surgery/anatomy.py": set(),
     "surgery/rope.py": {"errors"},
     "surgery/attention.py": {"anatomy", "kernels", "rope"},
     "surgery/families": {"anatomy", "errors", "rope"},
+    "surgery/attention_tap.py": {"errors"},
     "surgery/layer_stream.py": {"errors", "families"},
     "surgery/calibration": {"anatomy", "attention", "errors", "eval", "layer_stream", "rope"},
+    "surgery/heads": {"attention_tap", "checkpoint", "errors", "eval", "file_settings"},
     "surgery/transforms": {"anatomy", "attention", "calibration", "errors", "kernels", "rope", "settings"},
     "surgery/architectures": {"anatomy", "checkpoint", "errors", "families", "model", "rope", "transforms"},
 }

@@ -50,6 +50,8 @@ def finish(report: Report) -> Report:
     baseline = next((row for row in report["rows"] if row["name"] == report["baseline"]), None)
     for row in report["rows"]:
         row["kv"]["ratio"] = row["kv"]["held_bytes"] / baseline["kv"]["held_bytes"] if baseline else None
+        peaks = row["kv"].get("peak_bytes"), baseline["kv"].get("peak_bytes") if baseline else None
+        row["kv"]["peak_ratio"] = peaks[0] / peaks[1] if all(peaks) else None
         compares = baseline is not None and row is not baseline
         row["comparison"] = compare_with_baseline(row, baseline, report["settings"]["seed"]) if compares else None
     return report

@@ -180,6 +180,22 @@ HEADLINE: tuple[Column, ...] = (
         "low",
     ),
     Column("kv_ratio", "KV share", "KV bytes relative to the baseline's", _at("kv", "ratio"), share, "low"),
+    Column(
+        "kv_peak",
+        "KV peak",
+        "The most bytes that keys and values took, the prompt read in one pass, relative to the baseline's",
+        _at("kv", "peak_ratio"),
+        share,
+        "low",
+    ),
+    Column(
+        "kv_footprint",
+        "KV footprint",
+        "Share of full causal attention that was computed while the prompt was read and tokens decoded",
+        _at("kv", "footprint"),
+        share,
+        "low",
+    ),
     Column("loss", "loss", "Mean cross-entropy, nats a token", _at("results", "loss", "loss"), _digits(4), "low"),
     Column(
         "loss_change",

@@ -1,4 +1,4 @@
-"""What every row of a report shows: bytes of the live cache."""
+"""What every row of a report shows: bytes of the live cache, its peak, and the share of attention that is computed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,53 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
-from surgery.eval.kv_cache import measure_kv
+from surgery.eval.kv_cache import GROWTH_STEPS, measure_kv
+from surgery.eval.kv_flow import measure_footprint, measure_peak
 from surgery.eval.session import Session
+
+CHUNK = 256
+"""Tokens of a prompt at a time, for the peak of a chunked prefill."""
 
 
 @dataclass(frozen=True)
 class KVBytesTask:
-    """Decodes to a context of that many tokens and counts what the cache then holds; see `measure_kv`."""
+    """Reads and decodes to a context of that many tokens and counts what the cache holds then and held at most.
+
+    See `surgery.eval.kv_cache.measure_kv` and `surgery.eval.kv_flow`. Models that can tell these numbers beforehand, as
+    this package's own, have them under ``predicted``.
+    """
 
     context: int
     name: ClassVar[str] = "kv"
     native: ClassVar[bool] = True
 
     def settings(self) -> dict[str, Any]:
-        return {"context": self.context}
+        return {"context": self.context, "chunk": CHUNK}
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
-        return session.processes.from_main(lambda: asdict(measure_kv(model, self.context)))
+        return session.processes.from_main(lambda: self._measure(model))
+
+    def _measure(self, model: PreTrainedModel) -> dict[str, Any]:
+        steps = min(GROWTH_STEPS, self.context - 1)
+        prompt = self.context - steps
+        return {
+            **asdict(measure_kv(model, self.context)),
+            "peak_bytes": measure_peak(model, prompt, steps),
+            "chunk": CHUNK,
+            "chunked_peak_bytes": measure_peak(model, prompt, steps, CHUNK),
+            "footprint": measure_footprint(model, prompt, steps),
+            "predicted": self._predicted(model, prompt, steps),
+        }
+
+    def _predicted(self, model: PreTrainedModel, prompt: int, steps: int) -> dict[str, Any] | None:
+        if not hasattr(model, "kv_peak_bytes"):
+            return None
+        try:
+            return {
+                "held_bytes": model.kv_cache_bytes(1, self.context),
+                "peak_bytes": model.kv_peak_bytes(1, prompt, prompt, steps),
+                "chunked_peak_bytes": model.kv_peak_bytes(1, prompt, CHUNK, steps),
+                "footprint": model.kv_footprint(prompt, steps),
+            }
+        except ValueError:  # there are caches whose peak can only be measured
+            return None

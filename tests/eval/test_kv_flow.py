@@ -1,0 +1,67 @@
+"""Peak and footprint are counted in live models, and are what the models say beforehand."""
+
+import pytest
+import torch
+from own_models import KINDS, tiny_source
+
+from surgery.errors import SurgeryError
+from surgery.eval.kv_cache import measure_kv
+from surgery.eval.kv_flow import causal_entries, measure_footprint, measure_peak
+from surgery.eval.tasks.kv_bytes import KVBytesTask
+from surgery.eval.variants.sink_window import sink_window
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def test_a_full_model_peaks_at_what_it_holds_and_computes_everything():
+    model = tiny_source("llama")
+    assert measure_peak(model, 20, 5) == measure_kv(model, 25).held_bytes
+    assert measure_footprint(model, 20, 5) == 1.0
+
+
+def test_a_sliding_window_is_counted_by_hand():
+    model = tiny_source("mistral")
+    window, tokens = model.config.sliding_window, 25
+    seen = causal_entries(window) + (tokens - window) * window
+    assert measure_footprint(model, 20, 5) == seen / causal_entries(tokens)
+    # The whole prompt is in the layer that reads it first, windows in all that have read it.
+    assert measure_peak(model, 20, 5) > measure_kv(model, 25).held_bytes
+
+
+def test_a_chunked_prompt_peaks_lower():
+    model = tiny_source("mistral")
+    assert measure_peak(model, 40, 2, chunk=8) < measure_peak(model, 40, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("prompt", "chunk", "steps"), [(20, 7, 5), (300, 300, 2), (300, 70, 2)])
+def test_predicted_is_measured(kind, prompt, chunk, steps):
+    model = KINDS[kind](tiny_source("llama"))
+    assert measure_peak(model, prompt, steps, chunk) == model.kv_peak_bytes(1, prompt, chunk, steps)
+    assert measure_footprint(model, prompt, steps, chunk) == pytest.approx(model.kv_footprint(prompt, steps), rel=1e-12)
+
+
+def test_a_variant_is_seen_through():
+    model = sink_window(tiny_source("llama"), 2, 4)
+    seen = causal_entries(6) + (25 - 6) * 6
+    assert measure_footprint(model, 20, 5) == seen / causal_entries(25)
+
+
+def test_the_task_says_what_was_predicted_and_what_was_measured():
+    class Alone:
+        class processes:
+            from_main = staticmethod(lambda function: function())
+
+    found = KVBytesTask(40).run(KINDS["hybrid"](tiny_source("llama")), Alone)
+    for name, value in found["predicted"].items():
+        assert found[name] == pytest.approx(value, rel=1e-12), name
+    assert KVBytesTask(40).run(tiny_source("llama"), Alone)["predicted"] is None
+
+
+def test_impossible_sizes_are_refused():
+    with pytest.raises(SurgeryError, match="cannot read 0 tokens"):
+        measure_peak(tiny_source("llama"), 0, 1)
