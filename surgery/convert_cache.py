@@ -9,31 +9,27 @@ tokens quantised that decoding still has exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
 
-from surgery import model as own_model
-from surgery.architectures.cached import (
-    ENGINES,
-    check_quantizable,
-    config_with_cache,
-    rotated_names,
-    rotated_tensors,
-)
+from surgery.architectures.cached import check_quantizable, rotated_names, rotated_tensors
+from surgery.architectures.own_class import ENGINES, MODEL_TYPE, layer_entries, own_config
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
 from surgery.conversion import Conversion, Outcome, conclude, settle_output, unchanged_tensors, write_rest
 from surgery.errors import SurgeryError
+from surgery.flow_verification import predicted_flow
 from surgery.held_out import HeldOut, Score, logit_difference
 from surgery.layer_stream import LayerStream, single_layer_config
-from surgery.model import SurgeryForCausalLM, remote_code_files
+from surgery.model import remote_code_files
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.progress import Progress
 from surgery.report import SourceShape
 from surgery.settings import QuantizedSettings
+from surgery.skeleton import skeleton
 from surgery.source import OwnSource, Source
 from surgery.texts import load_texts
 from surgery.verification import TOLERANCE, load_config, run_through_cache, verify_by_running
@@ -88,8 +84,8 @@ def convert_to_quantized(
     opened = open_checkpoint(source, settings, allow_pickle=allow_pickle)
     reader, dtype = opened.reader, opened.weight_dtype
     out = settle_output(source, reader.path, out, "quantized", overwrite=overwrite)
-    config = config_with_cache(reader.config, settings.kv_cache())
-    exact, quantized = (_skeleton({**config, "kv_cache": kv_cache}, dtype) for kv_cache in (None, config["kv_cache"]))
+    config = own_config(reader.config, layer_entries(reader.config), kv_cache=settings.kv_cache())
+    exact, quantized = (skeleton({**config, "kv_cache": kv_cache}, dtype) for kv_cache in (None, config["kv_cache"]))
     texts = load_texts(opened, settings, progress)
 
     rotated = rotated_names(reader, opened.config) if settings.hadamard else set()
@@ -117,6 +113,7 @@ def convert_to_quantized(
             progress,
             piece=PIECE,
             blocks=blocks_of(quantized.config),
+            flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
         )
         at = verification.kv_tokens
         outcome = Outcome(
@@ -125,7 +122,7 @@ def convert_to_quantized(
             target={
                 "to": "quantized",
                 "method": settings.format,
-                "model_type": "surgery",
+                "model_type": MODEL_TYPE,
                 "reasons": ["no stock class keeps a quantised cache by itself"],
                 "kv_cache": config["kv_cache"],
                 "hadamard": settings.hadamard,
@@ -155,7 +152,7 @@ def open_checkpoint(source: str | Path, settings: QuantizedSettings, *, allow_pi
             f"{reader.path}: stock deepseek_v3 keeps a plain cache; convert its source again with --carrier own, which "
             "makes an MLA checkpoint that can be quantised"
         )
-    if model_type != "surgery":
+    if model_type != MODEL_TYPE:
         opened = Source.open(source, settings, allow_pickle=allow_pickle)
     else:
         opened = OwnSource.open(reader, settings)
@@ -188,7 +185,7 @@ def _measure(
     """Carries the stages through the model: the source, the rotated weights, and these through quantised caches.
 
     The caches are made by hand and given to a model that keeps exact ones, so that the written model, which makes its
-    own, is compared with something else; unless it keeps exact tokens besides, which only itself knows how to.
+    own, is compared with something else; unless it keeps a window besides, which only itself knows how to.
 
     Raises:
         SurgeryError: the rotated weights are another function than the source's.
@@ -200,7 +197,7 @@ def _measure(
         for streamed in (config, load_config(written))
     )
     config.kv_cache = None
-    by_hand = not config.exact_window
+    by_hand = not (config.exact_window or config.streams)
     coded = stream if by_hand else coded
     embedded = source.embed(held_out.tokens)
     stages = ("source", "rotated", "quantized") if rotated else ("source", "quantized")
@@ -232,18 +229,3 @@ def _measure(
             raise SurgeryError(f"{opened.reader.path}: the rotation changes its logits by {difference:.1e}")
     scores = {stage: held_out.score(stream, states) for stage, states in hidden.items()}
     return _Measured(hidden, scores, layers)
-
-
-def _skeleton(config: dict, dtype: torch.dtype) -> SurgeryForCausalLM:
-    """The model of a config.json, without memory.
-
-    Raises:
-        SurgeryError: it is impossible.
-    """
-    own_model.register()
-    fields = {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(own_model.SurgeryConfig(**fields), dtype=dtype)
-    except ValueError as error:
-        raise SurgeryError(str(error)) from None

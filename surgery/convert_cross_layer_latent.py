@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.architectures.cross_layer import ENGINES, MODEL_TYPE, REASON
+from surgery.architectures.cross_layer import REASON
+from surgery.architectures.own_class import ENGINES, MODEL_TYPE
 from surgery.calibration.sweep import BoundaryStore, forward_sweep
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.conversion import Conversion, Outcome, finish, settle_output

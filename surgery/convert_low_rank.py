@@ -18,7 +18,8 @@ from torch import Tensor
 
 from surgery import layer_statistics
 from surgery.anatomy import AttentionAnatomy
-from surgery.architectures.low_rank import ENGINES, MODEL_TYPE, REASON, OwnLowRank
+from surgery.architectures.low_rank import REASON, OwnLowRank
+from surgery.architectures.own_class import ENGINES, MODEL_TYPE
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.statistics import LayerStatistics
 from surgery.calibration.sweep import BoundaryStore

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from surgery import layer_statistics
-from surgery.architectures import low_rank
+from surgery.architectures import hybrid, low_rank, own_class
 from surgery.architectures.own_family import ENGINES, OWN_FAMILY
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
@@ -149,8 +149,11 @@ def _targets(opened: Source, settings: ConvertSettings) -> list[dict]:
         found.append({"command": f"surgery convert --to {command}", **target})
         if not target["applies"]:
             return found  # what stands in the way of the default stands in the way of all
-    rebuilt = {"applies": True, "class": low_rank.MODEL_TYPE, "reasons": [low_rank.REASON], "engines": low_rank.ENGINES}
-    others = [{"command": f"surgery convert --to {name}", **rebuilt} for name in ("lowrank", "crosslayer")]
+    carrier = {"applies": True, "class": own_class.MODEL_TYPE, "engines": own_class.ENGINES}
+    reasons = {"lowrank": low_rank.REASON, "crosslayer": low_rank.REASON, "hybrid": hybrid.REASON}
+    others = [
+        {"command": f"surgery convert --to {name}", "reasons": [reason], **carrier} for name, reason in reasons.items()
+    ]
     return [*found, _fewer_heads(opened), *others]
 
 

@@ -12,25 +12,8 @@ from surgery.errors import SurgeryError
 from surgery.families.base import ATTENTION_PREFIX, head_shape
 from surgery.transforms.hadamard import hadamard, rotate_latent, rotate_values
 
-ENGINES = {
-    "transformers": "yes, with this package imported or trust_remote_code=True",
-    "vLLM": "no: own model class",
-    "SGLang": "no: own model class",
-    "llama.cpp": "no: own model class",
-}
-KINDS = (None, "latent", "low_rank")
+KINDS = (None, "grouped", "hybrid", "latent", "low_rank")
 """Attention whose cache layers can be quantised ones; None is the family's own."""
-
-
-def config_with_cache(source: dict, kv_cache: dict) -> dict:
-    """config.json of the own class with that ``kv_cache``, from a family's or an own class's."""
-    from surgery.model import AUTO_MAP
-
-    own = {"architectures": ["SurgeryForCausalLM"], "model_type": "surgery", "auto_map": AUTO_MAP}
-    if source["model_type"] != "surgery":
-        own["base_model_type"] = source["model_type"]
-        own["attention_layers"] = [None] * source["num_hidden_layers"]
-    return {**source, **own, "kv_cache": kv_cache}
 
 
 def check_quantizable(path: Path, config) -> None:
@@ -60,8 +43,8 @@ def rotated_tensors(reader: CheckpointReader, config, layer: int) -> dict[str, T
     prefix = ATTENTION_PREFIX.format(layer=layer)
     found = {name.removeprefix(prefix): reader.tensor(name) for name in names}
     entry = _entry(config, layer)
-    if entry is None:
-        rotated = _rotated_values(found, config)
+    if entry is None or "kv_heads" in entry:
+        rotated = _rotated_values(found, config, entry)
     elif entry["kind"] == "latent":
         rotated = _rotated_latent(found, entry)
     else:
@@ -76,7 +59,7 @@ def _entry(config, layer: int) -> dict | None:
 
 def _sources(reader: CheckpointReader, config, layer: int) -> list[str]:
     entry = _entry(config, layer)
-    if entry is None:
+    if entry is None or "kv_heads" in entry:
         wanted = ("v_proj.", "o_proj.weight")
     elif entry["kind"] == "latent":
         wanted = ("kv_down.", "query_up", "value_up")
@@ -86,8 +69,9 @@ def _sources(reader: CheckpointReader, config, layer: int) -> list[str]:
     return [name for name in reader.names() if name.startswith(tuple(prefix + part for part in wanted))]
 
 
-def _rotated_values(found: dict[str, Tensor], config) -> dict[str, Tensor]:
+def _rotated_values(found: dict[str, Tensor], config, entry: dict | None) -> dict[str, Tensor]:
     heads, kv_heads, head_dim = head_shape(config)
+    kv_heads = kv_heads if entry is None else entry["kv_heads"]
     v, o, bias = found["v_proj.weight"], found["o_proj.weight"], found.get("v_proj.bias")
     v, o, bias = rotate_values(
         v.view(kv_heads, head_dim, -1),

@@ -12,18 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.architectures.own_class import own_config
 from surgery.checkpoint import TensorSpec
 from surgery.families.base import ATTENTION_PREFIX
-from surgery.model import AUTO_MAP
 from surgery.transforms.cross_layer import SharedBasis
 
-MODEL_TYPE = "surgery"
-ENGINES = {
-    "transformers": "yes, with this package imported or trust_remote_code=True",
-    "vLLM": "no: own model class",
-    "SGLang": "no: own model class",
-    "llama.cpp": "no: own model class",
-}
 REASON = "no stock class has layers that share a cache"
 
 
@@ -51,14 +44,7 @@ class OwnCrossLayer:
         for (start, stop), entry in zip(self.groups, self.entries, strict=True):
             for index in range(start, stop):
                 layers[index] = {**entry, "place": index - start}
-        return {
-            **source,
-            "architectures": ["SurgeryForCausalLM"],
-            "model_type": MODEL_TYPE,
-            "base_model_type": source["model_type"],
-            "auto_map": AUTO_MAP,
-            "attention_layers": layers,
-        }
+        return own_config(source, layers)
 
     def plan(self) -> dict[str, TensorSpec]:
         """Names, dtypes and shapes of the new tensors."""

@@ -11,18 +11,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from surgery.anatomy import AttentionAnatomy
+from surgery.architectures.own_class import own_config
 from surgery.checkpoint import TensorSpec
 from surgery.families.base import ATTENTION_PREFIX
-from surgery.model import AUTO_MAP
 from surgery.transforms.low_rank_layer import Block, LowRankLayer
 
-MODEL_TYPE = "surgery"
-ENGINES = {
-    "transformers": "yes, with this package imported or trust_remote_code=True",
-    "vLLM": "no: own model class",
-    "SGLang": "no: own model class",
-    "llama.cpp": "no: own model class",
-}
 REASON = "no stock class rebuilds keys and values from latents"
 
 
@@ -72,14 +65,7 @@ class OwnLowRank:
             }
             for layer, blocks in enumerate(self.blocks)
         ]
-        return {
-            **source,
-            "architectures": ["SurgeryForCausalLM"],
-            "model_type": MODEL_TYPE,
-            "base_model_type": source["model_type"],
-            "auto_map": AUTO_MAP,
-            "attention_layers": entries,
-        }
+        return own_config(source, entries)
 
     def copied(self, names: Sequence[str]) -> list[str]:
         """Which of the source's attention tensors of a layer are kept as they are."""

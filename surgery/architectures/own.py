@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from surgery.architectures.deepseek_v3 import interleaving
+from surgery.architectures.own_class import own_config
 from surgery.architectures.spec import MLASpec
 from surgery.checkpoint import TensorSpec
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.transforms.latent_layer import LatentLayer
-
-MODEL_TYPE = "surgery"
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,6 @@ class OwnMLA:
 
     def config(self, source: dict) -> dict:
         """The config.json of the converted model."""
-        from surgery.model import AUTO_MAP
-
         spec = self.spec
         layers = [
             {
@@ -44,14 +41,7 @@ class OwnMLA:
             }
             for rank, inv_freq in zip(spec.ranks, spec.inv_freq, strict=True)
         ]
-        return {
-            **source,
-            "architectures": ["SurgeryForCausalLM"],
-            "model_type": MODEL_TYPE,
-            "base_model_type": source["model_type"],
-            "auto_map": AUTO_MAP,
-            "attention_layers": layers,
-        }
+        return own_config(source, layers)
 
     def copied(self, names: list[str]) -> list[str]:
         """Which of the source's attention tensors of a layer are kept as they are."""

@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from surgery.anatomy import AttentionAnatomy
-from surgery.architectures import decilm, low_rank
+from surgery.architectures import decilm, own_class
+from surgery.architectures.own_class import own_config
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.families.base import ATTENTION_PREFIX
-from surgery.model import AUTO_MAP
 
 OWN_FAMILY = "a plain checkpoint of the source's own family"
 ENGINES = {engine: "yes, as the source" for engine in ("transformers", "vLLM", "SGLang", "llama.cpp")}
@@ -67,7 +67,7 @@ def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -
         return Carrier(
             decilm.MODEL_TYPE, reason, decilm.ENGINES, own, final_config=final, final_code=(decilm.CONFIG_CODE,)
         )
-    return Carrier(low_rank.MODEL_TYPE, reason, low_rank.ENGINES, own, own_class=True)
+    return Carrier(own_class.MODEL_TYPE, reason, own_class.ENGINES, own, own_class=True)
 
 
 def has_head_dim(config: object) -> bool:
@@ -83,14 +83,8 @@ def config_with_query_heads(config: dict[str, Any], heads: int, head_dim: int) -
 def config_of_own_class(source: dict[str, Any], heads: Sequence[int]) -> dict[str, Any]:
     """config.json of the project's class; layers with as many heads as the source's have its own attention."""
     stock = source.get("num_key_value_heads") or source["num_attention_heads"]
-    return {
-        **source,
-        "architectures": ["SurgeryForCausalLM"],
-        "model_type": low_rank.MODEL_TYPE,
-        "base_model_type": source["model_type"],
-        "auto_map": AUTO_MAP,
-        "attention_layers": [None if count == stock else {"kind": "grouped", "kv_heads": count} for count in heads],
-    }
+    entries = [None if count == stock else {"kind": "grouped", "kv_heads": count} for count in heads]
+    return own_config(source, entries)
 
 
 def planned_attention(

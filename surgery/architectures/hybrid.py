@@ -1,0 +1,172 @@
+"""Full and streaming heads in the project's own model class: which heads can stream, entries and tensors of a layer.
+
+Tensors keep the names and shapes of the source's; heads are moved so that full ones come first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import BoolTensor, Tensor
+
+from surgery.architectures.own_class import layer_entries
+from surgery.checkpoint import CheckpointReader
+from surgery.errors import SurgeryError
+from surgery.families.base import ATTENTION_PREFIX, head_shape
+from surgery.transforms.head_order import permute_heads
+
+REASON = "no stock class keeps some heads of a layer whole and a window of the others"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """KV heads of one layer that share what they cache.
+
+    Attributes:
+        heads: of them.
+        width: numbers that they cache of a token.
+        blocks: of low-rank latents that they are rebuilt from; none of other attention.
+    """
+
+    heads: tuple[int, ...]
+    width: int
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StreamableModel:
+    """A checkpoint whose heads can be made to stream.
+
+    Attributes:
+        config: its config.json.
+        kv_heads: G, the same in every layer.
+        head_dim: d.
+        units: of every layer.
+    """
+
+    config: dict
+    kv_heads: int
+    head_dim: int
+    units: tuple[tuple[Unit, ...], ...]
+
+    @classmethod
+    def of(cls, path: Path, config: dict, loaded) -> StreamableModel:
+        """Reads what can stream; ``loaded`` is the transformers config.
+
+        Raises:
+            SurgeryError: nothing can; says what it is and what to do.
+        """
+        if config["model_type"] == "deepseek_v3":
+            raise SurgeryError(
+                f"{path}: all heads of stock MLA share one latent, and a latent that one head needs stays: streaming "
+                "heads would save compute and no cache. Convert the source --to hybrid instead, or its source --to mla "
+                "--carrier own, whose layers can stream as a whole"
+            )
+        if config.get("kv_cache"):
+            raise SurgeryError(
+                f"{path}: its KV cache is quantised; make the checkpoint that it was made of hybrid first"
+            )
+        _, kv_heads, head_dim = head_shape(loaded)
+        entries = layer_entries(config)
+        units = []
+        for layer, entry in enumerate(entries):
+            kind = None if entry is None else entry["kind"]
+            if kind in (None, "grouped"):
+                count = kv_heads if entry is None else entry["kv_heads"]
+                found = tuple(Unit((head,), 2 * head_dim) for head in range(count))
+            elif kind == "latent":
+                gains = 0 if entry["key_norm_eps"] is None else kv_heads
+                width = entry["kv_lora_rank"] + len(entry["rope_inv_freq"]) * 2 + gains
+                found = (Unit(tuple(range(kv_heads)), width),)
+            elif kind == "low_rank":
+                if entry["window"] or entry["shared_layers"]:
+                    raise SurgeryError(f"{path}: layer {layer} has an exact window or reads other layers' latents")
+                found = _units_of_blocks(entry["blocks"])
+            else:
+                raise SurgeryError(f"{path}: heads of {kind} attention (layer {layer}) cannot stream")
+            units.append(found)
+        counts = {sum(len(unit.heads) for unit in found) for found in units}
+        if len(counts) > 1:
+            raise SurgeryError(f"{path}: layers have {sorted(counts)} KV heads; a pattern has one number for all")
+        return cls(config, counts.pop(), head_dim, tuple(units))
+
+    @property
+    def layers(self) -> int:
+        return len(self.units)
+
+    def bytes_at(self, full: BoolTensor, tokens: int, kept: int, itemsize: int, extra: float = 0.0) -> float:
+        """KV bytes of a plan with these full heads [L, G] after ``tokens`` tokens of one sequence.
+
+        ``kept`` tokens stay of streaming heads, and ``extra`` bytes are added for each of these heads.
+        """
+        total = 0.0
+        for layer, found in enumerate(self.units):
+            for unit in found:
+                whole = bool(full[layer, unit.heads[0]])
+                total += unit.width * itemsize * (tokens if whole else min(tokens, kept))
+                total += 0 if whole else extra * len(unit.heads)
+        return total
+
+    def entries(self, plan) -> list[dict | None]:
+        """The ``attention_layers`` of a config.json, for a :class:`surgery.heads.plan.HeadPlan`."""
+        return [self._entry(layer, plan) for layer in range(self.layers)]
+
+    def _entry(self, layer: int, plan) -> dict | None:
+        entry = layer_entries(self.config)[layer]
+        full = plan.full[layer]
+        if full.all():
+            return entry
+        window = {"sinks": plan.sinks, "recent": plan.recent}
+        if entry is None or entry["kind"] == "grouped":
+            return {
+                "kind": "hybrid",
+                "kv_heads": self.kv_heads,
+                "full_heads": int(full.sum()),
+                "compensated_heads": int(plan.compensated[layer].sum()),
+                **window,
+                "head_order": plan.order(layer),
+            }
+        if entry["kind"] == "latent":
+            return {**entry, "streaming": window}
+        blocks = sorted(block for unit in self.units[layer] if not full[unit.heads[0]] for block in unit.blocks)
+        return {**entry, "streaming": {"blocks": blocks, **window}}
+
+
+def moved_names(reader: CheckpointReader, layer: int) -> list[str]:
+    """The tensors of a layer in which heads have places."""
+    prefix = ATTENTION_PREFIX.format(layer=layer)
+    wanted = tuple(f"{prefix}{name}" for name in ("q_proj.", "k_proj.", "v_proj.", "o_proj.weight"))
+    return [name for name in reader.names() if name.startswith(wanted)]
+
+
+def moved_tensors(reader: CheckpointReader, layer: int, order: list[int]) -> dict[str, Tensor]:
+    """Those tensors with the KV heads in another order, in their own dtype."""
+    prefix = ATTENTION_PREFIX.format(layer=layer)
+    found = {name.removeprefix(prefix): reader.tensor(name) for name in moved_names(reader, layer)}
+    return {prefix + name: tensor.contiguous() for name, tensor in permute_heads(found, order).items()}
+
+
+def _units_of_blocks(blocks: list[dict]) -> tuple[Unit, ...]:
+    """Heads that are connected by blocks of latents, and these blocks."""
+    groups: list[tuple[set[int], list[int]]] = []
+    for number, block in enumerate(blocks):
+        heads, numbers = {*block["keys"], *block["values"]}, [number]
+        apart = []
+        for others, theirs in groups:
+            if others & heads:
+                heads, numbers = heads | others, [*theirs, *numbers]
+            else:
+                apart.append((others, theirs))
+        groups = [*apart, (heads, numbers)]
+    units = [
+        Unit(tuple(sorted(heads)), sum(blocks[number]["rank"] for number in numbers), tuple(sorted(numbers)))
+        for heads, numbers in groups
+    ]
+    return tuple(sorted(units, key=lambda unit: unit.heads))
+
+
+def compensation_bytes(head_dim: int) -> int:
+    """What a compensated head keeps besides its window: the sums of dropped keys and values, in float32."""
+    return 2 * head_dim * torch.float32.itemsize

@@ -1,0 +1,30 @@
+"""The project's own model class as conversions write it: its config.json, and which engines load it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+MODEL_TYPE = "surgery"
+
+ENGINES = {
+    "transformers": "yes, with this package imported or trust_remote_code=True",
+    "vLLM": "no: own model class",
+    "SGLang": "no: own model class",
+    "llama.cpp": "no: own model class",
+}
+
+
+def own_config(source: dict[str, Any], attention_layers: Sequence[dict | None], **more: Any) -> dict[str, Any]:
+    """config.json of the own class, from that of a family's checkpoint or of one that is of the own class already."""
+    from surgery.model import AUTO_MAP
+
+    own = {"architectures": ["SurgeryForCausalLM"], "model_type": MODEL_TYPE, "auto_map": AUTO_MAP}
+    if source["model_type"] != MODEL_TYPE:
+        own["base_model_type"] = source["model_type"]
+    return {**source, **own, "attention_layers": list(attention_layers), **more}
+
+
+def layer_entries(config: dict[str, Any]) -> list[dict | None]:
+    """What a config.json says of every layer's attention; None is the family's own."""
+    return config.get("attention_layers") or [None] * config["num_hidden_layers"]

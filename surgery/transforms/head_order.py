@@ -1,0 +1,41 @@
+"""A layer's attention heads in another order: the same function, bit for bit, with rows and columns moved.
+
+DuoAttention (arXiv:2410.10819) stores retrieval heads before streaming ones, so that a layer's two caches are two
+slices. Query heads move with their KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+ROWS, COLUMNS = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
+
+
+def permute_heads(tensors: Mapping[str, Tensor], order: Sequence[int]) -> dict[str, Tensor]:
+    """A layer's attention tensors, by their names within it, with KV head ``order[i]`` at place i.
+
+    Rows of ``q_proj``, ``k_proj`` and ``v_proj`` (weights [G·n, D], biases [G·n]) and columns of ``o_proj.weight``
+    [D, G·n] move, n of them with each KV head. Whatever else there is, as norms of heads, is the same for all.
+
+    Raises:
+        ValueError: ``order`` is no order of as many heads as the tensors can have.
+    """
+    if sorted(order) != list(range(len(order))):
+        raise ValueError(f"{list(order)} is no order of {len(order)} heads")
+    index = torch.tensor(order)
+    moved = dict(tensors)
+    for name, tensor in tensors.items():
+        projection, _, kind = name.partition(".")
+        if projection in ROWS:
+            moved[name] = tensor.unflatten(0, (len(order), -1))[index].flatten(0, 1)
+        elif projection in COLUMNS and kind == "weight":
+            moved[name] = tensor.unflatten(1, (len(order), -1))[:, index].flatten(1)
+    return moved
+
+
+def inverse_order(order: Sequence[int]) -> list[int]:
+    """The order that undoes another."""
+    return sorted(range(len(order)), key=order.__getitem__)
