@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from surgery.errors import SurgeryError
 
 Item = TypeVar("Item")
@@ -42,7 +45,8 @@ class Processes:
                 from accelerate import PartialState
             except ImportError:
                 raise SurgeryError("several processes need accelerate: pip install accelerate") from None
-            self._state = PartialState(cpu=cpu, timeout=PATIENCE)
+            # Without an accelerator, accelerate takes several processes for one each unless it is told.
+            self._state = PartialState(cpu=cpu or not torch.accelerator.is_available(), timeout=PATIENCE)
             self.rank, self.count = self._state.process_index, self._state.num_processes
 
     @property
@@ -102,6 +106,20 @@ class Processes:
         if refusal is not None:
             raise refusal
         return result
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean of every process's `tensor` of one shape, the same to the last bit on all of them.
+
+        For small ones: they are pickled, and added in the order of the processes' ranks.
+        """
+        if self._state is None:
+            return tensor
+        from accelerate.utils import gather_object
+
+        total, *others = gather_object([tensor.detach().cpu()])
+        for other in others:
+            total = total + other
+        return (total / self.count).to(tensor.device)
 
     def wait(self) -> None:
         """Until all processes are here."""

@@ -56,7 +56,9 @@ class LogitReader:
     def __init__(self, model: nn.Module, tokens: LongTensor) -> None:
         """`tokens` [N, T]: the first few are used to try the split."""
         self._model = model
-        self._device = next((parameter.device for parameter in model.parameters()), tokens.device)
+        # Weights on the meta device are brought in for each pass, by hooks that move what the pass is given too.
+        devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+        self._device = next(devices, tokens.device)
         self._body, self._head = _body_and_head(model)
         if not self._split_is_exact(tokens[:1, :8]):
             self._body = self._head = None

@@ -151,7 +151,7 @@ def _prompt(
     text = filler[start : start + length].tolist()
     pairs = draw_facts(rng, facts)
     planted = [tokenize(tokenizer, fact_line(*pair)) for pair in pairs]
-    line, answer = _answered_question(tokenizer, *pairs[rng.randrange(facts)])
+    line, answer = answered_question(tokenizer, *pairs[rng.randrange(facts)])
     prefix = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
     room = length - len(prefix) - sum(map(len, planted)) - len(line)
@@ -167,8 +167,12 @@ def _prompt(
     return row + line, mask
 
 
-def _answered_question(tokenizer: PreTrainedTokenizerBase, name: str, value: str) -> tuple[list[int], range]:
-    """Token ids of the whole recall line, and which of them are the digits asked for."""
+def answered_question(tokenizer: PreTrainedTokenizerBase, name: str, value: str) -> tuple[list[int], range]:
+    """Token ids of the whole recall line, and which of them are the digits asked for.
+
+    Raises:
+        SurgeryError: the tokens of the question change when the answer follows.
+    """
     line = tokenize(tokenizer, recall_line(name, value))
     question = tokenize(tokenizer, QUESTION.format(name=name))
     answered = tokenize(tokenizer, (QUESTION + ANSWER).format(name=name, value=value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from surgery.anatomy import AttentionAnatomy
 from surgery.checkpoint import CheckpointReader
 from surgery.errors import SurgeryError
+from surgery.eval.distributed import Processes
 from surgery.families import FAMILIES, Family, family_of
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.layer_stream import LayerStream, single_layer_config
@@ -127,3 +129,15 @@ def checked_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:120]
         raise SurgeryError(f"--device {name}: cannot be used here ({reason})") from None
+
+
+def process_device(name: str, processes: Processes) -> torch.device:
+    """The device of that name for one of several processes: on a machine with accelerators each has its own.
+
+    Raises:
+        SurgeryError: there is no such device on this machine.
+    """
+    device = checked_device(name)
+    if device.type == "cuda" and processes.count > 1:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device

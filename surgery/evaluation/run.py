@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import gc
 import json
-import os
 import platform
 import time
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from surgery.evaluation.store import ResultStore, key_of
 from surgery.evaluation.tasks import Tasks, build_tasks
 from surgery.progress import Progress
 from surgery.report import environment
-from surgery.source import checked_device
+from surgery.source import process_device
 from surgery.version import __version__
 
 
@@ -77,7 +76,7 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
     processes = Processes(cpu=settings.device == "cpu")
     if not processes.is_main:
         progress = Progress(silent=True)
-    device = _device(settings.device, processes)
+    device = process_device(settings.device, processes)
     baseline, checkpoints = _open(request, progress)
     rows = [Row(c.name, "baseline" if c is baseline else "checkpoint", c) for c in checkpoints]
     check_names(rows)
@@ -294,13 +293,6 @@ def _common_tokenizer(checkpoints: Sequence[Checkpoint]) -> Any:
                 "not compare; evaluate them apart"
             )
     return tokenizer
-
-
-def _device(name: str, processes: Processes) -> torch.device:
-    device = checked_device(name)
-    if device.type == "cuda" and processes.count > 1:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return device
 
 
 def _machine(device: torch.device, processes: Processes) -> dict[str, Any]:

@@ -68,12 +68,15 @@ def measure(checkpoint: Path, scratch: Path) -> dict:
         refusal(lambda: processes.map(refuse, range(3))),
         refusal(lambda: processes.from_main(lambda: refuse(1))),
     ]
+    # Of tensors that differ: a process's rank, and one third more.
+    mean = processes.mean(torch.tensor([processes.rank, 1 / 3 + processes.rank], dtype=torch.float32)).tolist()
     processes.wait()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     session = Session(tokenizer, processes, Bars(), batch_size=2, scratch=scratch)
     completions = complete(model, session, PROMPTS, 6, "write")
     return {
         "same": [squares, fewer, nothing, answer, refusals, completions],
+        "mean": mean,
         "rank": processes.rank,
         "count": processes.count,
         "own": own,
@@ -93,6 +96,7 @@ def test_one_process(checkpoints, tmp_path):
     assert len(completions) == len(PROMPTS) and len({tuple(completion) for completion in completions}) > 3
     assert (result["rank"], result["count"], result["own"]) == (0, 1, [0, 1, 2, 3, 4])
     assert (result["asked"], result["advanced"], result["prompts"]) == (1, 5, 7)
+    assert result["mean"] == pytest.approx([0, 1 / 3])
     assert result["files"] == ["completions-0.jsonl"]
 
 
@@ -116,6 +120,7 @@ def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
     assert (main["own"], other["own"]) == ([0, 2, 4], [1, 3])
     assert (main["asked"], other["asked"]) == (1, 0)
     assert (main["advanced"], main["prompts"]) == (5, 7)
+    assert main["mean"] == other["mean"] == pytest.approx([0.5, 5 / 6])
     assert sorted(file.name for file in (tmp_path / "two").iterdir()) == ["completions-0.jsonl", "completions-1.jsonl"]
 
 

@@ -1,0 +1,128 @@
+"""What an interrupted scoring goes on from: named tensors in one file, replaced whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from surgery.checkpoint.disk import disk_errors
+from surgery.errors import SurgeryError
+from surgery.eval.distributed import Processes
+
+HEADER = "surgery-heads-journal"
+"""Key of the JSON header among the metadata of the safetensors file."""
+
+
+class Journal:
+    """Tensors under keys, kept in a safetensors file while a scoring runs.
+
+    The main process reads and writes it; all processes see what it read. Every call but `get` and `facts` is made by
+    all processes alike.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        identity: Mapping[str, Any],
+        processes: Processes | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Opens the file, if there is one already.
+
+        Args:
+            path: None keeps nothing.
+            identity: everything that decides the scores, as plain values: model, data, settings, seed. What a file of
+                another identity holds is not used; the first `put` replaces it.
+            processes: that share the scoring; None for this one alone.
+            note: takes the line that says so.
+
+        Raises:
+            SurgeryError: the file cannot be read, or is no journal.
+        """
+        self._path = path
+        self._identity = json.loads(json.dumps(identity))  # as it is when read back: lists for tuples, strings as keys
+        self._processes = processes
+        self._entries: dict[str, dict[str, Tensor]] = {}
+        self._facts: dict[str, dict[str, Any]] = {}
+        found = self._on_main(self._read)
+        if found is None:
+            return
+        if found["identity"] != self._identity:
+            note(f"{path}: was kept for another model, data or settings; starting anew")
+            return
+        self._entries, self._facts = found["entries"], found["facts"]
+
+    def get(self, key: str) -> dict[str, Tensor] | None:
+        """The tensors under a key, on the CPU; None if there are none."""
+        return self._entries.get(key)
+
+    def facts(self, key: str) -> dict[str, Any]:
+        """The plain values under a key; empty if there are none."""
+        return self._facts.get(key, {})
+
+    def put(self, key: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
+        """Keeps copies of tensors of any shape and dtype, and plain values with them, in place of what was there.
+
+        Raises:
+            SurgeryError: the file cannot be written; what it held before stays.
+        """
+        self._entries[key] = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+        self._facts[key] = dict(facts or {})
+        self._on_main(self._write)
+
+    def remove(self) -> None:
+        """Forgets everything and deletes the file."""
+        self._entries, self._facts = {}, {}
+        self._on_main(self._delete)
+
+    def _on_main(self, function: Callable[[], Any]) -> Any:
+        if self._path is None:
+            return None
+        return function() if self._processes is None else self._processes.from_main(function)
+
+    def _read(self) -> dict[str, Any] | None:
+        with disk_errors(self._path):
+            if not self._path.exists():
+                return None
+            try:
+                with safe_open(self._path, framework="pt") as file:
+                    header = json.loads(file.metadata()[HEADER])
+                    entries = {
+                        key: {name: file.get_tensor(f"{key}/{name}") for name in names}
+                        for key, names in header["tensors"].items()
+                    }
+                return {"identity": header["identity"], "facts": header["facts"], "entries": entries}
+            except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
+                # Written whole or not at all, so this is not what a stopped run leaves: it may be somebody's file.
+                raise SurgeryError(
+                    f"{self._path}: not a journal of a scoring of heads, or damaged ({error}); remove it"
+                ) from None
+
+    def _write(self) -> None:
+        header = {
+            "identity": self._identity,
+            "facts": self._facts,
+            "tensors": {key: list(tensors) for key, tensors in self._entries.items()},
+        }
+        tensors = {f"{key}/{name}": tensor for key, named in self._entries.items() for name, tensor in named.items()}
+        part = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
+        try:
+            with disk_errors(self._path):
+                with open(part, "wb") as file:
+                    file.write(save(tensors, {HEADER: json.dumps(header)}))
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.replace(self._path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _delete(self) -> None:
+        with disk_errors(self._path):
+            self._path.unlink(missing_ok=True)

@@ -1,0 +1,90 @@
+"""Copy score of heads on planted facts: how often a head looks at just the token that the model says next.
+
+Retrieval heads of Wu et al., "Retrieval Head Mechanistically Explains Long-Context Factuality" (arXiv:2404.15574, §2):
+at every token that the model generates, a head scores if the key of its largest attention lies in the needle and is
+that very token; its score is the share of the needle's tokens for which it does, averaged over trials that the model
+answers mostly right.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from surgery.attention_tap import AttentionCall, tapped
+from surgery.errors import SurgeryError
+from surgery.eval.loss import LogitReader
+from surgery.eval.session import device_of
+from surgery.heads.attention_rows import attention_rows, row_pieces
+from surgery.heads.needles import NeedleSet
+from surgery.heads.scorer import HeadScores, ScoringSession
+from surgery.heads.ties import break_ties
+
+SAMPLES = 16
+ANSWERED = 0.5
+"""A needle counts if more than this share of its answer's tokens is predicted right."""
+
+
+def score(session: ScoringSession) -> HeadScores:
+    """Copy scores, from 0 to 1, of one forward pass a sequence: the model is shown the answers and not sampled from.
+
+    A token of the answer counts for a head if the model predicts it and the head's largest attention, of the query
+    that predicts it, is on the same token in the asked fact's line. A KV head has the score of its best query head.
+    Heads with equal scores, such as the many with 0, are ordered by their attention mass on those tokens.
+
+    Parts: ``copy`` and ``mass`` [L, H] float32, of the query heads.
+
+    Raises:
+        SurgeryError: the model answers none of the facts.
+    """
+    needles = session.needles(session.samples(SAMPLES))
+    reader = LogitReader(session.model, needles.tokens)
+    rows = range(len(needles.tokens))
+    with session.progress.phase("copies of needles", len(rows), "sequence") as advance:
+        samples = session.processes.map(lambda row: _copies(session, reader, needles, row), rows, advance)
+    copy, mass = (torch.cat(part) for part in zip(*samples, strict=True))
+    asked = needles.asked.unique().numel() - 1
+    facts = {"needles": asked * len(rows), "needles_answered": len(copy)}
+    if not len(copy):
+        raise SurgeryError(
+            f"the model answers none of {facts['needles']} planted facts, so no head copies one: "
+            "use another --method, or a shorter --length or fewer --facts"
+        )
+    copy, mass = copy.mean(0), mass.mean(0)
+    best = [part.view(session.layers, session.kv_heads, -1).amax(-1) for part in (copy, mass)]
+    return HeadScores(break_ties(*best), {"copy": copy.float(), "mass": mass.float()}, facts)
+
+
+@torch.no_grad()
+def _copies(session: ScoringSession, reader: LogitReader, needles: NeedleSet, row: int) -> tuple[Tensor, Tensor]:
+    """Copy scores and attention mass [F, L, H] float64 of the facts of one sequence that are answered."""
+    tokens = needles.tokens[row]
+    places = needles.answers[row].nonzero()[:, 0]
+    asked, wanted = needles.asked[row, places], tokens[places]
+    start, stop = needles.spans[row][asked].unsqueeze(-1).unbind(1)
+    keys = torch.arange(len(tokens))
+    source = (keys >= start) & (keys < stop) & (tokens == wanted[:, None])  # [n, T]: the answer's token in its fact
+    heads = session.model.config.num_attention_heads
+    copies, mass = torch.zeros(2, session.layers, heads, len(places), dtype=torch.float64)
+
+    def look(call: AttentionCall) -> Tensor:
+        for piece in row_pieces(call, torch.arange(len(places))):
+            attention = attention_rows(call, places[piece] - 1)[0]
+            right = source[piece].to(attention.device)
+            best = attention.argmax(-1)
+            copies[call.layer][:, piece] = right[torch.arange(len(piece)), best].double().cpu()
+            mass[call.layer][:, piece] = (attention * right).sum(-1).double().cpu()
+        return call.output()
+
+    with tapped(session.model, look):
+        states = reader.states(tokens[None].to(device_of(session.model)))
+    guess = reader.logits(states[:, (places - 1).to(states.device)]).argmax(-1)[0].cpu()
+    right = (guess == wanted).double()
+    found = [
+        torch.stack([(part * right)[..., asked == fact].mean(-1) for part in (copies, mass)])
+        for fact in asked.unique()
+        if right[asked == fact].mean() > ANSWERED
+    ]
+    empty = copies.new_zeros(0, 2, session.layers, heads)
+    copied, looked = (torch.stack(found) if found else empty).unbind(1)
+    return copied, looked

@@ -1,0 +1,99 @@
+"""Sequences with planted facts that are all asked for at the end: what heads that retrieve are found on.
+
+The facts are those of :mod:`surgery.eval.recall`; how they are placed is DuoAttention's passkey task (Xiao et al.,
+arXiv:2410.10819, §2.3): several at distinct depths between 5% and 95% of the text, then a question for each.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import BoolTensor, LongTensor
+from transformers import PreTrainedTokenizerBase
+
+from surgery.errors import SurgeryError
+from surgery.eval.recall import answered_question, draw_facts, fact_line, recall_line
+from surgery.eval.sequences import check_longer_than, tokenize
+
+DEPTHS = 0.05, 0.95
+
+
+@dataclass(frozen=True)
+class NeedleSet:
+    """Sequences of N rows and T tokens with F facts each.
+
+    Attributes:
+        tokens: [N, T] int64.
+        answers: [N, T] bool, true at the tokens of the answers' digits (tokens to be predicted, not positions that
+            predict).
+        asked: [N, T] int64, at those tokens the number of the fact that is asked for, elsewhere -1.
+        spans: [N, F, 2] int64, the place of the first token of each fact's line and the one after its last.
+    """
+
+    tokens: LongTensor
+    answers: BoolTensor
+    asked: LongTensor
+    spans: LongTensor
+
+
+def needle_sequences(
+    tokenizer: PreTrainedTokenizerBase, filler: Sequence[int], count: int, length: int, facts: int, seed: int
+) -> NeedleSet:
+    """Builds ``count`` sequences of ``length`` tokens: bos if the tokenizer has one, text with facts, the questions.
+
+    Args:
+        filler: token ids of the text between the facts; windows of it are drawn at random.
+        facts: in each sequence; fewer if they and their questions would take more than half of it.
+        seed: equal seeds give equal sequences.
+
+    Raises:
+        SurgeryError: the text is too short, or a sequence has no room for one fact.
+    """
+    if count < 1:
+        raise SurgeryError(f"{count} sequences with needles: at least 1 is needed")
+    check_longer_than(len(filler), length)
+    facts = min(facts, _room_for(tokenizer, length))
+    rng = random.Random(seed)
+    rows = [_sequence(tokenizer, filler, length, facts, rng) for _ in range(count)]
+    tokens, asked, spans = (torch.tensor(part, dtype=torch.long) for part in zip(*rows, strict=True))
+    return NeedleSet(tokens, asked >= 0, asked, spans)
+
+
+def _room_for(tokenizer: PreTrainedTokenizerBase, length: int) -> int:
+    """Facts that fit in half of a sequence."""
+    pair = ("buffer", "88888")
+    each = len(tokenize(tokenizer, fact_line(*pair))) + len(tokenize(tokenizer, recall_line(*pair))) + 4
+    if each > length // 2:
+        raise SurgeryError(f"sequences of {length} tokens have no room for a planted fact: ask for longer ones")
+    return length // 2 // each
+
+
+def _sequence(
+    tokenizer: PreTrainedTokenizerBase, filler: Sequence[int], length: int, facts: int, rng: random.Random
+) -> tuple[list[int], list[int], list[list[int]]]:
+    """Tokens, the fact asked for at each of them, and the facts' spans."""
+    pairs = draw_facts(rng, facts)
+    planted = [tokenize(tokenizer, fact_line(*pair)) for pair in pairs]
+    order = rng.sample(range(facts), facts)
+    questions, asked = [], []
+    for number in order:
+        line, answer = answered_question(tokenizer, *pairs[number])
+        questions += line
+        asked += [number if place in answer else -1 for place in range(len(line))]
+    row = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    room = length - len(row) - sum(map(len, planted)) - len(questions)
+    start = rng.randint(0, len(filler) - length - 1)
+    text = list(filler[start : start + room])
+    low, high = (int(depth * room) for depth in DEPTHS)
+    cuts = sorted(rng.sample(range(low, high), facts))
+    spans, last = [], 0
+    for cut, line in zip(cuts, planted, strict=True):
+        row += text[last:cut]
+        spans.append([len(row), len(row) + len(line)])
+        row += line
+        last = cut
+    row += text[last:]
+    return row + questions, [-1] * len(row) + asked, spans

@@ -1,0 +1,106 @@
+"""Attention of streaming heads in a model that is scored: one forward pass over whole sequences without padding.
+
+A query at position q sees the key at position p ≤ q if q - p < `recent` or p < `sinks`: the function that the cache of
+`surgery.model.sink_window_cache` computes, here without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import BoolTensor, Tensor
+from transformers import PreTrainedModel
+
+from surgery.attention_tap import AttentionCall, tapped
+
+PIECE = 256
+"""Queries at a time: a sequence of any length takes memory for this many times those that they see."""
+
+
+def streaming_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
+    """What attention gives [B, T, H, v] if all heads of a causal call with T = S stream.
+
+    A mask of the call, such as a sliding window's, holds besides. Queries go in pieces, each with the keys that any of
+    its queries sees, so that the work grows with T, not T².
+    """
+    length, parts = call.query.shape[2], []
+    piece = max(PIECE, sinks + recent)
+    for start in range(0, length, piece):
+        stop = min(start + piece, length)
+        first = max(0, start - recent + 1)
+        first = 0 if first <= sinks else first
+        kept = torch.arange(sinks if first else 0), torch.arange(first, stop)
+        places = torch.cat(kept).to(call.query.device)
+        near = slice(first, stop)
+        key, value = call.key[:, :, near], call.value[:, :, near]
+        if first:
+            key = torch.cat((call.key[:, :, :sinks], key), dim=2)
+            value = torch.cat((call.value[:, :, :sinks], value), dim=2)
+        queries = torch.arange(start, stop, device=places.device)[:, None]
+        mask = (places <= queries) & ((queries - places < recent) | (places < sinks))
+        mask = mask[None, None]
+        if call.mask is not None:
+            mask = mask & call.mask[:, :, start:stop][..., places]
+        part = AttentionCall(call.layer, call.query[:, :, start:stop], key, value, mask, call.scaling)
+        parts.append(part.output())
+    return torch.cat(parts, dim=1)
+
+
+def compensated_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
+    """What streaming attention gives [B, T, H, v] with a compensation token for each query.
+
+    RazorAttention (Tang et al., arXiv:2407.15891, §3.2): the N pairs that a query has dropped come back as one, their
+    mean key, as cached, and mean value, with log N added to its logit. Here every query has its own N, in the prompt
+    too, so that a prefill in any chunks is one function.
+    """
+    group, parts = call.query.shape[1] // call.kv_heads, []
+    for start in range(0, call.query.shape[2], PIECE):
+        query = call.query[:, :, start : start + PIECE].unflatten(1, (call.kv_heads, group)).float()
+        stop = start + query.shape[3]
+        key, value = call.key[:, :, :stop].float(), call.value[:, :, :stop].float()
+        queries = torch.arange(start, stop, device=key.device)[:, None]
+        places = torch.arange(stop, device=key.device)
+        dropped = (places >= sinks) & (queries - places >= recent)
+        count = dropped.sum(-1)
+        share = dropped.float() / count.clamp(min=1)[:, None]
+        mean_key, mean_value = (share @ key)[:, :, None], (share @ value)[:, :, None]  # [B, G, 1, n, ·]
+        logits = (query @ key[:, :, None].mT * call.scaling).masked_fill(dropped | (places > queries), -torch.inf)
+        extra = (query * mean_key).sum(-1) * call.scaling + count.log()
+        weights = torch.cat((logits, extra[..., None]), dim=-1).softmax(-1)
+        out = weights[..., :-1] @ value[:, :, None] + weights[..., -1:] * mean_value
+        parts.append(out.flatten(1, 2).transpose(1, 2).to(call.value.dtype))
+    return torch.cat(parts, dim=1)
+
+
+def mixed_output(
+    call: AttentionCall, streams: BoolTensor, sinks: int, recent: int, compensated: BoolTensor | None = None
+) -> Tensor:
+    """What attention gives [B, T, H, v] if the KV heads stream that ``streams`` [G] says.
+
+    Those of them that ``compensated`` [G] says have a compensation token.
+    """
+    if not streams.any():
+        return call.output()
+    heads = []
+    for head in range(call.kv_heads):
+        own = call.of_heads(head, head + 1)
+        if not streams[head]:
+            heads.append(own.output())
+        elif compensated is not None and compensated[head]:
+            heads.append(compensated_output(own, sinks, recent))
+        else:
+            heads.append(streaming_output(own, sinks, recent))
+    return torch.cat(heads, dim=2)
+
+
+@contextmanager
+def streaming_heads(model: PreTrainedModel, streams: BoolTensor, sinks: int, recent: int) -> Iterator[None]:
+    """Has the KV heads of ``model`` stream that ``streams`` [L, G] says, for the length of a ``with`` block."""
+
+    def attention(call: AttentionCall) -> Tensor:
+        return mixed_output(call, streams[call.layer], sinks, recent)
+
+    with tapped(model, attention):
+        yield

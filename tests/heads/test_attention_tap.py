@@ -1,0 +1,94 @@
+"""Standing in for a model's attention: seeing what it sees, and giving what it gives."""
+
+import pytest
+import torch
+from copying_model import CopyingModel
+from tiny_models import FAMILIES
+from transformers import AutoModelForCausalLM
+
+from surgery.attention_tap import AttentionCall, tapped
+from surgery.errors import SurgeryError
+
+
+def load(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def tokens(batch=2, length=40):
+    return torch.randint(3, 4096, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_attention_as_it_is_gives_the_model(checkpoints, family):
+    model, ids = load(checkpoints(family)), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    expected = model(ids, attention_mask=mask).logits
+    seen = []
+
+    def attention(call):
+        seen.append((call.layer, tuple(call.query.shape[:3]), tuple(call.key.shape[:3])))
+        return call.output()
+
+    before = model.config._attn_implementation
+    with tapped(model, attention):
+        got = model(ids, attention_mask=mask).logits
+    assert torch.allclose(got[mask.bool()], expected[mask.bool()], atol=1e-4)
+    assert seen == [(layer, (2, 4, 40), (2, 2, 40)) for layer in range(2)]
+    assert model.config._attn_implementation == before
+    assert torch.equal(model(ids, attention_mask=mask).logits, expected)
+
+
+@torch.no_grad()
+def test_tokens_after_a_cache(checkpoints):
+    model, ids = load(checkpoints("llama")), tokens()
+    expected = model(ids).logits
+    with tapped(model, AttentionCall.output):
+        cache = model(ids[:, :25], use_cache=True).past_key_values
+        middle = model(ids[:, 25:39], past_key_values=cache).logits
+        last = model(ids[:, 39:], past_key_values=cache).logits
+    assert torch.allclose(torch.cat((middle, last), 1), expected[:, 25:], atol=1e-4)
+
+
+@torch.no_grad()
+def test_what_the_function_gives_is_the_attention(checkpoints):
+    model, ids = load(checkpoints("llama")), tokens()
+    expected = model(ids).logits
+    with tapped(model, lambda call: torch.zeros_like(call.output())):
+        assert not torch.allclose(model(ids).logits, expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_window"])
+@torch.no_grad()
+def test_heads_apart_are_the_heads_together(checkpoints, family):
+    calls = []
+    model = load(checkpoints(family))
+    with tapped(model, lambda call: calls.append(call) or call.output()):
+        model(tokens())
+    for call in calls:
+        apart = torch.cat([call.of_heads(head, head + 1).output() for head in range(call.kv_heads)], dim=2)
+        assert torch.allclose(apart, call.output(), atol=1e-5)
+        visible = call.visible()[0, 0]
+        assert visible.shape == (40, 40)
+        assert visible.diagonal().all() and not visible.triu(1).any()
+        assert visible[39, 0] == (family == "llama")
+
+
+@torch.no_grad()
+def test_the_tap_goes_after_an_error(checkpoints):
+    model, ids = load(checkpoints("llama")), tokens()
+    expected = model(ids).logits
+
+    def fails(call):
+        raise SurgeryError("no")
+
+    with pytest.raises(SurgeryError, match="no"), tapped(model, fails):
+        model(ids)
+    assert torch.equal(model(ids).logits, expected)
+    assert not hasattr(model.base_model.layers[0].self_attn, "surgery_tap")
+
+
+def test_a_model_without_attention_is_refused():
+    with pytest.raises(SurgeryError, match="CopyingModel takes no attention function"), tapped(CopyingModel(64), id):
+        pass

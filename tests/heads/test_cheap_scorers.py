@@ -1,0 +1,312 @@
+"""Scores of heads from forward passes alone, on attention whose right answer is known and on the demo model."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import DEMO, HELD_OUT
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from surgery.attention_tap import AttentionCall, tapped
+from surgery.errors import SurgeryError
+from surgery.eval.distributed import Processes
+from surgery.eval.sequences import random_windows, tokenize
+from surgery.heads import attention_area, attention_rows, induction, kvzip, needle
+from surgery.heads.methods import scorer
+from surgery.heads.needles import needle_sequences
+from surgery.heads.scorer import ScoringSession
+from surgery.heads.settings import HeadSettings
+from surgery.heads.ties import break_ties
+from surgery.progress import Progress
+
+CHEAP = ("needle", "induction", "kvzip", "attention-area")
+
+
+class Backwards(Processes):
+    """Does the last item first: what several processes may do to the order of the work."""
+
+    def map(self, function, items, done=int):
+        return super().map(function, list(items)[::-1], done)[::-1]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="module")
+def session(tokenizer):
+    ids = tokenize(tokenizer, HELD_OUT.read_text(encoding="utf-8")[:60_000])
+
+    def make(model, method="needle", length=128, processes=None, **settings):
+        settings = {"sinks": 4, "recent": 16, "facts": 3, "samples": 2, **settings}
+        settings = HeadSettings(method=method, length=length, **settings)
+        return ScoringSession(
+            model.requires_grad_(False),
+            tokenizer,
+            settings,
+            lambda count: random_windows(ids, count, length, 0, tokenizer.bos_token_id),
+            lambda count: needle_sequences(tokenizer, ids, count, length, settings.facts, 0),
+            0,
+            processes or Processes(),
+            Progress(silent=True),
+            None,
+        )
+
+    return make
+
+
+def load(path, **options):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+
+
+def best(scores, count):
+    return {divmod(place, scores.shape[1]) for place in scores.flatten().topk(count).indices.tolist()}
+
+
+# Rows of attention
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_window"])
+def test_rows_are_those_of_the_whole_matrix(checkpoints, family):
+    model = load(checkpoints(family), attn_implementation="eager")
+    ids = torch.randint(3, 4096, (2, 50), generator=torch.Generator().manual_seed(0))
+    wanted = model(ids, output_attentions=True).attentions
+    rows = torch.tensor([0, 7, 31, 49])
+
+    def look(call):
+        got = attention_rows.attention_rows(call, rows)
+        assert torch.allclose(got, wanted[call.layer][:, :, rows], atol=1e-5)
+        keys = torch.tensor([0, 5, 6, 20, 30])
+        some = attention_rows.attention_rows(call, rows[2:], keys)
+        picked = wanted[call.layer][:, :, rows[2:]][..., keys]
+        seen = picked.sum(-1, keepdim=True)
+        assert torch.allclose(some * seen, picked, atol=1e-5)
+        return call.output()
+
+    with torch.no_grad(), tapped(model, look):
+        model(ids)
+
+
+def test_rows_after_a_cache_see_the_cache():
+    query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 8, 4)
+    attention = attention_rows.attention_rows(AttentionCall(0, query, key, key, None, 1.0), torch.arange(3))
+    assert (attention > 0).sum(-1).tolist() == [[[6, 7, 8]] * 2]
+
+
+def test_pieces_cover_all_rows(monkeypatch):
+    monkeypatch.setattr(attention_rows, "ENTRIES", 100)
+    part = torch.zeros(1, 2, 10, 4)
+    pieces = list(attention_rows.row_pieces(AttentionCall(0, part, part, part, None, 1.0), torch.arange(3, 10)))
+    assert max(map(len, pieces)) == 5 and torch.equal(torch.cat(pieces), torch.arange(3, 10))
+
+
+# Hand-made attention: four query heads, of which the right ones are known
+
+
+def looking_at(places):
+    """Attention rows of heads that look at one place each: ``places(row, head)``."""
+
+    def rows_of(call, rows, keys=None):
+        attention = torch.zeros(1, call.query.shape[1], len(rows), call.key.shape[2])
+        for head in range(attention.shape[1]):
+            for index, row in enumerate(rows.tolist()):
+                attention[0, head, index, places(row, head)] = 1
+        return attention
+
+    return rows_of
+
+
+def test_echo_and_induction_of_heads_that_are_such(monkeypatch, checkpoints, session):
+    length, period = 129, 32
+    heads = (lambda row: row, lambda row: row - period, lambda row: row - period + 1, lambda row: 0)
+    monkeypatch.setattr(induction, "attention_rows", looking_at(lambda row, head: heads[head](row)))
+    found = induction.score(session(load(checkpoints("llama")), "induction", length))
+    assert found.facts == {"repeated_tokens": period, "repetitions": 4}
+    assert found.parts["echo"].tolist() == [[0, 1, 0, 0]] * 2
+    assert found.parts["induction"].tolist() == [[0, 0, 1, 0]] * 2
+    assert found.scores.dtype == torch.float32 and found.scores.shape == (2, 2)
+
+
+def test_repeated_tokens(checkpoints, session, tokenizer):
+    scored = session(load(checkpoints("llama")), "induction", 131)
+    first, other = induction.repeated_tokens(scored, 2)
+    assert len(first) == 129 and first[0] == tokenizer.bos_token_id
+    repetitions = first[1:].view(4, 32)
+    assert (repetitions == repetitions[0]).all() and len(repetitions[0].unique()) == 32
+    assert not set(repetitions[0].tolist()) & set(tokenizer.all_special_ids)
+    assert not torch.equal(first, other)
+    with pytest.raises(SurgeryError, match="too few to repeat"):
+        induction.repeated_tokens(session(scored.model, "induction", 12), 1)
+
+
+def test_kept_order_takes_one_echo_head_for_fourteen_of_induction():
+    induction_scores = torch.arange(20, 0, -1).double().view(4, 5)
+    echo = torch.zeros(4, 5, dtype=torch.float64)
+    echo[3, 4] = 1  # the last by induction
+    order = (1 - induction.kept_order(echo, induction_scores)).flatten() * 20
+    # Fourteen by induction, then the best by echo, then the rest.
+    assert order.round().int().tolist() == [*range(1, 15), 16, 17, 18, 19, 20, 15]
+
+
+def test_kept_order_has_no_ties():
+    flat = torch.zeros(3, 4, dtype=torch.float64)
+    assert len(induction.kept_order(flat, flat).unique()) == 12
+
+
+class KnowsAll:
+    """A reader of a model that predicts every next token right."""
+
+    def __init__(self, model, tokens):
+        self.model = model
+
+    def states(self, tokens):
+        self.model.base_model(input_ids=tokens, use_cache=False)
+        return torch.cat((tokens[:, 1:], tokens[:, :1]), 1)
+
+    def logits(self, states):
+        return torch.nn.functional.one_hot(states, 4096).float()
+
+
+def test_copy_score_of_a_head_that_copies(monkeypatch, checkpoints, session):
+    scored = session(load(checkpoints("llama")), samples=1)
+    needles = scored.needles(1)
+    answers = needles.tokens[0, needles.answers[0]]
+    assert needles.spans[0, 0, 0] > 4
+    needles.tokens[0, 1:5] = answers[:4]  # before all facts
+    scored = replace(scored, needles=lambda count: needles)
+    tokens, asked = needles.tokens[0].tolist(), needles.asked[0].tolist()
+
+    def source(row):
+        """Place of the next token in the fact that is asked for."""
+        start, stop = needles.spans[0, asked[row + 1]].tolist()
+        return tokens.index(tokens[row + 1], start, stop)
+
+    def elsewhere(row):
+        """Place of the same token before all facts, if it stands there."""
+        place = tokens.index(tokens[row + 1])
+        return place if place < needles.spans[0, 0, 0] else 0
+
+    nth = {}
+    for place, fact in enumerate(asked):
+        if fact >= 0:
+            nth[place] = nth.get(place - 1, -1) + 1
+    answer = max(nth.values()) + 1
+    heads = (
+        elsewhere,
+        lambda row: source(row) if nth[row + 1] < 2 else 0,
+        lambda row: source(row),
+        lambda row: row,
+    )
+    assert sum(elsewhere(place - 1) > 0 for place in nth) >= 4
+    monkeypatch.setattr(needle, "attention_rows", looking_at(lambda row, head: heads[head](row)))
+    monkeypatch.setattr(needle, "LogitReader", KnowsAll)
+    found = needle.score(scored)
+    expected = torch.tensor([[0, 2 / answer, 1, 0]] * 2)
+    assert torch.allclose(found.parts["copy"], expected) and torch.allclose(found.parts["mass"], expected)
+    assert (found.scores[:, 1] > found.scores[:, 0]).all()
+    facts = needles.spans.shape[1]
+    assert found.facts == {"needles": facts, "needles_answered": facts}
+
+
+def test_a_model_that_answers_nothing_is_refused(checkpoints, session):
+    with pytest.raises(SurgeryError, match="answers none of"):
+        needle.score(session(load(checkpoints("llama"))))
+
+
+# Against the definitions, computed from whole matrices
+
+
+@pytest.mark.parametrize("chunk", [2000, 20])
+def test_kvzip_is_the_largest_attention_of_the_repetition(monkeypatch, checkpoints, session, tokenizer, chunk):
+    monkeypatch.setattr(kvzip, "CHUNK", chunk)
+    model = load(checkpoints("llama"), attn_implementation="eager")
+    scored = session(model, "kvzip", samples=1)
+    found = kvzip.score(scored)
+    context = scored.text(1)[0, : found.facts["context_tokens"]]
+    wanted = torch.zeros(2, 2, 2, len(context))
+    for start in range(1, len(context), chunk):
+        stop = min(start + chunk, len(context))
+        asking = tokenize(tokenizer, kvzip.REPEAT if start == 1 else kvzip.REPEAT_FROM)
+        asking = [*asking, *(context[start - kvzip.REMINDER : start].tolist() if start > 1 else [])]
+        ids = torch.cat((context, torch.tensor(asking), context[start:stop]))
+        assert len(ids) <= 128
+        with torch.no_grad():
+            layers = model(ids[None], output_attentions=True).attentions
+        for layer, attention in enumerate(layers):
+            keys = [0, *range(start, stop), *range(len(context), len(ids))]
+            for row in range(len(context), len(ids)):
+                some = attention[0, :, row, keys] / attention[0, :, row, keys].sum(-1, keepdim=True)
+                some = some[:, 1 : 1 + stop - start].view(2, 2, -1).amax(1)
+                wanted[0, layer, :, start:stop] = torch.maximum(wanted[0, layer, :, start:stop], some)
+                far = torch.tensor([4 <= place <= row - 16 for place in range(start, stop)])
+                wanted[1, layer, :, start:stop] = torch.maximum(wanted[1, layer, :, start:stop], some * far)
+    assert torch.allclose(found.parts["largest_of_all"], wanted[0].amax(-1), atol=1e-5)
+    assert torch.allclose(found.parts["largest"], wanted[1].amax(-1), atol=1e-5)
+    assert torch.allclose(found.parts["mean"], wanted[1, :, :, 4:].mean(-1), atol=1e-5)
+    assert torch.equal(found.scores.argsort(), found.parts["largest"].argsort())
+
+
+def test_kvzip_needs_more_than_streaming_keeps(checkpoints, session):
+    with pytest.raises(SurgeryError, match="nearly cover"):
+        kvzip.score(session(load(checkpoints("llama")), "kvzip", recent=100))
+
+
+@pytest.mark.parametrize("family", ["llama3", "llama_bias", "qwen3"])
+def test_attention_area_is_that_of_the_mean_query_and_key(checkpoints, session, family):
+    """The same from what the projections give before RoPE."""
+    model = load(checkpoints(family))
+    scored = session(model, "attention-area", samples=1)
+    found = attention_area.score(scored)
+    seen = {}
+    for layer, block in enumerate(model.base_model.layers):
+        for name in ("q", "k"):
+            module = getattr(block.self_attn, f"{name}_norm" if family == "qwen3" else f"{name}_proj")
+            keep = seen.setdefault((layer, name), [])
+            module.register_forward_hook(lambda *args, keep=keep: keep.append(args[-1]))
+    with torch.no_grad():
+        model(scored.text(1))
+        cos, sin = model.base_model.rotary_emb(torch.zeros(1), torch.arange(500)[None])
+    for layer in range(2):
+        width = model.base_model.layers[layer].self_attn.head_dim
+        means = [seen[layer, name][0].reshape(128, -1, width).mean(0) for name in ("q", "k")]
+        turned = []
+        for mean in means:
+            mean = mean[:, None].expand(-1, 500, -1)
+            half = torch.cat((-mean[..., width // 2 :], mean[..., : width // 2]), -1)
+            turned.append(mean * cos + half * sin)
+        logits = turned[0][:, -1:] @ turned[1].repeat_interleave(2, 0).transpose(-1, -2) / math.sqrt(width)
+        area = logits[:, 0].softmax(-1).cumsum(-1).mean(-1)
+        assert torch.allclose(found.parts["area"][layer], area, atol=1e-4)
+        assert torch.allclose(found.scores[layer], area.view(2, 2).mean(-1), atol=1e-4)
+
+
+# All of them
+
+
+def test_ties_are_ordered_and_nothing_else():
+    scores = torch.tensor([[0.5, 0.0, 0.5], [1.0, 0.0, 0.0]])
+    by = torch.tensor([[1.0, 3.0, 2.0], [0.0, 9.0, 1.0]])
+    broken = break_ties(scores, by)
+    assert broken.flatten().argsort(descending=True).tolist() == [3, 2, 0, 4, 1, 5]
+    assert (broken - scores).abs().max() < 0.25
+    assert torch.equal(break_ties(scores, torch.zeros(2, 3)), scores)
+
+
+@pytest.mark.parametrize("method", CHEAP)
+def test_finds_the_heads_that_retrieve(session, method):
+    """Of 24 heads of the demo model, streaming of these three costs the most recall: taken one by one, by ablation."""
+    model = load(DEMO)
+    length = 512
+    found = scorer(method)(session(model, method, length, sinks=16, recent=112))
+    assert found.scores.shape == (6, 4) and found.scores.dtype == torch.float32
+    # Heads that look everywhere alike have a large area, too: those of the first layer.
+    assert {(5, 1), (3, 0), (4, 3)} <= best(found.scores, 7 if method == "attention-area" else 3)
+    again = scorer(method)(session(model, method, length, Backwards(), sinks=16, recent=112))
+    assert torch.equal(found.scores, again.scores) and found.facts == again.facts
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(SurgeryError, match="choose duo"):
+        scorer("magic")

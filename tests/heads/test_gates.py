@@ -1,0 +1,267 @@
+"""Gates: what they compute, that training them goes on where it stopped, and that it is one function of its settings.
+
+Run with a checkpoint and a folder, as `torchrun` does, this file is a process that trains.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scoring import scoring_session
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from surgery.attention_tap import AttentionCall, tapped
+from surgery.errors import SurgeryError
+from surgery.eval.loss import LogitReader
+from surgery.heads import duo, gates, prulong
+from surgery.heads.gate_training import schedule, train_gates
+from surgery.heads.gates import gated_heads, gated_output, input_device, mean_loss, recomputed_layers
+from surgery.heads.journal import Journal
+from surgery.heads.streaming import streaming_heads, streaming_output
+
+SCORERS = {"duo": duo, "prulong": prulong}
+OBJECTIVES = {"duo": duo.DuoObjective, "prulong": prulong.PruLongObjective}
+STEPS = 12
+
+
+def call(dtype=torch.float32) -> AttentionCall:
+    """Two KV heads with two query heads each, 40 tokens of two sequences."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 40, 8, dtype=dtype) for heads in (4, 2, 2))
+    return AttentionCall(0, query, key, value, None, 8**-0.5)
+
+
+def test_gates_mix_the_outputs_of_their_heads():
+    attention = call()
+    out = gated_output(attention, torch.tensor([1.0, 0.25]), 2, 5)
+    full, streaming = attention.output(), streaming_output(attention, 2, 5)
+    assert torch.allclose(out[:, :, :2], full[:, :, :2], atol=1e-6)
+    assert torch.allclose(out[:, :, 2:], 0.25 * full[:, :, 2:] + 0.75 * streaming[:, :, 2:], atol=1e-6)
+    assert not torch.allclose(full, streaming, atol=1e-2)
+
+
+def test_the_mixture_is_float32_whatever_the_model_is():
+    attention = call(torch.bfloat16)
+    gate = torch.full((2,), 1 - 2**-12, requires_grad=True)  # which bfloat16 would round to 1
+    out = gated_output(attention, gate, 0, 1)
+    full, streaming = attention.output().float(), streaming_output(attention, 0, 1).float()
+    assert torch.equal(out, torch.lerp(streaming, full, gate[0]).bfloat16())
+    out.float().sum().backward()
+    difference = (full - streaming).transpose(1, 2)
+    assert gate.grad.dtype == torch.float32
+    assert torch.allclose(gate.grad, difference.reshape(2, 2, -1).transpose(0, 1).reshape(2, -1).sum(1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+def test_gates_of_1_and_0_are_full_and_streaming_heads(checkpoints, family):
+    session = scoring_session(checkpoints(family))
+    model, tokens = session.model, session.text(2)
+    streams = torch.tensor([[True, False], [False, True]])
+    with torch.no_grad():
+        with gated_heads(model, (~streams).float(), 4, 12):
+            found = model(tokens, use_cache=False).logits
+        with streaming_heads(model, streams, 4, 12):
+            expected = model(tokens, use_cache=False).logits
+        assert torch.allclose(found, expected, atol=1e-4)
+        assert not torch.allclose(found, model(tokens, use_cache=False).logits, atol=1e-1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_layers_are_computed_again_as_in_evaluation(checkpoints, family):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints(family), dtype=torch.float32)
+    model.eval().requires_grad_(False)
+    for module in model.modules():  # what training mode would bring in
+        if hasattr(module, "jitter_noise"):
+            module.jitter_noise = 0.5
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    states = [dict(layer.__dict__) for layer in model.base_model.layers]
+    tokens = torch.arange(3, 67).view(2, 32)
+    runs, calls = [], []
+
+    def losses(counts: list) -> tuple:
+        gate = torch.full((2, 2), 0.5, requires_grad=True)
+
+        def attention(each: AttentionCall):
+            counts.append(each.layer)
+            share = gate[each.layer].repeat_interleave(2)[:, None]
+            return share * each.output()
+
+        with tapped(model, attention):
+            out = model.base_model(tokens, use_cache=False).last_hidden_state
+            loss = out.square().cumsum(1).mean()
+            loss.backward()
+        return loss.detach(), gate.grad
+
+    runs.append(losses(calls))
+    with recomputed_layers(model):
+        again: list = []
+        runs.append(losses(again))
+    assert calls == [0, 1] and sorted(again) == [0, 0, 1, 1]
+    assert torch.equal(runs[0][0], runs[1][0]) and torch.allclose(runs[0][1], runs[1][1], rtol=1e-5)
+    assert [layer.__dict__ == state for layer, state in zip(model.base_model.layers, states, strict=True)] == [True] * 2
+
+
+def test_the_loss_in_pieces_is_the_loss(checkpoints, monkeypatch):
+    monkeypatch.setattr(gates, "ROWS_AT_ONCE", 7)
+    session = scoring_session(checkpoints("llama"))
+    tokens = session.text(2)
+    predicted = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(0)) < 0.3
+    reader = LogitReader(session.model, tokens)
+    logits = session.model(tokens).logits[:, :-1]
+    each = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(2, -1)
+    assert torch.allclose(mean_loss(reader, tokens), each.mean(), rtol=1e-5)
+    assert torch.allclose(mean_loss(reader, tokens, predicted), each[predicted[:, 1:]].mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", OBJECTIVES)
+def test_gradients_are_those_of_the_loss(checkpoints, method):
+    session = scoring_session(checkpoints("llama"), steps=1)
+    objective = OBJECTIVES[method](session)
+    (parameter,) = objective.groups()[0]["params"]
+    with torch.no_grad():
+        parameter.copy_(torch.tensor([[0.3, 0.6], [0.8, 0.5]]))
+    with recomputed_layers(session.model):
+        objective.backward(0, 0)
+        gradient = parameter.grad.clone()
+        for index in range(4):
+            ends = []
+            for move in (0.01, -0.01):
+                with torch.no_grad():
+                    parameter.view(-1)[index] += move
+                ends.append(objective.backward(0, 0).item())
+                with torch.no_grad():
+                    parameter.view(-1)[index] -= move
+            assert (ends[0] - ends[1]) / 0.02 == pytest.approx(gradient.view(-1)[index].item(), rel=0.05, abs=2e-4)
+
+
+def test_full_gates_lose_nothing_to_their_teacher(checkpoints):
+    session = scoring_session(checkpoints("llama"), steps=1)
+    objective = duo.DuoObjective(session)
+    assert objective.backward(0, 0) < 1e-10
+    with torch.no_grad():
+        objective.gates.zero_()
+    assert objective.backward(0, 0) > 1e-4
+
+
+@pytest.mark.parametrize("method", SCORERS)
+def test_gates_come_to_the_target(checkpoints, method):
+    result = SCORERS[method].score(scoring_session(checkpoints("llama"), steps=40, target=0.5, learning_rate=0.3))
+    assert result.scores.shape == (2, 2) and result.scores.dtype == torch.float32
+    assert result.facts["mean_gate"] == pytest.approx(0.5, abs=0.2)
+    assert result.scores.unique().numel() == 4 and result.facts["steps"] == 40
+
+
+@pytest.mark.parametrize("method", SCORERS)
+def test_resumed_is_uninterrupted(checkpoints, tmp_path, method):
+    scorer, source = SCORERS[method], checkpoints("llama")
+    uninterrupted = scorer.score(scoring_session(source, steps=STEPS))
+
+    class Stopped(Journal):
+        def put(self, key, tensors, facts=None):
+            super().put(key, tensors, facts)
+            if int(tensors["done"]) == 10:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scorer.score(scoring_session(source, Stopped(tmp_path / "journal", {}), steps=STEPS))
+    session = scoring_session(source, Journal(tmp_path / "journal", {}), steps=STEPS)
+    counted = []
+    original = session.model.base_model.forward
+    session.model.base_model.forward = lambda *args, **kwargs: counted.append(1) or original(*args, **kwargs)
+    resumed = scorer.score(session)
+    assert len(counted) <= 2 * (STEPS - 10), "steps that were done are not done again"
+    assert session.progress.done == STEPS
+    assert torch.equal(resumed.scores, uninterrupted.scores) and resumed.facts == uninterrupted.facts
+    assert all(torch.equal(resumed.parts[name], part) for name, part in uninterrupted.parts.items())
+
+
+@pytest.mark.parametrize("method", SCORERS)
+def test_weights_need_not_be_resident(checkpoints, method):
+    accelerate = pytest.importorskip("accelerate")
+    expected = SCORERS[method].score(scoring_session(checkpoints("llama"), steps=3))
+    session = scoring_session(checkpoints("llama"), steps=3)
+    accelerate.cpu_offload(session.model, execution_device="cpu")
+    assert session.model.get_input_embeddings().weight.is_meta and input_device(session.model).type == "cpu"
+    assert torch.equal(SCORERS[method].score(session).scores, expected.scores)
+
+
+@pytest.mark.parametrize("method", SCORERS)
+def test_what_is_not_finite_stops(checkpoints, method):
+    session = scoring_session(checkpoints("llama"), steps=2)
+    session.model.base_model.norm.weight[0] = float("nan")
+    with pytest.raises(SurgeryError, match=f"{method}, step 1: .*not finite"):
+        SCORERS[method].score(session)
+
+
+def test_draws_of_gates_have_the_chance_that_is_penalised():
+    log_alpha = torch.tensor([-3.0, -0.5, 0.0, 2.0]).repeat(20_000, 1)
+    drawn = prulong.sampled_gates(log_alpha, torch.Generator().manual_seed(0))
+    assert drawn.min() == 0 and drawn.max() == 1
+    assert torch.allclose((drawn > 0).float().mean(0), prulong.open_chance(log_alpha[0]), atol=0.01)
+
+
+def test_gates_are_drawn_anew_for_each_sequence_and_seed(checkpoints):
+    losses = []
+    for seed, sequence in ((0, 0), (0, 0), (0, 1), (1, 0)):
+        session = replace(scoring_session(checkpoints("llama"), steps=2), seed=seed)
+        session = replace(session, text=lambda count, text=session.text: text(1))  # the only one, again and again
+        objective = prulong.PruLongObjective(session)
+        objective.log_alpha.data.zero_()
+        losses.append(objective.backward(0, sequence).item())
+    assert losses[0] == losses[1] and len(set(losses)) == 3
+
+
+def test_rates_rise_and_fall():
+    rates = [schedule(step, 20) for step in range(20)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1, 1] and rates == rates[::-1]
+    assert schedule(0, 1) == 1
+
+
+def train(checkpoint: Path, method: str) -> dict[str, torch.Tensor]:
+    """A training with two sequences a step, on however many processes there are."""
+    torch.set_num_threads(1)
+    session = scoring_session(checkpoint, steps=6)
+    objective = OBJECTIVES[method](session, batch=2)
+    facts = train_gates(session, objective, batch=2)
+    return {**objective.state(), "loss": torch.tensor(facts["last_loss"])}
+
+
+def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
+    pytest.importorskip("accelerate")
+    source = checkpoints("llama")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.Popen(
+        [*launch, str(source), str(tmp_path)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = run.communicate(timeout=120)
+    finally:
+        run.terminate()
+    assert run.returncode == 0, output[-3000:]
+    for method in OBJECTIVES:
+        one = train(source, method)
+        two, other = (load_file(tmp_path / f"{method}-{rank}") for rank in (0, 1))
+        for name, tensor in one.items():
+            assert torch.equal(two[name], other[name]), name
+            assert torch.allclose(two[name], tensor, atol=2e-3, rtol=1e-3), (method, name, two[name], tensor)
+
+
+if __name__ == "__main__":
+    checkpoint, folder = map(Path, sys.argv[1:])
+    for name in OBJECTIVES:
+        trained = train(checkpoint, name)
+        save_file(
+            {key: tensor.detach().clone() for key, tensor in trained.items()}, folder / f"{name}-{os.environ['RANK']}"
+        )

@@ -1,0 +1,103 @@
+"""What is put in a journal is there when it is opened again, and nothing else is."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from surgery.errors import SurgeryError
+from surgery.heads.journal import Journal
+
+IDENTITY = {"model": "a", "seed": 3, "sizes": (1, 2)}
+
+
+def test_goes_on_where_it_stopped(tmp_path):
+    path = tmp_path / "heads.journal"
+    journal = Journal(path, IDENTITY)
+    assert journal.get("a") is None and not path.exists()
+    state = {"gates": torch.rand(2, 3), "done": torch.tensor(7), "empty": torch.zeros(0)}
+    journal.put("a", state, {"loss": 0.5})
+    journal.put("b/c", {"x": torch.ones(2, dtype=torch.float64)})
+    again = Journal(path, IDENTITY)
+    assert all(torch.equal(again.get("a")[name], tensor) for name, tensor in state.items())
+    assert again.get("b/c")["x"].dtype == torch.float64
+    assert (again.facts("a"), again.facts("b/c"), again.facts("d")) == ({"loss": 0.5}, {}, {})
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    again.remove()
+    assert again.get("a") is None and not path.exists()
+
+
+def test_keeps_copies(tmp_path):
+    tensor = torch.zeros(3, 2)
+    journal = Journal(tmp_path / "journal", {})
+    journal.put("a", {"x": tensor.T})
+    tensor += 1
+    assert journal.get("a")["x"].sum() == 0
+
+
+def test_without_a_file_it_knows_what_it_was_told():
+    journal = Journal(None, {})
+    journal.put("a", {"x": torch.ones(1)})
+    assert journal.get("a")["x"] == 1
+    journal.remove()
+
+
+def test_another_identity_starts_anew(tmp_path):
+    path, notes = tmp_path / "journal", []
+    Journal(path, IDENTITY).put("a", {"x": torch.ones(1)})
+    other = Journal(path, {**IDENTITY, "seed": 4}, note=notes.append)
+    assert other.get("a") is None and len(notes) == 1 and "starting anew" in notes[0]
+    assert Journal(path, IDENTITY).get("a") is not None, "nothing was put, so nothing was replaced"
+    other.put("b", {"x": torch.ones(1)})
+    assert Journal(path, IDENTITY).get("a") is None
+
+
+@pytest.mark.parametrize("damage", ["bytes", "truncated", "foreign", "folder"])
+def test_refuses_what_is_no_journal(tmp_path, damage):
+    path = tmp_path / "journal"
+    Journal(path, {}).put("a", {"x": torch.ones(100)})
+    if damage == "bytes":
+        path.write_bytes(b"something else")
+    elif damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-5])
+    elif damage == "foreign":
+        save_file({"weight": torch.ones(2)}, path, {"format": "pt"})
+    else:
+        path.unlink()
+        path.mkdir()
+    with pytest.raises(SurgeryError) as error:
+        Journal(path, {})
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    assert path.exists()
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "journal"
+    journal = Journal(path, {})
+    journal.put("a", {"x": torch.ones(1)})
+    monkeypatch.setattr("os.fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(SurgeryError, match="no space left"):
+        journal.put("a", {"x": torch.zeros(1)})
+    assert Journal(path, {}).get("a")["x"] == 1
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_only_the_main_process_touches_the_file(tmp_path):
+    path, calls = tmp_path / "journal", []
+
+    class Other:
+        """A process that is not the main one: what main reads is handed to it."""
+
+        def from_main(self, function):
+            calls.append(function.__name__)
+            return (
+                {"identity": {}, "facts": {"a": {}}, "entries": {"a": {"x": torch.ones(1)}}}
+                if len(calls) == 1
+                else None
+            )
+
+    journal = Journal(path, {}, Other())
+    journal.put("b", {"x": torch.ones(1)})
+    assert journal.get("a")["x"] == 1 and calls == ["_read", "_write"] and not path.exists()
+    json.dumps(journal.facts("b"))

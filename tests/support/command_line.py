@@ -1,0 +1,55 @@
+"""The command line in tests: in this process, or in one of its own that says what it imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from surgery import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+
+IMPORTED = """
+import contextlib, sys
+sys.argv[0] = 'surgery'
+from surgery.cli import app
+with contextlib.suppress(SystemExit):
+    app()
+print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+def imports_of(*arguments) -> subprocess.CompletedProcess:
+    """`surgery ARGUMENTS` in its own process, which ends with the heavy packages that it imported on standard error."""
+    # Wide enough that rich does not break the lines that are looked for.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb"}
+    command = [sys.executable, "-c", IMPORTED, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+def two_processes(*arguments) -> subprocess.CompletedProcess:
+    """`surgery ARGUMENTS` in two processes, as `accelerate launch` starts them; both have to end well."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "surgery"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def listing(folder: Path) -> list[str]:
+    """Everything below a folder."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def run_main(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
+    """`surgery ARGUMENTS` in this process: exit code, standard output, standard error."""
+    monkeypatch.setattr(sys, "argv", ["surgery", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    captured = capsys.readouterr()
+    return ended.value.code or 0, captured.out, captured.err

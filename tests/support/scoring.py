@@ -1,0 +1,60 @@
+"""Scoring sessions on tiny models."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from surgery.eval.distributed import Processes
+from surgery.heads.journal import Journal
+from surgery.heads.needles import needle_sequences
+from surgery.heads.scorer import ScoringSession
+from surgery.heads.settings import HeadSettings
+
+SHAPE = {"sinks": 4, "recent": 12, "length": 96, "facts": 1}
+
+
+class Silence:
+    """Counts what was done in the last phase, and keeps the notes."""
+
+    def __init__(self):
+        self.done, self.notes = 0, []
+
+    @contextmanager
+    def phase(self, name, total, unit="item"):
+        self.done = 0
+
+        def advance(count=1):
+            self.done += count
+
+        yield advance
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def scoring_session(checkpoint: Path, journal: Journal | None = None, processes=None, **settings) -> ScoringSession:
+    """A session on random text, in float32 on the CPU."""
+    asked = HeadSettings(**{**SHAPE, **settings})
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval().requires_grad_(False)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    drawn = torch.randint(3, 4096, (40, asked.length), generator=torch.Generator().manual_seed(asked.seed))
+    filler = drawn.flatten().tolist()
+
+    def needles(count: int):
+        return needle_sequences(tokenizer, filler, count, asked.length, asked.facts, asked.seed)
+
+    return ScoringSession(
+        model,
+        tokenizer,
+        asked,
+        lambda count: drawn[:count],
+        needles,
+        asked.seed,
+        processes or Processes(cpu=True),
+        Silence(),
+        journal or Journal(None, {}),
+    )

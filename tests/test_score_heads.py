@@ -1,0 +1,405 @@
+"""`surgery heads`: the pattern that it writes, what it goes on from, what it refuses, and how it answers."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from command_line import imports_of, listing, run_main, two_processes
+from safetensors import safe_open
+from tiny_models import DEMO, HELD_OUT, make_checkpoint
+
+from surgery.checkpoint import CheckpointReader
+from surgery.convert import convert_to_mla
+from surgery.convert_cache import convert_to_quantized
+from surgery.convert_heads import convert_to_gqa
+from surgery.convert_hybrid import convert_to_hybrid
+from surgery.convert_low_rank import convert_to_low_rank
+from surgery.errors import SurgeryError
+from surgery.heads import ablation
+from surgery.heads.pattern import HeadPattern
+from surgery.heads.settings import HeadSettings
+from surgery.score_heads import default_pattern, score_heads, sequence_length
+from surgery.settings import ConvertSettings, HybridSettings, KVHeadsSettings, LowRankSettings, QuantizedSettings
+
+QUICK = {
+    "method": "ablation",
+    "sinks": 4,
+    "recent": 16,
+    "length": 200,
+    "facts": 1,
+    "samples": 1,
+    "text": str(HELD_OUT),
+    "device": "cpu",
+}
+FLAGS = [part for name, value in QUICK.items() for part in (f"--{name}", str(value))]
+PASSES = 2 * (1 + 2 * 2)
+"""Sequences that an ablation of the tiny model measures a seed: answers and text, of no head and of each of four."""
+
+
+@pytest.fixture(autouse=True)
+def one_core():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def source(checkpoints):
+    return checkpoints("llama")
+
+
+def quick(**changes):
+    return HeadSettings(**{**QUICK, **changes})
+
+
+def scored(source, out, **changes):
+    return score_heads(source, out, quick(**changes)).pattern
+
+
+@pytest.fixture
+def stopping(monkeypatch):
+    """Has an ablation end with an exception at its nth sequence; without one only counts them."""
+    measured = ablation.mean_loss
+
+    def start(last=None, error=KeyboardInterrupt):
+        calls = []
+
+        def counted(*arguments):
+            calls.append(1)
+            if len(calls) == last:
+                raise error
+            return measured(*arguments)
+
+        monkeypatch.setattr(ablation, "mean_loss", counted)
+        return calls
+
+    return start
+
+
+def test_the_pattern_says_where_it_came_from(source, tmp_path):
+    result = score_heads(source, tmp_path / "new" / "heads.safetensors", quick(length=None))
+    assert listing(tmp_path) == ["new", "new/heads.png", "new/heads.safetensors"]
+    assert result.heat_map.read_bytes().startswith(b"\x89PNG")
+    pattern = HeadPattern.load(result.path)
+    assert torch.equal(pattern.scores, result.pattern.scores) and pattern.scores.shape == (2, 2)
+    assert pattern.model["sha256"] == CheckpointReader.open(source).fingerprint()
+    assert pattern.model["name"] == source.name
+    assert (pattern.method, pattern.sinks, pattern.recent, pattern.seeds) == ("ablation", 4, 16, (0,))
+    assert pattern.settings == {**quick().to_dict(), "length": 256}  # the model's limit
+    assert pattern.spread is None and pattern.seconds > 0
+    with safe_open(result.path, "pt") as file:
+        assert json.loads(file.metadata()["surgery_heads"])["versions"]["torch"] == torch.__version__
+
+
+def test_another_config_is_another_model(source, tmp_path):
+    shutil.copytree(source, tmp_path / "other")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
+    one, two = (scored(path, tmp_path / f"{path.name}.safetensors") for path in (source, tmp_path / "other"))
+    assert all(one.model[name] != two.model[name] for name in ("sha256", "config_sha256"))
+
+
+@pytest.mark.parametrize("method", ["ablation", "kvzip"])
+def test_the_data_hash_is_that_of_what_heads_were_scored_on(source, tmp_path, method):
+    text = tmp_path / "text.txt"
+    text.write_text(HELD_OUT.read_text()[30_000:])
+
+    def data(name, **changes):
+        return scored(source, tmp_path / f"{name}.safetensors", method=method, **changes).data_sha256
+
+    hashes = [data("a"), data("seed", seed=1), data("text", text=str(text)), data("both", seeds=2)]
+    assert len(set(hashes)) == 4
+    assert data("again") == hashes[0]
+
+
+def test_random_tokens_need_no_text(source, tmp_path):
+    assert scored(source, tmp_path / "a.safetensors", method="induction").data_sha256 is None
+
+
+def test_scores_of_several_seeds_are_their_mean(source, tmp_path):
+    both = scored(source, tmp_path / "both.safetensors", seeds=2, seed=3)
+    alone = [scored(source, tmp_path / f"{seed}.safetensors", seed=seed).scores for seed in (3, 4)]
+    assert both.seeds == (3, 4)
+    assert not torch.equal(*alone)
+    torch.testing.assert_close(both.scores, torch.stack(alone).mean(0))
+    torch.testing.assert_close(both.spread, torch.stack(alone).std(0))
+
+
+def test_needles_have_one_bos(tmp_path):
+    from surgery.evaluation.models import Checkpoint
+    from surgery.score_heads import Texts
+
+    texts = Texts(Checkpoint.open(str(DEMO)).tokenizer(), quick())
+    tokens = texts.needles(0)(4).tokens
+    assert (tokens[:, 0] == 1).all() and not (tokens[:, 1:] == 1).any()
+    assert tokens.shape == (4, 200)
+    assert torch.equal(texts.text(0)(2)[:, 0], torch.tensor([1, 1]))
+
+
+def test_what_is_there_is_not_overwritten_unasked(source, tmp_path):
+    pattern, picture = tmp_path / "a.safetensors", tmp_path / "a.png"
+    for path in (pattern, picture):
+        path.write_text("mine")
+        with pytest.raises(SurgeryError, match=f"{path.name}: exists; choose another --out or pass --overwrite"):
+            scored(source, pattern)
+        assert path.read_text() == "mine"
+        path.unlink()
+    pattern.write_text("mine")
+    score_heads(source, pattern, quick(method="induction"), overwrite=True)
+    assert HeadPattern.load(pattern).method == "induction"
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_scoring(source, tmp_path, stopping):
+    calls = stopping()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder.safetensors").mkdir()
+    for name, told in (
+        ("file/a.safetensors", "file: File exists|Not a directory"),
+        ("folder.safetensors", "is a folder"),
+        ("pattern.png", r"pattern\.png\.safetensors"),
+        ("pattern", r"pattern\.safetensors"),
+    ):
+        with pytest.raises(SurgeryError, match=told):
+            score_heads(source, tmp_path / name, quick(), overwrite=True)
+    assert not calls
+    assert listing(tmp_path) == ["file", "folder.safetensors"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SurgeryError("disk on fire")])
+def test_an_interrupted_scoring_goes_on(source, tmp_path, stopping, error):
+    out = tmp_path / "a.safetensors"
+    whole = scored(source, tmp_path / "whole.safetensors", seeds=2)
+    stopping(PASSES + 5, error)  # in the second seed, two heads of which are in its journal
+    with pytest.raises(type(error) if isinstance(error, SurgeryError) else error):
+        scored(source, out, seeds=2)
+    assert not out.exists() and not out.with_suffix(".png").exists()
+    kept = {f".a.safetensors.seed{seed}.journal" for seed in (0, 1)}
+    assert kept <= set(listing(tmp_path))
+    calls = stopping()
+    resumed = scored(source, out, seeds=2)
+    assert len(calls) == PASSES - 4
+    assert torch.equal(resumed.scores, whole.scores) and torch.equal(resumed.spread, whole.spread)
+    assert resumed.data_sha256 == whole.data_sha256
+    assert not kept & set(listing(tmp_path))
+
+
+def test_the_seconds_before_an_interruption_count(source, tmp_path, stopping, monkeypatch):
+    from surgery import score_heads as module
+
+    class Clock:
+        now = 0.0
+
+        @classmethod
+        def perf_counter(cls):
+            cls.now += 100
+            return cls.now
+
+    monkeypatch.setattr(module, "time", Clock)
+    stopping(PASSES)
+    with pytest.raises(KeyboardInterrupt):
+        scored(source, tmp_path / "a.safetensors")
+    stopping()
+    # 100 s from the start to each of four entries, and 100 s from the second start to the fifth and to the end.
+    assert scored(source, tmp_path / "a.safetensors").seconds == 600
+
+
+def test_a_journal_of_another_text_is_not_used(source, tmp_path, stopping):
+    text = tmp_path / "text.txt"
+    text.write_text(HELD_OUT.read_text())
+    stopping(7)
+    with pytest.raises(KeyboardInterrupt):
+        scored(source, tmp_path / "a.safetensors", text=str(text))
+    text.write_text(HELD_OUT.read_text()[40_000:])
+    calls = stopping()
+    again = scored(source, tmp_path / "a.safetensors", text=str(text))
+    assert len(calls) == PASSES
+    assert torch.equal(again.scores, scored(source, tmp_path / "b.safetensors", text=str(text)).scores)
+
+
+KILLED = f"""
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+from surgery.heads import ablation
+from surgery.heads.settings import HeadSettings
+from surgery.score_heads import score_heads
+measured, calls = ablation.mean_loss, []
+def deadly(*arguments):
+    calls.append(1)
+    if len(calls) == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return measured(*arguments)
+ablation.mean_loss = deadly
+score_heads(sys.argv[1], sys.argv[2], HeadSettings(**{QUICK!r}))
+"""
+
+
+def test_a_killed_scoring_goes_on(source, tmp_path, stopping):
+    out = tmp_path / "a.safetensors"
+    done = subprocess.run([sys.executable, "-c", KILLED, source, out], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    assert listing(tmp_path) == [".a.safetensors.seed0.journal"]
+    calls = stopping()
+    resumed = scored(source, out)
+    assert len(calls) == PASSES - 6
+    assert torch.equal(resumed.scores, scored(source, tmp_path / "whole.safetensors").scores)
+
+
+@pytest.mark.parametrize("method", ["ablation", "induction", "attention-area", "kvzip", "duo", "prulong"])
+def test_offloaded_layers_give_the_same_scores(source, tmp_path, method):
+    pytest.importorskip("accelerate")
+    asked = partial(scored, source, method=method, steps=2)
+    plain, offloaded = asked(tmp_path / "a.safetensors"), asked(tmp_path / "b.safetensors", offload=True)
+    assert torch.equal(plain.scores, offloaded.scores)
+
+
+def test_the_demo_model_copies_its_needles(tmp_path):
+    pattern = scored(DEMO, tmp_path / "a.safetensors", method="needle", length=256)
+    assert pattern.scores.shape == (6, 4) and pattern.facts["needles_answered"]
+    assert pattern.scores.max() > 0.2
+
+
+@pytest.mark.parametrize("target", ["gqa", "lowrank"])
+def test_converted_models_are_scored(source, tmp_path, target):
+    if target == "gqa":
+        convert_to_gqa(source, tmp_path / "ckpt", KVHeadsSettings(kv_heads=1, calibration="none"))
+    else:
+        convert_to_low_rank(source, tmp_path / "ckpt", LowRankSettings(kv_ratio=0.5, calibration="none"))
+    for method in ("ablation", "induction"):
+        pattern = scored(tmp_path / "ckpt", tmp_path / f"{method}.safetensors", method=method)
+        assert pattern.scores.shape == (2, 1 if target == "gqa" else 2)
+    assert pattern.model["sha256"] == CheckpointReader.open(tmp_path / "ckpt").fingerprint()
+
+
+NONE = {"calibration": "none"}
+OTHERS = {
+    "stock MLA": (partial(convert_to_mla, settings=ConvertSettings(**NONE)), "heads of MLA share one latent"),
+    "own MLA": (partial(convert_to_mla, settings=ConvertSettings(carrier="own", **NONE)), "score its source"),
+    "hybrid": (
+        partial(convert_to_hybrid, settings=HybridSettings(streaming=1.0, sinks=4, recent=16, **NONE)),
+        "some of its heads stream already; score its source",
+    ),
+    "quantised": (
+        partial(convert_to_quantized, settings=QuantizedSettings(group=16, **NONE)),
+        "KV cache is quantised; score its source",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_models_without_kv_heads_of_their_own_are_refused(source, tmp_path, what):
+    convert, told = OTHERS[what]
+    convert(source, tmp_path / "ckpt")
+    with pytest.raises(SurgeryError, match=told):
+        scored(tmp_path / "ckpt", tmp_path / "a.safetensors")
+    assert listing(tmp_path)[0] == "ckpt" and not list(tmp_path.glob("*a.safetensors*"))
+
+
+def test_sliding_windows_and_unknown_families_are_refused(checkpoints, source, tmp_path):
+    with pytest.raises(SurgeryError, match="full attention in every layer"):
+        scored(checkpoints("mistral_window"), tmp_path / "a.safetensors")
+    shutil.copytree(source, tmp_path / "other")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "model_type": "gemma2"}))
+    with pytest.raises(SurgeryError, match="model_type 'gemma2' is not supported"):
+        scored(tmp_path / "other", tmp_path / "a.safetensors")
+
+
+def test_lengths():
+    settings = HeadSettings()
+    assert sequence_length(settings, {"max_position_embeddings": 131_072}) == 4096
+    assert sequence_length(settings, {"max_position_embeddings": 1024}) == 1024
+    assert sequence_length(quick(length=21), {}) == 21
+    with pytest.raises(SurgeryError, match="no head would miss anything"):
+        sequence_length(quick(length=20), {})
+
+
+def test_default_names(source, tmp_path):
+    assert default_pattern(source, "duo") == source.parent / f"{source.name}-heads-duo.safetensors"
+    assert str(default_pattern("org/model", "duo")) == "model-heads-duo.safetensors"
+
+
+@pytest.mark.parametrize("verb", [["heads"], ["heads", "score"], ["heads", "compare"]])
+def test_help_answers_without_torch(verb):
+    done = imports_of(*verb, "--help")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout and "surgery heads" in done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+def test_the_verb_scores_with_or_without_its_name(source, tmp_path, monkeypatch, capsys):
+    arguments = [source, *FLAGS, "--method", "induction"]
+    out = tmp_path / "a.safetensors"
+    code, shown, err = run_main(monkeypatch, capsys, "heads", *arguments, "--out", out)
+    assert code == 0 and "\x1b" not in shown
+    assert "scores of KV heads, method induction" in shown and "4 sinks and 16 recent tokens" in shown
+    assert str(out) in shown and "a.png" in shown
+    code, printed, err = run_main(
+        monkeypatch, capsys, "heads", "score", *arguments, "--out", tmp_path / "b.safetensors", "--json"
+    )
+    assert code == 0 and "echo and induction" in err
+    report = json.loads(printed)  # pure: everything else went to standard error
+    pattern = HeadPattern.load(out)
+    assert report["sha256"] == pattern.sha256
+    assert report["scores"] == pattern.scores.tolist()
+    assert report["ranking"] == [list(head) for head in pattern.ranking()]
+    assert report["path"] == str(tmp_path / "b.safetensors")
+    # Flags before the checkpoint, and settings from a file.
+    (tmp_path / "heads.yaml").write_text("method: induction\nsamples: 3\n")
+    flags = ["--json", "--config", tmp_path / "heads.yaml", *FLAGS[2:], source]
+    code, printed, _ = run_main(monkeypatch, capsys, "heads", *flags, "--out", tmp_path / "c.safetensors")
+    settings = json.loads(printed)["settings"]
+    assert (settings["method"], settings["samples"], settings["length"]) == ("induction", 1, 200)
+
+
+BAD = {
+    "missing folder": (["{folder}/absent"], "absent: no such folder"),
+    "no tokenizer": (["{folder}/mute"], "cannot load it"),
+    "unknown method": (["{source}", "--method", "magic"], "'magic' is unknown: choose duo"),
+    "unknown setting": (["{source}", "--config", "{folder}/bad.yaml"], "did you mean sinks?"),
+    "short": (["{source}", "--length", "20"], "no head would miss anything"),
+    "long": (["{source}", "--length", "300"], "--length 300: the model takes 256 tokens"),
+    "missing text": (["{source}", "--text", "{folder}/absent.txt"], "absent.txt"),
+    "folder as output": (["{source}", "--out", "{folder}/mute"], "mute.safetensors"),
+    "existing output": (["{source}", "--out", "{folder}/there.safetensors"], "exists; choose another --out"),
+    "no such device": (["{source}", "--device", "abacus"], "--device abacus: cannot be used here"),
+    "no seeds": (["{source}", "--seeds", "0"], "seeds must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_are_one_line(case, source, tmp_path, monkeypatch, capsys):
+    (tmp_path / "bad.yaml").write_text("sink: 4\n")
+    (tmp_path / "there.safetensors").write_text("mine")
+    shutil.copytree(source, tmp_path / "mute")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "mute" / name).unlink()
+    before = listing(tmp_path)
+    arguments, told = BAD[case]
+    filled = [argument.format(source=source, folder=tmp_path) for argument in arguments]
+    flags = [] if case == "unknown setting" else FLAGS
+    out = [] if "--out" in filled else ["--out", tmp_path / "a.safetensors"]
+    code, printed, err = run_main(monkeypatch, capsys, "heads", *flags, *out, *filled)
+    assert code == 1 and printed == ""
+    said = [line for line in err.splitlines() if "surgery: error: " in line]
+    assert len(said) == 1 and told in said[0] and "Traceback" not in err
+    assert listing(tmp_path) == before
+
+
+def test_two_processes_give_the_scores_of_one(tmp_path):
+    pytest.importorskip("accelerate")
+    source = make_checkpoint(tmp_path / "source", "llama")
+    out = tmp_path / "two.safetensors"
+    done = two_processes("heads", source, *FLAGS, "--seeds", 2, "--json", "--out", out)
+    report = json.loads(done.stdout)  # once, not once a process
+    one, two = scored(source, tmp_path / "one.safetensors", seeds=2), HeadPattern.load(out)
+    assert torch.equal(one.scores, two.scores) and torch.equal(one.spread, two.spread)
+    assert report["sha256"] == one.sha256 and one.data_sha256 == two.data_sha256
+    assert not re.search(r"journal|partial", " ".join(listing(tmp_path)))
