@@ -29,6 +29,7 @@ STRUCTURES = {
     "lowrank": "low-rank keys and values",
     "crosslayer": "keys and values that adjacent layers share",
     "quantized": "attention over a quantised KV cache",
+    "hybrid": "full heads beside streaming ones, which keep first and recent tokens only",
 }
 
 
@@ -84,6 +85,11 @@ errors are in `surgery_report.json`. The licence of the source applies; its own 
 
 def _shape(source: dict, target: dict) -> str:
     """What of each token is cached, in words."""
+    if target["to"] == "hybrid":
+        extra = f", {target['compensated_heads']} of them with a compensation token" * bool(target["compensated_heads"])
+        streaming = target["heads"] - target["full_heads"]
+        window = f"{target['sinks']} first and {target['recent']} recent tokens"
+        return f"{streaming} of {target['heads']} KV heads stream over {window}{extra}"
     if "kv_heads" in target:
         heads = target["kv_heads"]
         kept = _range(heads) if isinstance(heads, list) else heads

@@ -1,4 +1,4 @@
-"""``surgery convert`` and ``surgery slice``: a checkpoint from another. Torch is imported inside the verbs only."""
+"""``surgery convert``: a checkpoint from another. Torch is imported inside the verb only."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ from surgery.errors import SurgeryError
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the verbs."""
+    """Adds the verb."""
     app.command()(convert)
-    app.command("slice")(slice_)
 
 
 def convert(
@@ -42,7 +41,8 @@ def convert(
         str,
         typer.Option(
             "--to",
-            help="mla; gqa (fewer KV heads) or mqa (one), in the source's own class; lowrank; crosslayer; quantized.",
+            help="mla; gqa (fewer KV heads) or mqa (one), in the source's own class; lowrank; crosslayer; hybrid "
+            "(streaming heads); quantized.",
         ),
     ] = "mla",
     out: Annotated[
@@ -150,7 +150,62 @@ def convert(
         typer.Option(
             "--sinks",
             metavar="N",
-            help="First tokens that stay exact; needs a window (lowrank, crosslayer) [0].",
+            help="First tokens that stay exact (lowrank, crosslayer) [0], or that streaming heads keep (hybrid) [the "
+            "pattern's].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    heads: Annotated[
+        str | None,
+        typer.Option(
+            "--heads",
+            metavar="FILE",
+            help="Pattern of `surgery heads`: which heads stay full (hybrid).",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    streaming: Annotated[
+        float | None,
+        typer.Option(
+            "--streaming",
+            metavar="F",
+            help="Share of the heads that stream, in place of a ratio; 1 needs no pattern (hybrid).",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            metavar="N",
+            help="Tokens at which --kv-ratio is counted (hybrid) [the model's limit].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    recent: Annotated[
+        int | None,
+        typer.Option(
+            "--recent",
+            metavar="N",
+            help="Last tokens that streaming heads keep (hybrid) [the pattern's].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    compensated: Annotated[
+        float | None,
+        typer.Option(
+            "--compensated",
+            metavar="F",
+            help="Share of the streaming heads that also read the mean of what they dropped (hybrid) [0].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    heads_multiple: Annotated[
+        int | None,
+        typer.Option(
+            "--heads-multiple",
+            metavar="N",
+            help="Every layer's full heads are a multiple of it, for tensor parallelism (hybrid) [1].",
             rich_help_panel=BUDGET,
         ),
     ] = None,
@@ -179,6 +234,15 @@ def convert(
             "--keys",
             help="What shares a scale of keys or latents: the tokens of a channel, or the channels of a token "
             "(quantized) [channel].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    streaming_bits: Annotated[
+        str | None,
+        typer.Option(
+            "--streaming-bits",
+            metavar="8|4|2|fp8",
+            help="Of what streaming heads keep, where a hybrid model is quantised [--bits].",
             rich_help_panel=BUDGET,
         ),
     ] = None,
@@ -266,6 +330,8 @@ def convert(
 
         surgery convert --to crosslayer ckpt/ --kv-ratio 0.125 --group-size 4
 
+        surgery convert --to hybrid ckpt/ --heads ckpt-heads-duo.safetensors --kv-ratio 0.4
+
         surgery convert --to quantized ckpt-lowrank/ --bits 4
     """
     from surgery.console import show_conversion, show_plan
@@ -289,7 +355,14 @@ def convert(
         "window": window,
         "sinks": sinks,
         "block": block,
-        "bits": int(bits) if bits and bits.isdigit() else bits,
+        "bits": _bits(bits),
+        "streaming_bits": _bits(streaming_bits),
+        "heads": heads,
+        "streaming": streaming,
+        "context": context,
+        "recent": recent,
+        "compensated": compensated,
+        "heads_multiple": heads_multiple,
         "group": group,
         "keys": keys,
         "hadamard": hadamard or None,
@@ -324,60 +397,8 @@ def convert(
     show_conversion(conversion, as_json=as_json)
 
 
-def slice_(
-    checkpoint: CheckpointArgument,
-    kv_ratio: Annotated[
-        float,
-        typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes of the model that it was converted from."),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder to write [CKPT-sliced, beside it].", rich_help_panel=OUTPUT),
-    ] = None,
-    allocate: Annotated[
-        str | None,
-        typer.Option(
-            "--allocate",
-            help="Ranks of layers: spectrum, by what their latents are worth (default), or uniform.",
-            rich_help_panel=BUDGET,
-        ),
-    ] = None,
-    max_shard_size: ShardSizeOption = None,
-    overwrite: OverwriteOption = False,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    batch_size: BatchOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Make a smaller checkpoint from a converted one, without calibration: the best latents come first.
-
-    For what `convert --to lowrank`, `--to crosslayer` (cascade) and `--to mla` wrote.
-
-    Example:
-
-        surgery slice ckpt-lowrank/ --kv-ratio 0.125
-    """
-    from surgery.console import show_conversion
-    from surgery.progress import Progress
-    from surgery.targets import SLICE
-
-    given = {
-        "kv_ratio": kv_ratio,
-        "allocate": allocate,
-        "max_shard_size": max_shard_size,
-        "device": device,
-        "dtype": dtype,
-        "batch_size": batch_size,
-    }
-    conversion = SLICE.convert(
-        checkpoint,
-        out,
-        SLICE.settings(given),
-        overwrite=overwrite,
-        command=shlex.join(["surgery", *sys.argv[1:]]),
-        progress=Progress(),
-    )
-    show_conversion(conversion, as_json=as_json)
+def _bits(value: str | None) -> int | str | None:
+    return int(value) if value and value.isdigit() else value
 
 
 def _rope_dim(value: str | None) -> int | None:

@@ -26,11 +26,11 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     if as_json:
         print_json({"path": str(conversion.path), **report})
         return
-    page, source, target, kv = _page(), report["source"], report["target"], report["kv"]
+    page, source, target, kv = new_page(), report["source"], report["target"], report["kv"]
     first, last = report["ladder"][0], report["ladder"][-1]
-    page.print(f"\n[bold]{_plain(source['path'])} → {_plain(conversion.path.name)}[/bold]")
+    page.print(f"\n[bold]{plain(source['path'])} → {plain(conversion.path.name)}[/bold]")
     page.print(
-        _table(
+        make_table(
             ["", "source", "converted"],
             [
                 ("class", source["model_type"], target["model_type"]),
@@ -39,6 +39,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
                     per_token(kv["source_bytes_per_token"]),
                     f"{per_token(kv['measured_bytes_per_token'])}, {share(kv['ratio'])}",
                 ),
+                *_flow(kv),
                 ("held-out loss, nats per token", decimal(first["loss"], 4), decimal(last["loss"], 4)),
                 ("recall of planted keys", decimal(first["recall"], 2), decimal(last["recall"], 2)),
             ],
@@ -51,9 +52,19 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     _show_carrier(page, target)
     page.print(
         f"{duration(sum(report['seconds'].values()))}, peak memory {size(report['peak_memory_bytes'])}\n"
-        f"[bold]{_plain(conversion.path)}[/bold]",
+        f"[bold]{plain(conversion.path)}[/bold]",
         soft_wrap=True,
     )
+
+
+def _flow(kv: dict) -> list[tuple[str, str, str]]:
+    """Peak and footprint, of conversions that were looked at for them."""
+    if "peak_ratio" not in kv:
+        return []
+    return [
+        ("most that keys and values took", "100%", share(kv["peak_ratio"])),
+        ("attention computed", "100%", share(kv["footprint"])),
+    ]
 
 
 def show_plan(plan, *, as_json: bool = False) -> None:
@@ -61,10 +72,10 @@ def show_plan(plan, *, as_json: bool = False) -> None:
     if as_json:
         print_json(plan.to_dict())
         return
-    page, source, kv, disk, work = _page(), plan.source, plan.kv, plan.disk, plan.work
-    page.print(f"\n[bold]dry run: {_plain(source['path'])} → {_plain(plan.out)}[/bold] (nothing is written)")
+    page, source, kv, disk, work = new_page(), plan.source, plan.kv, plan.disk, plan.work
+    page.print(f"\n[bold]dry run: {plain(source['path'])} → {plain(plan.out)}[/bold] (nothing is written)")
     page.print(
-        _table(
+        make_table(
             ["", "source", "converted"],
             [
                 ("class", source["model_type"], plan.target["model_type"]),
@@ -95,7 +106,7 @@ def show_plan(plan, *, as_json: bool = False) -> None:
             f"{work['total_flops'] / 1e12:,.1f} TFLOP, here at most {work['flops_per_second'] / 1e9:,.0f} GFLOP/s",
         ),
     ]
-    page.print(_table(["estimate", "", ""], rows, right=(1,)))
+    page.print(make_table(["estimate", "", ""], rows, right=(1,)))
     tokens = plan.tokens
     page.print(
         f"calibration: {tokens['calibration']} sequences of {tokens['length']} tokens; held out: {tokens['held_out']}"
@@ -108,9 +119,11 @@ def show_bench(bench, *, as_json: bool = False) -> None:
     if as_json:
         print_json(asdict(bench))
         return
-    page, report = _page(), bench.report
-    page.print(f"\n[bold]{_plain(bench.shape)}[/bold], {size(bench.source_bytes)} of weights")
-    page.print(_table(["phase", "seconds"], [(name, decimal(value, 1)) for name, value in report["seconds"].items()]))
+    page, report = new_page(), bench.report
+    page.print(f"\n[bold]{plain(bench.shape)}[/bold], {size(bench.source_bytes)} of weights")
+    page.print(
+        make_table(["phase", "seconds"], [(name, decimal(value, 1)) for name, value in report["seconds"].items()])
+    )
     page.print(f"{duration(bench.seconds)} in all, peak memory {size(bench.peak_memory_bytes)}")
 
 
@@ -132,22 +145,22 @@ def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = Fal
     if as_json:
         print_json({**inspection.to_dict(), "plot": str(drawn) if drawn else None})
         return
-    page = _page()
-    page.print(f"\n[bold]{_plain(inspection.name)}[/bold]")
-    page.print(_table(["", ""], _facts(inspection), header=False))
+    page = new_page()
+    page.print(f"\n[bold]{plain(inspection.name)}[/bold]")
+    page.print(make_table(["", ""], _facts(inspection), header=False))
     kv = inspection.kv
     rows = [(f"{context // 1024}k tokens", size(held)) for context, held in kv["bytes_at"].items()]
-    page.print(_table(["KV cache", ""], [("per token", per_token(kv["bytes_per_token"])), *rows], right=(1,)))
+    page.print(make_table(["KV cache", ""], [("per token", per_token(kv["bytes_per_token"])), *rows], right=(1,)))
     for target in inspection.targets:
-        page.print(f"[bold]{_plain(target['command'])}[/bold]")
+        page.print(f"[bold]{plain(target['command'])}[/bold]")
         if not target["applies"]:
-            page.print(f"  does not apply: {_plain('; '.join(target['reasons']))}\n", soft_wrap=True)
+            page.print(f"  does not apply: {plain('; '.join(target['reasons']))}\n", soft_wrap=True)
             continue
         page.print(f"  {_class_and_why(target['class'], target['reasons'])}", soft_wrap=True)
-        page.print(_table(["engine", "loads the result"], target["engines"].items()))
+        page.print(make_table(["engine", "loads the result"], target["engines"].items()))
     if inspection.spectra is not None:
         _show_spectra(page, inspection.spectra)
-        page.print(f"drawn in {_plain(drawn)}", soft_wrap=True)
+        page.print(f"drawn in {plain(drawn)}", soft_wrap=True)
 
 
 def show_demo(demo, *, as_json: bool = False) -> None:
@@ -157,11 +170,11 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     if as_json:
         print_json(demo.to_dict())
         return
-    page, source, converted = _page(), demo.source, demo.converted
+    page, source, converted = new_page(), demo.source, demo.converted
     page.print("\n[bold]before and after, measured by stock transformers without this package[/bold]")
     ratio = converted.kv_bytes_per_token / source.kv_bytes_per_token
     page.print(
-        _table(
+        make_table(
             ["", "source", "converted"],
             [
                 ("loaded as", source.model_class, converted.model_class),
@@ -177,8 +190,8 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     )
     for name, measured in (("source", source), ("converted", converted)):
         page.print(f"[bold]{name}[/bold] writes:")
-        page.print(f"[dim]{_plain(PROMPT)}[/dim]{_plain(measured.completion.rstrip())}\n", highlight=False)
-    page.print(f"{duration(demo.seconds)}; the converted model is in {_plain(demo.path)}", soft_wrap=True)
+        page.print(f"[dim]{plain(PROMPT)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
+    page.print(f"{duration(demo.seconds)}; the converted model is in {plain(demo.path)}", soft_wrap=True)
     page.print("Next: surgery inspect CKPT/              what a model of yours caches, and what it can become")
     page.print("      surgery convert --to mla CKPT/     converts it; --dry-run says first what that takes")
     page.print("      surgery eval NEW/ --baseline CKPT/ measures the two beside each other and beside cheap baselines")
@@ -191,8 +204,8 @@ def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False)
     if as_json:
         print_json(report)
         return
-    page, settings = _page(), report["settings"]
-    page.print(f"\n[bold]{_plain(report['title'])}[/bold]")
+    page, settings = new_page(), report["settings"]
+    page.print(f"\n[bold]{plain(report['title'])}[/bold]")
     if settings["limit"]:
         page.print(f"[bold yellow]quick look: at most {settings['limit']} samples a task[/bold yellow]")
     shown = [column for column in columns(report) if column.key != "name"]
@@ -204,7 +217,7 @@ def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False)
             interval = column.change_text(row) if column.is_difference else None
             cells.append(column.text(row, report) + (f" {interval}" if interval else ""))
         rows.append((row["name"], *cells))
-    page.print(_table(["", *(column.title for column in shown)], rows, right=tuple(range(1, len(shown) + 1))))
+    page.print(make_table(["", *(column.title for column in shown)], rows, right=tuple(range(1, len(shown) + 1))))
     page.print(
         f"measured in {settings['dtype']} on {settings['device']}, seed {settings['seed']}; "
         + (
@@ -214,7 +227,7 @@ def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False)
         )
     )
     for path in written:
-        page.print(_plain(path), soft_wrap=True)
+        page.print(plain(path), soft_wrap=True)
 
 
 def print_json(value: dict) -> None:
@@ -222,17 +235,17 @@ def print_json(value: dict) -> None:
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def _page() -> Console:
+def new_page() -> Console:
     terminal = sys.stdout.isatty()
     return Console(width=None if terminal else PLAIN_WIDTH, highlight=False)
 
 
-def _plain(text: object) -> str:
+def plain(text: object) -> str:
     """Text in which square brackets are no markup."""
     return escape(str(text))
 
 
-def _table(
+def make_table(
     columns: list[str], rows: Iterable[tuple], *, right: tuple[int, ...] | None = None, header: bool = True
 ) -> Table:
     """A table; all columns but the first are right-aligned where ``right`` names others or they hold numbers."""
@@ -242,7 +255,7 @@ def _table(
         to_the_right = index in right if right is not None else index and _numeric(row[index] for row in rows)
         table.add_column(name, justify="right" if to_the_right else "left")
     for row in rows:
-        table.add_row(*map(_plain, row))
+        table.add_row(*map(plain, row))
     return table
 
 
@@ -256,12 +269,14 @@ def _show_ladder(page: Console, ladder: list[dict]) -> None:
         return
     page.print("where the loss comes from")
     rows = [(row["stage"], decimal(row["loss"], 4), decimal(row["recall"], 2)) for row in ladder]
-    page.print(_table(["stage", "loss", "recall"], rows))
+    page.print(make_table(["stage", "loss", "recall"], rows))
 
 
 def _show_layers(page: Console, layers: list[dict]) -> None:
     page.print("error of each layer: predicted from statistics, measured on its own output")
-    if "groups" in layers[0]:
+    if "full_heads" in layers[0]:
+        head, cells = ["full heads", "streaming heads", "compensated"], _streaming
+    elif "groups" in layers[0]:
         head, cells = ["merged KV heads", "keys, predicted", "values, predicted"], _merged_heads
     elif "keys_by" in layers[0]:
         head, cells = ["keys share a scale by"], _codes
@@ -273,11 +288,16 @@ def _show_layers(page: Console, layers: list[dict]) -> None:
         head, cells = ["rank", "rotated", "RoPE, predicted", "latent, predicted"], _latent
     stages = list(layers[0]["measured"])
     rows = [(layer["layer"], *cells(layer), *(share(layer["measured"][stage]) for stage in stages)) for layer in layers]
-    page.print(_table(["layer", *head, *stages], rows))
+    page.print(make_table(["layer", *head, *stages], rows))
 
 
 def _latent(layer: dict) -> tuple:
     return layer["rank"], layer["rope_dim"], share(layer["rope_error"]), share(layer["latent_error_share"])
+
+
+def _streaming(layer: dict) -> tuple:
+    kinds = (layer["full_heads"], layer["streaming_heads"], layer["compensated_heads"])
+    return tuple(" ".join(map(str, heads)) or "-" for heads in kinds)
 
 
 def _codes(layer: dict) -> tuple:
@@ -309,17 +329,17 @@ def _show_splits(page: Console, splits: list[dict], chosen: tuple[int, int] | No
         fold = (split.get("fold", 1),) if folds else ()
         rows.append((split["rope_dim"], split["rank"], *fold, value, "chosen" if is_chosen else ""))
     page.print("splits of the budget" + (" that were tried" if chosen else " that would be tried"))
-    page.print(_table(["rotated", "latent rank", *(["fold"] if folds else []), last, ""], rows))
+    page.print(make_table(["rotated", "latent rank", *(["fold"] if folds else []), last, ""], rows))
 
 
 def _show_carrier(page: Console, target: dict) -> None:
     page.print(_class_and_why(target["model_type"], target["reasons"]), soft_wrap=True)
-    page.print(_table(["engine", "loads it"], target["engines"].items()))
+    page.print(make_table(["engine", "loads it"], target["engines"].items()))
 
 
 def _class_and_why(model_type: str, reasons: list[str]) -> str:
     why = "; ".join(reasons)
-    return _plain(f"model class of this package: {why}" if model_type == OWN_CLASS else f"class {model_type}: {why}")
+    return plain(f"model class of this package: {why}" if model_type == OWN_CLASS else f"class {model_type}: {why}")
 
 
 def _parts(parts: dict[str, int]) -> str:
@@ -367,7 +387,7 @@ def _show_spectra(page: Console, spectra: list) -> None:
     widths, shares = list(found[0]["kept"]), list(found[0]["rank_for"])
     page.print("share of the loss-weighted KV energy that fits in a rank, as a part of the KV width (keys unrotated)")
     rows = [(layer["layer"], *(_part(layer["kept"][width]) for width in widths)) for layer in found]
-    page.print(_table(["layer", *widths], rows))
+    page.print(make_table(["layer", *widths], rows))
     page.print(f"rank that holds a share, of {found[0]['width']}")
     rows = [(layer["layer"], *(layer["rank_for"][wanted] for wanted in shares)) for layer in found]
-    page.print(_table(["layer", *(f"{float(wanted):.1%}" for wanted in shares)], rows))
+    page.print(make_table(["layer", *(f"{float(wanted):.1%}" for wanted in shares)], rows))

@@ -8,16 +8,16 @@
 
 An eval step may have a `title`, and `publish`, another folder for its report without the results that it goes on from.
 A step's output lies under its name in the work folder, and later steps may use the name as a checkpoint: `convert` and
-`slice` steps compose by it. `builtin` is
-the model that ships with the package. Steps that are done already, from the same source with the same settings, are
-kept.
+`slice` steps compose by it. A `heads` step makes a pattern, which `heads` of a conversion and `patterns` of a
+`compare-heads` step may name. `builtin` is the model that ships with the package. Steps that are done already, from the
+same source with the same settings, are kept.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from surgery.file_settings import did_you_mean, read_mapping
 from surgery.progress import Progress
 
 if TYPE_CHECKING:
+    from surgery.heads.settings import HeadSettings
     from surgery.settings import ConversionSettings
     from surgery.targets import Target
 
@@ -74,9 +75,10 @@ class Recipe:
 
 @dataclass
 class Finished:
-    """What a recipe made: checkpoints by step, and the last report with its files."""
+    """What a recipe made: checkpoints and patterns by step, and the last report with its files."""
 
     checkpoints: dict[str, Path] = field(default_factory=dict)
+    patterns: dict[str, Path] = field(default_factory=dict)
     report: dict[str, Any] | None = None
     written: list[Path] = field(default_factory=list)
 
@@ -135,9 +137,12 @@ def _make(step: Step, target: Target, given: dict[str, Any], where: str) -> Acti
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
         checkpoint = _checkpoint(source, finished)
         finished.checkpoints[step.name] = out
+        asked = settings
+        if (pattern := finished.patterns.get(getattr(settings, "heads", None))) is not None:
+            asked = replace(settings, heads=str(pattern))
         # A conversion is not shared: the other processes wait for it.
         processes.from_main(
-            lambda: _convert_unless_there(target, checkpoint, out, settings, f"surgery run {where}", progress)
+            lambda: _convert_unless_there(target, checkpoint, out, asked, f"surgery run {where}", progress)
         )
 
     return do
@@ -181,7 +186,62 @@ def _evaluate(step: Step, where: str) -> Action:
     return do
 
 
-VERBS: dict[str, Callable[[Step, str], Action]] = {"convert": _convert, "slice": _slice, "eval": _evaluate}
+def _score_heads(step: Step, where: str) -> Action:
+    from surgery.heads.settings import HeadSettings
+
+    given = dict(step.settings)
+    source = _taken(given, "source", where)
+    settings = HeadSettings.from_mapping(given, where)
+
+    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
+        from surgery.score_heads import score_heads
+
+        checkpoint = _checkpoint(source, finished)
+        path = finished.patterns[step.name] = out.with_name(f"{out.name}.safetensors")
+        if processes.from_main(lambda: _scored_already(path, checkpoint, settings)):
+            progress.note(f"{path}: is there already")
+            return
+        score_heads(checkpoint, path, settings, progress=progress)
+
+    return do
+
+
+def _compare_heads(step: Step, where: str) -> Action:
+    from surgery.compare_heads import CompareRequest
+
+    given = dict(step.settings)
+    patterns, publish = _taken(given, "patterns", where), given.pop("publish", None)
+    if not isinstance(patterns, list):
+        raise SurgeryError(f"{where}: patterns must be a list")
+    known = {field.name for field in fields(CompareRequest)} - {"patterns", "out", "overwrite", "command"}
+    for name in given:
+        if name not in known:
+            raise SurgeryError(f"{where}: unknown setting {name!r}{did_you_mean(str(name), sorted(known))}")
+    if "shares" in given:
+        given["shares"] = tuple(given["shares"])
+    asked = CompareRequest((), Path(), overwrite=True, command=f"surgery run {where}", **given)
+
+    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
+        from surgery.compare_heads import compare_patterns, publish_comparison
+
+        named = tuple(f"{name}={finished.patterns.get(name, name)}" for name in patterns)
+        measure = None if asked.measure is None else _checkpoint(asked.measure, finished)
+        comparison = compare_patterns(replace(asked, patterns=named, out=out, measure=measure), progress)
+        if processes.is_main:
+            finished.written += comparison.written
+            if publish is not None:
+                finished.written += publish_comparison(comparison, Path(publish))
+
+    return do
+
+
+VERBS: dict[str, Callable[[Step, str], Action]] = {
+    "convert": _convert,
+    "slice": _slice,
+    "heads": _score_heads,
+    "compare-heads": _compare_heads,
+    "eval": _evaluate,
+}
 
 
 def _step(path: Path, number: int, entry: Any) -> Step:
@@ -243,13 +303,35 @@ def _check_kept(out: Path, source: str, settings: ConversionSettings) -> None:
     A setting that was not known when it was made counts as its default.
     """
     from surgery.checkpoint import CheckpointReader
+    from surgery.heads.import_patterns import read_pattern
 
     try:
         report = json.loads((out / "surgery_report.json").read_text(encoding="utf-8"))
         made = {field.name: field.default for field in fields(settings)} | report["settings"]
         same = json.loads(json.dumps(made)) == json.loads(json.dumps(settings.to_dict()))
         same = same and report["source"]["sha256"] == CheckpointReader.open(source).fingerprint()
+        if (heads := getattr(settings, "heads", None)) is not None:
+            same = same and report["target"]["pattern"]["sha256"] == read_pattern(heads).sha256
     except (OSError, ValueError, KeyError, TypeError):
         same = False
     if not same:
         raise SurgeryError(f"{out}: is of another source or other settings; remove it, or choose another --work folder")
+
+
+def _scored_already(path: Path, source: str, settings: HeadSettings) -> bool:
+    """Whether a pattern is there, of that source with those settings.
+
+    Raises:
+        SurgeryError: there is one of others.
+    """
+    from surgery.checkpoint import CheckpointReader
+    from surgery.heads.pattern import HeadPattern
+    from surgery.score_heads import sequence_length
+
+    if not path.exists():
+        return False
+    pattern, reader = HeadPattern.load(path), CheckpointReader.open(source)
+    wanted = {**settings.to_dict(), "length": sequence_length(settings, reader.config)}
+    if dict(pattern.settings) != wanted or pattern.model.get("sha256") != reader.fingerprint():
+        raise SurgeryError(f"{path}: is of another model or other settings; remove it, or choose another --work folder")
+    return True

@@ -218,6 +218,45 @@ class CrossLayerSettings(LowRankSettings):
 
 
 @dataclass(frozen=True)
+class HybridSettings(ConversionSettings):
+    """Settings of ``surgery convert --to hybrid``; configs/hybrid.yaml holds the same with comments.
+
+    Calibration text serves to measure the loss only; nothing is fitted.
+
+    Attributes:
+        heads: pattern file of ``surgery heads``, or of DuoAttention or PruLong; only a plan in which all heads stream
+            needs none.
+        kv_ratio: share of the source's KV bytes to keep at ``context`` tokens; without it and ``streaming``, a half.
+        context: tokens at which the ratio is counted; None: the model's limit. Streaming heads cost the same at any.
+        streaming: share of the heads that stream, instead of a ratio; 1 is StreamingLLM.
+        sinks, recent: first tokens that streaming heads keep, and last ones with the query's own among them; None:
+            those that the pattern was made for.
+        compensated: share of the streaming heads, the best of them, that also read the mean of what they dropped.
+        heads_multiple: every layer's full heads are a multiple of it, for tensor parallelism over so many devices.
+    """
+
+    heads: str | None = None
+    context: int | None = None
+    streaming: float | None = None
+    sinks: int | None = None
+    recent: int | None = None
+    compensated: float = 0.0
+    heads_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_positive("context", "recent", "heads_multiple")
+        if self.kv_ratio is not None and self.streaming is not None:
+            raise SurgeryError("give kv_ratio or streaming, not both")
+        for name in ("streaming", "compensated"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
+                raise SurgeryError(f"{name} {share}: a share of heads lies between 0 and 1")
+        if self.sinks is not None and self.sinks < 0:
+            raise SurgeryError(f"sinks must be at least 0, not {self.sinks}")
+
+
+@dataclass(frozen=True)
 class QuantizedSettings(ConversionSettings):
     """Settings of ``surgery convert --to quantized``; configs/quantized.yaml holds the same with comments.
 
@@ -230,6 +269,7 @@ class QuantizedSettings(ConversionSettings):
         keys: what shares a scale of keys, or of latents in their place: the tokens of a "channel" or the channels of a
             "token". By channel is better for latents too, at fewer bytes: some of them are much larger than others.
         hadamard: fold a rotation into the weights that spreads outliers of values and latents over their channels.
+        streaming_bits: of hybrid models, bits of what streaming heads keep; None: as many as of the others.
     """
 
     bits: int | str = 4
@@ -237,10 +277,12 @@ class QuantizedSettings(ConversionSettings):
     window: int = 0
     keys: str = "channel"
     hadamard: bool = False
+    streaming_bits: int | str | None = None
 
     def __post_init__(self) -> None:
-        if str(self.bits) not in ("8", "4", "2", "fp8"):
-            raise SurgeryError(f"bits {self.bits!r}: choose 8, 4, 2 or fp8")
+        for bits in (self.bits, self.bits if self.streaming_bits is None else self.streaming_bits):
+            if str(bits) not in ("8", "4", "2", "fp8"):
+                raise SurgeryError(f"bits {bits!r}: choose 8, 4, 2 or fp8")
         self._check_choice("keys", ("channel", "token"))
         super().__post_init__()
         self._check_positive("group")
@@ -254,8 +296,13 @@ class QuantizedSettings(ConversionSettings):
     @property
     def format(self) -> str:
         """Of a code, as the cache layers call it."""
-        return "fp8" if self.bits == "fp8" else f"int{self.bits}"
+        return _format(self.bits)
 
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""
-        return {"format": self.format, "group": self.group, "window": self.window, "keys": self.keys}
+        said = {"format": self.format, "group": self.group, "window": self.window, "keys": self.keys}
+        return said if self.streaming_bits is None else {**said, "streaming_format": _format(self.streaming_bits)}
+
+
+def _format(bits: int | str) -> str:
+    return "fp8" if bits == "fp8" else f"int{bits}"

@@ -12,6 +12,7 @@ from surgery.convert import convert_to_mla
 from surgery.convert_cache import convert_to_quantized
 from surgery.convert_cross_layer import convert_cross_layer
 from surgery.convert_heads import convert_to_gqa
+from surgery.convert_hybrid import convert_to_hybrid
 from surgery.convert_low_rank import convert_to_low_rank
 from surgery.dry_run import ConversionPlan, plan_conversion
 from surgery.errors import SurgeryError
@@ -20,6 +21,7 @@ from surgery.settings import (
     ConversionSettings,
     ConvertSettings,
     CrossLayerSettings,
+    HybridSettings,
     KVHeadsSettings,
     LowRankSettings,
     QuantizedSettings,
@@ -85,6 +87,7 @@ TARGETS = {
         Target("mqa", KVHeadsSettings, convert_to_gqa, fixed={"kv_heads": 1}),
         Target("lowrank", LowRankSettings, convert_to_low_rank),
         Target("crosslayer", CrossLayerSettings, _convert_to_cross_layer),
+        Target("hybrid", HybridSettings, convert_to_hybrid),
         Target("quantized", QuantizedSettings, convert_to_quantized),
     )
 }

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from surgery.evaluation.settings import EvalSettings
+from surgery.heads.settings import HeadSettings
 from surgery.recipe import VERBS, Recipe
 from surgery.settings import (
     ConvertSettings,
     CrossLayerSettings,
+    HybridSettings,
     KVHeadsSettings,
     LowRankSettings,
     QuantizedSettings,
@@ -105,6 +107,8 @@ def test_shipped_settings_are_the_defaults():
     assert LowRankSettings.from_file(ROOT / "configs" / "lowrank.yaml") == LowRankSettings()
     assert CrossLayerSettings.from_file(ROOT / "configs" / "crosslayer.yaml") == CrossLayerSettings()
     assert QuantizedSettings.from_file(ROOT / "configs" / "quantized.yaml") == QuantizedSettings()
+    assert HybridSettings.from_file(ROOT / "configs" / "hybrid.yaml") == HybridSettings()
+    assert HeadSettings.from_file(ROOT / "configs" / "heads.yaml") == HeadSettings()
     assert EvalSettings.from_file(ROOT / "configs" / "eval.yaml") == EvalSettings()
     ConvertSettings.from_file(ROOT / "configs" / "mla-everywhere.yaml")
 

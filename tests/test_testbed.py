@@ -11,10 +11,13 @@ from tiny_models import DEMO, HELD_OUT
 from surgery.convert import convert_to_mla
 from surgery.convert_cross_layer import convert_cross_layer
 from surgery.convert_heads import convert_to_gqa
+from surgery.convert_hybrid import convert_to_hybrid
 from surgery.convert_low_rank import convert_to_low_rank
 from surgery.eval.recall import recall_prompts
 from surgery.eval.sequences import random_windows, tokenize
-from surgery.settings import ConvertSettings, CrossLayerSettings, KVHeadsSettings, LowRankSettings
+from surgery.heads.settings import HeadSettings
+from surgery.score_heads import score_heads
+from surgery.settings import ConvertSettings, CrossLayerSettings, HybridSettings, KVHeadsSettings, LowRankSettings
 from surgery.texts import load_tokenizer
 
 SOURCE_LOSS = 2.2785
@@ -127,6 +130,19 @@ def test_shared_bases_beat_low_rank_at_an_eighth(measure, tmp_path, group_size, 
     _, found, recall = measure(convert_cross_layer(DEMO, tmp_path / "out", settings).path)
     assert found <= increase  # low rank has +0.06 there
     assert recall >= 0.75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["duo", "prulong", "ablation"])
+def test_three_quarters_of_the_heads_can_stream(measure, tmp_path, method):
+    given = HeadSettings(method=method, sinks=16, recent=112, length=1024)
+    heads = score_heads(DEMO, tmp_path / "heads.safetensors", given).path
+    settings = HybridSettings(heads=str(heads), streaming=0.75)
+    result = convert_to_hybrid(DEMO, tmp_path / "out", settings)
+    loaded_as, increase, recall = measure(result.path)
+    assert loaded_as == "SurgeryForCausalLM"
+    assert result.report.kv["ratio"] < 0.35
+    assert increase < 0.02 and recall >= 0.85
 
 
 @pytest.mark.slow

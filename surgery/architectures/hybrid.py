@@ -73,6 +73,8 @@ class StreamableModel:
         units = []
         for layer, entry in enumerate(entries):
             kind = None if entry is None else entry["kind"]
+            if kind == "hybrid" or (entry or {}).get("streaming"):
+                raise SurgeryError(f"{path}: heads of layer {layer} stream already; convert what it was made of")
             if kind in (None, "grouped"):
                 count = kv_heads if entry is None else entry["kv_heads"]
                 found = tuple(Unit((head,), 2 * head_dim) for head in range(count))

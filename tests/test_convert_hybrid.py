@@ -1,0 +1,242 @@
+"""`--to hybrid`, end to end on tiny models: what was written is the source with streaming heads, and says so."""
+
+import json
+
+import pytest
+import torch
+from loading import run_elsewhere
+from safetensors.torch import load_file
+from tiny_models import HELD_OUT
+from transformers import AutoModelForCausalLM
+
+from surgery.convert import convert_to_mla
+from surgery.convert_cache import convert_to_quantized
+from surgery.convert_heads import convert_to_gqa
+from surgery.convert_hybrid import convert_to_hybrid
+from surgery.convert_low_rank import convert_to_low_rank
+from surgery.errors import SurgeryError
+from surgery.eval.kv_cache import measure_kv
+from surgery.eval.kv_flow import measure_footprint, measure_peak
+from surgery.heads.pattern import HeadPattern
+from surgery.heads.streaming import streaming_heads
+from surgery.model import SurgeryForCausalLM
+from surgery.settings import (
+    ConvertSettings,
+    HybridSettings,
+    KVHeadsSettings,
+    LowRankSettings,
+    QuantizedSettings,
+)
+from surgery.transforms.head_order import inverse_order, permute_heads
+
+WEIGHTS_ONLY = {"calibration": "none"}
+SINKS, RECENT = 3, 5
+
+
+def tokens(batch=2, length=40):
+    return torch.randint(3, 4096, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def pattern(tmp_path):
+    """Writes a pattern of the given scores."""
+
+    def write(scores, sinks=SINKS, recent=RECENT, name="pattern"):
+        path = tmp_path / f"{name}.safetensors"
+        HeadPattern(torch.tensor(scores, dtype=torch.float32), "needle", sinks, recent).save(path, overwrite=True)
+        return str(path)
+
+    return write
+
+
+def settings_of(heads, **given):
+    return HybridSettings(heads=heads, **WEIGHTS_ONLY, **given)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_bias", "qwen2", "qwen3", "qwen3_moe"])
+def test_every_family_streams_the_lowest_heads(checkpoints, pattern, tmp_path, name):
+    source = checkpoints(name)
+    result = convert_to_hybrid(source, tmp_path / "out", settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5))
+    plain = AutoModelForCausalLM.from_pretrained(source).eval()
+    with torch.no_grad(), streaming_heads(plain, torch.tensor([[True, True], [False, False]]), SINKS, RECENT):
+        expected = plain(tokens()).logits
+    logits, cached, facts = run_elsewhere(result.path, tokens(), tmp_path, trust=True)
+    assert facts["class"] == "SurgeryForCausalLM"
+    for got in (logits, cached):
+        assert (got - expected).norm() / expected.norm() < 1e-4
+    config = json.loads((result.path / "config.json").read_text())
+    assert config["attention_layers"][1] is None
+    assert config["attention_layers"][0]["full_heads"] == 0
+
+
+def test_heads_are_moved_and_can_be_moved_back(checkpoints, pattern, tmp_path):
+    source = checkpoints("llama_bias", torch.bfloat16)
+    result = convert_to_hybrid(source, tmp_path / "out", settings_of(pattern([[0, 1], [3, 2]]), streaming=0.25))
+    entry = json.loads((result.path / "config.json").read_text())["attention_layers"][0]
+    assert entry["head_order"] == [1, 0] and entry["full_heads"] == 1
+    before, after = load_file(source / "model.safetensors"), load_file(result.path / "model.safetensors")
+    prefix = "model.layers.0.self_attn."
+    moved = {name.removeprefix(prefix): tensor for name, tensor in after.items() if name.startswith(prefix)}
+    assert not torch.equal(moved["q_proj.weight"], before[prefix + "q_proj.weight"])
+    restored = permute_heads(moved, inverse_order(entry["head_order"]))
+    after |= {prefix + name: tensor for name, tensor in restored.items()}
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
+
+
+@pytest.mark.parametrize(("ratio", "full"), [(0.99, 3), (0.8, 3), (0.6, 2), (0.4, 1), (0.2, 0)])
+def test_a_ratio_is_counted_in_bytes_at_a_context(checkpoints, pattern, tmp_path, ratio, full):
+    given = settings_of(pattern([[0.1, 0.4], [0.3, 0.2]]), kv_ratio=ratio, context=100)
+    report = convert_to_hybrid(checkpoints("llama"), tmp_path / "out", given).report
+    kept = (SINKS + RECENT - 1) / 100
+    assert report.target["full_heads"] == full
+    assert report.target["kv_ratio_at_context"] == pytest.approx((full + (4 - full) * kept) / 4)
+    assert report.target["kv_ratio_at_context"] <= ratio
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    source = AutoModelForCausalLM.from_pretrained(checkpoints("llama"))
+    assert measure_kv(model, 100).held_bytes == ratio_bytes(report, source)
+
+
+def ratio_bytes(report, source):
+    return round(report.target["kv_ratio_at_context"] * measure_kv(source, 100).held_bytes)
+
+
+def test_decode_peak_and_footprint_are_reported_as_measured(checkpoints, pattern, tmp_path):
+    given = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.75)
+    report = convert_to_hybrid(checkpoints("llama"), tmp_path / "out", given).report
+    at = report.kv["measured_at_tokens"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    source = AutoModelForCausalLM.from_pretrained(checkpoints("llama"))
+    assert report.kv["measured_bytes_per_token"] * at == measure_kv(model, at).held_bytes
+    assert report.kv["peak_ratio"] * measure_kv(source, at).held_bytes == measure_peak(model, at - 8, 8)
+    assert report.kv["footprint"] == pytest.approx(measure_footprint(model, at - 8, 8), rel=1e-9)
+
+
+def test_all_heads_stream_without_a_pattern(checkpoints, tmp_path):
+    given = HybridSettings(streaming=1, sinks=SINKS, recent=RECENT, **WEIGHTS_ONLY)
+    report = convert_to_hybrid(checkpoints("llama"), tmp_path / "out", given).report
+    assert report.target["full_heads"] == 0 and report.target["method"] == "streaming-llm"
+    assert all(layer.scores is None and layer.streaming_heads == (0, 1) for layer in report.layers)
+
+
+def test_losses_say_what_streaming_costs(checkpoints, pattern, tmp_path):
+    text = {"calibration": str(HELD_OUT), "calibration_length": 64, "calibration_tokens": 256, "held_out": 2}
+    given = HybridSettings(heads=pattern([[0, 1], [3, 2]]), streaming=0.75, **text)
+    report = convert_to_hybrid(checkpoints("llama"), tmp_path / "out", given).report
+    losses = {row["stage"]: row["loss"] for row in report.ladder}
+    assert list(losses) == ["source", "streaming", "reloaded"]
+    assert losses["streaming"] == pytest.approx(losses["reloaded"], abs=1e-5)
+    assert abs(losses["streaming"] - losses["source"]) > 1e-5
+    assert all(layer.measured["streaming"] > 0 for layer in report.layers)
+    assert report.target["pattern"]["method"] == "needle"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "3 of 4 KV heads stream over 3 first and 5 recent tokens" in card
+
+
+def test_compensated_heads_and_quotas(checkpoints, pattern, tmp_path):
+    given = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5, compensated=0.5, heads_multiple=2)
+    result = convert_to_hybrid(checkpoints("llama"), tmp_path / "out", given)
+    (first, second) = result.report.layers
+    assert second.full_heads == (0, 1) and first.compensated_heads == (1,) and first.streaming_heads == (0,)
+    plain = AutoModelForCausalLM.from_pretrained(result.path).eval()
+    with torch.no_grad():
+        stepwise, cache = [], None
+        for token in tokens().split(1, dim=1):
+            output = plain(token, past_key_values=cache)
+            cache = output.past_key_values
+            stepwise.append(output.logits)
+        assert (torch.cat(stepwise, dim=1) - plain(tokens()).logits).abs().max() < 1e-3
+
+
+@pytest.fixture
+def made(checkpoints, tmp_path):
+    """Checkpoints converted before."""
+
+    def make(kind):
+        source, out = checkpoints("llama"), tmp_path / kind
+        if kind == "gqa":
+            wide = checkpoints("llama")
+            return convert_to_gqa(wide, out, KVHeadsSettings(kv_heads=1, **WEIGHTS_ONLY, method="mean-pool")).path
+        if kind == "mla":
+            return convert_to_mla(
+                source, out, ConvertSettings(carrier="own", kv_lora_rank=12, rope_dim=4, **WEIGHTS_ONLY)
+            ).path
+        if kind == "stock mla":
+            return convert_to_mla(
+                source, out, ConvertSettings(carrier="stock", kv_lora_rank=12, rope_dim=4, **WEIGHTS_ONLY)
+            ).path
+        method = "palu" if kind == "blocks" else "fisher"
+        return convert_to_low_rank(source, out, LowRankSettings(rank=12, method=method, **WEIGHTS_ONLY)).path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("kind", "scores"), [("gqa", [[1], [0]]), ("mla", [[1, 0], [0, 0]]), ("low rank", [[0, 1], [0, 0]])]
+)
+def test_what_was_converted_before(made, pattern, tmp_path, kind, scores):
+    source = made(kind)
+    result = convert_to_hybrid(source, tmp_path / "out", settings_of(pattern(scores), kv_ratio=0.7, context=100))
+    assert [bool(layer.full_heads) for layer in result.report.layers] == [True, False]
+    kept = (SINKS + RECENT - 1) / 100
+    assert result.report.target["kv_ratio_at_context"] == pytest.approx((1 + kept) / 2)
+    assert type(AutoModelForCausalLM.from_pretrained(result.path)) is SurgeryForCausalLM
+    assert result.report.previous["target"]["to"] in ("gqa", "mqa", "mla", "lowrank")
+
+
+def test_latents_of_one_layer_stream_together_or_not_at_all(made, pattern, tmp_path):
+    # Every layer has a head that is worth keeping, so that a budget of less than one layer keeps none.
+    given = settings_of(pattern([[1, 0], [0, 1]]), kv_ratio=0.4, context=100)
+    report = convert_to_hybrid(made("mla"), tmp_path / "out", given).report
+    assert report.target["full_heads"] == 0
+
+
+@pytest.mark.parametrize("bits", [4, "fp8"])
+def test_streaming_heads_take_fewer_bits(checkpoints, pattern, tmp_path, bits):
+    hybrid = convert_to_hybrid(
+        checkpoints("llama"), tmp_path / "hybrid", settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5)
+    )
+    given = QuantizedSettings(bits=8, streaming_bits=bits, group=8, **WEIGHTS_ONLY)
+    report = convert_to_quantized(hybrid.path, tmp_path / "out", given).report
+    same = QuantizedSettings(bits=8, group=8, **WEIGHTS_ONLY)
+    other = convert_to_quantized(hybrid.path, tmp_path / "same", same).report
+    fewer = report.kv["measured_bytes_per_token"]
+    assert fewer == report.kv["predicted_bytes_per_token"]
+    assert fewer < other.kv["measured_bytes_per_token"] < hybrid.report.kv["measured_bytes_per_token"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert model.config.kv_cache["streaming_format"] == ("fp8" if bits == "fp8" else "int4")
+    assert model.generate(tokens(), max_new_tokens=3, do_sample=False).shape == (2, 43)
+
+
+REFUSED = {
+    "no pattern": ("llama", {"heads": None}, "surgery heads"),
+    "budget": ("llama", {"kv_ratio": 0.01}, "raise --kv-ratio"),
+    "shape": ("llama", {"heads": "other", "streaming": 0.5}, "score this checkpoint itself"),
+    "window unknown": ("llama", {"heads": "bare", "streaming": 0.5}, "--sinks"),
+    "nothing to do": ("llama", {"streaming": 0}, "no head streams"),
+    "sliding windows": ("mistral_window", {"streaming": 0.5}, "full attention in every layer"),
+    "stock MLA": ("stock mla", {"streaming": 0.5}, "no cache"),
+    "means of latents": ("mla", {"streaming": 0.5, "compensated": 0.5}, "compensated"),
+}
+
+
+@pytest.mark.parametrize(("source", "given", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_impossible_is_refused_and_leaves_nothing(made, checkpoints, pattern, tmp_path, source, given, reason):
+    files = {
+        "good": pattern([[0, 1], [3, 2]]),
+        "other": pattern([[0, 1]], name="other"),
+        "bare": pattern([[0, 1], [3, 2]], None, None, name="bare"),
+        None: None,
+    }
+    settings = settings_of(files[given.get("heads", "good")], **{k: v for k, v in given.items() if k != "heads"})
+    path = made(source) if "mla" in source else checkpoints(source)
+    with pytest.raises(SurgeryError, match=reason):
+        convert_to_hybrid(path, tmp_path / "out", settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hybrid_is_not_made_hybrid_again(checkpoints, pattern, tmp_path):
+    given = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5)
+    path = convert_to_hybrid(checkpoints("llama"), tmp_path / "one", given).path
+    with pytest.raises(SurgeryError, match="stream already"):
+        convert_to_hybrid(path, tmp_path / "two", given)

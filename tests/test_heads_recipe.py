@@ -1,0 +1,160 @@
+"""Recipes that score heads, compare patterns and let heads stream by them."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from command_line import listing, two_processes
+from tiny_models import HELD_OUT, make_checkpoint
+
+from surgery.errors import SurgeryError
+from surgery.heads.pattern import HeadPattern
+from surgery.progress import Progress
+from surgery.recipe import run_recipe
+
+SCORE = {"sinks": 4, "recent": 16, "length": 200, "samples": 1, "facts": 1, "text": str(HELD_OUT), "device": "cpu"}
+MEASURE = {"length": 128, "windows": 2, "prompts": 2, "random": 1, "shares": [0.5], "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def one_core():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def write(folder, *steps):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"steps": list(steps)}))
+    return path
+
+
+def steps_of(recipe):
+    return yaml.safe_load(recipe.read_text())["steps"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A recipe, run by two processes: its path and its work folder."""
+    pytest.importorskip("accelerate")
+    folder = tmp_path_factory.mktemp("recipe")
+    source = str(make_checkpoint(folder / "source", "llama"))
+    recipe = write(
+        folder,
+        {"heads": {"name": "ablated", "source": source, "method": "ablation", **SCORE}},
+        {"heads": {"name": "induced", "source": source, "method": "induction", **SCORE}},
+        {
+            "compare-heads": {
+                "name": "compared",
+                "patterns": ["ablated", "induced"],
+                "measure": source,
+                "publish": str(folder / "published"),
+                "title": "Two ways",
+                **MEASURE,
+            }
+        },
+        {
+            "convert": {
+                "name": "hybrid", "to": "hybrid", "source": source, "heads": "ablated", "streaming": 0.5,
+                "calibration": "none",
+            }
+        },
+    )  # fmt: skip
+    two_processes("run", recipe, "--work", folder / "work")
+    return recipe, folder / "work"
+
+
+def times(work):
+    return {path: path.stat().st_mtime_ns for path in work.rglob("*.safetensors")}
+
+
+def test_later_steps_use_patterns_by_name(finished):
+    _, work = finished
+    patterns = {name: HeadPattern.load(work / f"{name}.safetensors") for name in ("ablated", "induced")}
+    assert {name: pattern.method for name, pattern in patterns.items()} == {
+        "ablated": "ablation",
+        "induced": "induction",
+    }
+    content = json.loads((work / "compared" / "comparison.json").read_text())
+    assert content["title"] == "Two ways"
+    assert content["scoring"]["ablated"]["sha256"] == patterns["ablated"].sha256
+    assert [point["name"] for point in content["measured"]["points"]] == ["ablated", "induced", "random 1"]
+    report = json.loads((work / "hybrid" / "surgery_report.json").read_text())
+    assert report["target"]["pattern"]["sha256"] == patterns["ablated"].sha256
+    full = patterns["ablated"].full_heads(0.5)
+    assert [layer["full_heads"] for layer in report["layers"]] == [row.nonzero().flatten().tolist() for row in full]
+    assert not [name for name in listing(work) if "journal" in name or "partial" in name]
+
+
+def test_comparisons_are_published(finished):
+    _, work = finished
+    published = work.parent / "published"
+    assert listing(published) == ["comparison.json", "comparison.md", "curve.png", "heads.png"]
+    assert (published / "comparison.json").read_text() == (work / "compared" / "comparison.json").read_text()
+
+
+def test_finished_steps_are_kept(finished):
+    recipe, work = finished
+    before = times(work)
+    results = times(work / "compared" / "results")
+    outcome = run_recipe(recipe, work, Progress(silent=True))
+    assert times(work) == before and times(work / "compared" / "results") == results
+    assert outcome.patterns == {name: work / f"{name}.safetensors" for name in ("ablated", "induced")}
+    assert work / "compared" / "comparison.json" in outcome.written
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"samples": 2}, {"length": 100}, {"method": "kvzip"}])
+def test_patterns_of_other_settings_are_not_taken_for_them(finished, tmp_path, change):
+    recipe, work = finished
+    steps = steps_of(recipe)
+    steps[0]["heads"].update(change)
+    with pytest.raises(SurgeryError, match=r"ablated\.safetensors: is of another model or other settings"):
+        run_recipe(write(tmp_path, *steps), work, Progress(silent=True))
+
+
+def test_patterns_of_other_models_are_not_taken_for_them(finished, tmp_path):
+    recipe, work = finished
+    steps = steps_of(recipe)[:1]
+    steps[0]["heads"]["source"] = str(make_checkpoint(tmp_path / "other", "llama", seed=1))
+    with pytest.raises(SurgeryError, match="is of another model"):
+        run_recipe(write(tmp_path, *steps), work, Progress(silent=True))
+
+
+def test_a_conversion_by_an_older_pattern_is_not_kept(finished, tmp_path):
+    recipe, work = finished
+    pattern = HeadPattern.load(work / "ablated.safetensors")
+    steps = [{"convert": {**steps_of(recipe)[3]["convert"], "heads": str(tmp_path / "mine.safetensors")}}]
+    pattern.save(tmp_path / "mine.safetensors")
+    mine = write(tmp_path, *steps)
+    run_recipe(mine, tmp_path / "work", Progress(silent=True))
+    before = times(tmp_path / "work")
+    run_recipe(mine, tmp_path / "work", Progress(silent=True))
+    assert times(tmp_path / "work") == before
+    HeadPattern(-pattern.scores, "ablation", 4, 16).save(tmp_path / "mine.safetensors", overwrite=True)
+    with pytest.raises(SurgeryError, match="hybrid: is of another source or other settings"):
+        run_recipe(mine, tmp_path / "work", Progress(silent=True))
+
+
+HEADS = {"heads": {"name": "a", "source": "builtin"}}
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([{"heads": {"name": "a"}}], "step a: source is missing"),
+        ([{"heads": {**HEADS["heads"], "sink": 4}}], "did you mean sinks"),
+        ([{"heads": {**HEADS["heads"], "method": "magic"}}], "'magic' is unknown"),
+        ([HEADS, {"compare-heads": {"name": "c", "patterns": "a"}}], "patterns must be a list"),
+        ([HEADS, {"compare-heads": {"name": "c"}}], "patterns is missing"),
+        ([HEADS, {"compare-heads": {"name": "c", "patterns": ["a"], "share": [1]}}], "did you mean shares"),
+        ([HEADS, {"compare-heads": {"name": "c", "patterns": ["a"], "shares": [2]}}], r"shares \[2\]"),
+        ([HEADS, {"convert": {"name": "h", "source": "builtin", "to": "hybrid", "haeds": "a"}}], "did you mean heads"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(tmp_path, steps, told):
+    with pytest.raises(SurgeryError, match=told):
+        run_recipe(write(tmp_path, *steps), tmp_path / "work", Progress(silent=True))
+    assert not (tmp_path / "work").exists()
