@@ -50,7 +50,7 @@ tags:
 # {name}
 
 {source["path"]} with its attention rewritten to {STRUCTURES[target["to"]]} by
-model-surgery {report.to_dict()["surgery_version"]}. It was calibrated, not trained.
+model-surgery {report.to_dict()["surgery_version"]}. {_training(report.healing)}
 
 | | source | this model |
 |---|---:|---:|
@@ -70,7 +70,7 @@ method `{target["method"]}`. The KV bytes were measured on live caches.
 Losses are nats per token on held-out calibration text ({report.calibration.get("source")}), recall is the share of
 planted five-digit keys that the model finds again.
 
-## Engines
+{_healing(report.healing)}## Engines
 
 | engine | loads |
 |---|---|
@@ -81,6 +81,29 @@ planted five-digit keys that the model finds again.
 Source weights sha256 `{source["sha256"]}`, command `{report.command or "Python API"}`; settings, versions and per-layer
 errors are in `surgery_report.json`. The licence of the source applies; its own card, if any, is `README.source.md`.
 """
+
+
+def _training(healing: dict | None) -> str:
+    if healing is None:
+        return "It was calibrated, not trained."
+    return f"It was healed by distillation: {healing['tokens']:,} tokens."
+
+
+def _healing(healing: dict | None) -> str:
+    """What recovery training won back, as a section; the figures above are those of the conversion."""
+    if healing is None or not healing["quality"]:
+        return ""
+    rows = ["| | loss | recall |", "|---|---:|---:|"]
+    rows += [
+        f"| {entry['name']} | {number(entry['loss'], '.4f')} | {number(entry['recall'], '.2f')} |"
+        for entry in healing["quality"]
+    ]
+    closed = healing["gap_closed"]
+    share = "" if closed is None else f" {closed:.0%} of the loss that the conversion cost was won back."
+    return (
+        "## Healing\n\n" + "\n".join(rows) + f"\n\nAfter {healing['tokens']:,} tokens of distillation in "
+        f"{healing['seconds']:,.0f} s; losses on held-out text.{share} The figures above are the conversion's.\n\n"
+    )
 
 
 def _shape(source: dict, target: dict) -> str:

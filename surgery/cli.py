@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from surgery import cli_convert, cli_evaluation, cli_heads, cli_slice
+from surgery import cli_convert, cli_evaluation, cli_heads, cli_heal, cli_slice
 from surgery.cli_options import (
     BatchOption,
     CalibrationOption,
@@ -124,6 +124,7 @@ cli_convert.register(app)
 cli_slice.register(app)
 cli_evaluation.register(app)
 cli_heads.register(app)
+cli_heal.register(app)
 
 bench = typer.Typer(help="Measure time and memory.", no_args_is_help=True)
 app.add_typer(bench, name="bench")

@@ -32,7 +32,7 @@ from surgery.settings import QuantizedSettings
 from surgery.skeleton import skeleton
 from surgery.source import OwnSource, Source
 from surgery.texts import load_texts
-from surgery.verification import TOLERANCE, load_config, run_through_cache, verify_by_running
+from surgery.verification import TOLERANCE, blocks_of, load_config, run_through_cache, verify_by_running
 
 PIECE = 8
 """Tokens at a time in which held-out text is read through the cache: near decoding, where it is one."""
@@ -158,12 +158,6 @@ def open_checkpoint(source: str | Path, settings: QuantizedSettings, *, allow_pi
         opened = OwnSource.open(reader, settings)
     check_quantizable(reader.path, opened.config)
     return opened
-
-
-def blocks_of(config) -> list[tuple[int, int]]:
-    """Layers of an own-class config that can be run apart: those that read an earlier layer's latents run with it."""
-    starts = [i for i, entry in enumerate(config.attention_layers) if not (entry and entry.get("shared_layers"))]
-    return list(zip(starts, [*starts[1:], config.num_hidden_layers], strict=True))
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@
 An eval step may have a `title`, and `publish`, another folder for its report without the results that it goes on from.
 A step's output lies under its name in the work folder, and later steps may use the name as a checkpoint: `convert` and
 `slice` steps compose by it. A `heads` step makes a pattern, which `heads` of a conversion and `patterns` of a
-`compare-heads` step may name. `builtin` is the model that ships with the package. Steps that are done already, from the
-same source with the same settings, are kept.
+`compare-heads` step may name. A `heal` step trains a `student` with its `teacher`. `builtin` is the model that ships
+with the package. Steps that are done already, from the same source with the same settings, are kept.
 """
 
 from __future__ import annotations
@@ -235,11 +235,39 @@ def _compare_heads(step: Step, where: str) -> Action:
     return do
 
 
+def _heal(step: Step, where: str) -> Action:
+    from surgery.training.settings import HealSettings
+
+    given = dict(step.settings)
+    student, teacher = _taken(given, "student", where), _taken(given, "teacher", where)
+    HealSettings.from_mapping({**given, "teacher": teacher}, where)
+
+    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
+        from surgery.heal import HealRequest, heal_checkpoint, healed_already
+
+        source = _checkpoint(teacher, finished)
+        request = HealRequest(
+            _checkpoint(student, finished), out, given={**given, "teacher": source}, command=f"surgery run {where}"
+        )
+        finished.checkpoints[step.name] = out
+
+        def heal() -> None:
+            if healed_already(request):
+                progress.note(f"{out}: is there already")
+            else:
+                heal_checkpoint(request, progress)
+
+        processes.from_main(heal)
+
+    return do
+
+
 VERBS: dict[str, Callable[[Step, str], Action]] = {
     "convert": _convert,
     "slice": _slice,
     "heads": _score_heads,
     "compare-heads": _compare_heads,
+    "heal": _heal,
     "eval": _evaluate,
 }
 

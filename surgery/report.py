@@ -33,6 +33,7 @@ class Report:
         ladder: loss in nats per token and recall after each stage, on held-out calibration text.
         splits: budget splits that were tried, with their held-out losses.
         previous: the source's own report, where it was converted itself.
+        healing: what recovery training did to it since, where there was one.
     """
 
     source: dict
@@ -49,6 +50,7 @@ class Report:
     seconds: dict[str, float]
     peak_memory_bytes: int
     previous: dict | None = None
+    healing: dict | None = None
 
     def to_dict(self) -> dict:
         return {"schema": SCHEMA, "surgery_version": __version__, **asdict(self)}

@@ -116,6 +116,17 @@ def _weight_dtype(reader: CheckpointReader) -> torch.dtype:
     return reader.info(ATTENTION_PREFIX.format(layer=0) + "o_proj.weight").dtype
 
 
+def open_any(reader: CheckpointReader, settings: ConversionSettings) -> Source | OwnSource:
+    """Opens a checkpoint of a family, or one that was converted before.
+
+    Raises:
+        SurgeryError: it is neither, or is damaged.
+    """
+    if reader.config.get("model_type") in FAMILIES:
+        return Source.open(reader.path, settings)
+    return OwnSource.open(reader, settings)
+
+
 def checked_device(name: str) -> torch.device:
     """The device of that name; "auto" is a CUDA device if there is one.
 

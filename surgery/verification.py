@@ -149,6 +149,13 @@ def run_through_cache(
     return hidden
 
 
+def blocks_of(config) -> list[tuple[int, int]]:
+    """Layers of an own-class config that can be run apart: those that share latents or a cache run together."""
+    entries = [entry or {} for entry in config.attention_layers]
+    starts = [i for i, entry in enumerate(entries) if not entry.get("shared_layers") and not entry.get("place")]
+    return list(zip(starts, [*starts[1:], config.num_hidden_layers], strict=True))
+
+
 def load_config(path: Path):
     """The transformers config of a folder; never runs code from it.
 

@@ -20,6 +20,7 @@ from surgery.settings import (
     LowRankSettings,
     QuantizedSettings,
 )
+from surgery.training.settings import HealSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,6 +36,17 @@ ROOMS = {
     "surgery/families": {"anatomy", "errors", "rope"},
     "surgery/attention_tap.py": {"errors"},
     "surgery/layer_stream.py": {"errors", "families"},
+    "training": {
+        "calibration",
+        "checkpoint",
+        "errors",
+        "eval",
+        "file_settings",
+        "human",
+        "model",
+        "progress",
+        "version",
+    },
     "surgery/calibration": {"anatomy", "attention", "errors", "eval", "layer_stream", "rope"},
     "surgery/heads": {"attention_tap", "checkpoint", "errors", "eval", "file_settings"},
     "surgery/transforms": {"anatomy", "attention", "calibration", "errors", "kernels", "rope", "settings"},
@@ -90,6 +102,8 @@ def test_the_wheel_holds_one_package_and_its_data(tmp_path):
         "surgery/kernels/mla_decode/reference.py",
         "surgery/eval/recall.py",
         "surgery/configs/mla.yaml",
+        "surgery/configs/accelerate/fsdp2.yaml",
+        "surgery/training/heal.py",
         "surgery/configs/mla-everywhere.yaml",
         "surgery/recipes/testbed-report.yaml",
         "surgery/configs/eval.yaml",
@@ -108,6 +122,7 @@ def test_shipped_settings_are_the_defaults():
     assert CrossLayerSettings.from_file(ROOT / "configs" / "crosslayer.yaml") == CrossLayerSettings()
     assert QuantizedSettings.from_file(ROOT / "configs" / "quantized.yaml") == QuantizedSettings()
     assert HybridSettings.from_file(ROOT / "configs" / "hybrid.yaml") == HybridSettings()
+    assert HealSettings.from_file(ROOT / "configs" / "heal.yaml") == HealSettings()
     assert HeadSettings.from_file(ROOT / "configs" / "heads.yaml") == HeadSettings()
     assert EvalSettings.from_file(ROOT / "configs" / "eval.yaml") == EvalSettings()
     ConvertSettings.from_file(ROOT / "configs" / "mla-everywhere.yaml")

@@ -193,11 +193,11 @@ def _draw(
         start = rng.randint(0, len(pool.ids) - length - 1)
         window = pool.ids[start : start + size]
         planted = int((index + 1) * recall) > int(index * recall)
-        rows.append(prefix + (_plant(window, tokenizer, rng) if planted else window))
+        rows.append(prefix + (plant(window, tokenizer, rng) if planted else window))
     return torch.tensor(rows, dtype=torch.long).reshape(count, length)
 
 
-def _plant(window: list[int], tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> list[int]:
+def plant(window: list[int], tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> list[int]:
     """Plants facts in a window at random depths and asks for each, answered, somewhere later.
 
     The window keeps its length: the text's end makes room. Facts that would take more than half of a short window are

@@ -1,0 +1,38 @@
+"""What training must leave as it is in a checkpoint, so that its class goes on computing what it is meant to.
+
+Stock MLA classes normalise the latent, and conversions make that norm the identity (:mod:`.neutral_norm`). Its weight
+must not move, nor a channel that is constant; latents that were scaled down to be small beside the norm's eps must move
+in proportion to their size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from surgery.architectures.deepseek_v3 import MODEL_TYPE
+from surgery.architectures.neutral_norm import recognised_norm
+from surgery.checkpoint import CheckpointReader
+from surgery.families.base import ATTENTION_PREFIX
+
+
+def entry_factors(reader: CheckpointReader) -> dict[str, Any]:
+    """Rules for `surgery.training.entry_factors`, by parameter name; empty where all may move freely."""
+    if reader.config.get("model_type") != MODEL_TYPE:
+        return {}
+    rules: dict[str, Any] = {}
+    width = reader.config["kv_lora_rank"]
+    for layer in range(reader.config["num_hidden_layers"]):
+        prefix = ATTENTION_PREFIX.format(layer=layer)
+        weight, bias = prefix + "kv_a_proj_with_mqa.weight", prefix + "kv_a_proj_with_mqa.bias"
+        held = reader.tensor(bias)[:width] if bias in reader else None
+        norm = recognised_norm(reader.tensor(prefix + "kv_a_layernorm.weight"), held)
+        if norm is None:  # a norm that does something, as in DeepSeek's own models
+            continue
+        rules[prefix + "kv_a_layernorm.weight"] = True
+        if norm.extra:
+            rules[weight] = rules[bias] = list(range(width - norm.extra, width))
+        else:
+            rules[weight] = {"rows": f"0:{width}", "factor": norm.scale}
+            if bias in reader:
+                rules[bias] = {"rows": f"0:{width}", "factor": norm.scale}
+    return rules

@@ -1,0 +1,157 @@
+"""The verb ``heal``. Torch is imported inside it only."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.cli_options import MACHINE, OUTPUT, CheckpointArgument, JsonOption
+
+TRAINING = "Training"
+BUDGET = "Budget"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command()(heal)
+
+
+def heal(
+    checkpoint: CheckpointArgument,
+    teacher: Annotated[
+        str | None,
+        typer.Option("--teacher", metavar="SRC", help="Its source, to distil from.", rich_help_panel=TRAINING),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            metavar="FILE|DATASET|builtin|teacher",
+            help="Text to train on, more than once for several [builtin, the standard library's source].",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder to write [CKPT-healed, beside it].", rich_help_panel=OUTPUT),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            "--recipe",
+            metavar="FILE",
+            help="All settings, as in configs/heal.yaml; flags win.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", metavar="N", help="Stop after so many.", rich_help_panel=BUDGET)
+    ] = None,
+    max_seconds: Annotated[
+        float | None,
+        typer.Option("--max-time", metavar="SECONDS", help="Stop after so long.", rich_help_panel=BUDGET),
+    ] = None,
+    train: Annotated[
+        str | None,
+        typer.Option("--train", help="all, attention (default), new or lora.", rich_help_panel=TRAINING),
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning-rate", metavar="F", help="At its peak [1e-4].", rich_help_panel=TRAINING)
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option("--length", metavar="N", help="Tokens of a sequence [1024].", rich_help_panel=TRAINING)
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option("--batch-size", metavar="N", help="Sequences of a process at once [4].", rich_help_panel=TRAINING),
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="[0]", rich_help_panel=TRAINING)] = None,
+    tracker: Annotated[
+        str | None,
+        typer.Option("--tracker", help="wandb, tensorboard … [none; a JSONL log always].", rich_help_panel=OUTPUT),
+    ] = None,
+    wandb_mode: Annotated[
+        str | None, typer.Option("--wandb-mode", help="online (default) or offline.", rich_help_panel=OUTPUT)
+    ] = None,
+    project: Annotated[
+        str | None, typer.Option("--project", metavar="NAME", help="Of the tracker.", rich_help_panel=OUTPUT)
+    ] = None,
+    processes: Annotated[
+        int, typer.Option("--processes", metavar="N", help="To start on this machine.", rich_help_panel=MACHINE)
+    ] = 1,
+    launcher: Annotated[
+        Path | None,
+        typer.Option(
+            "--launcher",
+            metavar="FILE",
+            help="accelerate configuration, such as configs/accelerate/fsdp2.yaml.",
+            rich_help_panel=MACHINE,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="auto (default) or cpu.", rich_help_panel=MACHINE)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="fp32, bf16, fp16 or auto (default).", rich_help_panel=MACHINE)
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)
+    ] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure/--no-measure",
+            help="Loss and recall of the source, before and after, on held-out text.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Give a converted checkpoint its accuracy back, by distillation from its source.
+
+    Composes and runs `accelerate launch -m surgery.training.heal`, verifies what comes of it as conversions are, and
+    measures it. Interrupted, the same command goes on.
+
+    Examples:
+
+        surgery heal ckpt-mla/ --teacher ckpt/ --max-tokens 20000000
+
+        surgery heal ckpt-mla/ --teacher ckpt/ --data text.jsonl --launcher fsdp2.yaml --tracker wandb
+    """
+    from surgery.console_heal import show_healed
+    from surgery.heal import HealRequest, heal_checkpoint
+    from surgery.progress import Progress
+
+    given = {
+        "teacher": teacher,
+        "data": tuple(data) if data else None,
+        "max_tokens": max_tokens,
+        "max_seconds": max_seconds,
+        "train": train,
+        "learning_rate": learning_rate,
+        "length": length,
+        "batch_size": batch_size,
+        "seed": seed,
+        "tracker": tracker,
+        "wandb_mode": wandb_mode,
+        "project": project,
+        "device": device,
+        "dtype": dtype,
+    }
+    request = HealRequest(
+        checkpoint,
+        out,
+        config,
+        given,
+        processes=processes,
+        launcher=launcher,
+        measure={} if measure else None,
+        overwrite=overwrite,
+        command=shlex.join(["surgery", *sys.argv[1:]]),
+    )
+    show_healed(heal_checkpoint(request, Progress()), as_json=as_json)

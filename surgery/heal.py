@@ -1,0 +1,270 @@
+"""``surgery heal``: recovery training of a converted checkpoint, verified and measured.
+
+The training itself is `surgery.training.heal`, which any accelerate configuration launches; here are the settings and
+the command for it, and what comes after: the trained checkpoint is run through its caches as a conversion's result is,
+measured beside its source and what it was before, and gets its name once its report says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from surgery.architectures.entry_factors import entry_factors
+from surgery.carry_over import CARD, REPORT
+from surgery.checkpoint import CheckpointReader, check_output
+from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.staging import Staging
+from surgery.conversion import default_output
+from surgery.errors import SurgeryError
+from surgery.evaluation.run import Request, evaluate
+from surgery.evaluation.settings import EvalSettings
+from surgery.healed_verification import verify_healed
+from surgery.progress import Progress
+from surgery.report import Report, previous_report
+from surgery.training.settings import HealSettings
+
+TRAINED, SETTINGS, FACTORS, FACTS = "trained", "heal.yaml", "entry_factors.json", "heal.json"
+
+
+@dataclass(frozen=True)
+class HealRequest:
+    """What was asked for.
+
+    Attributes:
+        student: the converted checkpoint.
+        out: folder to write; the student's name with "-healed" behind it by default.
+        config: YAML file of :class:`surgery.training.settings.HealSettings`; None for the defaults.
+        given: settings by name that win over the file's; None counts as not given.
+        processes: to start on this machine, where no ``launcher`` says how.
+        launcher: accelerate configuration file.
+        measure: evaluation settings by name for the source, the student and the healed checkpoint; None measures none.
+        command: as it was called, for the report.
+    """
+
+    student: str
+    out: Path | None = None
+    config: Path | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    processes: int = 1
+    launcher: Path | None = None
+    measure: Mapping[str, Any] | None = field(default_factory=dict)
+    overwrite: bool = False
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Healed:
+    """A healed checkpoint, and the ``healing`` of its report."""
+
+    path: Path
+    healing: dict[str, Any]
+
+
+def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> Healed:
+    """Trains, verifies, measures and writes. An interrupted training goes on with the same request.
+
+    What the training needs lies in ``<out>.healing`` until it is done.
+
+    Raises:
+        SurgeryError: the request is impossible, the training failed, or what it made does not pass verification.
+    """
+    progress = progress or Progress(silent=True)
+    if find_spec("accelerate") is None:
+        raise SurgeryError('healing needs accelerate: pip install "model-surgery[train]"')
+    student = CheckpointReader.open(request.student)
+    out = request.out or default_output(request.student, "healed")
+    check_output(student.path, out)
+    staging = Staging(out, overwrite=request.overwrite)
+    work = staging.out.with_name(f"{staging.out.name}.healing")
+    settings = training_settings(request, student, work)
+    with disk_errors(work):
+        work.mkdir(parents=True, exist_ok=True)
+    if not _trained_already(work, settings):
+        _train(request, settings, student, work, progress)
+    trained = work / TRAINED
+    facts = json.loads((trained / FACTS).read_text(encoding="utf-8"))
+    verification = verify_healed(CheckpointReader.open(trained), student, settings, progress)
+    quality = _quality(request, settings, trained, work, progress)
+    healing = {
+        "command": request.command,
+        **{name: facts[name] for name in KEPT},
+        "settings": _but_places(facts["settings"]),
+        "verification": verification,
+        "quality": quality,
+        "gap_closed": gap_closed(quality),
+    }
+    staging.create()
+    try:
+        with disk_errors(staging.partial):
+            for path in sorted(trained.iterdir()):
+                shutil.copytree(path, staging.partial / path.name) if path.is_dir() else shutil.copy2(
+                    path, staging.partial / path.name
+                )
+            _write_report(staging.partial, student.path, healing, staging.out.name)
+        staging.commit()
+    except BaseException:
+        staging.discard()
+        raise
+    with disk_errors(work):
+        shutil.rmtree(work)
+    return Healed(staging.out, healing)
+
+
+KEPT = ("steps", "sequences_per_step", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "ended", "loss")
+KEPT += ("held_out", "parameters", "precision", "device", "processes", "document_masks", "data", "versions")
+PLACES = ("student", "teacher", "teacher_logits", "out", "entry_factors", "overwrite")
+
+
+def training_settings(request: HealRequest, student: CheckpointReader, work: Path) -> HealSettings:
+    """The settings of the training that a request asks for.
+
+    Raises:
+        SurgeryError: a setting is unknown or impossible, or the student's cache has a basis of each prompt's own.
+    """
+    given = {name: value for name, value in request.given.items() if value is not None}
+    settings = HealSettings.from_file(request.config, **given) if request.config else HealSettings(**given)
+    kinds = {entry["kind"] for entry in student.config.get("attention_layers") or () if entry}
+    if "cross_layer_prompt" in kinds:
+        raise SurgeryError(f"{student.path}: its basis is each prompt's own, made of no weights: nothing to heal")
+    factors = work / FACTORS if entry_factors(student) and not settings.entry_factors else settings.entry_factors
+    return replace(
+        settings,
+        student=str(student.path.resolve()),
+        teacher=None if settings.teacher is None else str(CheckpointReader.open(settings.teacher).path.resolve()),
+        out=str(work / TRAINED),
+        entry_factors=None if factors is None else str(factors),
+        overwrite=True,
+    )
+
+
+def healed_already(request: HealRequest) -> bool:
+    """Whether the output is there, healed from the same student and teacher with the same settings.
+
+    Raises:
+        SurgeryError: there is something else.
+    """
+    out = request.out or default_output(request.student, "healed")
+    if not out.exists():
+        return False
+    student = CheckpointReader.open(request.student)
+    wanted = training_settings(request, student, out)
+    try:
+        made = json.loads((out / FACTS).read_text(encoding="utf-8"))
+        same = made["student_sha256"] == student.fingerprint()
+        if wanted.teacher is not None:
+            same = same and made["teacher_sha256"] == CheckpointReader.open(wanted.teacher).fingerprint()
+        settings = [_but_places(each) for each in (made["settings"], _plain(wanted.to_dict()))]
+        same = same and settings[0] == settings[1]
+    except (OSError, ValueError, KeyError):
+        same = False
+    if not same:
+        raise SurgeryError(f"{out}: is of another student or other settings; remove it, or choose another folder")
+    return True
+
+
+def _but_places(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without those that only say where things lie."""
+    return {name: value for name, value in settings.items() if name not in PLACES}
+
+
+def launch_command(config: Path, processes: int, launcher: Path | None, device: str) -> list[str]:
+    """The command that trains with the settings in ``config``."""
+    module = ["-m", "surgery.training.heal", "--config", str(config)]
+    if launcher is None and processes == 1:
+        return [sys.executable, *module]
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    if launcher is not None:
+        return [*launch, "--config_file", str(launcher), *module]
+    many = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
+    return [*launch, *many, "--dynamo_backend", "no", *module]
+
+
+def gap_closed(quality: list[dict[str, Any]]) -> float | None:
+    """Share of the loss that the conversion cost and healing won back; None where it was not measured."""
+    losses = {entry["name"]: entry["loss"] for entry in quality}
+    if len(losses) < 3 or losses["converted"] <= losses["source"]:
+        return None
+    return (losses["converted"] - losses["healed"]) / (losses["converted"] - losses["source"])
+
+
+def _train(
+    request: HealRequest, settings: HealSettings, student: CheckpointReader, work: Path, progress: Progress
+) -> None:
+    with disk_errors(work):
+        if settings.entry_factors == str(work / FACTORS):
+            (work / FACTORS).write_text(json.dumps(entry_factors(student), indent=1) + "\n", encoding="utf-8")
+        config = work / SETTINGS
+        config.write_text(yaml.safe_dump(_plain(settings.to_dict()), sort_keys=False), encoding="utf-8")
+    command = launch_command(config, request.processes, request.launcher, settings.device)
+    progress.note(f"training: {shlex.join(command)}")
+    # The package may be imported from where it lies, not only where it is installed.
+    done = subprocess.run(command, env=os.environ | {"TOKENIZERS_PARALLELISM": "false"}, check=False)
+    if done.returncode:
+        raise SurgeryError(f"the training ended with exit code {done.returncode}, see above; the same command goes on")
+
+
+def _trained_already(work: Path, settings: HealSettings) -> bool:
+    """Whether a training with these settings was finished before, and only what comes after it is missing."""
+    try:
+        made = json.loads((work / TRAINED / FACTS).read_text(encoding="utf-8"))["settings"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return made == _plain(settings.to_dict())
+
+
+def _quality(
+    request: HealRequest, settings: HealSettings, trained: Path, work: Path, progress: Progress
+) -> list[dict[str, Any]]:
+    """Loss and recall of the source (where there is one), the student and the healed checkpoint."""
+    if request.measure is None:
+        return []
+    rows = {"converted": settings.student, "healed": str(trained)}
+    chosen = EvalSettings(
+        **{"tasks": ("loss", "recall"), "decoded": 0, "variants": (), "device": settings.device, **request.measure}
+    )
+    asked = Request(
+        tuple(f"{name}={path}" for name, path in rows.items()),
+        None if settings.teacher is None else f"source={settings.teacher}",
+        work / "evaluation",
+        chosen,
+        command=request.command,
+        overwrite=True,
+    )
+    report = evaluate(asked, progress).report
+    return [
+        {
+            "name": row["name"],
+            "loss": row["results"]["loss"]["loss"],
+            "recall": (row["results"].get("recall") or {}).get("accuracy"),
+        }
+        for row in report["rows"]
+    ]
+
+
+def _write_report(folder: Path, student: Path, healing: dict[str, Any], name: str) -> None:
+    """Puts the healing into the conversion's report and card; without a report it gets a file of its own."""
+    found = previous_report(student)
+    if found is None:
+        (folder / "surgery_healing.json").write_text(json.dumps(healing, indent=1) + "\n", encoding="utf-8")
+        return
+    report = {**found, "healing": healing}
+    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    known = {each.name for each in fields(Report)}
+    card = Report(**{key: value for key, value in report.items() if key in known}).card(name)
+    (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(values))

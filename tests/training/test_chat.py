@@ -1,0 +1,162 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tiny_models import DEMO
+from transformers import AutoTokenizer
+
+from surgery.errors import SurgeryError
+from surgery.progress import Progress
+from surgery.training.chat import ChatEncoder, holds_conversations, read_records
+from surgery.training.data import IGNORED
+from surgery.training.open_data import open_data
+
+PLAIN = """{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}
+{% if m.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}{% endfor %}"""
+MARKED = """{{ bos_token }}{% for m in messages %}[{{ m.role }}] {% if m.role == 'assistant' %}{% generation %}\
+{{ m.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}
+{% endfor %}"""
+TURNS = [
+    {"role": "user", "content": "how many lines?"},
+    {"role": "assistant", "content": "seven"},
+    {"role": "user", "content": "and words?"},
+    {"role": "assistant", "content": "none at all"},
+]
+
+
+def tokenizer_with(template):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_labels_are_on_what_the_assistant_says():
+    tokenizer = tokenizer_with(MARKED)
+    document = ChatEncoder(tokenizer)({"messages": TURNS}, "here")
+    said = [token for token, mark in zip(document.tokens, document.labelled, strict=True) if mark]
+    assert tokenizer.decode(said) == " seven<|endoftext|> none at all<|endoftext|>"
+    assert document.tokens[0] == tokenizer.bos_token_id and not document.labelled[0]
+
+
+def test_a_template_without_marks_labels_everything_and_says_so_once():
+    notes = []
+    encode = ChatEncoder(tokenizer_with(PLAIN), notes.append)
+    documents = [encode({"messages": TURNS}, "here") for _ in range(3)]
+    assert documents[0].labelled is None and not encode.marked
+    assert notes == ["the chat template does not mark what the assistant says: labels are on all tokens"]
+
+
+def test_conversations_without_an_answer_are_left_out():
+    encode = ChatEncoder(tokenizer_with(MARKED))
+    assert encode({"messages": TURNS[:1]}, "here") is None
+    assert encode({"messages": []}, "here") is None
+
+
+def test_tools_reach_the_template():
+    encode = ChatEncoder(tokenizer_with("{% for t in tools %}{{ t.name }}{% endfor %}"))
+    document = encode({"messages": TURNS, "tools": [{"name": "calculator"}]}, "here")
+    assert AutoTokenizer.from_pretrained(DEMO).decode(document.tokens) == "calculator"
+
+
+@pytest.mark.parametrize("record", [{}, {"messages": "hello"}, {"messages": ["hello"]}, {"messages": [{"text": "x"}]}])
+def test_what_is_no_conversation_is_named(record):
+    with pytest.raises(SurgeryError, match="line 4: 'messages' is not a list of turns"):
+        ChatEncoder(tokenizer_with(PLAIN))(record, "line 4")
+
+
+def test_what_the_template_refuses_is_named():
+    with pytest.raises(SurgeryError, match="line 4: the chat template refuses it: no such role"):
+        ChatEncoder(tokenizer_with(PLAIN))({"messages": [{"role": "refused", "content": "x"}]}, "line 4")
+
+
+def test_a_tokenizer_without_a_template():
+    with pytest.raises(SurgeryError, match="no chat template"):
+        ChatEncoder(tokenizer_with(None))
+
+
+def test_files_of_conversations_are_told_from_text(tmp_path):
+    chats = write_lines(tmp_path / "chats.jsonl", [{"messages": TURNS}])
+    text = write_lines(tmp_path / "text.jsonl", [{"text": "x"}])
+    pq.write_table(pa.table({"messages": [TURNS]}), tmp_path / "chats.parquet")
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "text.parquet")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.parquet").write_text("no parquet")
+    assert holds_conversations(chats) and holds_conversations(tmp_path / "chats.parquet")
+    for name in ("text.jsonl", "text.parquet", "empty.jsonl", "broken.parquet"):
+        assert not holds_conversations(tmp_path / name)
+    assert not holds_conversations(text)
+
+
+def test_parquet_turns_lose_the_keys_of_others(tmp_path):
+    called = [{"role": "assistant", "calls": ["f"]}, {"role": "user", "content": "x"}]
+    pq.write_table(pa.table({"messages": [called]}), tmp_path / "chats.parquet")
+    ((record, where),) = read_records(tmp_path / "chats.parquet")
+    assert record == {"messages": called} and where.endswith("chats.parquet, row 0")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"messages": []}\n{bad', "line 2 is not valid JSON"),
+        ("a.jsonl", "[1]\n", "line 1 holds a list"),
+        ("a.txt", "x", "cannot read conversations"),
+        ("a.parquet", "x", "not a parquet file"),
+        ("none.jsonl", None, "No such file"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(SurgeryError, match=message):
+        list(read_records(tmp_path / name))
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN])
+def test_conversations_are_packed_whole_without_planted_facts(tmp_path, template):
+    tokenizer = tokenizer_with(template)
+    turns = [[{**turn, "content": f"{turn['content']} {n}"} for turn in TURNS] for n in range(30)]
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": messages} for messages in turns])
+    healing = open_data(str(path), tokenizer, tmp_path / "out", 128, held_out=1, recall=1.0, progress=Progress())
+    for number in range(healing.describe()["rows"]):
+        row = healing.sequences.sequence(number)
+        # Every conversation begins in the row that holds it, with the template's own bos.
+        bos = (row.tokens == tokenizer.bos_token_id).nonzero()[:, 0].tolist()
+        starts = [(row.documents == document).nonzero()[0].item() for document in range(len(bos))]
+        assert bos == starts and bos[0] == 0
+        labelled = tokenizer.decode(row.tokens[row.labels != IGNORED])
+        assert ("user" in labelled) == (template == PLAIN) and "Recall" not in tokenizer.decode(row.tokens)
+    described = healing.describe()
+    assert described["labels"] == ("assistant" if template == MARKED else "all") and described["recall"] == 0
+
+
+def test_another_template_is_tokenised_anew(tmp_path):
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": TURNS}] * 20)
+    hashes = {
+        open_data(str(path), tokenizer_with(t), tmp_path / "out", 64, held_out=0).data_sha256 for t in (MARKED, PLAIN)
+    }
+    assert len(hashes) == len(list((tmp_path / "out").iterdir())) == 2
+
+
+def test_datasets_of_conversations(tmp_path):
+    (tmp_path / "set").mkdir()
+    turns = [[{**turn, "content": f"{turn['content']} {n}"} for turn in TURNS] for n in range(20)]
+    write_lines(tmp_path / "set" / "train.jsonl", [{"messages": messages} for messages in turns])
+    source = {"source": f"{tmp_path / 'set'}::train", "format": "chat"}
+    kept, streamed = (
+        open_data([{**source, "stream": stream}], tokenizer_with(MARKED), tmp_path / "out", 64, held_out=1)
+        for stream in (False, True)
+    )
+    for data in (kept, streamed):
+        row = data.sequences.sequence(0)
+        assert "seven" in tokenizer_with(None).decode(row.tokens[row.labels != IGNORED])
+    rows = [streamed.sequences.sequence(number).tokens for number in range(1, 30)]
+    text = tokenizer_with(None).decode(torch.cat(rows))
+    lost = {n for n in range(20) if f"lines? {n}[" not in text}
+    assert lost == {0, 1}  # held out; no other was lost

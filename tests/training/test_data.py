@@ -1,0 +1,267 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from own_models import KINDS, tiny_source
+from tiny_models import DEMO
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from surgery.errors import SurgeryError
+from surgery.training.data import IGNORED, Batch, Row, collate, dealt
+from surgery.training.document_masks import honours_document_masks
+from surgery.training.open_data import open_data
+from surgery.training.sources import TextSource, parse_sources
+
+HONOURING = {"latent", "low_rank", "blocks", "shared", "grouped"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Two jsonl files and a dataset folder; every document is about a number that no other has."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name, first in (("a", 0), ("b", 500)):
+        lines = [{"text": f"document {n} " * (5 + n % 7)} for n in range(first, first + 60)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "set").mkdir()
+    (folder / "set" / "train.jsonl").write_text((folder / "a.jsonl").read_text())
+    return folder
+
+
+def opened(texts, tokenizer, folder, data=None, **arguments):
+    return open_data(data or str(texts / "a.jsonl"), tokenizer, folder, 32, **{"held_out": 2, **arguments})
+
+
+def stream(texts):
+    return {"source": f"{texts / 'set'}::train", "stream": True}
+
+
+def numbers(tokenizer, row):
+    """Numbers that a row names."""
+    return {int(word) for word in tokenizer.decode(row.tokens).split() if word.isdigit()}
+
+
+def same(one, other):
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("tokens", "labels", "documents"))
+
+
+def batch_of(documents):
+    documents = torch.tensor(documents)
+    return Batch(documents, documents, documents)
+
+
+def test_positions_start_anew_with_every_document():
+    batch = batch_of([[0, 0, 0, 1, 2, 2], [0, 0, 0, 0, 0, 0]])
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
+
+
+def test_rows_of_one_length_are_stacked():
+    row = Row(torch.tensor([1, 5, 6]), torch.tensor([IGNORED, 5, IGNORED]), torch.tensor([0, 0, 0]))
+    batch = collate([row, row])
+    assert batch.tokens.shape == (2, 3) and batch.predicted == 2
+    assert batch.to("cpu").labels.tolist() == [[IGNORED, 5, IGNORED]] * 2
+    with pytest.raises(SurgeryError, match=r"lengths \[2, 3\]"):
+        collate([row, Row(*(tensor[:2] for tensor in (row.tokens, row.labels, row.documents)))])
+    with pytest.raises(SurgeryError, match="cannot stack 0 rows"):
+        collate([])
+
+
+def test_a_packed_row_gives_the_logits_of_its_documents_alone():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, initializer_range=0.3, **shape)).eval()
+    assert model.config._attn_implementation == "sdpa"
+    tokens = torch.randint(64, (1, 12), generator=torch.Generator().manual_seed(1))
+    batch = batch_of([[0] * 5 + [1] + [2] * 6])
+    with torch.no_grad():
+        packed = model(tokens, position_ids=batch.position_ids, use_cache=False).logits
+        for start, end in ((0, 5), (5, 6), (6, 12)):
+            torch.testing.assert_close(packed[:, start:end], model(tokens[:, start:end]).logits, atol=1e-5, rtol=1e-5)
+        assert (packed[:, 5:] - model(tokens).logits[:, 5:]).abs().amax() > 0.1
+
+
+@torch.no_grad()
+def source(family):
+    return tiny_source(family)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_which_models_of_the_own_class_honour_document_masks(kind):
+    assert honours_document_masks(KINDS[kind](source("llama"))) == (kind in HONOURING)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "mixtral"])
+def test_stock_models_honour_document_masks(family):
+    model = source(family).train()
+    assert honours_document_masks(model, 24)
+    assert model.training
+    assert honours_document_masks(model.to(torch.bfloat16))
+
+
+def test_a_model_that_mixes_documents_does_not():
+    model = source("llama")
+    body = model.model.forward
+    model.model.forward = lambda position_ids=None, **call: body(**call)
+    assert not honours_document_masks(model)
+
+
+def test_one_token_that_sees_another_document_is_enough():
+    class Peeking(torch.nn.Embedding):
+        def get_input_embeddings(self):
+            return self
+
+        def forward(self, input_ids, **_):
+            states = super().forward(input_ids)
+            states[:, -1] += states[:, 0]
+            return SimpleNamespace(logits=states)
+
+    assert not honours_document_masks(Peeking(64, 8))
+
+
+@pytest.mark.parametrize("kind", ["packed", "mixed", "streamed"])
+def test_global_batches_do_not_depend_on_the_number_of_processes(texts, tokenizer, tmp_path, kind):
+    data = {
+        "packed": None,
+        "mixed": [{"source": str(texts / "a.jsonl"), "weight": 2}, str(texts / "b.jsonl"), stream(texts)],
+        "streamed": [stream(texts)],
+    }[kind]
+    batches = {}
+    for ranks in (1, 2, 3):
+        found = {}
+        for rank in range(ranks):
+            sequences = opened(texts, tokenizer, tmp_path, data).sequences
+            found |= {number: sequences.sequence(number) for step in range(4) for number in dealt(step, 6, rank, ranks)}
+        batches[ranks] = found
+    assert sorted(batches[1]) == list(range(24))
+    for number, row in batches[1].items():
+        assert same(row, batches[2][number]) and same(row, batches[3][number])
+
+
+def test_sequences_are_dealt_by_their_number():
+    assert [dealt(2, 6, rank, 4) for rank in range(4)] == [[12, 16], [13, 17], [14], [15]]
+    for ranks, rank in ((7, 0), (2, 2)):
+        with pytest.raises(SurgeryError, match="cannot be dealt"):
+            dealt(0, 6, rank, ranks)
+
+
+def test_a_second_opening_tokenises_nothing(texts, tokenizer, tmp_path):
+    first = opened(texts, tokenizer, tmp_path)
+    (folder,) = tmp_path.glob("tokens-*")
+    before = (folder / "about.json").stat().st_mtime_ns
+
+    class Mute:
+        """The tokenizer, but that it tokenises no text."""
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+    second = opened(texts, tokenizer, tmp_path, recall=0.0)
+    Mute.__name__ = type(tokenizer).__name__
+    third = opened(texts, Mute(), tmp_path, recall=0.0)
+    assert (folder / "about.json").stat().st_mtime_ns == before and len(list(tmp_path.iterdir())) == 1
+    assert same(second.sequences.sequence(5), third.sequences.sequence(5))
+    assert second.data_sha256 == third.data_sha256 != first.data_sha256
+
+
+def test_another_tokenizer_or_file_is_tokenised_anew(texts, tokenizer, tmp_path):
+    opened(texts, tokenizer, tmp_path)
+    other = AutoTokenizer.from_pretrained(DEMO, eos_token="<|pad|>")
+    opened(texts, other, tmp_path)
+    opened(texts, tokenizer, tmp_path, str(texts / "b.jsonl"))
+    assert len(list(tmp_path.glob("tokens-*"))) == 3
+
+
+def test_a_mixture_deals_by_weight_and_resumes_its_stream(texts, tokenizer, tmp_path):
+    data = [{"source": str(texts / "b.jsonl"), "weight": 3}, stream(texts)]
+    healing = opened(texts, tokenizer, tmp_path, data, recall=0.0, held_out=4)
+    rows = [healing.sequences.sequence(number) for number in range(8)]
+    assert [max(numbers(tokenizer, row)) < 500 for row in rows] == [False, False, True, False] * 2
+    assert len(healing.held_out) == 4 and [part["weight"] for part in healing.describe()["mixture"]] == [0.75, 0.25]
+    state = json.loads(json.dumps(healing.sequences.state()))
+    expected = [healing.sequences.sequence(number) for number in range(8, 40)]
+    again = opened(texts, tokenizer, tmp_path, data, recall=0.0, held_out=4).sequences
+    again.restore(state)
+    assert all(same(again.sequence(number), row) for number, row in enumerate(expected, 8))
+
+
+@pytest.mark.parametrize("stop", [1, 7, 30])
+def test_a_stream_resumes_where_it_was(texts, tokenizer, tmp_path, stop):
+    """Also in the second epoch, and from the state of the first of several processes."""
+    first, second = (opened(texts, tokenizer, tmp_path, [stream(texts)]).sequences for _ in range(2))
+    expected = [first.sequence(number) for number in range(stop)]
+    state = json.loads(json.dumps(first.state()))
+    expected = [first.sequence(number) for number in range(stop, stop + 60)]
+    second.restore(state)
+    for number in range(stop + 1, stop + 60, 2):
+        assert same(second.sequence(number), expected[number - stop])
+    assert first.state()["epoch"] > 0
+    with pytest.raises(SurgeryError, match="gives its rows once"):
+        first.sequence(stop)
+
+
+def test_a_stream_holds_its_first_documents_out_in_every_epoch(texts, tokenizer, tmp_path):
+    healing = opened(texts, tokenizer, tmp_path, [stream(texts)], held_out=3, recall=0.0)
+    aside = healing.held_out
+    trained = [healing.sequences.sequence(number) for number in range(60)]
+    assert healing.sequences.state()["epoch"] > 0
+    texts_of = [tokenizer.decode(row.tokens) for row in trained]
+    for document in range(healing.describe()["held_out_documents"]):
+        assert f"document {document} " in "".join(tokenizer.decode(row.tokens) for row in aside)
+        assert not any(f"document {document} " in text for text in texts_of)
+
+
+def test_the_builtin_text_packs_with_recalls_and_repeats_exactly(tokenizer, tmp_path):
+    data = [{"source": "builtin", "tokens": 30_000}]
+    one, other = (open_data(data, tokenizer, tmp_path / name, 256, held_out=2) for name in "ab")
+    assert one.data_sha256 == other.data_sha256
+    rows = [one.sequences.sequence(number) for number in range(8)]
+    assert all(same(row, other.sequences.sequence(number)) for number, row in enumerate(rows))
+    planted = ["# Recall: the secret key of" in tokenizer.decode(row.tokens) for row in rows]
+    assert planted == [False, False, False, True] * 2
+    described = one.describe()
+    assert described["recall"] == 0.25 and described["rows"] > 50 and described["sha256"] == one.data_sha256
+    assert json.loads(json.dumps(described)) == described
+
+
+def test_sources_of_settings():
+    assert parse_sources("builtin") == [TextSource("builtin")]
+    assert parse_sources(["a.txt", {"source": "x/y", "stream": True}])[1].stream
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "no data to train on"),
+        ([{"weight": 1}], "entry 1: has no `source`"),
+        ([{"source": "builtin", "wieght": 1}], "did you mean weight"),
+        ([{"source": "builtin", "format": "json"}], "format 'json'"),
+        ([{"source": "builtin", "tokens": 0}], "0 tokens of builtin"),
+        ([{"source": "builtin", "stream": True}], "no dataset to stream"),
+        ([{"source": "builtin", "weight": 0}], "all must be above 0"),
+        (["teacher"], "how many"),
+        ([{"source": "teacher", "tokens": 10}], "there is none"),
+        (["no-such-file.txt"], "no such text"),
+        ([{"source": "no-such.jsonl", "stream": True}], "no such file"),
+        ([""], "name a file"),
+    ],
+)
+def test_impossible_data(tokenizer, tmp_path, data, message):
+    with pytest.raises(SurgeryError, match=message):
+        open_data(data, tokenizer, tmp_path, 32)
+
+
+def test_a_stream_without_the_field_is_reported(texts, tokenizer, tmp_path):
+    with pytest.raises(SurgeryError, match="row 0 has no text in 'body'"):
+        opened(texts, tokenizer, tmp_path, [{**stream(texts), "text_field": "body"}])
+
+
+def test_a_state_of_other_data_is_refused(texts, tokenizer, tmp_path):
+    packed, streamed = (opened(texts, tokenizer, tmp_path, data).sequences for data in (None, [stream(texts)]))
+    for sequences, state in ((packed, streamed.state()), (streamed, {})):
+        with pytest.raises(SurgeryError, match="resume with its data"):
+            sequences.restore(state)

@@ -1,0 +1,76 @@
+"""A sharded run gives the numbers of one process, goes on from its checkpoints, and shards what it should.
+
+accelerate has FSDP on accelerators only. Run with a settings file by `torchrun`, this file is a process that has it on
+the CPU all the same: accelerate's own code for FSDP2, and PyTorch's, with gloo.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from healing import heal_here, heal_settings, log_of, same_results, settings_file
+from tiny_models import make_checkpoint
+from torch.distributed import fsdp
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def sharded_process(file: str) -> int:
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from torch.distributed.tensor import DTensor
+
+    from surgery.training import heal, loop
+
+    make = heal._accelerator
+
+    def accelerator(settings):
+        made = make(settings)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            state_dict_type="SHARDED_STATE_DICT",
+            cpu_ram_efficient_loading=False,
+        )
+        made.state.distributed_type, made.state.fsdp_plugin = DistributedType.FSDP, plugin
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # every new state starts from this one
+        return made
+
+    def run(self):
+        assert all(isinstance(each, DTensor) for each in self._t.module.parameters())
+        teacher = self._t.accelerator.unwrap_model(self._t.module)._teacher[0].model
+        assert {isinstance(each, DTensor) for each in teacher.model.layers.parameters()} == {
+            self._t.settings.shard_teacher
+        }
+        return real(self)
+
+    real, loop.Loop.run = loop.Loop.run, run
+    heal._accelerator = accelerator
+    return heal.main(["--config", file])
+
+
+def test_a_sharded_run_is_that_of_one_process(tmp_path):
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("this torch has no FSDP2")
+    teacher, student = (make_checkpoint(tmp_path / name, "llama", seed=seed) for seed, name in enumerate("ts"))
+    (tmp_path / "rules.json").write_text('{"*.k_proj.weight": [0, -1]}')
+    # A budget that grows would bend a schedule that ends with it.
+    common = {"entry_factors": str(tmp_path / "rules.json"), "schedule": "constant", "warmup": 0}
+    common |= {"objective": {"kl": 1.0, "cross_entropy": 0.5, "hidden": 0.1, "attention": 0.1}}
+    one = heal_settings(tmp_path, student, teacher, name="one", **common)
+    two = heal_settings(tmp_path, student, teacher, name="two", gradient_accumulation=1, shard_teacher=True, **common)
+    for steps in (4, 6):
+        file = settings_file({**two, "max_steps": steps, "overwrite": True})
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
+        done = subprocess.run([*command, str(file)], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+    heal_here(one)
+    assert log_of(two, "resume")[0]["step"] == 4
+    same_results(one, two)
+
+
+if __name__ == "__main__":
+    sys.exit(sharded_process(sys.argv[1]))

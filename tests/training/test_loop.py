@@ -1,0 +1,304 @@
+"""The loop in one process: the same steps however they are cut, and what ends a run."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from healing import heal_here, heal_settings, log_of, losses_of, settings_file
+from own_models import lossless_low_rank, lossless_model, tiny_source
+from safetensors.torch import load_file
+from tiny_models import make_checkpoint
+from transformers import AutoModelForCausalLM
+
+from surgery.errors import SurgeryError
+from surgery.training import guards, loop
+from surgery.training.guards import Interrupted, SpikeGuard, knobs, memory_errors
+from surgery.training.heal import main
+from surgery.training.settings import HealSettings
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("teacher"), "llama")
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory) -> Path:
+    """The teacher's shape with other weights."""
+    return make_checkpoint(tmp_path_factory.mktemp("student"), "llama", seed=1)
+
+
+@pytest.fixture
+def settings(tmp_path, student, teacher):
+    return lambda **others: heal_settings(tmp_path, student, teacher, **others)
+
+
+def tensors(folder) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def test_a_healing_lowers_the_loss_and_writes_the_students_class(settings, student):
+    values = settings(max_steps=30, eval_every=10, train="all", learning_rate=5e-3)
+    facts = heal_here(values)
+    out = Path(values["out"])
+    assert facts["held_out"]["last"]["kl"] < 0.7 * facts["held_out"]["first"]["kl"]
+    assert (facts["steps"], facts["tokens"], facts["ended"]) == (30, 30 * 4 * 32, "max_steps reached")
+    assert json.loads((out / "heal.json").read_text())["loss"] == facts["loss"]
+    before, after = tensors(student), tensors(out)
+    assert {name: (each.shape, each.dtype) for name, each in after.items()} == {
+        name: (each.shape, each.dtype) for name, each in before.items()
+    }
+    healed = AutoModelForCausalLM.from_pretrained(out)
+    assert type(healed).__name__ == "LlamaForCausalLM"
+    for name in ("config.json", "tokenizer.json"):
+        assert (out / name).read_bytes() == (student / name).read_bytes()
+    steps = log_of(values)
+    assert [line["step"] for line in steps] == list(range(1, 31))
+    assert {"loss", "kl", "learning_rate", "gradient_norm", "tokens_per_second", "memory_bytes"} <= set(steps[0])
+    assert [line["step"] for line in log_of(values, "held_out")] == [0, 10, 20, 30]
+
+
+def test_accumulation_changes_nothing_but_rounding(settings):
+    runs = [settings(name=f"{batch}", batch_size=batch, gradient_accumulation=4 // batch) for batch in (4, 1)]
+    for values in runs:
+        heal_here(values)
+    torch.testing.assert_close(losses_of(runs[0]), losses_of(runs[1]), rtol=1e-5, atol=0)
+    for name, each in tensors(runs[0]["out"]).items():
+        torch.testing.assert_close(each, tensors(runs[1]["out"])[name], rtol=1e-3, atol=1e-4)
+
+
+def test_equal_seeds_give_equal_runs(settings):
+    runs = [settings(name=name, seed=seed, max_steps=3) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    for values in runs:
+        heal_here(values)
+    assert losses_of(runs[0]) == losses_of(runs[1]) != losses_of(runs[2])
+
+
+def test_a_resumed_run_goes_on_exactly(settings, monkeypatch):
+    whole, parts = settings(name="whole"), settings(name="parts")
+    heal_here(whole)
+    real = loop.Loop._report
+
+    def stop_after_three(self, *arguments):
+        real(self, *arguments)
+        if self.at.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(loop.Loop, "_report", stop_after_three)
+    with pytest.raises(Interrupted, match=r"signal 15 after step 3; saved in .*run the same command") as stopped:
+        heal_here(parts)
+    assert stopped.value.code == 143
+    assert log_of(parts, "stop", finished=False)[0]["step"] == 3
+    assert not Path(parts["out"]).exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    monkeypatch.undo()
+    facts = heal_here(parts)
+    assert facts["steps"] == 6
+    assert losses_of(parts) == losses_of(whole)
+    assert all(torch.equal(each, tensors(whole["out"])[name]) for name, each in tensors(parts["out"]).items())
+
+
+def test_the_command_ends_with_one_line_and_a_code(settings, tmp_path, monkeypatch, capsys):
+    (tmp_path / "x.yaml").write_text("studnet: x\n")
+    assert main(["--config", str(tmp_path / "x.yaml")]) == 1
+    assert capsys.readouterr().err.endswith("unknown setting 'studnet'; did you mean student?\n")
+    monkeypatch.setattr(loop.Loop, "_report", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
+    assert main(["--config", str(settings_file(settings()))]) == 130
+    assert capsys.readouterr().err.splitlines()[-1].startswith("surgery: stopped by signal 2 after step 1")
+
+
+def test_a_finished_run_goes_on_with_a_larger_budget_only_as_it_was(settings):
+    heal_here(settings(max_steps=2))
+    with pytest.raises(SurgeryError, match=r"was made with learning_rate 0\.001, not 0.1"):
+        heal_here(settings(max_steps=4, overwrite=True, learning_rate=0.1))
+    assert heal_here(settings(max_steps=4, overwrite=True))["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(lambda loss: loss * float("nan"), "the loss is nan"), (lambda loss: loss * 100, "over 5 times the last steps'")],
+)
+def test_a_loss_that_explodes_stops_before_the_step(settings, monkeypatch, damage, message):
+    from surgery.training.distillation import Distillation
+
+    real, calls = Distillation.forward, []
+
+    def forward(self, batch, positions, cached=None, measure=False):
+        total, parts = real(self, batch, positions, cached, measure)
+        calls.append(measure)
+        return (damage(total), parts) if calls.count(False) > 8 else (total, parts)
+
+    monkeypatch.setattr(Distillation, "forward", forward)
+    values = settings(held_out=0, max_steps=20)
+    with pytest.raises(SurgeryError, match=rf"step 5: .*{message}.*last good checkpoint is .*step-00000004"):
+        heal_here(values)
+    assert not Path(values["out"]).exists()
+
+
+def test_a_spike_is_measured_against_what_is_usual():
+    guard = SpikeGuard(3.0)
+    for number in range(guards.WINDOW + 9):
+        guard.check(1.0 + number % 2, 1.0, number, None)
+    assert len(guard.recent) == guards.WINDOW
+    with pytest.raises(SurgeryError, match="no checkpoint was saved yet"):
+        guard.check(9.0, 1.0, 99, None)
+    with pytest.raises(SurgeryError, match="gradient's norm inf"):
+        SpikeGuard(None).check(1.0, float("inf"), 1, None)
+    SpikeGuard(None, [1.0] * 50).check(1e9, 1.0, 1, None)
+
+
+def test_no_better_held_out_loss_ends_it_and_the_best_is_written(settings):
+    values = settings(
+        learning_rate=0.3, schedule="constant", warmup=0, max_steps=40, eval_every=1, patience=2, spike=None
+    )
+    facts = heal_here({**values, "clip": None})
+    assert facts["ended"] == "held-out loss has not fallen for 2 measurements"
+    held_out = {line["step"]: line["cross_entropy"] for line in log_of(values, "held_out")}
+    best = min(held_out, key=held_out.get)
+    assert (facts["held_out"]["best_step"], facts["steps"]) == (best, best + 2)
+    again = heal_here({**settings(name="again", max_steps=1), "student": values["out"]})
+    assert again["held_out"]["first"]["cross_entropy"] == pytest.approx(held_out[best], rel=1e-5)
+
+
+def test_the_first_limit_ends_it(settings):
+    assert heal_here(settings(max_tokens=300))["steps"] == 3  # 128 tokens a step
+    facts = heal_here(settings(name="time", max_steps=None, max_seconds=0.3, eval_every=None, held_out=0))
+    assert facts["ended"] == "max_seconds reached"
+
+
+def test_frozen_entries_survive_a_healing(settings, tmp_path, student):
+    rules = {"*.k_proj.weight": [0, -1], "model.layers.0.self_attn.v_proj.weight": True}
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    values = settings(entry_factors=str(tmp_path / "rules.json"), weight_decay=0.1)
+    assert heal_here(values)["parameters"]["with_factors"] == 3
+    before, after = tensors(student), tensors(values["out"])
+    for name, each in after.items():
+        equal = (each == before[name]).flatten(1).all(1) if each.ndim > 1 else each == before[name]
+        if "self_attn" not in name or "0.self_attn.v_proj" in name:
+            assert equal.all(), name
+        elif "k_proj" in name:
+            assert equal.nonzero().flatten().tolist() == [0, len(each) - 1], name
+        else:
+            assert not equal.any(), name
+
+
+def test_adapters_are_written_apart_and_merged(settings, student):
+    from peft import PeftModel
+
+    values = settings(train="lora", lora_rank=2, learning_rate=1e-2)
+    heal_here(values)
+    out = Path(values["out"])
+    merged = AutoModelForCausalLM.from_pretrained(out)
+    apart = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(student), out / "adapter")
+    tokens = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, apart(tokens).logits, rtol=1e-4, atol=1e-4)
+    changed = {name for name, each in tensors(out).items() if not torch.equal(each, tensors(student)[name])}
+    assert changed == {name for name in tensors(student) if "self_attn" in name and name.endswith("_proj.weight")}
+
+
+@pytest.mark.parametrize(("make", "masked"), [(lossless_model, True), (lossless_low_rank, None)])
+def test_students_of_the_own_class(tmp_path, make, masked):
+    with torch.no_grad():
+        source = tiny_source("llama", vocab_size=4096)
+        model = make(source)
+        for name, each in model.named_parameters():
+            if "kv_down" in name:
+                each.add_(torch.randn_like(each), alpha=0.1)
+    for name, each in (("source", source), ("student", model)):
+        each.save_pretrained(tmp_path / name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / name / file).write_bytes((make_checkpoint.__globals__["DEMO"] / file).read_bytes())
+    values = heal_settings(tmp_path, tmp_path / "student", tmp_path / "source", train="new", max_steps=20)
+    facts = heal_here({**values, "objective": {"kl": 1.0, "attention": 0.1}, "gradient_checkpointing": True})
+    assert facts["held_out"]["last"]["kl"] < facts["held_out"]["first"]["kl"]
+    if masked is not None:
+        assert facts["document_masks"] is masked
+    healed = AutoModelForCausalLM.from_pretrained(values["out"])
+    assert type(healed).__name__ == "SurgeryForCausalLM"
+    before, after = tensors(tmp_path / "student"), tensors(values["out"])
+    changed = {name.split("self_attn.")[-1] for name in after if not torch.equal(after[name], before[name])}
+    assert "kv_down.weight" in changed
+    assert not changed & {"q_proj.weight", "o_proj.weight", "model.norm.weight"}
+
+
+def test_checkpointing_changes_no_loss(settings):
+    runs = [settings(name=f"{each}", gradient_checkpointing=each, max_steps=3) for each in (False, True)]
+    for values in runs:
+        heal_here(values)
+    torch.testing.assert_close(losses_of(runs[0]), losses_of(runs[1]), rtol=1e-6, atol=0)
+
+
+def test_weights_that_train_are_fp32_and_the_result_is_the_students_dtype(tmp_path, teacher):
+    student = make_checkpoint(tmp_path / "half", "llama", torch.bfloat16, seed=1)
+    values = heal_settings(tmp_path, student, teacher, dtype="bf16", learning_rate=1e-2)
+    facts = heal_here(values)
+    assert facts["precision"] == "bf16"
+    assert {each.dtype for each in tensors(values["out"]).values()} == {torch.bfloat16}
+    assert json.loads((Path(values["out"]) / "config.json").read_text())["dtype"] == "bfloat16"
+    kept = load_file(next(Path(f"{values['out']}.run").glob("checkpoints/*6")) / "trained.safetensors")
+    assert {each.dtype for each in kept.values()} == {torch.float32}
+
+
+def test_logits_on_disk_take_the_teachers_place(settings, tmp_path, student):
+    cache = str(tmp_path / "cache")
+    live, written, read = settings(name="live"), settings(name="written"), settings(name="read")
+    heal_here(live)
+    heal_here({**written, "teacher_logits": cache, "teacher_top_k": 4096})
+    torch.testing.assert_close(losses_of(written), losses_of(live), rtol=5e-3, atol=1e-4)
+    heal_here({**read, "teacher_logits": cache, "teacher": None})
+    assert losses_of(read) == losses_of(written)
+    with pytest.raises(SurgeryError, match=r"has logits of 24 sequences, the budget needs 28"):
+        heal_here({**read, "max_steps": 7, "teacher_logits": cache, "teacher": None, "overwrite": True})
+
+
+def test_memory_errors_name_the_knobs():
+    settings = HealSettings(teacher="t", train="all", batch_size=4, gradient_accumulation=2)
+    with (
+        pytest.raises(SurgeryError, match="at step 3: batch_size 2 with gradient_accumulation 4"),
+        memory_errors(settings, lambda: "step 3"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(SurgeryError), memory_errors(settings, lambda: ""):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    with pytest.raises(RuntimeError, match="shapes"), memory_errors(settings, lambda: ""):
+        raise RuntimeError("shapes differ")
+    small = HealSettings(batch_size=1, gradient_checkpointing=True, train="lora")
+    assert not [knob for knob in knobs(small) if "batch_size" in knob or "checkpointing" in knob or "train" in knob]
+
+
+def test_refusals_before_anything_is_done(settings, tmp_path, student, teacher):
+    values = settings()
+    with pytest.raises(SurgeryError, match="replace its own source"):
+        heal_here({**values, "out": str(student)})
+    Path(values["out"]).mkdir()
+    with pytest.raises(SurgeryError, match="exists already"):
+        heal_here(values)
+    with pytest.raises(SurgeryError, match="fp16 needs an accelerator"):
+        heal_here({**values, "dtype": "fp16"})
+    with pytest.raises(SurgeryError, match="shard_teacher needs FSDP2"):
+        heal_here(settings(name="sharded", shard_teacher=True))
+    assert not (tmp_path / "sharded").exists()
+
+
+def test_the_layer_wise_stage_trains_each_attention_on_its_teachers_inputs(settings, tmp_path, student):
+    facts = heal_here(settings(objective={"layerwise": 1.0}, learning_rate=1e-2))
+    assert facts["loss"]["last"] < facts["loss"]["first"]
+    before, after = load_file(student / "model.safetensors"), load_file(tmp_path / "healed" / "model.safetensors")
+    assert any(not torch.equal(before[name], after[name]) for name in before if "self_attn" in name)
+    assert all(torch.equal(before[name], after[name]) for name in before if "self_attn" not in name)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"objective": {"layerwise": 1.0, "kl": 1.0}}, "stage of its own"),
+        ({"objective": {"layerwise": 1.0}, "train": "all"}, "attentions alone"),
+    ],
+)
+def test_the_layer_wise_stage_stands_alone(settings, given, reason):
+    with pytest.raises(SurgeryError, match=reason):
+        HealSettings(**settings(**given)).weights()

@@ -1,0 +1,246 @@
+"""Losses on logits in chunks, against the plain formulas on whole logits."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy as whole_cross_entropy
+from torch.nn.functional import softmax
+
+from surgery.errors import SurgeryError
+from surgery.training import objectives
+from surgery.training.chunks import States, chunk_count
+from surgery.training.objectives import ObjectiveWeights, combine, logit_losses, predicting
+
+torch.set_num_threads(1)
+N, VOCAB, WIDTH, TEACHER_WIDTH = 23, 41, 6, 9
+ALL = ObjectiveWeights(kl=1, reverse_kl=1, jsd=1, jsd_beta=0.3, temperature=1.7, cross_entropy=1)
+
+
+def pair(dtype=torch.float64, bias: bool = True) -> tuple[States, States, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    states = []
+    for width in (WIDTH, TEACHER_WIDTH):
+        head = nn.Linear(width, VOCAB, bias=bias)
+        hidden = torch.randn(N, width, generator=generator)
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        states.append(States(hidden.to(dtype).requires_grad_(), head.to(dtype)))
+    return *states, torch.randint(0, VOCAB, (N,), generator=generator)
+
+
+def plain(student: States, teacher: States, targets: torch.Tensor, weights: ObjectiveWeights) -> dict:
+    """The formulas as they are written, with probabilities."""
+    tau, beta = weights.temperature, weights.jsd_beta
+    logits = student.head(student.hidden)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    q = softmax(logits.to(wide) / tau, -1)
+    p = softmax(teacher.head(teacher.hidden).detach().to(wide) / tau, -1)
+    m = beta * p + (1 - beta) * q
+
+    def kl(a, b):
+        return tau**2 * (a * (a / b).log()).sum(-1).mean()
+
+    return {
+        "kl": kl(p, q),
+        "reverse_kl": kl(q, p),
+        "jsd": beta * kl(p, m) + (1 - beta) * kl(q, m),
+        "cross_entropy": whole_cross_entropy(logits.to(wide), targets),
+    }
+
+
+def gradients(loss: torch.Tensor, states: States) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, [states.hidden, *states.head.parameters()], retain_graph=True))
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 4, 23, 40])
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "cross_entropy"])
+def test_equals_whole_logits(name, chunks):
+    student, teacher, targets = pair()
+    expected = plain(student, teacher, targets, ALL)[name]
+    actual = logit_losses(ALL, student, teacher, targets, chunks=chunks)[name]
+    assert actual.dtype == torch.float64
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(gradients(actual, student), gradients(expected, student), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_computes_in_fp32(dtype):
+    student, teacher, targets = pair(dtype)
+    expected = plain(student, teacher, targets, ALL)
+    actual = logit_losses(ALL, student, teacher, targets, chunks=3)
+    for name, loss in actual.items():
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, expected[name], atol=1e-5, rtol=1e-5)
+        grads = zip(gradients(loss, student), gradients(expected[name], student), strict=True)
+        for grad, wanted in grads:
+            assert grad.dtype == dtype
+            tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(grad, wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_each_alone_is_the_same_part():
+    student, teacher, targets = pair()
+    parts = logit_losses(ALL, student, teacher, targets, chunks=5)
+    assert list(parts) == ["kl", "reverse_kl", "jsd", "cross_entropy"]
+    alone = {
+        "kl": objectives.forward_kl(student, teacher, 1.7),
+        "reverse_kl": objectives.reverse_kl(student, teacher, 1.7, chunks=2),
+        "jsd": objectives.jsd(student, teacher, 0.3, 1.7),
+        "cross_entropy": objectives.cross_entropy(student, targets),
+    }
+    torch.testing.assert_close(alone, parts)
+
+
+def test_jsd_at_and_near_its_ends():
+    student, teacher, _ = pair()
+    forward, reverse = objectives.forward_kl(student, teacher), objectives.reverse_kl(student, teacher)
+    assert abs(forward - reverse) > 0.1
+    torch.testing.assert_close(objectives.jsd(student, teacher, 0), forward)
+    torch.testing.assert_close(objectives.jsd(student, teacher, 1), reverse)
+    small = 1e-8
+    torch.testing.assert_close(objectives.jsd(student, teacher, small) / small, forward, atol=0, rtol=1e-2)
+    torch.testing.assert_close(objectives.jsd(student, teacher, 1 - small) / small, reverse, atol=0, rtol=1e-2)
+
+
+def test_temperature_keeps_the_size_of_gradients():
+    student, teacher, _ = pair()
+    sizes = [gradients(objectives.forward_kl(student, teacher, tau), student)[0].norm() for tau in (50.0, 100.0)]
+    assert sizes[1] / sizes[0] == pytest.approx(1, abs=0.05)
+
+
+def test_equal_models_have_no_divergence():
+    student, _, _ = pair()
+    for loss in (objectives.forward_kl, objectives.reverse_kl, objectives.jsd):
+        value = loss(student, student)
+        assert value.item() == pytest.approx(0, abs=1e-12)
+        assert gradients(value, student)[0].abs().max() < 1e-12
+
+
+def test_the_teacher_gets_no_gradient():
+    student, teacher, targets = pair()
+    combine(ALL, logit_losses(ALL, student, teacher, targets, chunks=3))[0].backward()
+    assert teacher.hidden.grad is None and teacher.head.weight.grad is None
+    assert student.hidden.grad is not None and student.head.weight.grad is not None
+
+
+def test_frozen_heads_and_heads_of_other_forms():
+    student, teacher, _ = pair(bias=False)
+    expected = objectives.forward_kl(student, teacher)
+    student.head.requires_grad_(False)
+    (wanted,) = torch.autograd.grad(expected, student.hidden)
+    for head in (student.head, student.head.weight, lambda hidden: student.head(hidden)):
+        loss = objectives.forward_kl(States(student.hidden, head), teacher, chunks=4)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(torch.autograd.grad(loss, student.hidden)[0], wanted)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_tied_heads(chunks):
+    _, teacher, targets = pair()
+    table = nn.Embedding(VOCAB, TEACHER_WIDTH, dtype=torch.float64)
+    head = nn.Linear(TEACHER_WIDTH, VOCAB, bias=False, dtype=torch.float64)
+    head.weight = table.weight
+    student = States(table(targets).tanh(), head)
+    weights = ObjectiveWeights(kl=1)
+    (expected,) = torch.autograd.grad(plain(student, teacher, targets, weights)["kl"], table.weight, retain_graph=True)
+    (actual,) = torch.autograd.grad(logit_losses(weights, student, teacher, chunks=chunks)["kl"], table.weight)
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+
+
+def test_logits_of_all_positions_never_exist_at_once():
+    student, teacher, targets = pair()
+    seen = []
+    student.head.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    teacher.head.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    loss = combine(ALL, logit_losses(ALL, student, teacher, targets, chunks=5))[0]
+    assert max(seen) == 5 and len(seen) == 2 * 5
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: held.append(tensor.numel()) or tensor, lambda x: x):
+        loss = combine(ALL, logit_losses(ALL, student, teacher, targets, chunks=5))[0]
+    assert max(held) < 5 * VOCAB
+    loss.backward()
+    assert max(seen) == 5
+
+
+def test_positions_dealt_out_sum_to_the_whole():
+    student, teacher, targets = pair()
+    whole = logit_losses(ALL, student, teacher, targets)
+    # Three processes with 4, 19 and no positions; gradients are averaged over them.
+    shares = []
+    for rows in (slice(0, 4), slice(4, N), slice(N, N)):
+        parts = [States(states.hidden[rows], states.head) for states in (student, teacher)]
+        shares.append(logit_losses(ALL, *parts, targets[rows], chunks=2, positions=N / 3))
+    for name, loss in whole.items():
+        torch.testing.assert_close(sum(share[name] for share in shares) / 3, loss)
+    grads = torch.autograd.grad(shares[2]["kl"], student.head.weight)
+    assert not grads[0].any()
+
+
+def test_no_position_is_no_loss():
+    student, teacher, targets = pair()
+    parts = [States(states.hidden[:0], states.head) for states in (student, teacher)]
+    total, _ = combine(ALL, logit_losses(ALL, *parts, targets[:0]))
+    total.backward()
+    assert total == 0 and not student.hidden.grad.any()
+
+
+def test_chunk_count():
+    assert chunk_count(8192, 128_256, 256 * 2**20) == 16
+    assert chunk_count(100, 10**9, 4) == 100
+    assert chunk_count(0, 10) == 1
+    with pytest.raises(SurgeryError, match="positive budget"):
+        chunk_count(1, 10, 0)
+
+
+def test_predicting():
+    labels = torch.tensor([[5, -100, 7, 8], [1, 2, -100, -100]])
+    assert predicting(labels).tolist() == [[False, True, True], [True, False, False]]
+
+
+def test_combine_weighs_parts():
+    weights = ObjectiveWeights(kl=2.0, hidden=0.5)
+    parts = {"kl": torch.tensor(3.0, requires_grad=True), "hidden": torch.tensor(4.0)}
+    total, logged = combine(weights, parts)
+    assert total == 8 and total.requires_grad
+    assert logged == {"kl": 3, "hidden": 4} and not logged["kl"].requires_grad
+    with pytest.raises(SurgeryError, match="no loss was computed for hidden"):
+        combine(weights, {"kl": parts["kl"]})
+
+
+def test_other_parts_than_asked_for_are_not_made():
+    student, teacher, targets = pair()
+    assert list(logit_losses(ObjectiveWeights(), student, teacher, targets)) == ["kl"]
+    assert list(logit_losses(ObjectiveWeights(kl=0, cross_entropy=1), student, targets=targets)) == ["cross_entropy"]
+    assert logit_losses(ObjectiveWeights(kl=0, hidden=1), student) == {}
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"kl": -1}, "kl: -1 is no weight"),
+        ({"hidden": math.nan}, "hidden: nan is no weight"),
+        ({"attention": "much"}, "attention: 'much' is no weight"),
+        ({"kl": 0}, "all objectives have weight 0"),
+        ({"temperature": 0}, "temperature 0: a positive"),
+        ({"jsd_beta": 1.5}, "jsd_beta 1.5"),
+        ({"kll": 1}, "did you mean kl"),
+    ],
+)
+def test_bad_weights(values, message):
+    with pytest.raises(SurgeryError, match=message):
+        ObjectiveWeights.from_mapping(values, "heal.yaml")
+
+
+def test_what_cannot_be_compared():
+    student, teacher, _ = pair()
+    with pytest.raises(SurgeryError, match="vocabulary of 41, its teacher of 40"):
+        objectives.forward_kl(student, States(teacher.hidden, nn.Linear(TEACHER_WIDTH, 40).double()))
+    with pytest.raises(SurgeryError, match="number of positions: 23, 22"):
+        objectives.forward_kl(student, States(teacher.hidden[1:], teacher.head))
+    with pytest.raises(SurgeryError, match="needs the teacher"):
+        logit_losses(ObjectiveWeights(), student)
+    with pytest.raises(SurgeryError, match="needs the tokens"):
+        logit_losses(ObjectiveWeights(cross_entropy=1), student, teacher)

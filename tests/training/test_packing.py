@@ -1,0 +1,268 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from surgery.errors import SurgeryError
+from surgery.training.data import IGNORED
+from surgery.training.mixture import MixedSequences
+from surgery.training.packing import PackedSequences, Recalls, RowShape
+from surgery.training.shuffling import _mixed, interleaving, shuffled
+from surgery.training.token_file import Document, TokenFile
+
+BOS, EOS, PAD = 1, 0, 2
+
+
+def documents(count, shortest=3, longest=40):
+    """Documents of tokens that no other document has, ended by eos."""
+    lengths = np.random.default_rng(0).integers(shortest, longest, count).tolist()
+    return [Document([1000 * (number + 1) + place for place in range(n)] + [EOS]) for number, n in enumerate(lengths)]
+
+
+def written(folder, texts, limit=None):
+    return TokenFile.write(folder / "tokens", {"of": "test"}, texts, limit)
+
+
+def text_shape(length=16):
+    return RowShape(length, BOS, PAD, whole=False)
+
+
+def whole_shape(length=16):
+    return RowShape(length, None, PAD, whole=True)
+
+
+def owners(row):
+    return {token // 1000 for token in row.tokens.tolist() if token >= 1000}
+
+
+def test_a_token_file_gives_back_what_was_written(tmp_path):
+    texts = [Document([5, 6, 7], [0, 1, 1]), Document([]), Document([70_000], [1])]
+    made = written(tmp_path, texts)
+    again = TokenFile.read(tmp_path / "tokens", {"of": "test"})
+    assert len(again) == 2 and again.lengths.tolist() == [3, 1]
+    assert [again.document(number) for number in range(2)] == [texts[0], texts[2]]
+    assert again.document(0, 1, 2) == Document([6], [1])
+    assert again.sha256 == made.sha256
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
+
+
+def test_a_token_file_of_another_identity_is_not_read(tmp_path):
+    written(tmp_path, documents(3))
+    assert TokenFile.read(tmp_path / "tokens", {"of": "another"}) is None
+    assert TokenFile.read(tmp_path / "none", {"of": "test"}) is None
+
+
+def test_equal_documents_have_equal_hashes_and_others_have_not(tmp_path):
+    one = written(tmp_path / "a", [Document([1, 2]), Document([3])]).sha256
+    assert written(tmp_path / "b", [Document([1, 2]), Document([3])]).sha256 == one
+    assert written(tmp_path / "c", [Document([1]), Document([2, 3])]).sha256 != one
+    assert written(tmp_path / "d", [Document([1, 2], [0, 1]), Document([3], [1])]).sha256 != one
+
+
+def test_a_failed_writing_leaves_nothing(tmp_path):
+    def broken():
+        yield Document([1, 2])
+        raise SurgeryError("line 2 is bad")
+
+    with pytest.raises(SurgeryError, match="line 2 is bad"):
+        written(tmp_path, broken())
+    with pytest.raises(SurgeryError, match="holds no text"):
+        written(tmp_path, [])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_token_file_is_refused(tmp_path):
+    written(tmp_path, documents(3))
+    path = tmp_path / "tokens" / "tokens.i4"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(SurgeryError, match="remove the folder"):
+        TokenFile.read(tmp_path / "tokens", {"of": "test"})
+
+
+def test_reading_stops_at_the_limit(tmp_path):
+    texts = documents(50)
+    file = written(tmp_path, texts, limit=100)
+    total = int(file.lengths.sum())
+    assert 100 <= total < 100 + 41 and len(file) < 50
+
+
+def test_an_epoch_holds_every_token_once_but_for_the_last_row_s_rest(tmp_path):
+    texts = documents(30)
+    packed = PackedSequences(written(tmp_path, texts), text_shape(), "test")
+    rows = [packed.sequence(number).tokens.tolist() for number in range(packed.rows)]
+    assert all(len(row) == 16 and row[0] == BOS for row in rows)
+    seen = sorted(token for row in rows for token in row[1:] if token != EOS)
+    every = sorted(token for text in texts for token in text.tokens if token != EOS)
+    assert len(seen) == len(set(seen)) and set(seen) <= set(every) and len(every) - len(seen) < 15
+
+
+def test_epochs_are_permutations_of_each_other_in_other_orders(tmp_path):
+    packed = PackedSequences(written(tmp_path, documents(30)), text_shape(), "test")
+    epochs = [
+        [tuple(packed.sequence(number).tokens.tolist()) for number in range(e * packed.rows, (e + 1) * packed.rows)]
+        for e in range(2)
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+
+
+def test_any_row_can_be_asked_for_at_any_time(tmp_path):
+    file = written(tmp_path, documents(30))
+    first, second = (PackedSequences(file, text_shape(), "test", seed=3) for _ in range(2))
+    forward = [first.sequence(number).tokens for number in range(40)]
+    for number in (39, 0, 17, 38, 1):
+        assert torch.equal(second.sequence(number).tokens, forward[number])
+    other = PackedSequences(file, text_shape(), "test", seed=4)
+    assert not all(torch.equal(other.sequence(number).tokens, forward[number]) for number in range(5))
+    assert first.data_sha256 == second.data_sha256 != other.data_sha256
+    assert first.state() == {}
+
+
+def test_labels_and_documents_of_a_row_of_text(tmp_path):
+    packed = PackedSequences(written(tmp_path, documents(30, 3, 8)), text_shape(), "test")
+    for number in range(packed.rows):
+        row = packed.sequence(number)
+        numbers, labels = row.documents.tolist(), row.labels.tolist()
+        assert numbers[0] == 0 and set(np.diff(numbers)) <= {0, 1} and numbers[-1] > 0
+        assert labels[0] == IGNORED  # bos
+        for t in range(1, 16):
+            first = numbers[t] != numbers[t - 1]
+            assert labels[t] == (IGNORED if first else row.tokens[t])
+            assert first == (row.tokens[t - 1] == EOS)
+
+
+def test_held_out_documents_are_in_no_row_and_do_not_depend_on_the_seed(tmp_path):
+    file = written(tmp_path, documents(40))
+    for shape in (text_shape(), whole_shape(48)):
+        one, other = (PackedSequences(file, shape, "test", seed, held_out=4) for seed in (0, 1))
+        assert len(one.held_out) == 4
+        for a, b in zip(one.held_out, other.held_out, strict=True):
+            assert torch.equal(a.tokens, b.tokens)
+        aside = set().union(*map(owners, one.held_out))
+        for packed in (one, other):
+            trained = set().union(*(owners(packed.sequence(number)) for number in range(packed.rows)))
+            assert trained and not aside & trained
+
+
+def test_whole_documents_are_cut_only_at_the_end_of_a_row(tmp_path):
+    texts = documents(40, 3, 30)
+    packed = PackedSequences(written(tmp_path, texts), whole_shape(), "test")
+    found = set()
+    for number in range(packed.rows):
+        row = packed.sequence(number)
+        for document in row.documents.unique().tolist():
+            tokens = row.tokens[row.documents == document].tolist()
+            if set(tokens) == {PAD}:
+                assert (row.labels[row.documents == document] == IGNORED).all()
+                continue
+            owner = tokens[0] // 1000
+            assert tokens == texts[owner - 1].tokens[:16]
+            found.add(owner)
+    assert found == set(range(1, 41))
+    cut = sum(len(text.tokens) > 16 for text in texts)
+    assert packed.describe()["cut_documents"] == cut > 0
+    assert 0.5 < packed.describe()["filled"] < 1
+
+
+def test_a_document_without_labels_before_its_cut_is_left_out(tmp_path):
+    late = Document(list(range(1000, 1020)), [0] * 18 + [1, 1])
+    early = Document(list(range(2000, 2020)), [0, 1] + [0] * 18)
+    packed = PackedSequences(written(tmp_path, [late, early]), whole_shape(), "test")
+    assert packed.rows == 1 and owners(packed.sequence(0)) == {2}
+    assert (packed.sequence(0).labels != IGNORED).nonzero().tolist() == [[1]]
+
+
+class Letters:
+    """A tokenizer of characters, as far as planting needs one."""
+
+    def __call__(self, text, **_):
+        return SimpleNamespace(input_ids=[ord(letter) for letter in text])
+
+    def text(self, row):
+        return "".join(chr(token) for token in row.tokens.tolist() if token < 1000)
+
+
+def test_a_share_of_the_rows_carries_planted_facts_in_one_document(tmp_path):
+    file, letters = written(tmp_path, documents(200)), Letters()
+    shape = text_shape(600)
+    plain = PackedSequences(file, shape, "test", held_out=1)
+    packed = PackedSequences(file, shape, "test", held_out=1, recalls=Recalls(letters, 0.25, 0))
+    for number in range(16):
+        row = packed.sequence(number)
+        if number % 4 != 3:
+            assert torch.equal(row.tokens, plain.sequence(number).tokens)
+            continue
+        assert len(row.tokens) == 600 and row.tokens[0] == BOS
+        text = letters.text(row)
+        asked = text.split("# Recall: the secret key of ")[1:]
+        assert asked and all(f"# The secret key of {line[: line.index('.')]}." in text for line in asked)
+        assert row.documents.max() == 0 and (row.labels[1:] == row.tokens[1:]).all()
+        assert torch.equal(row.tokens, packed.sequence(number).tokens)
+    assert "Recall" not in letters.text(packed.held_out[0])
+    assert packed.data_sha256 != plain.data_sha256
+
+
+def test_planting_keeps_the_bos_of_whole_documents():
+    recalls = Recalls(Letters(), 1.0, 0)
+    for number in range(50):  # with so little room some facts come at the very beginning
+        (planted,) = recalls.planted(number, [Document([BOS, *range(1000, 1100)])], keep_first=True)
+        assert planted.tokens[0] == BOS and len(planted.tokens) == 101 and ord("#") in planted.tokens
+
+
+def test_rows_of_whole_documents_are_planted_too(tmp_path):
+    texts = [Document([BOS, *range(1000 * n, 1000 * n + 599)]) for n in range(1, 4)]
+    file = written(tmp_path, texts)
+    packed = PackedSequences(file, whole_shape(600), "test", recalls=Recalls(Letters(), 1.0, 0))
+    for row in map(packed.sequence, range(3)):
+        assert row.tokens[0] == BOS and "# Recall: the secret key of" in Letters().text(row)
+        assert (row.labels[1:] == row.tokens[1:]).all() and row.labels[0] == IGNORED
+
+
+def test_a_mixture_goes_through_each_source_in_order():
+    class Numbers:
+        """Sequences that are their number, and their source's."""
+
+        def __init__(self, source):
+            self.source, self.data_sha256 = source, str(source)
+
+        def sequence(self, number):
+            return self.source, number
+
+    mixed = MixedSequences([Numbers(0), Numbers(1), Numbers(2)], [5, 3, 2])
+    rows = [mixed.sequence(number) for number in range(40)]
+    for source, share in enumerate([5, 3, 2]):
+        assert [number for of, number in rows if of == source] == list(range(4 * share))
+    assert [mixed.sequence(number) for number in (33, 7)] == [rows[33], rows[7]]
+    assert mixed.data_sha256 != MixedSequences([Numbers(0), Numbers(1), Numbers(2)], [5, 2, 3]).data_sha256
+
+
+@pytest.mark.parametrize(("count", "held_out"), [(1, 1), (2, 40), (1, 0)])
+def test_too_little_text(tmp_path, count, held_out):
+    file = written(tmp_path, documents(count, 5, 6) if not held_out else documents(count))
+    with pytest.raises(SurgeryError, match=r"novel\.txt has too little text"):
+        PackedSequences(file, text_shape(), "novel.txt", held_out=held_out)
+
+
+def test_impossible_requests():
+    with pytest.raises(SurgeryError, match="rows of 1 tokens"):
+        text_shape(1)
+    with pytest.raises(SurgeryError, match="between 0 and 1"):
+        Recalls(Letters(), 1.5, 0)
+
+
+def test_orders_are_the_same_on_every_machine():
+    assert shuffled(8, 1, 2).tolist() == [1, 3, 7, 2, 6, 4, 5, 0]
+    assert _mixed(np.zeros(1, dtype=np.uint64))[0] == 0xE220A8397B1DCDAF  # SplitMix64's first number after seed 0
+    assert sorted(shuffled(1000, 5)) == list(range(1000))
+    assert not np.array_equal(shuffled(50, 0, 1), shuffled(50, 1, 0))
+
+
+def test_a_mixture_keeps_its_shares_and_spreads_them():
+    order = interleaving([3, 1])
+    assert order.tolist() == [0, 0, 1, 0]
+    thirds = interleaving([1, 1, 1])
+    assert np.bincount(thirds).tolist() == [334, 333, 333]
+    assert set(interleaving([998, 1, 1])) == {0, 1, 2}
+    for weights in ([1, 0], [1, -1], [], [1, 5000]):
+        with pytest.raises(SurgeryError, match="of a mixture"):
+            interleaving(weights)

@@ -1,0 +1,82 @@
+"""Several processes, and processes that die: the numbers of one that does not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from healing import heal_here, heal_settings, log_of, losses_of, same_results, settings_file
+from safetensors.torch import load_file
+from tiny_models import make_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAL = ["-m", "surgery.training.heal", "--config"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("teacher"), "llama")
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("student"), "llama", seed=1)
+
+
+@pytest.fixture
+def settings(tmp_path, student, teacher):
+    objective = {"kl": 1.0, "cross_entropy": 0.5, "hidden": 0.1, "attention": 0.1}
+    return lambda **others: heal_settings(tmp_path, student, teacher, **{"objective": objective, **others})
+
+
+def start(values: dict, *launcher: str) -> subprocess.Popen:
+    command = [sys.executable, *launcher, *HEAL, str(settings_file(values))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+
+
+def finished(process: subprocess.Popen) -> tuple[int, str]:
+    _, errors = process.communicate(timeout=120)
+    return process.returncode, errors
+
+
+def wait_for_step(values: dict, step: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    log = Path(f"{values['out']}.run") / "heal.jsonl"
+    while not log.exists() or not any(line["step"] >= step for line in log_of(values, finished=False)):
+        assert process.poll() is None, process.communicate()[1][-2000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_two_processes_give_the_results_of_one(settings):
+    one, two = settings(name="one"), settings(name="two", gradient_accumulation=1)
+    process = start(two, *TORCHRUN)
+    heal_here(one)
+    code, errors = finished(process)
+    assert code == 0, errors[-3000:]
+    assert errors.count("max_steps reached") == 1  # one of them speaks
+    same_results(one, two)
+
+
+def test_a_killed_run_goes_on_exactly(settings):
+    slow = {"max_steps": 60, "save_every": 4, "eval_every": 10}
+    whole, killed = settings(name="whole", **slow), settings(name="killed", **slow)
+    process = start(killed)
+    heal_here(whole)
+    wait_for_step(killed, 9, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not Path(killed["out"]).exists()
+    assert heal_here(killed)["steps"] == 60
+    resumed = log_of(killed, "resume")
+    assert len(resumed) == 1
+    assert resumed[0]["step"] >= 8
+    assert losses_of(killed) == losses_of(whole)  # bit for bit
+    ends = [load_file(Path(run["out"]) / "model.safetensors") for run in (whole, killed)]
+    assert all(torch.equal(each, ends[1][name]) for name, each in ends[0].items())

@@ -1,0 +1,114 @@
+"""Settings of a healing: refused early, and the schedule that follows from them."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from surgery.errors import SurgeryError
+from surgery.training.objectives import ObjectiveWeights
+from surgery.training.run_log import check_tracker
+from surgery.training.schedule import Budget, learning_rate
+from surgery.training.settings import LOSSES, SHAPES, HealSettings, named
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def test_shipped_settings_are_the_defaults():
+    assert HealSettings.from_file(CONFIGS / "heal.yaml") == HealSettings()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"trian": "all"}, "did you mean train"),
+        ({"train": "lorra"}, "did you mean lora"),
+        ({"learning_rate": "fast"}, "learning_rate must be a number"),
+        ({"learning_rate": 0}, "learning_rate must be above 0"),
+        ({"batch_size": 0}, "batch_size must be a whole number"),
+        ({"batch_size": True}, "batch_size must be a whole number"),
+        ({"length": 1}, "length must be at least 2"),
+        ({"warmup": 2}, "warmup is a share"),
+        ({"betas": [0.9]}, "betas must be two numbers"),
+        ({"betas": [0.9, 1.0]}, "betas must be two numbers"),
+        ({"spike": 0.5}, "spike must be above 1"),
+        ({"max_tokens": None}, "nothing ends the run"),
+        ({"data": []}, "no data"),
+        ({"train": "new"}, "give the teacher"),
+        ({"patience": 2, "held_out": 0}, "patience counts held-out"),
+        ({"lora_modules": ["q_proj"]}, 'train is not "lora"'),
+        ({"objective": {"revers_kl": 1}}, "did you mean reverse_kl"),
+        ({"objective": {"kl": 1}}, "compares with a teacher"),
+        ({"objective": {"hidden": 1}, "teacher_logits": "cache"}, "needs the teacher itself"),
+        ({"objective": {"hidden": 1}, "teacher": "t", "compile": True}, "compile hides"),
+        ({"teacher_logits": "cache", "max_tokens": None, "max_seconds": 5}, "max_tokens or max_steps"),
+    ],
+)
+def test_refuses(values, message):
+    with pytest.raises(SurgeryError, match=message):
+        HealSettings.from_mapping(values, "heal.yaml")
+
+
+def test_refuses_what_is_incomplete_or_impossible_before_it_starts():
+    with pytest.raises(SurgeryError, match="student is not given"):
+        HealSettings(out="x").check_complete()
+    with pytest.raises(SurgeryError, match="no weight"):
+        HealSettings(student="s", out="x", objective={"cross_entropy": -1}).check_complete()
+    with pytest.raises(SurgeryError, match="did you mean wandb"):
+        check_tracker(HealSettings(tracker="wandbb"))
+
+
+def test_a_tracker_that_is_missing_is_said_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SurgeryError, match="pip install tensorboard"):
+        check_tracker(HealSettings(tracker="tensorboard"))
+
+
+def test_numbers_that_yaml_reads_as_text():
+    assert HealSettings(learning_rate="1e-4").learning_rate == 1e-4
+
+
+def test_the_objective_is_what_was_named_and_nothing_else():
+    assert {each.name for each in fields(ObjectiveWeights)} == {*LOSSES, *SHAPES}
+    assert HealSettings(teacher="t").weights().parts() == ["kl"]
+    assert HealSettings().weights().parts() == ["cross_entropy"]
+    weights = HealSettings(teacher="t", objective={"jsd": 2.0, "jsd_beta": 0.1}).weights()
+    assert (weights.parts(), weights.jsd_beta) == (["jsd"], 0.1)
+
+
+def test_steps_of_a_budget():
+    settings = HealSettings(length=8, batch_size=2, gradient_accumulation=3, max_tokens=1000)
+    assert settings.global_batch(2) == 12
+    assert settings.most_steps(2) == 11  # 96 tokens a step
+    assert HealSettings(max_tokens=None, max_seconds=9).most_steps(1) is None
+
+
+def test_patterns_name_whole_parts():
+    assert named("kv_down.weight", "model.layers.0.self_attn.kv_down.weight")
+    assert named("*.self_attn.*", "model.layers.0.self_attn.kv_down.weight")
+    assert not named("down.weight", "model.layers.0.self_attn.kv_down.weight")
+
+
+def test_the_nearest_limit_decides():
+    budget = Budget(steps=100, tokens=1000, seconds=10)
+    assert budget.used(10, 100, 5) == 0.5
+    assert budget.used(90, 100, 5) == 0.9
+    assert Budget(tokens=10).used(99, 5, 99) == 0.5
+
+
+def test_learning_rates():
+    assert [learning_rate("cosine", used, warmup=0.2) for used in (0, 0.1, 0.2, 0.6)] == [0, 0.5, 1, pytest.approx(0.5)]
+    assert learning_rate("cosine", 1.0, warmup=0.2, final=0.1) == pytest.approx(0.1)
+    assert learning_rate("linear", 0.75, final=0.0) == 0.25
+    assert learning_rate("constant", 0.9, warmup=0.1) == 1
+    assert learning_rate("cosine", 1.5) == pytest.approx(0)
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_launches_are_read_by_accelerate(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    assert config.num_processes == {"cpu-1": 1, "cpu-2": 2, "gpu-1": 1, "fsdp2": 8, "zero3": 8}[path.stem]
+    kind = {"fsdp2": "FSDP", "zero3": "DEEPSPEED", "cpu-2": "MULTI_GPU"}.get(path.stem, "NO")
+    assert config.distributed_type == kind

@@ -1,0 +1,183 @@
+"""Gradients reach exactly what should train, and entries with factors move as far as they may."""
+
+import json
+
+import pytest
+import torch
+from own_models import lossless_model, tiny_source, tokens
+
+from surgery.errors import SurgeryError
+from surgery.training.entry_factors import EntryFactors, adapter_factors, factors_of, read_factors
+from surgery.training.trainable import add_adapters, choose, parameter_groups
+
+DOWN = "model.layers.0.self_attn.kv_down.weight"
+
+
+@pytest.fixture
+def teacher():
+    with torch.no_grad():
+        return tiny_source("llama").requires_grad_()
+
+
+@pytest.fixture
+def student(teacher):
+    with torch.no_grad():
+        return lossless_model(teacher).train()
+
+
+def shapes(model) -> dict:
+    return {name: tuple(each.shape) for name, each in model.named_parameters()}
+
+
+def with_gradients(model) -> set[str]:
+    model(input_ids=tokens(), use_cache=False).logits.square().mean().backward()
+    return {name for name, each in model.named_parameters() if each.grad is not None and each.grad.any()}
+
+
+@pytest.mark.parametrize("train", ["all", "attention", "new"])
+def test_gradients_reach_exactly_what_trains(student, teacher, train):
+    chosen = choose(student, train, teacher_shapes=shapes(teacher))
+    names = set(shapes(student))
+    expected = {
+        "all": names,
+        "attention": {name for name in names if "self_attn" in name},
+        "new": {name for name in names if any(part in name for part in ("kv_down", "query_up", "value_up"))},
+    }[train]
+    assert set(chosen) == expected
+    assert with_gradients(student) == expected
+
+
+def test_patterns_train_besides(student, teacher):
+    chosen = choose(student, "new", teacher_shapes=shapes(teacher), patterns=["layers.1.mlp.*", "norm.weight"])
+    others = {name for name in chosen if "self_attn" not in name}
+    assert {name for name in others if "mlp" in name} == {
+        f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")
+    }
+    assert "model.norm.weight" in others
+    assert with_gradients(student) == set(chosen)
+
+
+def test_nothing_to_train_is_refused(teacher):
+    with pytest.raises(SurgeryError, match="the teacher has every parameter"):
+        choose(teacher, "new", teacher_shapes=shapes(teacher))
+    with pytest.raises(SurgeryError, match="no parameter is called 'kv_dwon'"):
+        choose(teacher, "all", patterns=["kv_dwon"])
+    with pytest.raises(SurgeryError, match="no module of the model is called an attention"):
+        choose(torch.nn.Linear(2, 2), "attention")
+
+
+def test_only_adapters_train(student, teacher):
+    adapted = add_adapters(student, 2, 4.0)
+    assert adapted.get_base_model() is student
+    names = {name for name, each in student.named_parameters() if each.requires_grad}
+    modules = {name.split(".lora_")[0] for name in names}
+    linear = {"q_proj", "o_proj", "kv_down"}
+    assert modules == {f"model.layers.{layer}.self_attn.{part}" for layer in (0, 1) for part in linear}
+    # B is 0 at first, and so is the gradient of A.
+    assert with_gradients(student) == {name for name in names if "lora_B" in name}
+    with pytest.raises(SurgeryError, match="no linear module is called"):
+        add_adapters(teacher, 2, 4.0, ["kv_down"])
+
+
+def test_adapters_on_named_modules(student):
+    add_adapters(student, 2, 4.0, ["layers.0.mlp.up_proj"])
+    names = [name for name, each in student.named_parameters() if each.requires_grad]
+    assert {name.split(".lora_")[0] for name in names} == {"model.layers.0.mlp.up_proj"}
+
+
+def steps(model, factors, count=5, weight_decay=0.1, clip=1.0):
+    """Some steps of the loop's kind, with everything in AdamW that could move an entry."""
+    optimizer = torch.optim.AdamW(parameter_groups(model.parameters(), weight_decay), lr=1e-2)
+    entries = EntryFactors(model.named_parameters(), factors)
+    norms = []
+    for _ in range(count):
+        model(input_ids=tokens(), use_cache=False).logits.square().mean().backward()
+        entries.before_step()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+        entries.after_step()
+        optimizer.zero_grad()
+    return norms
+
+
+def test_frozen_entries_stay_bit_for_bit_and_others_move(student, tmp_path):
+    choose(student, "attention")
+    rules = {"kv_down.weight": [-1, 0], "*.layers.1.self_attn.o_proj.weight": True}
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    factors = read_factors(tmp_path / "rules.json", student)
+    assert len(factors) == 3
+    before = {name: each.detach().clone() for name, each in student.named_parameters()}
+    steps(student, factors)
+    after = dict(student.named_parameters())
+    moved = (after[DOWN] != before[DOWN]).any(dim=1)
+    assert moved.tolist() == [False, *[True] * (len(moved) - 2), False]
+    whole = "model.layers.1.self_attn.o_proj.weight"
+    assert torch.equal(after[whole], before[whole])
+    assert not torch.equal(after[whole.replace("1", "0")], before[whole.replace("1", "0")])
+
+
+def test_a_factor_trains_a_small_weight_as_if_it_were_large():
+    """w = f·v: what happens to v without the factor happens to w with it."""
+    factor = 2.0**-20
+    torch.manual_seed(0)
+    inputs, target = torch.randn(16, 4), torch.randn(16, 3)
+    plain, small = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    with torch.no_grad():
+        small.weight.copy_(plain.weight * factor)
+        small.bias.copy_(plain.bias)
+    factors = factors_of({"weight": {"rows": "0:3", "factor": factor}}, small, "test")
+    norms = []
+    for layer, gain, given in ((plain, 1.0, {}), (small, 1 / factor, factors)):
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, weight_decay=0.0)
+        entries = EntryFactors(layer.named_parameters(), given)
+        for _ in range(4):
+            output = torch.nn.functional.linear(inputs, layer.weight * gain, layer.bias)
+            (output - target).square().mean().backward()
+            entries.before_step()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.1)))
+            optimizer.step()
+            entries.after_step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(small.weight / factor, plain.weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(norms[4:], norms[:4], rtol=1e-5, atol=0)
+
+
+def test_rows_of_an_update_by_adapters(student):
+    choose(student, "attention")
+    factors = factors_of({"kv_down.weight": [0]}, student, "test")
+    add_adapters(student, 2, 4.0)
+    translated = adapter_factors(factors, student)
+    assert {name.split(".lora_")[1] for name in translated} == {"B.default.weight"}
+    steps(student, translated)
+    update = dict(student.named_modules())[DOWN.removesuffix(".weight")].get_delta_weight("default")
+    assert not update[0].any()
+    assert update[1:].any(dim=1).all()
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"kv_dwon.weight": True}, "no parameter is called"),
+        ({"kv_down.weight": [99]}, "a list of indices"),
+        ({"kv_down.weight": "0:99"}, "a list of indices"),
+        ({"kv_down.weight": False}, "a list of indices"),
+        ({"kv_down.weight": {"row": [0]}}, "a rule has"),
+        ({"kv_down.weight": {"rows": [0], "factor": 2}}, "from 0 to 1"),
+    ],
+)
+def test_impossible_rules_are_refused(student, rules, message):
+    with pytest.raises(SurgeryError, match=message):
+        factors_of(rules, student, "rules.json")
+
+
+def test_everything_frozen_is_refused(student):
+    choose(student, "attention")
+    factors = factors_of({"*": True}, student, "test")
+    with pytest.raises(SurgeryError, match="nothing would train"):
+        EntryFactors(student.named_parameters(), factors)
+
+
+def test_vectors_have_no_weight_decay(student):
+    groups = parameter_groups(student.parameters(), 0.1)
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert all(each.ndim == 1 for each in groups[1]["params"])

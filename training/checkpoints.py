@@ -1,0 +1,190 @@
+"""What an interrupted run goes on from: folders that are whole or not there.
+
+A checkpoint is what accelerate's `save_state` writes (weights, optimizer, scaler and the random numbers of every
+process) and `state.json` with the loop's own numbers, written last. Only weights that train are kept: the others are in
+the student's checkpoint. Under FSDP and DeepSpeed every process writes its shard of all of them, in their formats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file, save_file
+
+from surgery.checkpoint.disk import disk_errors, sync_folder, sync_tree
+from surgery.errors import SurgeryError
+
+STATE = "state.json"
+WEIGHTS = "trained.safetensors"
+PREFIX = "step-"
+BEST = "best"
+"""Folder of the state with the best held-out loss, where one is kept."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in a folder that all its processes see.
+
+    All processes make every call.
+    """
+
+    def __init__(self, folder: Path, accelerator: Accelerator, *, keep_last: int = 2) -> None:
+        """Of a model that the accelerator has prepared. Creates the folder.
+
+        Raises:
+            SurgeryError: the folder cannot be made.
+        """
+        self.folder, self._accelerator, self._keep_last = folder, accelerator, keep_last
+        self.last_good: Path | None = None
+        self._sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        if not self._sharded:
+            accelerator.register_save_state_pre_hook(self._save_trained)
+            accelerator.register_load_state_pre_hook(self._load_trained)
+        if accelerator.is_main_process:
+            with disk_errors(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+        accelerator.wait_for_everyone()
+
+    def save(self, state: Mapping[str, Any], name: str | None = None) -> Path:
+        """Writes a checkpoint and removes the oldest ones.
+
+        Args:
+            state: plain values, with "step", steps done.
+            name: of a folder that does not count among the last ones; None names it by its step.
+
+        Raises:
+            SurgeryError: it cannot be written; earlier ones stay.
+        """
+        accelerator = self._accelerator
+        path = self.folder / (name or f"{PREFIX}{state['step']:08d}")
+        partial = path.with_name(f"{path.name}.partial")
+        self._on_main(lambda: self._clear(partial), partial)
+        with disk_errors(path):
+            try:
+                accelerator.save_state(str(partial), safe_serialization=True)
+            except RuntimeError as error:  # what torch makes of a full disk
+                raise SurgeryError(
+                    f"{path}: the checkpoint cannot be written: {' '.join(str(error).split())}"
+                ) from error
+        accelerator.wait_for_everyone()
+        self._on_main(lambda: self._finish(partial, path, state), path)
+        if name is None:
+            self.last_good = path
+            self._on_main(self._forget, self.folder)
+        return path
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Puts a checkpoint's state back into the model, the optimizer, the scaler and the random numbers.
+
+        Returns:
+            The state it was saved with.
+
+        Raises:
+            SurgeryError: it is damaged, or is of other parameters.
+        """
+        state = read_state(path)
+        if state is None:
+            raise SurgeryError(f"{path}: not a checkpoint of a healing, or damaged; remove it")
+        try:
+            # Written by this loop, but optimizer states are pickles: nothing but tensors and numbers is unpickled.
+            self._accelerator.load_state(str(path))
+        except (RuntimeError, ValueError, OSError, KeyError) as error:
+            raise SurgeryError(f"{path}: cannot be resumed from: {' '.join(str(error).split())[:300]}") from error
+        if path.name.startswith(PREFIX):
+            self.last_good = path
+        return state
+
+    def latest(self, note: Callable[[str], None] = lambda text: None) -> Path | None:
+        """The newest whole checkpoint; see `latest`. The main process looks, all get its answer."""
+        from accelerate.utils import broadcast_object_list
+
+        found = [latest(self.folder, note) if self._accelerator.is_main_process else None]
+        return broadcast_object_list(found)[0]
+
+    def _save_trained(self, models: list, weights: list, folder: str) -> None:
+        """Hook of accelerate: writes what trains instead of the whole model."""
+        weights.clear()
+        if self._accelerator.is_main_process:
+            save_file(_trained(self._accelerator, models[0]), Path(folder, WEIGHTS))
+
+    def _load_trained(self, models: list, folder: str) -> None:
+        """Hook of accelerate: reads it back."""
+        model = models.pop()
+        kept, mine = load_file(Path(folder, WEIGHTS)), _training_parameters(self._accelerator, model)
+        if kept.keys() != mine.keys() or any(kept[name].shape != mine[name].shape for name in kept):
+            raise ValueError("it has other trained parameters than this run")
+        with torch.no_grad():
+            for name, parameter in mine.items():
+                parameter.copy_(kept[name])
+
+    def _finish(self, partial: Path, path: Path, state: Mapping[str, Any]) -> None:
+        files = {
+            file.relative_to(partial).as_posix(): file.stat().st_size for file in partial.rglob("*") if file.is_file()
+        }
+        (partial / STATE).write_text(json.dumps({**state, "files": files}), encoding="utf-8")
+        sync_tree(partial)
+        if path.exists():
+            shutil.rmtree(path)
+        os.rename(partial, path)
+        sync_folder(path.parent)
+
+    def _forget(self) -> None:
+        for path in sorted(self.folder.glob(f"{PREFIX}*[0-9]"))[: -self._keep_last]:
+            shutil.rmtree(path)
+
+    def _clear(self, partial: Path) -> None:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir()
+
+    def _on_main(self, function: Callable[[], None], path: Path) -> None:
+        """Runs it on the main process; all raise what it raises, so that none is left waiting."""
+        from accelerate.utils import broadcast_object_list
+
+        refusal = [None]
+        if self._accelerator.is_main_process:
+            try:
+                with disk_errors(path):
+                    function()
+            except SurgeryError as error:
+                refusal = [error]
+        (error,) = broadcast_object_list(refusal)
+        if error is not None:
+            raise error
+
+
+def latest(folder: Path, note: Callable[[str], None] = lambda text: None) -> Path | None:
+    """The newest whole checkpoint in a folder; None if there is none. Damaged ones are passed over with a note."""
+    for path in sorted(folder.glob(f"{PREFIX}*[0-9]"), reverse=True):
+        if read_state(path) is not None:
+            return path
+        note(f"{path}: is damaged, looking for an older one")
+    return None
+
+
+def read_state(path: Path) -> dict[str, Any] | None:
+    """The state that a checkpoint was saved with; None if any of its files is missing or has another size."""
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        files = state.pop("files")
+        whole = all((path / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return None
+    return state if whole else None
+
+
+def _training_parameters(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    named = accelerator.unwrap_model(model).named_parameters()
+    return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+
+def _trained(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    parameters = _training_parameters(accelerator, model)
+    return {name: parameter.detach().cpu().clone().contiguous() for name, parameter in parameters.items()}

@@ -1,0 +1,120 @@
+"""What a training step is given: rows of tokens, their labels, and which document every token belongs to.
+
+`surgery.training.open_data.open_data` builds the sequences. A position in the data is one number, and step s of global
+batch size b takes sequences s·b to (s + 1)·b - 1, whatever the number of processes: that is what makes runs resumable
+and comparable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import LongTensor
+
+from surgery.errors import SurgeryError
+
+IGNORED = -100
+"""Label of a token that nothing is to predict, as in `torch.nn.functional.cross_entropy`."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence.
+
+    Attributes:
+        tokens: [T] int64 ids.
+        labels: [T] int64, not shifted: labels[t] is tokens[t], or `IGNORED` where t is not to be predicted. The first
+            token of a document never is, since what comes before it is of another one.
+        documents: [T] int64, number of the token's document in the row, from 0. Padding, which only comes last, is a
+            document of its own without labels.
+    """
+
+    tokens: LongTensor
+    labels: LongTensor
+    documents: LongTensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one length, stacked: everything is [B, T] int64; see `Row`."""
+
+    tokens: LongTensor
+    labels: LongTensor
+    documents: LongTensor
+
+    @property
+    def position_ids(self) -> LongTensor:
+        """[B, T] int64: positions that start anew with every document.
+
+        Models of transformers build a mask from them that keeps attention inside documents, if they are given no
+        attention mask and no cache; see `surgery.training.document_masks.honours_document_masks`.
+        """
+        index = torch.arange(self.documents.shape[1], device=self.documents.device).expand_as(self.documents)
+        first = torch.zeros_like(index)
+        first[:, 1:] = torch.where(self.documents[:, 1:] != self.documents[:, :-1], index[:, 1:], 0)
+        return index - first.cummax(dim=1).values
+
+    @property
+    def predicted(self) -> int:
+        """Number of tokens that are to be predicted: what the sum of losses is divided by."""
+        return int((self.labels[:, 1:] != IGNORED).sum())
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on a device."""
+        return Batch(self.tokens.to(device), self.labels.to(device), self.documents.to(device))
+
+
+class Sequences(Protocol):
+    """An endless source of rows of one length, numbered from 0.
+
+    Attributes:
+        data_sha256: equal for equal rows under equal numbers. Of a stream, whose rows nobody has seen yet, it names
+            where they come from.
+    """
+
+    data_sha256: str
+
+    def sequence(self, number: int) -> Row:
+        """Row `number`: always the same one. A stream gives rows in rising order only, and may skip some."""
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs to go on after the last row given, as plain values; empty if any row can be asked for.
+
+        The state of the first process is good for every process, however many there are then.
+        """
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state`."""
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for the log: sources, sizes, shares."""
+
+
+def collate(rows: Sequence[Row]) -> Batch:
+    """Stacks rows.
+
+    Raises:
+        SurgeryError: there are none, or their lengths differ.
+    """
+    lengths = sorted({len(row.tokens) for row in rows})
+    if len(lengths) != 1:
+        raise SurgeryError(f"cannot stack {len(rows)} rows of lengths {lengths}: rows of one length are needed")
+    return Batch(
+        torch.stack([row.tokens for row in rows]),
+        torch.stack([row.labels for row in rows]),
+        torch.stack([row.documents for row in rows]),
+    )
+
+
+def dealt(step: int, batch_size: int, rank: int = 0, ranks: int = 1) -> list[int]:
+    """Numbers of the sequences that process `rank` of `ranks` takes in a step of a global batch size.
+
+    Raises:
+        SurgeryError: there are fewer sequences than processes, or no such process.
+    """
+    if batch_size < ranks or not 0 <= rank < ranks:
+        raise SurgeryError(f"a batch of {batch_size} sequences cannot be dealt to process {rank} of {ranks}")
+    return [number for number in range(step * batch_size, (step + 1) * batch_size) if number % ranks == rank]

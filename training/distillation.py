@@ -1,0 +1,213 @@
+"""Student and teacher as one module that gives losses: what the loop trains, and what accelerate wraps.
+
+Everything that touches a student's weights happens in one `forward`, so that DDP, FSDP and DeepSpeed see it all.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import BoolTensor, LongTensor, Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from surgery.errors import SurgeryError
+from surgery.eval.loss import LogitReader, evaluation_mode
+from surgery.training.chunks import States, chunk_count
+from surgery.training.data import Batch
+from surgery.training.matching import matching_loss, on_teacher_inputs
+from surgery.training.objectives import ObjectiveWeights, combine, logit_losses, predicting
+from surgery.training.recording import Recording, decoder_of, recorded, same_layers
+from surgery.training.top_k import TopK
+
+
+@dataclass(frozen=True)
+class Body:
+    """A causal model in two parts: what makes hidden states, and what makes logits of them.
+
+    Attributes:
+        model: the whole.
+        splits: whether its logits are those of a linear head on its body's states; otherwise, as with a softcap behind
+            the head, the states are its logits themselves, all positions' at once.
+    """
+
+    model: PreTrainedModel
+    splits: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Body:
+        """Finds out by trying, on the model as it stands."""
+        device = next(model.parameters()).device
+        tokens = torch.arange(8, device=device)[None] % model.get_input_embeddings().weight.shape[0]
+        with torch.no_grad(), evaluation_mode(model):
+            return cls(model, LogitReader(model, tokens).splits)
+
+    def states(self, tokens: LongTensor, position_ids: LongTensor | None) -> Tensor:
+        """Final hidden states [B, T, D], or logits [B, T, V] where the model does not split."""
+        call = {"input_ids": tokens, "use_cache": False}
+        if position_ids is not None:
+            call["position_ids"] = position_ids
+        if self.splits:
+            return self.model.base_model(**call).last_hidden_state
+        return self.model(**call).logits
+
+    def head(self) -> nn.Module:
+        """What makes logits of `states`."""
+        return self.model.get_output_embeddings() if self.splits else nn.Identity()
+
+
+class Distillation(nn.Module):
+    """The losses of a student against its teacher, on one batch.
+
+    Only the student is a submodule: its teacher is neither trained, saved nor sharded with it.
+    """
+
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        weights: ObjectiveWeights,
+        teacher: PreTrainedModel | None = None,
+        *,
+        document_masks: bool = False,
+    ) -> None:
+        """Of models that are loaded and not wrapped.
+
+        Args:
+            weights: of the objective.
+            teacher: None where no part needs it, or its logits come with the batch.
+            document_masks: whether attention keeps inside of documents, by positions that start anew.
+
+        Raises:
+            SurgeryError: vocabularies differ, or the numbers of layers or hidden sizes where layers are matched.
+        """
+        super().__init__()
+        self.student = student
+        # By this FSDP knows what to shard apart. Not so the embeddings and the head: they are gathered with the rest
+        # for the length of the whole forward pass, in which the head is called once for every chunk of positions.
+        self._no_split_modules = list(student._no_split_modules or [])
+        self.weights, self._document_masks = weights, document_masks
+        self._student = (Body.of(student),)  # in tuples, out of sight of nn.Module
+        self._teacher = (None if teacher is None else Body.of(teacher.eval().requires_grad_(False)),)
+        self._vocabulary = vocabulary_of(student)
+        self._matches = bool(weights.hidden or weights.attention or weights.layerwise)
+        if teacher is not None:
+            check_vocabularies(student, teacher)
+        if self._matches:
+            _check_layers(student, teacher)
+
+    def forward(
+        self, batch: Batch, positions: float, cached: TopK | None = None, measure: bool = False
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Losses of one batch.
+
+        Args:
+            batch: on the student's device.
+            positions: what the sums over predicting positions are divided by.
+            cached: the teacher's logits [B, T - 1], where it is not here itself.
+            measure: take cross-entropy and forward KL whatever the objective, and the teacher's own cross-entropy.
+
+        Returns:
+            The weighted loss, fp32, with gradients if they are enabled; its parts without, of weight 1, by name.
+        """
+        weights, teacher = self.weights, self._teacher[0]
+        if measure:
+            weights = ObjectiveWeights(kl=float(teacher is not None), cross_entropy=1.0)
+        position_ids = batch.position_ids if self._document_masks else None
+        chosen = predicting(batch.labels)
+        targets = batch.labels[:, 1:][chosen]
+        matches = self._matches and not measure
+        if weights.layerwise:
+            return combine(weights, {"layerwise": self._layerwise(batch, position_ids, pad(chosen, (0, 1)), positions)})
+        with ExitStack() as stack:
+            wanted, known = None, None
+            if teacher is not None and (weights.needs_teacher or matches):
+                with torch.no_grad():
+                    known = self._recording(stack, teacher.model) if matches else None
+                    hidden = teacher.states(batch.tokens, position_ids)[:, :-1][chosen]
+                wanted = States(hidden, teacher.head())
+            elif cached is not None and weights.needs_teacher:
+                wanted = cached[chosen]
+            own = self._recording(stack, self.student) if matches else None
+            states = self._student[0].states(batch.tokens, position_ids)
+        student = States(states[:, :-1][chosen], self._student[0].head())
+        # The same number of chunks on every process: each gathers a sharded head.
+        chunks = chunk_count(batch.labels[:, 1:].numel(), self._vocabulary)
+        losses = logit_losses(weights, student, wanted, targets, chunks=chunks, positions=positions)
+        if matches:
+            valid = pad(chosen, (0, 1))
+            for name in ("hidden", "attention"):
+                if getattr(weights, name):
+                    losses[name] = matching_loss(getattr(own, name), getattr(known, name), valid, positions)
+        total, parts = combine(weights, losses)
+        if measure and wanted is not None:
+            only = ObjectiveWeights(kl=0.0, cross_entropy=1.0)
+            of_teacher = logit_losses(only, wanted, None, targets, chunks=chunks, positions=positions)
+            parts["teacher_cross_entropy"] = of_teacher["cross_entropy"].detach()
+        return total, parts
+
+    def _layerwise(self, batch: Batch, position_ids: LongTensor | None, valid: BoolTensor, positions: float) -> Tensor:
+        """How far each attention's output is from its teacher's on the same input."""
+        teacher = self._teacher[0]
+        with torch.no_grad(), recorded(teacher.model, attention=True, inputs=True) as known:
+            teacher.states(batch.tokens, position_ids)
+        with on_teacher_inputs(self.student, known) as own:
+            self._student[0].states(batch.tokens, position_ids)
+        return matching_loss(own.attention, known.attention, valid, positions)
+
+    def _recording(self, stack: ExitStack, model: nn.Module) -> Recording:
+        return stack.enter_context(
+            recorded(model, hidden=bool(self.weights.hidden), attention=bool(self.weights.attention))
+        )
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the teacher's logits must come with each batch."""
+        return self.weights.needs_teacher and self._teacher[0] is None
+
+    def measured(self) -> list[str]:
+        """Names of the parts that `forward` gives when it measures."""
+        return ["cross_entropy"] + (["kl", "teacher_cross_entropy"] if self._teacher[0] is not None else [])
+
+    def place_teacher(self, device: torch.device) -> None:
+        """Moves the teacher, which wrapping the student leaves where it is."""
+        if self._teacher[0] is not None:
+            self._teacher[0].model.to(device)
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Tokens that the model has logits for."""
+    return model.get_output_embeddings().weight.shape[0]
+
+
+def check_vocabularies(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
+    """Raises SurgeryError unless both have logits for as many tokens."""
+    sizes = [vocabulary_of(model) for model in (student, teacher)]
+    if sizes[0] != sizes[1]:
+        raise SurgeryError(
+            f"the student has {sizes[0]} tokens, the teacher {sizes[1]}: give the model that the student was made from"
+        )
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compiles each decoder layer where it stands; they share their code, so one compilation does for all."""
+    for layer in decoder_of(model).layers:
+        layer.compile()
+
+
+def shard_layers(model: PreTrainedModel) -> None:
+    """Shards a frozen model's layers over all processes (FSDP2); embeddings, norm and head stay whole on each."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in decoder_of(model).layers:
+        fully_shard(layer, reshard_after_forward=True)
+
+
+def _check_layers(student: PreTrainedModel, teacher: PreTrainedModel | None) -> None:
+    if teacher is None:
+        raise SurgeryError("matching layers needs the teacher itself: give it, or set hidden and attention to 0")
+    same_layers(student, list(decoder_of(teacher).layers))
+    sizes = [model.get_input_embeddings().weight.shape[1] for model in (student, teacher)]
+    if sizes[0] != sizes[1]:
+        raise SurgeryError(f"hidden sizes {sizes[0]} and {sizes[1]}: their layers cannot be matched")

@@ -1,0 +1,184 @@
+"""Entries of parameters that move less than others, or never.
+
+A file format may ask that a number stays what it is, or that some rows of a weight are very small: with Adam, whose
+steps have the size of the learning rate whatever the gradient's, one step would undo that. A factor f for an entry w
+makes training treat it as f·v and train v: the gradient is multiplied by f before it is clipped, so that its norm is
+that of v, and the optimizer's step by f after it. With f = 0 the entry stays where it is, bit for bit.
+
+Training knows nothing of why: whoever converted the model says which entries, by the parameter's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.checkpoint.disk import read_json
+from surgery.errors import SurgeryError
+from surgery.training.settings import named
+from surgery.training.trainable import examples
+
+
+def read_factors(path: str | Path, model: nn.Module) -> dict[str, Tensor]:
+    """The factors that a JSON file gives; see `factors_of`.
+
+    Raises:
+        SurgeryError: the file cannot be read, or names what is not there.
+    """
+    return factors_of(read_json(Path(path)), model, str(path))
+
+
+def factors_of(rules: Mapping[str, Any], model: nn.Module, where: str) -> dict[str, Tensor]:
+    """Factors of entries from rules by the parameter's name, or a pattern with * and ?.
+
+    A rule is `true`, the whole parameter never moves; a list of indices along its first dimension, negative ones from
+    the end, or a range like "0:512" of them, which never move; or an object of `rows` (one of the above) and `factor`:
+
+        {"*.kv_a_layernorm.weight": true,
+         "*.kv_a_proj_with_mqa.bias": [512],
+         "*.kv_a_proj_with_mqa.weight": {"rows": "0:512", "factor": 9.313225746154785e-10}}
+
+    A list of such objects is several rules for one parameter. Later rules win.
+
+    Args:
+        model: as it was loaded: not wrapped, and without adapters.
+        where: names the rules' place in an error.
+
+    Returns:
+        Parameter's name to factors of its shape, fp32; parameters without a rule are left out.
+
+    Raises:
+        SurgeryError: a rule names what is not there, or is none.
+    """
+    parameters = dict(model.named_parameters())
+    factors: dict[str, Tensor] = {}
+    for pattern, given in rules.items():
+        names = [name for name in parameters if named(pattern, name)]
+        if not names:
+            raise SurgeryError(f"{where}: no parameter is called {pattern!r}; {examples(parameters)}")
+        several = isinstance(given, list) and given and all(isinstance(rule, dict) for rule in given)
+        for rule in given if several else [given]:
+            rows, factor = _rows_and_factor(rule, f"{where}: {pattern!r}")
+            for name in names:
+                tensor = factors.setdefault(name, torch.ones(parameters[name].shape))
+                tensor[_index(rows, tensor, f"{where}: {pattern!r}")] = factor
+    return factors
+
+
+def adapter_factors(factors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The same for a model with adapters: the update of a weight [out, in] is B A, with B [out, rank] from 0 on.
+
+    Rows of the update move by a factor less where rows of B do.
+
+    Raises:
+        SurgeryError: the factors within a row differ, which no factors of B can give.
+    """
+    translated: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        module, part, _ = name.partition(".lora_B.")
+        given = factors.get(f"{module}.weight") if part else None
+        if given is None:
+            continue
+        rows = given.flatten(1)
+        if not torch.equal(rows, rows[:, :1].expand_as(rows)):
+            raise SurgeryError(f"{module}.weight: adapters move whole rows of a weight, not parts of one")
+        translated[name] = rows[:, :1].expand(parameter.shape).clone()
+    return translated
+
+
+class EntryFactors:
+    """Applies factors to the parameters of a training, around each step of its optimizer.
+
+    Under FSDP2 each process does so to its shards.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], factors: Mapping[str, Tensor]) -> None:
+        """Of parameters as they train: after the model was sharded.
+
+        Args:
+            factors: by name, of the whole parameter's shape, fp32; those of what does not train are passed over.
+
+        Raises:
+            SurgeryError: factors have another shape than their parameter, or are 0 for all that trains.
+        """
+        self._entries: list[tuple[nn.Parameter, Tensor]] = []
+        self._before: list[Tensor] = []
+        moving = 0
+        for name, parameter in parameters:
+            if not parameter.requires_grad:
+                continue
+            given = factors.get(name)
+            if given is None:
+                moving += getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves an empty one behind
+                continue
+            if given.shape != parameter.shape:
+                raise SurgeryError(f"{name}: factors are for {list(given.shape)}, it is {list(parameter.shape)}")
+            moving += int((given != 0).sum())
+            self._entries.append((parameter, _local(_sharded_like(given.to(parameter.device), parameter))))
+        if not moving:
+            raise SurgeryError("nothing would train: every entry that could has the factor 0")
+
+    def __len__(self) -> int:
+        """Parameters that have factors."""
+        return len(self._entries)
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Multiplies gradients, before they are clipped, and remembers where the parameters are."""
+        for parameter, factors in self._entries:
+            if parameter.grad is not None:
+                gradient = _local(parameter.grad)
+                # A product would keep nan and infinity.
+                gradient.copy_(torch.where(factors == 0, 0, gradient * factors))
+        self._before = [_local(parameter).detach().clone() for parameter, _ in self._entries]
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Multiplies what the optimizer's step did: gradient, momentum and weight decay alike."""
+        for (parameter, factors), before in zip(self._entries, self._before, strict=True):
+            mine = _local(parameter)
+            mine.copy_(
+                torch.where(factors == 0, before, torch.where(factors == 1, mine, before + factors * (mine - before)))
+            )
+        self._before = []
+
+
+def _rows_and_factor(rule: Any, where: str) -> tuple[Any, float]:
+    if not isinstance(rule, dict):
+        return rule, 0.0
+    factor = rule.get("factor", 0.0)
+    if set(rule) - {"rows", "factor"} or isinstance(factor, bool) or not isinstance(factor, int | float):
+        raise SurgeryError(f"{where}: a rule has `rows` and a number `factor`, not {rule!r}")
+    if not 0 <= factor <= 1:
+        raise SurgeryError(f"{where}: a factor is from 0 to 1, not {factor!r}")
+    return rule.get("rows", True), float(factor)
+
+
+def _index(rows: Any, tensor: Tensor, where: str) -> Any:
+    """An index into the first dimension."""
+    if rows is True:
+        return ...
+    size = tensor.shape[0] if tensor.ndim else 0
+    if isinstance(rows, str):
+        start, colon, stop = rows.partition(":")
+        if colon and start.isdigit() and stop.isdigit() and int(start) < int(stop) <= size:
+            return slice(int(start), int(stop))
+    elif isinstance(rows, list) and all(type(row) is int and -size <= row < size for row in rows):
+        return torch.tensor(rows, dtype=torch.long)
+    raise SurgeryError(f'{where}: rows are true, a list of indices or a range "0:8", of {size}; not {rows!r}')
+
+
+def _sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,331 @@
+"""Heals a converted model: `accelerate launch -m surgery.training.heal --config FILE`, or `python -m` for one process.
+
+The file holds `HealSettings`. The healed checkpoint appears whole in `out`, in the student's class and dtypes, with
+`heal.json` and the log `heal.jsonl`. What a resumed run needs lies in `<out>.run`: run the same command to go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
+from transformers import PreTrainedModel
+
+from surgery.checkpoint import CheckpointReader, check_output
+from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.staging import Staging
+from surgery.errors import SurgeryError
+from surgery.eval.distributed import PATIENCE, Processes
+from surgery.model import register
+from surgery.progress import Progress
+from surgery.training.cached_teacher import open_logits
+from surgery.training.checkpoints import Checkpoints
+from surgery.training.distillation import Distillation, compile_layers, shard_layers, vocabulary_of
+from surgery.training.document_masks import honours_document_masks
+from surgery.training.entry_factors import EntryFactors, adapter_factors, read_factors
+from surgery.training.guards import Interrupted
+from surgery.training.loop import Loop, Training
+from surgery.training.measure import peak_memory
+from surgery.training.models import load_model, load_tokenizer, set_dtypes, trained_tensors, write_healed
+from surgery.training.open_data import HealingData, open_data
+from surgery.training.run_log import RunLog, check_tracker, drop_later_lines, start_tracker
+from surgery.training.settings import NO_TRACKER, HealSettings
+from surgery.training.trainable import add_adapters, choose, parameter_groups
+from surgery.version import __version__
+
+register()
+
+REPORT, LOG = "heal.json", "heal.jsonl"
+PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+COMPUTED = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DECIDING = ("length", "train", "train_patterns", "lora_rank", "lora_alpha", "lora_modules", "learning_rate", "schedule")
+DECIDING += ("warmup", "final_learning_rate", "weight_decay", "betas", "clip", "dtype", "seed", "entry_factors")
+"""Settings that a resumed run must have like the run before; limits, logging and saving may differ."""
+
+
+def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, Any]:
+    """Trains a student and writes it; called by all processes alike.
+
+    Returns:
+        What heal.json says.
+
+    Raises:
+        Interrupted: SIGTERM or SIGINT came; the state was saved.
+        SurgeryError: anything that the user can put right.
+    """
+    settings.check_complete()
+    check_tracker(settings)
+    accelerator = _accelerator(settings)
+    processes = Processes(cpu=settings.device == "cpu")
+    progress = (progress or Progress()) if processes.is_main else Progress(silent=True)
+    student_reader = CheckpointReader.open(settings.student)
+    teacher_reader = CheckpointReader.open(settings.teacher) if settings.teacher else None
+    processes.from_main(lambda: _staging(settings, student_reader, teacher_reader) and None)
+    run = Path(settings.out).expanduser().resolve()
+    run = run.with_name(f"{run.name}.run")
+    processes.from_main(lambda: _make(run, anew=not settings.resume))
+    with progress.phase("hashing the models", None, "B") as advance:
+        shas = processes.from_main(
+            lambda: [reader and reader.fingerprint(advance) for reader in (student_reader, teacher_reader)]
+        )
+    set_seed(settings.seed)
+
+    student = load_model(student_reader, settings)
+    teacher = load_model(teacher_reader, settings) if teacher_reader else None
+    unsharded = accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if unsharded:
+        student.to(accelerator.device)
+    if teacher is not None:
+        set_dtypes(teacher.requires_grad_(False), COMPUTED[accelerator.mixed_precision])
+        teacher.to(accelerator.device)
+    factors = read_factors(settings.entry_factors, student) if settings.entry_factors else {}
+    shapes = {name: tuple(each.shape) for name, each in teacher.named_parameters()} if teacher is not None else None
+    masks = all(honours_document_masks(each, settings.length) for each in (student, teacher) if each is not None)
+    if not masks:
+        progress.note("attention runs over whole rows: the models do not keep it inside of packed documents")
+    data = _data(settings, student_reader, run, teacher, processes, progress)
+    cached = None
+    if settings.teacher_logits:
+        logits = open_logits(
+            settings,
+            data.sequences,
+            vocabulary_of(student),
+            document_masks=masks,
+            teacher=teacher,
+            teacher_sha256=shas[1],
+            processes=processes,
+            progress=progress,
+        )
+        cached, teacher = logits.batch, None
+    if settings.train == "lora":
+        add_adapters(student, settings.lora_rank, settings.lora_alpha, settings.lora_modules)
+        factors = adapter_factors(factors, student)
+        if settings.train_patterns:
+            raise SurgeryError("train_patterns do not go with lora: adapters are all that trains")
+    else:
+        choose(student, settings.train, teacher_shapes=shapes, patterns=settings.train_patterns)
+    trains = sum(each.numel() for each in student.parameters() if each.requires_grad)
+    total = sum(each.numel() for each in student.parameters())
+    module, optimizer = _prepared(settings, accelerator, student, teacher, masks)
+    distillation: Distillation = accelerator.unwrap_model(module)
+
+    checkpoints = Checkpoints(run / "checkpoints", accelerator, keep_last=settings.keep_last)
+    path = checkpoints.latest() if settings.resume else None
+    if processes.is_main:
+        drop_later_lines(run / LOG, int(path.name.split("-")[-1]) if path else -1)
+    log = RunLog(run / LOG, writes=processes.is_main, tracker=start_tracker(accelerator, settings))
+    identity = {name: json.loads(json.dumps(getattr(settings, name))) for name in DECIDING}
+    identity |= {"student": shas[0], "teacher": shas[1], "data": data.data_sha256, "document_masks": masks}
+    identity |= {"objective": asdict(settings.weights()), "global_batch": settings.global_batch(processes.count)}
+    loop = Loop(
+        Training(
+            accelerator=accelerator,
+            settings=settings,
+            module=module,
+            names=distillation.measured(),
+            optimizer=optimizer,
+            factors=EntryFactors(distillation.student.named_parameters(), factors),
+            sequences=data.sequences,
+            held_out=data.held_out,
+            checkpoints=checkpoints,
+            log=log,
+            progress=progress,
+            identity=identity,
+            cached=cached if distillation.needs_logits else None,
+        )
+    )
+    try:
+        log.write("start", settings=settings.to_dict(), trains=trains, parameters=total, processes=processes.count)
+        progress.note(f"{trains:,} of {total:,} parameters train, on {processes.count} processes")
+        if settings.resume:
+            loop.resume()
+        loop.run()
+    finally:
+        log.close()
+    facts = {
+        "version": __version__,
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "accelerate": accelerate.__version__,
+            "python": platform.python_version(),
+        },
+        "settings": settings.to_dict(),
+        "student_sha256": shas[0],
+        "teacher_sha256": shas[1],
+        "data": data.describe(),
+        "document_masks": masks,
+        "precision": accelerator.mixed_precision,
+        "device": accelerator.device.type,
+        "processes": processes.count,
+        "parameters": {"trained": trains, "all": total, "with_factors": len(factors)},
+        **_summary(loop, settings, processes.count),
+        "peak_memory_bytes": peak_memory(accelerator.device),
+    }
+    trained = trained_tensors(distillation.student)
+    processes.from_main(lambda: _write(settings, student_reader, trained, facts, run / LOG))
+    progress.note(f"healed checkpoint in {settings.out}; checkpoints of the run in {run}, remove it if you are done")
+    return facts
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m surgery.training.heal", description=heal.__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True, help="YAML file of settings; configs/heal.yaml has all of them")
+    given = parser.parse_args(arguments)
+    code = 0
+    try:
+        heal(HealSettings.from_file(given.config))
+    except SurgeryError as error:
+        print(f"surgery: {error}", file=sys.stderr)
+        code = error.code if isinstance(error, Interrupted) else 1
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return code
+
+
+def _accelerator(settings: HealSettings) -> Accelerator:
+    dtype = settings.dtype
+    if dtype == "auto":
+        can = settings.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        dtype = "bf16" if can else "fp32"
+    if dtype == "fp16" and (settings.device == "cpu" or not torch.cuda.is_available()):
+        raise SurgeryError("dtype fp16 needs an accelerator: use bf16 or fp32 on a CPU")
+    try:
+        accelerator = Accelerator(
+            cpu=settings.device == "cpu",
+            mixed_precision=PRECISIONS[dtype],
+            gradient_accumulation_steps=settings.gradient_accumulation,
+            log_with=None if settings.tracker == NO_TRACKER else settings.tracker,
+            project_dir=f"{settings.out}.run",
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        )
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise SurgeryError(f"accelerate cannot start: {' '.join(str(error).split())[:300]}") from error
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # There is no loader that it could learn these from.
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = settings.batch_size
+        config["gradient_accumulation_steps"] = settings.gradient_accumulation
+        config["gradient_clipping"] = settings.clip or 0.0
+        if settings.entry_factors:
+            raise SurgeryError("entry_factors cannot be kept under DeepSpeed, which steps by itself: use fsdp2.yaml")
+    return accelerator
+
+
+def _prepared(
+    settings: HealSettings,
+    accelerator: Accelerator,
+    student: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    document_masks: bool,
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    if settings.gradient_checkpointing:
+        if not student.supports_gradient_checkpointing:
+            raise SurgeryError(f"{type(student).__name__} has no gradient checkpointing: set it to false")
+        student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    module = Distillation(student, settings.weights(), teacher, document_masks=document_masks)
+    # Not before: the module has tried its student, outside of the autocast that mixed dtypes need.
+    set_dtypes(student, COMPUTED[accelerator.mixed_precision])
+    if settings.compile:
+        compile_layers(student)
+    groups = parameter_groups(student.parameters(), settings.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
+    module, optimizer = accelerator.prepare(module, optimizer)
+    if teacher is not None and settings.shard_teacher:
+        if not accelerator.is_fsdp2:
+            raise SurgeryError(
+                "shard_teacher needs FSDP2: launch with configs/accelerate/fsdp2.yaml, or set it to false"
+            )
+        shard_layers(teacher)
+    return module, optimizer
+
+
+def _data(
+    settings: HealSettings,
+    reader: CheckpointReader,
+    run: Path,
+    teacher: PreTrainedModel | None,
+    processes: Processes,
+    progress: Progress,
+) -> HealingData:
+    whole: Callable[[], PreTrainedModel] | None = None if teacher is None else lambda: teacher
+    return open_data(
+        list(settings.data),
+        load_tokenizer(reader, settings),
+        run / "data",
+        settings.length,
+        seed=settings.seed,
+        held_out=settings.held_out,
+        recall=settings.recall,
+        teacher=whole,
+        processes=processes,
+        progress=progress,
+    )
+
+
+def _staging(settings: HealSettings, *readers: CheckpointReader | None) -> Staging:
+    """The output folder, refused before anything is done if it cannot be written at the end."""
+    for reader in readers:
+        if reader is not None:
+            check_output(reader.path, Path(settings.out).expanduser())
+    return Staging(Path(settings.out), overwrite=settings.overwrite)
+
+
+def _make(run: Path, *, anew: bool) -> None:
+    with disk_errors(run):
+        if anew and (run / "checkpoints").exists():
+            shutil.rmtree(run / "checkpoints")
+        (run / "data").mkdir(parents=True, exist_ok=True)
+
+
+def _summary(loop: Loop, settings: HealSettings, processes: int) -> dict[str, Any]:
+    at = loop.at
+    return {
+        "ended": loop.ended,
+        "steps": at.step,
+        "sequences_per_step": settings.global_batch(processes),
+        "tokens": at.tokens,
+        "seconds": at.seconds,
+        "tokens_per_second": at.tokens / at.step_seconds if at.step_seconds else None,
+        "loss": {"first": at.first_loss, "last": at.last_loss},
+        "held_out": {
+            "first": at.first_held_out,
+            "last": at.last_held_out,
+            "best_cross_entropy": at.best_held_out,
+            "best_step": at.best_step,
+            "written": "best" if settings.patience is not None else "last",
+        },
+    }
+
+
+def _write(
+    settings: HealSettings, reader: CheckpointReader, trained: dict[str, torch.Tensor], facts: dict[str, Any], log: Path
+) -> None:
+    staging = _staging(settings, reader)
+    staging.create()
+    try:
+        write_healed(reader, settings, trained, staging.partial)
+        with disk_errors(staging.partial):
+            (staging.partial / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+            shutil.copyfile(log, staging.partial / LOG)
+        staging.commit()
+    except BaseException:
+        staging.discard()
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

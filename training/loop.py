@@ -1,0 +1,318 @@
+"""The loop: batches in, losses, gradients and updates, and everything that may go wrong between them.
+
+Step s of a global batch of b sequences takes sequences s·b to (s + 1)·b - 1, dealt to the processes. The loss of a step
+is its sum over all predicting positions of the global batch, over their number: neither the number of processes nor
+accumulation changes the gradient. All decisions (to stop, to save) are made from numbers that the processes share.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from surgery.errors import SurgeryError
+from surgery.human import count, duration, size
+from surgery.progress import Progress
+from surgery.training.checkpoints import BEST, Checkpoints
+from surgery.training.data import Row, Sequences, collate, dealt
+from surgery.training.entry_factors import EntryFactors
+from surgery.training.guards import Interrupted, SpikeGuard, StopRequest, memory_errors
+from surgery.training.measure import held_out_losses, peak_memory, summed
+from surgery.training.run_log import RunLog
+from surgery.training.schedule import Budget, learning_rate
+from surgery.training.settings import HealSettings
+from surgery.training.top_k import TopK
+
+
+@dataclass
+class Position:
+    """How far a run is: what a checkpoint keeps beside weights, optimizer and random numbers.
+
+    Attributes:
+        step, tokens: done so far.
+        seconds: of training, over all resumed runs.
+        step_seconds: of them, those inside of steps.
+        recent: losses that a spike is measured against.
+        first_loss, last_loss: of the first and the last step, the weighted sum.
+        first_held_out, last_held_out: measurements, by name.
+        best_held_out, best_step: the lowest cross-entropy on held-out rows, and when it was.
+        waited: measurements since.
+        measured_step: when the last one was.
+        data: state of the sequences.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    step_seconds: float = 0.0
+    recent: list[float] = field(default_factory=list)
+    first_loss: float | None = None
+    last_loss: float | None = None
+    first_held_out: dict[str, float] = field(default_factory=dict)
+    last_held_out: dict[str, float] = field(default_factory=dict)
+    best_held_out: float | None = None
+    best_step: int | None = None
+    waited: int = 0
+    measured_step: int | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Training:
+    """What the loop works on, all of it ready: prepared by the accelerator, on its device.
+
+    Attributes:
+        module: gives losses as `distillation.Distillation` does; `names` are the parts of its measurements.
+        identity: what may not change when a run is resumed, as plain values.
+        cached: the teacher's logits of sequences by number, or None.
+    """
+
+    accelerator: Accelerator
+    settings: HealSettings
+    module: nn.Module
+    names: list[str]
+    optimizer: torch.optim.Optimizer
+    factors: EntryFactors
+    sequences: Sequences
+    held_out: list[Row]
+    checkpoints: Checkpoints
+    log: RunLog
+    progress: Progress
+    identity: dict[str, Any] = field(default_factory=dict)
+    cached: Callable[[list[int]], TopK] | None = None
+
+
+class Loop:
+    """One run of a training, from wherever its last checkpoint left it.
+
+    Attributes:
+        at: how far it is.
+        ended: why it ended, in words; empty before.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._t = training
+        settings, accelerator = training.settings, training.accelerator
+        self.at = Position()
+        self.ended = ""
+        self._budget = Budget(settings.max_steps, settings.max_tokens, settings.max_seconds)
+        self._processes, self._rank = accelerator.num_processes, accelerator.process_index
+        self._batch = settings.global_batch(self._processes)
+        # DDP and FSDP average over processes, accelerate over accumulated batches.
+        self._averaged = self._processes * settings.gradient_accumulation
+        self._parameters = [each for each in training.module.parameters() if each.requires_grad]
+        self._began = self._saved = 0.0
+        self._saved_step = -1
+        self._doing = "the start"
+
+    def resume(self) -> bool:
+        """Goes on from the newest whole checkpoint; false if there is none.
+
+        Raises:
+            SurgeryError: the checkpoint is of other data, models or settings.
+        """
+        path = self._t.checkpoints.latest(self._t.progress.note)
+        if path is None:
+            return False
+        state = self._t.checkpoints.load(path)
+        for name, value in self._t.identity.items():
+            if state["identity"].get(name) != value:
+                kept = state["identity"].get(name)
+                raise SurgeryError(
+                    f"{path}: was made with {name} {kept!r}, not {value!r}; set it back, or use resume false or another"
+                    " out to start anew"
+                )
+        self.at = Position(**state["position"])
+        self._saved_step = self.at.step
+        self._t.sequences.restore(self.at.data)
+        self._t.accelerator.step = 0  # accelerate's own count of batches, which is between two steps here
+        self._t.progress.note(f"resuming after step {self.at.step} from {path}")
+        self._t.log.write("resume", step=self.at.step, checkpoint=str(path.name))
+        return True
+
+    def run(self) -> None:
+        """Trains until the budget is used up, the held-out loss stops falling, or something stops it.
+
+        Raises:
+            Interrupted: SIGTERM or SIGINT came; a checkpoint was saved.
+            SurgeryError: the loss is not finite or a spike, memory ran out, or a checkpoint cannot be written.
+        """
+        settings, guard = self._t.settings, SpikeGuard(self._t.settings.spike, self.at.recent)
+        self._began = time.monotonic() - self.at.seconds
+        self._saved = self.at.seconds
+        self._t.module.train()
+        with StopRequest() as stop, memory_errors(settings, lambda: self._doing):
+            if self.at.step == 0:
+                self._measure()
+            while True:
+                batches, numbers = self._next_batches()
+                predicted, seconds, asked = self._shared(batches, stop)
+                if asked:
+                    self._interrupt(asked, stop)
+                self.at.seconds = seconds
+                self.ended = self.ended or self._over()
+                if self.ended:
+                    break
+                self._step(batches, numbers, predicted, guard)
+                if settings.eval_every is not None and self.at.step % settings.eval_every == 0:
+                    self._measure()
+                self._save_if_due()
+            self._finish()
+
+    def _next_batches(self) -> tuple[list, list[list[int]]]:
+        settings = self._t.settings
+        mine = dealt(self.at.step, self._batch, self._rank, self._processes)
+        numbers = [mine[first : first + settings.batch_size] for first in range(0, len(mine), settings.batch_size)]
+        return [collate([self._t.sequences.sequence(number) for number in some]) for some in numbers], numbers
+
+    def _shared(self, batches: list, stop: StopRequest) -> tuple[int, float, int]:
+        """Predicting positions of all processes, the first one's clock, and a signal that any of them got."""
+        mine = [float(sum(batch.predicted for batch in batches)), 0.0, float(stop.signal)]
+        if self._t.accelerator.is_main_process:
+            mine[1] = time.monotonic() - self._began
+        predicted, seconds, signals = summed(self._t.accelerator, mine)
+        # Several processes may have got it: their sum says only that there was one.
+        return round(predicted), seconds, (stop.signal or 15) if signals else 0
+
+    def _step(self, batches: list, numbers: list[list[int]], predicted: int, guard: SpikeGuard) -> None:
+        t, at, settings = self._t, self.at, self._t.settings
+        began = time.monotonic()
+        self._doing = f"step {at.step + 1}"
+        rate = self._set_learning_rate()
+        positions = max(1, predicted) / self._averaged
+        sums: dict[str, Tensor] = {}
+        for batch, some in zip(batches, numbers, strict=True):
+            with t.accelerator.accumulate(t.module):
+                cached = t.cached(some).to(t.accelerator.device) if t.cached is not None else None
+                loss, parts = t.module(batch.to(t.accelerator.device), positions, cached)
+                t.accelerator.backward(loss)
+            for name, part in {"loss": loss.detach(), **parts}.items():
+                sums[name] = sums[name] + part if name in sums else part
+        values = summed(t.accelerator, [float(value) for value in sums.values()])
+        losses = dict(zip(sums, (value / self._averaged for value in values), strict=True))
+        t.factors.before_step()
+        norm = t.accelerator.clip_grad_norm_(self._parameters, settings.clip or math.inf)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) if norm is not None else 0.0
+        # A scaler of fp16 losses finds its scale by gradients that overflow, and skips their steps itself.
+        checked = 0.0 if t.accelerator.scaler is not None else norm
+        guard.check(losses["loss"], checked, at.step + 1, t.checkpoints.last_good)
+        t.optimizer.step()
+        t.factors.after_step()
+        t.optimizer.zero_grad()
+        at.step += 1
+        at.tokens += self._batch * settings.length
+        # Now, for the rows of the next step are taken before it is known whether there will be one.
+        at.data = t.sequences.state()
+        at.recent, at.last_loss = guard.recent, losses["loss"]
+        at.first_loss = losses["loss"] if at.first_loss is None else at.first_loss
+        self._report(losses, rate, norm, time.monotonic() - began)
+
+    def _set_learning_rate(self) -> float:
+        """That of the middle of the coming step."""
+        at, settings = self.at, self._t.settings
+        tokens = at.tokens + self._batch * settings.length / 2
+        used = self._budget.used(at.step + 0.5, tokens, at.seconds)
+        factor = learning_rate(settings.schedule, used, warmup=settings.warmup, final=settings.final_learning_rate)
+        rate = settings.learning_rate * factor
+        for group in self._t.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _report(self, losses: dict[str, float], rate: float, norm: float, seconds: float) -> None:
+        at, tokens = self.at, self._batch * self._t.settings.length
+        at.step_seconds += seconds
+        line = {
+            "step": at.step,
+            "tokens": at.tokens,
+            "seconds": round(at.seconds + seconds, 3),
+            **losses,
+            "learning_rate": rate,
+            "gradient_norm": norm,
+            "tokens_per_second": tokens / seconds,
+            "memory_bytes": peak_memory(self._t.accelerator.device),
+        }
+        self._t.log.write("step", **line)
+        self._t.log.track(at.step, {name: value for name, value in line.items() if name != "step"})
+        if at.step % self._t.settings.log_every == 0 or at.step == 1:
+            used = self._budget.used(at.step, at.tokens, at.seconds + seconds)
+            parts = ", ".join(f"{name} {value:.4g}" for name, value in losses.items() if name != "loss")
+            self._t.progress.note(
+                f"step {at.step} ({used:.0%}): loss {losses['loss']:.4g} ({parts}), {count(tokens / seconds)} tokens/s,"
+                f" {size(line['memory_bytes'])}"
+            )
+
+    def _measure(self) -> None:
+        """Takes the held-out loss, and decides whether it has stopped falling."""
+        t, at = self._t, self.at
+        if not t.held_out:
+            return
+        self._doing = f"the held-out loss after step {at.step}"
+        values = held_out_losses(t.accelerator, t.module, t.held_out, t.settings.batch_size, t.names)
+        at.measured_step = at.step
+        at.last_held_out, at.first_held_out = values, at.first_held_out or values
+        better = at.best_held_out is None or values["cross_entropy"] < at.best_held_out
+        at.waited = 0 if better else at.waited + 1
+        if better:
+            at.best_held_out, at.best_step = values["cross_entropy"], at.step
+        t.log.write("held_out", step=at.step, tokens=at.tokens, **values)
+        t.log.track(at.step, {f"held_out/{name}": value for name, value in values.items()})
+        parts = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+        t.progress.note(f"held out after step {at.step}: {parts}")
+        if t.settings.patience is None:
+            return
+        if better:
+            self._save(BEST)
+        elif at.waited >= t.settings.patience:
+            self.ended = f"held-out loss has not fallen for {at.waited} measurements"
+
+    def _over(self) -> str:
+        at, settings = self.at, self._t.settings
+        limits = (
+            ("max_steps", at.step, settings.max_steps),
+            ("max_tokens", at.tokens, settings.max_tokens),
+            ("max_seconds", at.seconds, settings.max_seconds),
+        )
+        return next((f"{name} reached" for name, used, limit in limits if limit is not None and used >= limit), "")
+
+    def _save_if_due(self) -> None:
+        settings, at = self._t.settings, self.at
+        by_steps = settings.save_every is not None and at.step % settings.save_every == 0
+        by_time = settings.save_seconds is not None and at.seconds - self._saved >= settings.save_seconds
+        if by_steps or by_time:
+            self._save()
+
+    def _save(self, name: str | None = None) -> None:
+        at = self.at
+        path = self._t.checkpoints.save({"step": at.step, "position": asdict(at), "identity": self._t.identity}, name)
+        self._t.log.write("checkpoint", step=at.step, name=path.name)
+        if name is None:
+            self._saved, self._saved_step = at.seconds, at.step
+
+    def _interrupt(self, number: int, stop: StopRequest) -> None:
+        self._save()
+        self._t.log.write("stop", step=self.at.step, signal=number)
+        raise Interrupted(
+            f"stopped by signal {number} after step {self.at.step}; saved in {self._t.checkpoints.last_good}:"
+            " run the same command to go on",
+            128 + number,
+        )
+
+    def _finish(self) -> None:
+        """Measures at the end, saves, and takes the best state back where patience asked for it."""
+        t, at = self._t, self.at
+        if at.measured_step != at.step:
+            self._measure()
+        if at.step != self._saved_step:
+            self._save()
+        if t.settings.patience is not None and at.best_step != at.step:
+            t.checkpoints.load(t.checkpoints.folder / BEST)
+            t.progress.note(f"the state after step {at.best_step} has the lowest held-out loss: it is taken")
+        t.log.write("end", step=at.step, why=self.ended, seconds=at.seconds)
+        t.progress.note(f"{self.ended}: {at.step} steps, {count(at.tokens)} tokens in {duration(at.seconds)}")

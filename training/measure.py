@@ -1,0 +1,67 @@
+"""Numbers of a run that all its processes agree on: held-out losses, sums, memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from surgery.eval.loss import evaluation_mode
+from surgery.training.data import IGNORED, Batch, Row, collate
+
+
+@torch.no_grad()
+def held_out_losses(
+    accelerator: Accelerator, module: nn.Module, rows: Sequence[Row], batch_size: int, names: Sequence[str]
+) -> dict[str, float]:
+    """Mean losses, in nats per predicted token, over all rows; the same on every process.
+
+    Rows are dealt to the processes in batches, of which each process computes as many as the others, since those of a
+    sharded model must: what it has too few of are batches that predict nothing.
+
+    Args:
+        module: a `distillation.Distillation`, maybe wrapped; it measures in evaluation mode.
+        names: of the parts that it gives.
+    """
+    batches = [collate(rows[first : first + batch_size]) for first in range(0, len(rows), batch_size)]
+    nothing = replace(batches[0], labels=torch.full_like(batches[0].labels, IGNORED))
+    while len(batches) % accelerator.num_processes:
+        batches.append(nothing)
+    sums = dict.fromkeys(names, 0.0)
+    predicted = 0
+    with evaluation_mode(module):
+        for batch in batches[accelerator.process_index :: accelerator.num_processes]:
+            predicted += batch.predicted
+            for name, value in _measured(accelerator, module, batch).items():
+                sums[name] += value
+    *totals, positions = summed(accelerator, [*sums.values(), float(predicted)])
+    return {name: total / max(positions, 1.0) for name, total in zip(names, totals, strict=True)}
+
+
+def summed(accelerator: Accelerator, values: Sequence[float]) -> list[float]:
+    """Sums of plain numbers over all processes, the same on each."""
+    if accelerator.num_processes == 1:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
+    return accelerator.reduce(tensor, "sum").tolist()
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes that this process has held: handed out by PyTorch on CUDA, resident on a CPU; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
+
+
+def _measured(accelerator: Accelerator, module: nn.Module, batch: Batch) -> dict[str, float]:
+    _, parts = module(batch.to(accelerator.device), 1.0, measure=True)
+    return {name: float(value) for name, value in parts.items()}

@@ -1,0 +1,61 @@
+"""Several sources as one, each with its share of the sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from surgery.errors import SurgeryError
+from surgery.training.data import Row, Sequences
+from surgery.training.packing import digest
+from surgery.training.shuffling import interleaving
+
+
+class MixedSequences:
+    """Sequences dealt out over sources by weight, in an order that repeats after at most a thousand. See `Sequences`.
+
+    Number n of the mixture is the next unused number of its source, so that each source is gone through in order,
+    epoch after epoch, at its own pace.
+    """
+
+    def __init__(self, parts: Sequence[Sequences], weights: Sequence[float]) -> None:
+        """`weights` are relative; see `surgery.training.shuffling.interleaving`."""
+        self._parts, self._weights = list(parts), list(weights)
+        self._order = interleaving(weights)
+        ones = self._order[:, None] == np.arange(len(self._parts))
+        self._in_period = ones.sum(axis=0)
+        self._before = np.concatenate([np.zeros((1, len(self._parts)), dtype=np.int64), np.cumsum(ones, axis=0)])
+        self.data_sha256 = digest({"parts": [part.data_sha256 for part in parts], "order": self._order.tolist()})
+
+    def sequence(self, number: int) -> Row:
+        period, place = divmod(number, len(self._order))
+        part = int(self._order[place])
+        return self._parts[part].sequence(int(period * self._in_period[part] + self._before[place, part]))
+
+    def state(self) -> dict[str, Any]:
+        states = {str(index): part.state() for index, part in enumerate(self._parts)}
+        return {index: state for index, state in states.items() if state}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for index in state:
+            if not index.isdigit() or int(index) >= len(self._parts):
+                raise SurgeryError("the saved place in the data is that of another mixture; resume with its data")
+        for index, part in enumerate(self._parts):
+            part.restore(state.get(str(index), {}))
+
+    def describe(self) -> dict[str, Any]:
+        total = sum(self._weights)
+        return {
+            "mixture": [
+                {"weight": round(weight / total, 4), **part.describe()}
+                for weight, part in zip(self._weights, self._parts, strict=True)
+            ]
+        }
+
+
+def shares_of(count: int, weights: Sequence[float]) -> list[int]:
+    """How many of the first `count` sequences of a mixture are each part's."""
+    order = interleaving(weights)
+    return np.bincount(order[np.arange(count) % len(order)], minlength=len(weights)).tolist()

@@ -1,0 +1,126 @@
+"""The models of a healing: loaded, and written again with what was trained."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.disk import disk_errors
+from surgery.errors import SurgeryError
+from surgery.training.settings import HealSettings
+from surgery.training.trainable import add_adapters
+
+ADAPTER = "adapter"
+"""Folder of the LoRA adapter in a healed checkpoint; its weights are merged into the model besides."""
+
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+LOADING = (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError, RuntimeError)
+
+
+def load_model(reader: CheckpointReader, settings: HealSettings, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """A causal model from its checkpoint, on the CPU.
+
+    Raises:
+        SurgeryError: transformers cannot load it.
+    """
+    logging.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            reader.path, dtype=dtype, local_files_only=True, trust_remote_code=settings.trust_remote_code
+        )
+    except LOADING as error:
+        reason = " ".join(str(error).split())[:300]
+        raise SurgeryError(f"{reader.path}: transformers cannot load it ({reason})") from error
+
+
+def load_tokenizer(reader: CheckpointReader, settings: HealSettings) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model.
+
+    Raises:
+        SurgeryError: there is none that transformers can read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(
+            reader.path, local_files_only=True, trust_remote_code=settings.trust_remote_code
+        )
+    except LOADING as error:
+        reason = " ".join(str(error).split())[:300]
+        raise SurgeryError(f"{reader.path}: its tokenizer cannot be loaded ({reason})") from error
+
+
+def set_dtypes(model: nn.Module, computed: torch.dtype) -> None:
+    """Makes what trains fp32 and what does not `computed`, in place. Buffers stay: RoPE frequencies need their bits."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else computed)
+
+
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What trains, whole and on the CPU; all processes call it, since those of a sharded model must."""
+    return {name: _whole(each).cpu().clone() for name, each in model.named_parameters() if each.requires_grad}
+
+
+def _whole(parameter: nn.Parameter) -> Tensor:
+    """A parameter as it would be without FSDP2 or ZeRO-3."""
+    if hasattr(parameter, "ds_id"):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(parameter)
+    tensor = parameter.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def write_healed(reader: CheckpointReader, settings: HealSettings, trained: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes the student's checkpoint with trained tensors in place of its own, in its class and dtypes.
+
+    Everything that did not train is what it was, bit for bit. Files beside the weights are copied.
+
+    Args:
+        reader: of the student's checkpoint.
+        trained: by the names of the student's parameters, with adapters if the settings have them; fp32.
+        folder: exists; what is in it stays.
+
+    Raises:
+        SurgeryError: a tensor has no place in the student, or the disk is full.
+    """
+    model = load_model(reader, settings)
+    if settings.train == "lora":
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        adapted = add_adapters(model.float(), settings.lora_rank, settings.lora_alpha, settings.lora_modules)
+        _fill(model, trained)
+        with disk_errors(folder):
+            adapted.save_pretrained(folder / ADAPTER)
+        model = adapted.merge_and_unload()
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(dtypes[name])
+    else:
+        _fill(model, trained)
+    with disk_errors(folder):
+        model.save_pretrained(folder, safe_serialization=True)
+        _copy_rest(reader.path, folder)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    for name, tensor in trained.items():
+        if name not in parameters or parameters[name].shape != tensor.shape:
+            raise SurgeryError(f"{name}: was trained, but the student's checkpoint has no such parameter")
+        parameters[name].copy_(tensor)
+
+
+def _copy_rest(source: Path, folder: Path) -> None:
+    """Config, code, tokenizer, reports: whatever is no weight, in the place of what transformers wrote.
+
+    Its config would leave out names that other engines read, and add what only it reads.
+    """
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.endswith(WEIGHT_FILES):
+            shutil.copyfile(path, folder / path.name)

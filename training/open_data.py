@@ -1,0 +1,134 @@
+"""From the names of sources to the sequences of a run: tokenises what is not tokenised yet, and mixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import SurgeryError
+from surgery.eval.distributed import Processes
+from surgery.progress import Progress
+from surgery.training.data import Row, Sequences
+from surgery.training.mixture import MixedSequences, shares_of
+from surgery.training.packing import PackedSequences, Recalls, RowShape, digest
+from surgery.training.sources import TextSource, parse_sources
+from surgery.training.streaming import StreamedSequences
+from surgery.training.teacher_text import fingerprint, sample_teacher
+from surgery.training.token_file import TokenFile
+
+
+@dataclass(frozen=True)
+class HealingData:
+    """What a run trains on, and what its held-out loss is taken on.
+
+    Attributes:
+        sequences: endless rows to train on.
+        held_out: rows of documents that are in none of them; the same in every run on this data.
+    """
+
+    sequences: Sequences
+    held_out: list[Row]
+
+    @property
+    def data_sha256(self) -> str:
+        """See `Sequences`."""
+        return self.sequences.data_sha256
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for the log."""
+        return {**self.sequences.describe(), "sha256": self.data_sha256}
+
+
+def open_data(
+    data: str | Sequence[str | dict[str, Any] | TextSource],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    length: int,
+    *,
+    seed: int = 0,
+    held_out: int = 16,
+    recall: float = 0.25,
+    bos: int | Literal["tokenizer"] | None = "tokenizer",
+    teacher: Callable[[], PreTrainedModel] | None = None,
+    processes: Processes | None = None,
+    progress: Progress | None = None,
+) -> HealingData:
+    """Opens the data of a run; called by all its processes alike.
+
+    What is tokenised is kept in `folder`, by the main process, and read from there by all, now and after a resume.
+
+    Args:
+        data: sources and their settings; see `surgery.training.sources.parse_sources`.
+        length: tokens T of a row, bos included.
+        seed: of the order of documents and rows, of planted facts and samples. Which documents are held out does not
+            depend on it.
+        held_out: held-out rows, dealt to the sources like the others.
+        recall: share of the rows, 0 to 1, that carry planted facts; conversations never do: the lines would stand in
+            the middle of the template's marks.
+        bos: before rows of text: an id, None for none, or "tokenizer" for the tokenizer's own if any.
+        teacher: gives the whole model, for the source "teacher".
+
+    Raises:
+        SurgeryError: a source cannot be read or has too little text, or an argument is out of its range.
+    """
+    processes, progress = processes or Processes(), progress or Progress(silent=True)
+    sources = parse_sources(data)
+    if held_out < 0:
+        raise SurgeryError(f"{held_out} held-out rows: 0 or more are possible")
+    weights = [source.weight for source in sources]
+    planted = Recalls(tokenizer, recall, seed)
+    parts = []
+    for source, share in zip(sources, shares_of(held_out, weights), strict=True):
+        shape = RowShape.of(tokenizer, length, bos, whole=source.is_chat or source.is_teacher)
+        recalls = None if source.is_chat or not recall else planted
+        if source.stream:
+            parts.append(StreamedSequences(source, tokenizer, shape, share, recalls, progress.note))
+            continue
+        file = _token_file(source, tokenizer, Path(folder), length, seed, teacher, processes, progress)
+        parts.append(PackedSequences(file, shape, source.source, seed, share, recalls))
+    rows = [row for part in parts for row in part.held_out]
+    return HealingData(parts[0] if len(parts) == 1 else MixedSequences(parts, weights), rows)
+
+
+def _token_file(
+    source: TextSource,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    length: int,
+    seed: int,
+    teacher: Callable[[], PreTrainedModel] | None,
+    processes: Processes,
+    progress: Progress,
+) -> TokenFile:
+    """The source's documents from the folder, written there by the main process if they are not yet."""
+    identity = source.identity(tokenizer)
+    model = None
+    if source.is_teacher:
+        if teacher is None:
+            raise SurgeryError("the data names the teacher, and there is none; give one, or other data")
+        model = teacher()
+        identity |= {"teacher": fingerprint(model), "length": length, "seed": seed}
+    place = folder / f"tokens-{digest(identity)[:16]}"
+    known = processes.from_main(lambda: TokenFile.read(place, identity) is not None)
+    if not known:
+        samples = None
+        if model is not None:
+            samples = sample_teacher(
+                model, tokenizer, folder, source.tokens, length, seed, processes=processes, progress=progress
+            )
+
+        def write() -> None:
+            documents = source.documents(tokenizer, progress.note) if samples is None else samples
+            with progress.phase(f"tokenising {source.source}", None, "token") as advance:
+                limit = None if samples is not None else source.tokens
+                TokenFile.write(place, identity, documents, limit, advance)
+
+        processes.from_main(write)
+    file = TokenFile.read(place, identity)
+    if file is None:
+        raise SurgeryError(f"{place}: not to be seen by every process; choose an --out on a disk that all share")
+    return file

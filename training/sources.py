@@ -1,0 +1,189 @@
+"""What the data of a run can name, and how each source becomes tokenised documents."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from surgery.calibration.text import BUILTIN, DATASET, iter_documents
+from surgery.errors import SurgeryError
+from surgery.file_settings import FileSettings
+from surgery.training.chat import ChatEncoder, holds_conversations, read_records, without_nulls
+from surgery.training.token_file import Document
+
+TEACHER = "teacher"
+"""Source that is sampled from the teacher."""
+
+FORMATS = ("auto", "text", "chat")
+TOKENISED_AT_ONCE = 64
+"""Texts given to the tokenizer in one call: its own threads then have something to share."""
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TextSource(FileSettings):
+    """One source of a mixture.
+
+    Attributes:
+        source: "builtin", a txt, jsonl, json or parquet file, a dataset `name:config:split`
+            (`surgery.calibration.text.iter_documents`), or "teacher": sampled from it, `tokens` of them.
+        weight: share of the sequences, among the weights of all sources.
+        format: "chat" for records with `messages`, "text", or "auto": chat for jsonl and parquet files whose first
+            record has them.
+        text_field: the field or column with the text.
+        tokens: read no further than this many tokens; None for all there are.
+        stream: read a dataset while training, instead of tokenising it before. Its rows come in its own order.
+    """
+
+    source: str
+    weight: float = 1.0
+    format: str = "auto"
+    text_field: str = "text"
+    tokens: int | None = None
+    stream: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, str) or not self.source:
+            raise SurgeryError(f"data source {self.source!r}: name a file, a dataset, {BUILTIN!r} or {TEACHER!r}")
+        if self.format not in FORMATS:
+            raise SurgeryError(f"format {self.format!r} of {self.source} is unknown: choose {', '.join(FORMATS)}")
+        if self.tokens is not None and self.tokens < 1:
+            raise SurgeryError(f"{self.tokens} tokens of {self.source}: at least 1 is needed")
+        if self.is_teacher and self.tokens is None:
+            raise SurgeryError(f"{TEACHER!r} as data: say with `tokens` how many it is to write")
+        if self.stream and (self.is_teacher or self.source == BUILTIN or self._is_file):
+            raise SurgeryError(f"{self.source} is no dataset to stream: leave `stream` out")
+        if self.stream and self.tokens is not None:
+            raise SurgeryError(f"{self.source}: a stream has no number of `tokens`; leave one of the two out")
+
+    @property
+    def is_teacher(self) -> bool:
+        return self.source == TEACHER
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether its records are conversations; looks into the file where the format says "auto"."""
+        return self.format == "chat" or (self.format == "auto" and self._is_file and holds_conversations(self._path))
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.source).expanduser()
+
+    @property
+    def _is_file(self) -> bool:
+        return self._path.is_file()
+
+    def identity(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Everything that decides the documents, as far as it can be known without reading them."""
+        known: dict[str, Any] = {"source": self.source, "tokens": self.tokens, "chat": self.is_chat}
+        known["tokenizer"] = _tokenizer_hash(tokenizer, chat=self.is_chat)
+        if not self.is_chat:
+            known["text_field"] = self.text_field
+        if self.source == BUILTIN:
+            known["python"] = sys.version
+        elif self._is_file:
+            status = self._path.stat()
+            known["file"] = [str(self._path.resolve()), status.st_size, status.st_mtime_ns]
+        return known
+
+    def documents(self, tokenizer: PreTrainedTokenizerBase, note: Note) -> Iterator[Document]:
+        """The tokenised documents, in the source's order; texts end with eos, conversations as their template says.
+
+        Raises:
+            SurgeryError: the source cannot be read, or is one that is sampled.
+        """
+        if not self.is_chat:
+            return encode_texts(iter_documents(self.source, text_field=self.text_field), tokenizer)
+        records = read_records(self._path) if self._is_file else self._dataset_records()
+        encode = ChatEncoder(tokenizer, note)
+        return (document for record, where in records if (document := encode(record, where)) is not None)
+
+    def open_dataset(self) -> Any:
+        """The dataset, streamed: a `datasets.IterableDataset` at its beginning.
+
+        Raises:
+            SurgeryError: there is no such dataset, or no `datasets` library.
+        """
+        try:
+            import datasets
+        except ImportError as error:
+            raise SurgeryError(f"{self.source}: no such file, and for datasets: pip install datasets") from error
+        parts = DATASET.fullmatch(self.source)
+        if parts is None or self._path.suffix in (".txt", ".json", ".jsonl", ".parquet"):
+            raise SurgeryError(f"{self.source}: no such file, and no dataset has such a name")
+        folder = Path(parts["name"]).expanduser()
+        name, config, split = str(folder) if folder.is_dir() else parts["name"], parts["config"], parts["split"]
+        with self.dataset_errors():
+            return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+
+    @contextlib.contextmanager
+    def dataset_errors(self) -> Iterator[None]:
+        """Turns what `datasets` raises, its own errors and those of HTTP and file libraries, into one line."""
+        try:
+            yield
+        except SurgeryError:
+            raise
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise SurgeryError(f"the dataset {self.source} could not be read: {reason}") from error
+
+    def _dataset_records(self) -> Iterator[tuple[dict[str, Any], str]]:
+        print(f"surgery: streaming the dataset {self.source}", file=sys.stderr)
+        rows = iter(self.open_dataset())
+        for number in range(sys.maxsize):
+            with self.dataset_errors():
+                row = next(rows, None)
+            if row is None:
+                return
+            yield without_nulls(row), f"dataset {self.source}, row {number}"
+
+
+def parse_sources(data: str | Sequence[str | dict[str, Any] | TextSource]) -> list[TextSource]:
+    """Sources from what a settings file or a command line says: names, or the settings of `TextSource`.
+
+    Raises:
+        SurgeryError: there are none, or one is not possible.
+    """
+    sources = []
+    for number, entry in enumerate([data] if isinstance(data, str | dict) else data, 1):
+        if isinstance(entry, TextSource):
+            sources.append(entry)
+        elif isinstance(entry, dict):
+            if "source" not in entry:
+                raise SurgeryError(f"data, entry {number}: has no `source`")
+            sources.append(TextSource.from_mapping(entry, f"data, entry {number}"))
+        else:
+            sources.append(TextSource(entry))
+    if not sources:
+        raise SurgeryError(f"no data to train on: name a file, a dataset, {BUILTIN!r} or {TEACHER!r}")
+    return sources
+
+
+def encode_texts(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
+    """Tokenises texts, each ended by eos where there is one."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    while some := list(islice(texts, TOKENISED_AT_ONCE)):
+        for ids in tokenizer(some, add_special_tokens=False, verbose=False).input_ids:
+            yield Document(ids + end)
+
+
+def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> str:
+    """Hash of how the tokenizer makes ids of text, and of its template where that is used."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
+    for setting in ("truncation", "padding"):  # of the last call, whoever made it
+        rules.pop(setting, None)
+    parts = [type(tokenizer).__name__, json.dumps(rules, sort_keys=True), str(tokenizer.eos_token_id)]
+    if chat:
+        parts.append(json.dumps(tokenizer.chat_template))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -1,0 +1,273 @@
+"""A teacher's likeliest tokens on disk, so that the teacher need not be in memory while the student trains.
+
+A folder holds `teacher-logits.json`, which says whose logits these are, and shards of equally many sequences,
+`shard-00000.safetensors` and so on, each with the fields of `top_k.TopK`: values [R, T - 1, k], ids and rest. Every
+shard is written whole or not at all, so that an interrupted run goes on with those that are missing, and several
+processes can write different ones.
+
+A position takes k·(b + 4) + 4 bytes, with b = 2 bytes a value, and a sequence of T tokens has T - 1: the last predicts
+nothing that is there. k = 64 makes 388 bytes a token, of which a billion take 388 GB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, read_json, sync_folder
+from surgery.errors import SurgeryError
+from surgery.eval.distributed import Processes
+from surgery.training.chunks import States
+from surgery.training.top_k import DTYPES, TopK, top_k
+
+HEADER = "teacher-logits.json"
+SHARD_BYTES = 256 * 10**6
+"""About how large a shard becomes."""
+OPEN_SHARDS = 16
+"""Files that a reader keeps open."""
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class CacheIdentity:
+    """What decides the content of a cache.
+
+    Attributes:
+        model: sha256 of the teacher's weights.
+        data: sha256 of the sequences.
+        sequences: how many, from number 0.
+        length: T, tokens of each.
+        vocabulary: V.
+        k: tokens kept by name.
+        dtype: of their log-probabilities: "float16", which is finer, or "bfloat16"; "float32", "float64" for tests.
+
+    Raises:
+        SurgeryError: a value is impossible.
+    """
+
+    model: str
+    data: str
+    sequences: int
+    length: int
+    vocabulary: int
+    k: int
+    dtype: str = "float16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise SurgeryError(f"teacher logits in {self.dtype!r}: known are {', '.join(DTYPES)}")
+        if self.sequences < 1 or self.length < 2:
+            raise SurgeryError(f"teacher logits of {self.sequences} sequences of {self.length} tokens: nothing to keep")
+        if not 1 <= self.k <= self.vocabulary:
+            raise SurgeryError(f"the top {self.k} of {self.vocabulary} tokens: give 1 to {self.vocabulary}")
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of one sequence on disk: (T - 1)·(k·(b + 4) + 4), for `dtype` of b bytes; a float64 rest takes 8."""
+        value = DTYPES[self.dtype].itemsize
+        return (self.length - 1) * (self.k * (value + 4) + max(4, value // 8 * 8))
+
+
+class TeacherLogits:
+    """A cache of top-k logits in a folder: written shard by shard, read by the number of a sequence."""
+
+    def __init__(self, folder: str | Path, identity: CacheIdentity) -> None:
+        """Opens the folder, or makes it if it is not there or empty.
+
+        Raises:
+            SurgeryError: it holds something else, or logits of another model, other data or other sizes.
+        """
+        self.folder, self.identity = Path(folder), identity
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # One look: another process may write the header meanwhile.
+            names = [name for name in os.listdir(self.folder) if not name.endswith(".partial")]
+            if names and HEADER not in names:
+                raise SurgeryError(f"{self.folder}: holds other files than teacher logits; choose another folder")
+        rows = max(1, min(SHARD_BYTES // identity.sequence_bytes, identity.sequences))
+        header = {"format": _FORMAT, **asdict(identity), "sequences_per_shard": rows}
+        if not (self.folder / HEADER).exists():
+            with _replaced(self.folder / HEADER, f".{uuid4().hex}") as part:
+                part.write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
+        self._rows = _checked(self.folder / HEADER, header)
+
+    def missing(self) -> list[range]:
+        """The sequences of each shard that is not written yet; none when the cache is complete."""
+        with disk_errors(self.folder):
+            names = set(os.listdir(self.folder))
+        return [self._numbers(shard) for shard in range(self._shards()) if self._path(shard).name not in names]
+
+    def write(self, numbers: range, top: TopK) -> None:
+        """Writes the shard of ``numbers``, one of `missing()`; ``top`` has [R, T - 1] positions, on any device.
+
+        Raises:
+            SurgeryError: shapes, dtypes or vocabulary are not those of the cache, or the file cannot be written.
+        """
+        shard = numbers.start // self._rows
+        if numbers != self._numbers(shard):
+            raise SurgeryError(f"{self.folder}: sequences {numbers.start} to {numbers.stop - 1} are no shard of it")
+        self._check(top, len(numbers))
+        tensors = {name: getattr(top, name).cpu().contiguous() for name in ("values", "ids", "rest")}
+        with _replaced(self._path(shard)) as part:
+            part.write_bytes(save(tensors))
+
+    def read(self, number: int) -> TopK:
+        """The logits of one sequence: `TopK` of [T - 1] positions, on the CPU. Position t is that after token t.
+
+        Raises:
+            SurgeryError: there is no such sequence, it is not written yet, or its file is damaged.
+        """
+        if not 0 <= number < self.identity.sequences:
+            raise SurgeryError(
+                f"{self.folder}: has teacher logits of {self.identity.sequences} sequences, number {number} is asked"
+                " for; write more of them or train on fewer"
+            )
+        shard, row = divmod(number, self._rows)
+        file = self._file(shard)
+        try:
+            parts = [file.get_slice(name)[row] for name in ("values", "ids", "rest")]
+        except (SafetensorError, IndexError) as error:
+            raise self._damaged(shard, error) from None
+        top = TopK(*parts, self.identity.vocabulary)
+        self._check(TopK(*(part[None] for part in parts), self.identity.vocabulary), 1)
+        return top
+
+    def batch(self, numbers: list[int]) -> TopK:
+        """Several sequences: `TopK` of [B, T - 1] positions."""
+        rows = [self.read(number) for number in numbers]
+        parts = (torch.stack([getattr(row, name) for row in rows]) for name in ("values", "ids", "rest"))
+        return TopK(*parts, self.identity.vocabulary)
+
+    def fill(
+        self,
+        states: Callable[[range], States],
+        *,
+        batch: int = 8,
+        processes: Processes | None = None,
+        done: Callable[[int], Any] = int,
+    ) -> None:
+        """Writes all that is missing; each process a share of the shards, and all wait for the last.
+
+        Args:
+            states: the teacher's `States` on the sequences of these numbers, hidden [B, T, D].
+            batch: sequences at a time.
+            processes: that share the work; None for this one alone.
+            done: called with the number of sequences after each batch of this process.
+
+        Raises:
+            SurgeryError: as of `write`, or the disk has no room for what is missing.
+        """
+        missing = self.missing()
+        needed = sum(map(len, missing)) * self.identity.sequence_bytes
+        if needed > (free := free_bytes(self.folder)):
+            raise SurgeryError(
+                f"{self.folder}: the missing teacher logits take {format_size(needed)}, the disk has"
+                f" {format_size(free)} free; lower k ({self.identity.k}) or keep fewer sequences"
+            )
+        rank, count = (processes.rank, processes.count) if processes else (0, 1)
+        for numbers in missing[rank::count]:
+            pieces = []
+            for start in range(numbers.start, numbers.stop, batch):
+                some = range(start, min(start + batch, numbers.stop))
+                pieces.append(self._top_of(states(some)))
+                done(len(some))
+            parts = (torch.cat([getattr(piece, name) for piece in pieces]) for name in ("values", "ids", "rest"))
+            self.write(numbers, TopK(*parts, self.identity.vocabulary))
+        if processes is not None:
+            processes.wait()
+
+    def _top_of(self, states: States) -> TopK:
+        """Of hidden states [B, T, D], at all positions but the last, on the CPU."""
+        hidden = states.hidden[:, :-1]
+        top = top_k(states._replace(hidden=hidden.flatten(0, 1)), self.identity.k, DTYPES[self.identity.dtype])
+        parts = (getattr(top, name).unflatten(0, hidden.shape[:2]).cpu() for name in ("values", "ids", "rest"))
+        return TopK(*parts, top.vocabulary)
+
+    def _check(self, top: TopK, rows: int) -> None:
+        identity = self.identity
+        shape = (rows, identity.length - 1)
+        fits = top.values.shape == top.ids.shape == (*shape, identity.k) and top.rest.shape == shape
+        if not fits or top.values.dtype != DTYPES[identity.dtype] or top.vocabulary != identity.vocabulary:
+            raise SurgeryError(
+                f"{self.folder}: {list(top.values.shape)} {top.values.dtype} logits of {top.vocabulary} tokens are not"
+                f" the {[*shape, identity.k]} {identity.dtype} of {identity.vocabulary} that it keeps"
+            )
+
+    def _numbers(self, shard: int) -> range:
+        return range(shard * self._rows, min((shard + 1) * self._rows, self.identity.sequences))
+
+    def _shards(self) -> int:
+        return -(-self.identity.sequences // self._rows)
+
+    def _path(self, shard: int) -> Path:
+        return self.folder / f"shard-{shard:05d}.safetensors"
+
+    def _file(self, shard: int) -> Any:
+        if shard in self._open:
+            self._open.move_to_end(shard)
+            return self._open[shard]
+        path = self._path(shard)
+        if not path.is_file():
+            raise SurgeryError(f"{path}: is not written yet; let the teacher finish its logits first")
+        try:
+            with disk_errors(path):
+                self._open[shard] = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise self._damaged(shard, error) from None
+        if len(self._open) > OPEN_SHARDS:
+            self._open.popitem(last=False)
+        return self._open[shard]
+
+    def _damaged(self, shard: int, error: Exception) -> SurgeryError:
+        path = self._path(shard)
+        return SurgeryError(f"{path}: damaged ({error}); remove it and have the teacher write it again")
+
+
+def _checked(path: Path, wanted: dict[str, Any]) -> int:
+    """Sequences in a shard of the cache with that header.
+
+    Raises:
+        SurgeryError: it is of another identity than ``wanted``.
+    """
+    found = read_json(path)
+    if found.get("format") != _FORMAT:
+        raise SurgeryError(f"{path}: no header of teacher logits, or of another version; choose another folder")
+    # How sequences are grouped is the cache's own affair.
+    differing = [name for name in wanted if name != "sequences_per_shard" and found.get(name) != wanted[name]]
+    if differing:
+        facts = ", ".join(f"{name} {found.get(name)!r} instead of {wanted[name]!r}" for name in differing)
+        raise SurgeryError(f"{path.parent}: holds teacher logits of something else ({facts}); choose another folder")
+    rows = found.get("sequences_per_shard")
+    if not isinstance(rows, int) or rows < 1:
+        raise SurgeryError(f"{path}: damaged, sequences_per_shard is {rows!r}; choose another folder")
+    return rows
+
+
+@contextmanager
+def _replaced(path: Path, suffix: str = "") -> Iterator[Path]:
+    """A path to write to; it becomes ``path`` at the end of the block, flushed, and goes if the block fails.
+
+    A ``suffix`` keeps apart what several processes write at once.
+    """
+    part = path.with_name(f"{path.name}{suffix}.partial")
+    try:
+        with disk_errors(path):
+            yield part
+            with part.open("r+b") as file:
+                os.fsync(file.fileno())
+            part.replace(path)
+            sync_folder(path.parent)
+    finally:
+        part.unlink(missing_ok=True)

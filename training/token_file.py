@@ -1,0 +1,169 @@
+"""Tokenised documents on the disk, written once and mapped into memory by every run and process after that."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from surgery.checkpoint.disk import disk_errors, read_json, sync_folder, sync_tree
+from surgery.errors import SurgeryError
+
+ABOUT = "about.json"
+TOKENS, LABELLED, LENGTHS = "tokens.i4", "labelled.u1", "lengths.i8"
+"""Files of the folder: little-endian, the type in the name."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One tokenised text.
+
+    Attributes:
+        tokens: ids.
+        labelled: for every token, whether it is to be predicted; None where all are.
+    """
+
+    tokens: list[int]
+    labelled: list[int] | None = None
+
+
+class TokenFile:
+    """The documents of one source; made by `read` or `write`.
+
+    Attributes:
+        lengths: [D] int64, tokens of every document.
+        sha256: hash of the documents, wherever and whenever they were written.
+        has_labels: whether the documents say which of their tokens are to be predicted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Maps the files of a complete folder.
+
+        Raises:
+            SurgeryError: a file is missing, damaged, or not as long as it was.
+        """
+        about = read_json(folder / ABOUT)
+        try:
+            documents, tokens, self.sha256 = about["documents"], about["tokens"], about["sha256"]
+            self.has_labels = about["labelled"]
+        except KeyError as error:
+            raise SurgeryError(f"{folder / ABOUT}: has no {error}; remove the folder {folder}") from None
+        self.lengths = _mapped(folder / LENGTHS, "<i8", documents)
+        self._tokens = _mapped(folder / TOKENS, "<i4", tokens)
+        self._labelled = _mapped(folder / LABELLED, "<u1", tokens) if self.has_labels else None
+        self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def document(self, number: int, start: int = 0, end: int | None = None) -> Document:
+        """Tokens `start` to `end` of a document."""
+        first = int(self._starts[number])
+        span = slice(first + start, first + (int(self.lengths[number]) if end is None else end))
+        return Document(self._tokens[span].tolist(), None if self._labelled is None else self._labelled[span].tolist())
+
+    @classmethod
+    def read(cls, folder: Path, identity: Mapping[str, Any]) -> TokenFile | None:
+        """The documents in a folder, if it holds those of this identity; None otherwise.
+
+        Raises:
+            SurgeryError: it does, but is damaged.
+        """
+        with disk_errors(folder):
+            if not (folder / ABOUT).is_file():
+                return None
+        return cls(folder) if read_json(folder / ABOUT).get("identity") == _plain(identity) else None
+
+    @classmethod
+    def write(
+        cls,
+        folder: Path,
+        identity: Mapping[str, Any],
+        documents: Iterable[Document],
+        limit: int | None = None,
+        advance: Callable[[int], Any] = int,
+    ) -> TokenFile:
+        """Writes documents beside the folder and renames that, so that it is there whole or not at all.
+
+        Args:
+            identity: everything that decides the documents, as plain values.
+            limit: tokens after which no more documents are read; the last one is kept whole.
+            advance: called with the number of tokens of every document.
+
+        Raises:
+            SurgeryError: there are no documents, a document cannot be read, or the disk refuses.
+        """
+        partial = folder.with_name(folder.name + ".partial")
+        with disk_errors(folder):
+            shutil.rmtree(partial, ignore_errors=True)  # of a run that was stopped
+            partial.mkdir(parents=True)
+            try:
+                about = {**_write(partial, documents, limit, advance), "identity": _plain(identity)}
+                (partial / ABOUT).write_text(json.dumps(about, indent=2), encoding="utf-8")
+                sync_tree(partial)
+                shutil.rmtree(folder, ignore_errors=True)  # of another identity
+                os.rename(partial, folder)
+                sync_folder(folder.parent)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        return cls(folder)
+
+
+def _write(
+    folder: Path, documents: Iterable[Document], limit: int | None, advance: Callable[[int], Any]
+) -> dict[str, Any]:
+    """Writes the files; returns their sizes and hash. All documents have labels of their own, or none has."""
+    hashes = {name: hashlib.sha256() for name in (TOKENS, LABELLED, LENGTHS)}
+    lengths, total, has_labels = [], 0, False
+    with open(folder / TOKENS, "wb") as tokens, open(folder / LABELLED, "wb") as labelled:
+        for document in documents:
+            if not document.tokens:
+                continue
+            has_labels |= document.labelled is not None
+            marks = document.labelled or [1] * len(document.tokens)
+            for file, name, values, kind in (
+                (tokens, TOKENS, document.tokens, "<i4"),
+                (labelled, LABELLED, marks, "<u1"),
+            ):
+                data = np.array(values, dtype=kind).tobytes()
+                file.write(data)
+                hashes[name].update(data)
+            lengths.append(len(document.tokens))
+            total += lengths[-1]
+            advance(lengths[-1])
+            if limit is not None and total >= limit:
+                break
+    if not lengths:
+        raise SurgeryError("the data holds no text: give a file or a dataset that is not empty")
+    data = np.array(lengths, dtype="<i8").tobytes()
+    (folder / LENGTHS).write_bytes(data)
+    hashes[LENGTHS].update(data)
+    if not has_labels:
+        (folder / LABELLED).unlink()
+    parts = "".join(part.hexdigest() for part in hashes.values())
+    return {
+        "documents": len(lengths),
+        "tokens": total,
+        "labelled": has_labels,
+        "sha256": hashlib.sha256(parts.encode()).hexdigest(),
+    }
+
+
+def _mapped(path: Path, kind: str, count: int) -> np.ndarray:
+    with disk_errors(path):
+        size = path.stat().st_size
+    if size != count * np.dtype(kind).itemsize:
+        raise SurgeryError(f"{path}: {size} bytes where {count} values were written; remove the folder {path.parent}")
+    return np.memmap(path, dtype=kind, mode="r")
+
+
+def _plain(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity as it is when read back."""
+    return json.loads(json.dumps(identity))

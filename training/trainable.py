@@ -1,0 +1,117 @@
+"""Which parameters train: all, the attentions', those the teacher does not have, or adapters beside them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from surgery.errors import SurgeryError
+from surgery.training.settings import named
+
+ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention"})
+"""What transformers calls the attention module of a decoder layer."""
+
+
+def choose(
+    model: nn.Module,
+    train: str,
+    *,
+    teacher_shapes: Mapping[str, Sequence[int]] | None = None,
+    patterns: Sequence[str] = (),
+) -> list[str]:
+    """Lets exactly the chosen parameters train (`requires_grad`) and returns their names, in the model's order.
+
+    Args:
+        train: "all"; "attention", all of the attention modules; or "new", parameters that the teacher does not have
+            under the same name and shape.
+        teacher_shapes: name to shape of the teacher's parameters, for "new".
+        patterns: names of parameters, with * and ?, that train besides.
+
+    Raises:
+        SurgeryError: nothing would train, or a pattern fits no parameter.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        if not any(named(pattern, name) for name in parameters):
+            raise SurgeryError(f"train_patterns: no parameter is called {pattern!r}; {examples(parameters)}")
+    chosen = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.is_floating_point()
+        and (_chosen(name, parameter, train, teacher_shapes) or any(named(pattern, name) for pattern in patterns))
+    ]
+    if not chosen:
+        why = {
+            "new": "the teacher has every parameter under the same name and shape",
+            "attention": "no module of the model is called an attention",
+        }.get(train, "the model has no parameters")
+        raise SurgeryError(f"nothing would train: {why}; choose another `train`, or name parameters in train_patterns")
+    kept = set(chosen)
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in kept)
+    return chosen
+
+
+def add_adapters(model: nn.Module, rank: int, alpha: float, modules: Sequence[str] = ()) -> nn.Module:
+    """Puts LoRA adapters (Hu et al., arXiv:2106.09685) on linear modules through PEFT; only they train.
+
+    The model itself is changed in place, so that it can be called as before.
+
+    Args:
+        modules: names of linear modules, with * and ?; none means all linear modules of the attentions.
+
+    Returns:
+        PEFT's model around it, which saves and merges adapters.
+
+    Raises:
+        SurgeryError: peft is not installed, or no linear module fits.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise SurgeryError("lora needs peft: pip install peft") from None
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for pattern in modules:
+        if not any(named(pattern, name) for name in linear):
+            raise SurgeryError(f"lora_modules: no linear module is called {pattern!r}; {examples(linear)}")
+    targets = [
+        name for name in linear if (any(named(pattern, name) for pattern in modules) if modules else in_attention(name))
+    ]
+    if not targets:
+        raise SurgeryError("nothing would train: the attentions have no linear modules; name some in lora_modules")
+    # PEFT takes the end of a name for a match, and these names are whole; a regular expression leaves no doubt.
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=_exactly(targets)))
+
+
+def in_attention(name: str) -> bool:
+    """Whether a module or parameter of this name belongs to a decoder layer's attention."""
+    return any(part in ATTENTION for part in name.split("."))
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
+    """Groups for AdamW of what trains: matrices with weight decay, vectors (norms, biases) without."""
+    training = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [each for each in training if each.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [each for each in training if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _chosen(name: str, parameter: Tensor, train: str, teacher: Mapping[str, Sequence[int]] | None) -> bool:
+    if train == "all":
+        return True
+    if train == "attention":
+        return in_attention(name)
+    return list((teacher or {}).get(name, ())) != list(parameter.shape)
+
+
+def _exactly(names: Sequence[str]) -> str:
+    return "|".join(re.escape(name) for name in names)
+
+
+def examples(names: Iterable[str]) -> str:
+    shown = list(names)[:3]
+    return f"there are {', '.join(shown)}..." if shown else "there are none"
