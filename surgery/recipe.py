@@ -9,7 +9,8 @@
 An eval step may have a `title`, and `publish`, another folder for its report without the results that it goes on from.
 A step's output lies under its name in the work folder, and later steps may use the name as a checkpoint: `convert` and
 `slice` steps compose by it. A `heads` step makes a pattern, which `heads` of a conversion and `patterns` of a
-`compare-heads` step may name. A `heal` step trains a `student` with its `teacher`. `builtin` is the model that ships
+`compare-heads` step may name. A `heal` step trains a `student` with its `teacher`; with `measure: false`
+its losses are left to an eval step. `builtin` is the model that ships
 with the package. Steps that are done already, from the same source with the same settings, are kept.
 """
 
@@ -240,6 +241,7 @@ def _heal(step: Step, where: str) -> Action:
 
     given = dict(step.settings)
     student, teacher = _taken(given, "student", where), _taken(given, "teacher", where)
+    measure = {} if given.pop("measure", True) else None
     HealSettings.from_mapping({**given, "teacher": teacher}, where)
 
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
@@ -247,7 +249,11 @@ def _heal(step: Step, where: str) -> Action:
 
         source = _checkpoint(teacher, finished)
         request = HealRequest(
-            _checkpoint(student, finished), out, given={**given, "teacher": source}, command=f"surgery run {where}"
+            _checkpoint(student, finished),
+            out,
+            given={**given, "teacher": source},
+            measure=measure,
+            command=f"surgery run {where}",
         )
         finished.checkpoints[step.name] = out
 
