@@ -38,7 +38,14 @@ from surgery.training.entry_factors import EntryFactors, adapter_factors, read_f
 from surgery.training.guards import Interrupted
 from surgery.training.loop import Loop, Training
 from surgery.training.measure import peak_memory
-from surgery.training.models import load_model, load_tokenizer, set_dtypes, trained_tensors, write_healed
+from surgery.training.models import (
+    load_model,
+    load_tokenizer,
+    set_dtypes,
+    set_quantization_aware,
+    trained_tensors,
+    write_healed,
+)
 from surgery.training.open_data import HealingData, open_data
 from surgery.training.run_log import RunLog, check_tracker, drop_later_lines, start_tracker
 from surgery.training.settings import NO_TRACKER, HealSettings
@@ -95,6 +102,9 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     masks = all(honours_document_masks(each, settings.length) for each in (student, teacher) if each is not None)
     if not masks:
         progress.note("attention runs over whole rows: the models do not keep it inside of packed documents")
+    aware = set_quantization_aware(student, settings.quantization_aware)
+    if aware:
+        progress.note("training reads keys and values as the student's quantised cache gives them")
     data = _data(settings, student_reader, run, teacher, processes, progress)
     cached = None
     if settings.teacher_logits:
@@ -128,6 +138,7 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     log = RunLog(run / LOG, writes=processes.is_main, tracker=start_tracker(accelerator, settings))
     identity = {name: json.loads(json.dumps(getattr(settings, name))) for name in DECIDING}
     identity |= {"student": shas[0], "teacher": shas[1], "data": data.data_sha256, "document_masks": masks}
+    identity |= {"quantization_aware": aware}
     identity |= {"objective": asdict(settings.weights()), "global_batch": settings.global_batch(processes.count)}
     loop = Loop(
         Training(
@@ -167,6 +178,7 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
         "teacher_sha256": shas[1],
         "data": data.describe(),
         "document_masks": masks,
+        "quantization_aware": aware,
         "precision": accelerator.mixed_precision,
         "device": accelerator.device.type,
         "processes": processes.count,

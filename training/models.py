@@ -62,6 +62,13 @@ def set_dtypes(model: nn.Module, computed: torch.dtype) -> None:
             parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else computed)
 
 
+def set_quantization_aware(model: nn.Module, aware: bool) -> bool:
+    """Whether training reads what the model's quantised cache would give, once that was asked of those that can."""
+    if hasattr(model, "quantization_aware"):
+        model.quantization_aware = aware
+    return bool(getattr(model, "quantization_aware", False))
+
+
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What trains, whole and on the CPU; all processes call it, since those of a sharded model must."""
     return {name: _whole(each).cpu().clone() for name, each in model.named_parameters() if each.requires_grad}

@@ -65,6 +65,8 @@ class HealSettings(FileSettings):
         device: "auto" is what accelerate finds, "cpu" keeps off accelerators.
         gradient_checkpointing: keep only each layer's input for the backward pass and compute the rest again.
         compile: run the student's layers through torch.compile.
+        quantization_aware: where the student keeps its cache quantised, train on what its codes say, with gradients as
+            if that were the exact numbers; others are trained the same either way.
         shard_teacher: under FSDP2, shard the teacher's layers too.
         trust_remote_code: run model code that comes with the checkpoints.
         seed: of the order of the data and everything else that is random.
@@ -113,6 +115,7 @@ class HealSettings(FileSettings):
     device: str = "auto"
     gradient_checkpointing: bool = False
     compile: bool = False
+    quantization_aware: bool = True
     shard_teacher: bool = False
     trust_remote_code: bool = False
     seed: int = 0

@@ -28,6 +28,7 @@ REMOTE_CODE = (
     "grouped_attention",
     "cache_layer",
     "quantized_cache",
+    "straight_through",
     "exact_window_cache",
     "sink_window_cache",
     "hybrid_attention",

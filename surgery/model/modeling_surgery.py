@@ -30,6 +30,7 @@ from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer
 from .latent_attention import LatentAttention
 from .low_rank_attention import LowRankAttention
 from .sink_window_cache import set_padding
+from .straight_through import StraightThroughCodes, StraightThroughLayer
 
 ATTENTION: dict[str, type[nn.Module]] = {
     "latent": LatentAttention,
@@ -86,6 +87,11 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
             check_full_attention(config, "a cache in another form than plain keys and values")
             # On the decoder, because whoever calls it without the head must read the same cache.
             hook_calls(self.model, partial(_use_cache_layers, config))
+        self.model.quantization_aware = False
+        if config.kv_cache is not None:
+            for layer, entry in zip(self.model.layers, config.attention_layers, strict=True):
+                give_cache = partial(_use_own_layer, config, entry or {})
+                layer.self_attn.register_forward_pre_hook(give_cache, with_kwargs=True)
         # The family's tensor-parallel plan splits heads, which a shared latent cannot follow.
         self.model._tp_plan = {name: plan for name, plan in self.model._tp_plan.items() if ".self_attn." not in name}
         self.vocab_size = config.vocab_size
@@ -102,6 +108,18 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
                 for index in range(attention.layer_idx - attention.shared_layers, attention.layer_idx):
                     self.model.layers[index].self_attn.hands_on = True
         self._handed_on = handed_on
+
+    @property
+    def quantization_aware(self) -> bool:
+        """Whether training reads what the codes of `kv_cache` say, with gradients as if it were the exact numbers.
+
+        Off unless it is set. Evaluation always reads codes; without `kv_cache` there are none and this stays off.
+        """
+        return self.model.quantization_aware
+
+    @quantization_aware.setter
+    def quantization_aware(self, aware: bool) -> None:
+        self.model.quantization_aware = bool(aware) and self.config.kv_cache is not None
 
     def cache_layers(self) -> list[CompactLayer] | None:
         """New, empty layers of the cache that this model keeps; None where those of a plain `DynamicCache` do."""
@@ -223,17 +241,19 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
 
-def _cache_layers(config: SurgeryConfig, *, training: bool = False) -> list[CompactLayer] | None:
-    quantizes = config.kv_cache is not None and not training
+def _cache_layers(config: SurgeryConfig, *, training: bool = False, aware: bool = False) -> list[CompactLayer] | None:
+    quantizes = config.kv_cache is not None and (aware or not training)
     if not (quantizes or config.exact_window or config.streams):
         return None
-    return [_cache_layer(config, entry or {}, quantizes) for entry in config.attention_layers]
+    return [_cache_layer(config, entry or {}, quantizes, aware) for entry in config.attention_layers]
 
 
-def _cache_layer(config: SurgeryConfig, entry: dict[str, Any], quantizes: bool) -> CompactLayer:
+def _cache_layer(config: SurgeryConfig, entry: dict[str, Any], quantizes: bool, aware: bool) -> CompactLayer:
     """A new layer for the attention that an entry of `attention_layers` describes."""
     whole = config.quantized_layer() if quantizes else PlainLayer()
     codes = config.streaming_codes() if quantizes else None
+    if quantizes and aware:
+        whole, codes = StraightThroughLayer(whole), StraightThroughCodes(codes)
     if entry.get("kind") == "hybrid":
         full, heads = entry["full_heads"], entry["kv_heads"]
         streaming = StreamingLayer(entry["sinks"], entry["recent"], entry["compensated_heads"], codes)
@@ -251,22 +271,38 @@ def _cache_layer(config: SurgeryConfig, entry: dict[str, Any], quantizes: bool) 
 
 
 def _use_cache_layers(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None:
-    """Have a call of the decoder read and fill the layers that the configuration asks for; training reads no codes."""
-    kept_as = config.attention_layers, None if decoder.training else config.kv_cache
+    """Have a call of the decoder read and fill the layers that the configuration asks for.
+
+    Training reads no codes, or with `quantization_aware` what they say.
+    """
+    training, aware = decoder.training, decoder.training and decoder.quantization_aware
+    kept_as = config.attention_layers, config.kv_cache if aware or not training else None, aware
     cache = call.get("past_key_values")
     if getattr(cache, "kept_as", None) == kept_as:
         cache.temporary = False  # its layers are of that form already
     else:
-        layers = _cache_layers(config, training=decoder.training)
+        layers = _cache_layers(config, training=training, aware=aware)
         if layers is None:
             return
         cache = own_cache(decoder, call, layers)
         cache.kept_as = kept_as
+    # Gradient checkpointing takes the cache away from the layers, and runs them again in the backward pass.
+    if aware:
+        call["quantization_aware"] = True
     if config.exact_window or config.streams:
         padding = set_padding(cache, call.get("attention_mask"))
-        if padding is not None and decoder.training:
-            # Gradient checkpointing takes the cache away from the layers, and runs them again in the backward pass.
+        if padding is not None and training:
             call["left_padding"] = padding
+
+
+def _use_own_layer(
+    config: SurgeryConfig, entry: dict[str, Any], attention: nn.Module, args: tuple, call: Call
+) -> tuple[tuple, Call]:
+    """Has an attention that is to read codes, and whose cache was taken away, read a new layer of its own."""
+    if call.pop("quantization_aware", False) and call.get("past_key_values") is None:
+        layer = _cache_layer(config, entry, quantizes=True, aware=True)
+        call["past_key_values"] = Cache(layers=[layer] * config.num_hidden_layers)
+    return args, call
 
 
 def _cached_shape(attention: nn.Module) -> tuple[int, int, int]:

@@ -1,0 +1,83 @@
+"""Reading through codes while a model trains, with gradients as if there were none.
+
+Attention gets what the quantised cache would give it, and the gradient of what it got goes to the exact numbers as it
+is: straight through (Bengio et al., arXiv:1308.3432). LLM-QAT (Liu et al., arXiv:2305.17888) so trains with a quantised
+KV cache, by distillation from the source. These codes clip nothing, so no gradient is masked; and none goes through
+scales and zero points, so training cannot learn to use what a scale tells of later tokens.
+
+A pass reads what the same pass in evaluation mode reads, bit for bit: whole groups quantised at every position, the
+last tokens exact. See `quantized_cache` for where that is not what decoding reads.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .hybrid_cache import PlainLayer
+from .quantized_cache import QuantizedKVLayer
+from .token_codes import TokenCodes
+
+
+def straight_through(exact: Tensor, read: Tensor) -> Tensor:
+    """The numbers of `read`, whose gradient goes to `exact` of the same shape."""
+    return read.detach() + (exact - exact.detach())
+
+
+class StraightThroughLayer(PlainLayer):
+    """The cache of one layer that keeps all tokens exactly, and gives them as a quantised layer would."""
+
+    form = "keys and values that are read as if quantised"
+    reads_ahead = True
+
+    def __init__(self, quantized: QuantizedKVLayer) -> None:
+        """Of an empty layer, which says how to quantise."""
+        super().__init__()
+        self.quantized = quantized
+
+    def settings(self) -> tuple:
+        """Those of the quantised layer."""
+        return self.quantized.settings()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Takes batch, heads, head sizes, dtype and device from the first tokens."""
+        super().lazy_initialization(key_states, value_states)
+        # Of a dtype each: under autocast rotated keys may be wider than values, and scales are of their tokens' dtype.
+        self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d], as their codes say."""
+        keys, values = super().update(key_states, value_states)
+        with torch.no_grad():
+            read_keys, read_values = self.quantized.update(keys, values)
+        # Groups count from the first token, so codes made anew with the next tokens are the same.
+        self.quantized.reset()
+        return straight_through(keys, read_keys), straight_through(values, read_values)
+
+
+class StraightThroughCodes(TokenCodes):
+    """Codes of streaming tokens that are the numbers themselves, as the codes would have them."""
+
+    def __init__(self, codes: TokenCodes) -> None:
+        """What `codes` say."""
+        super().__init__(*codes.settings())
+
+    def settings(self) -> tuple:
+        """Format, group, and what sets these apart from codes in bytes."""
+        return *super().settings(), "straight-through"
+
+    def token_bytes(self, width: int, dtype: torch.dtype) -> int:
+        """Bytes of one token of `width` channels of `dtype`: it is kept whole."""
+        return width * dtype.itemsize
+
+    def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [B, H, n, d] as they will be read, in their dtype, and no numbers beside them."""
+        with torch.no_grad():
+            read = super().decode(*super().encode(tokens), tokens.shape[-1])
+        return straight_through(tokens, read), tokens[..., :0]
+
+    def decode(self, codes: Tensor, numbers: Tensor, width: int) -> Tensor:
+        """What `encode` made."""
+        return codes
