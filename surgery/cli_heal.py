@@ -110,6 +110,21 @@ def heal(
             rich_help_panel=OUTPUT,
         ),
     ] = True,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Only say what it would take, from shapes; write nothing.", rich_help_panel=OUTPUT
+        ),
+    ] = False,
+    peak_tflops: Annotated[
+        float | None,
+        typer.Option(
+            "--peak-tflops", metavar="F", help="Of a device, for the time of a dry run.", rich_help_panel=OUTPUT
+        ),
+    ] = None,
+    utilisation: Annotated[
+        float, typer.Option("--utilisation", metavar="F", help="Share of it to reckon with.", rich_help_panel=OUTPUT)
+    ] = 0.4,
     as_json: JsonOption = False,
 ) -> None:
     """Give a converted checkpoint its accuracy back, by distillation from its source.
@@ -122,9 +137,11 @@ def heal(
         surgery heal ckpt-mla/ --teacher ckpt/ --max-tokens 20000000
 
         surgery heal ckpt-mla/ --teacher ckpt/ --data text.jsonl --launcher fsdp2.yaml --tracker wandb
+
+        surgery heal ckpt-mla/ --teacher ckpt/ --dtype bf16 --dry-run --peak-tflops 989
     """
-    from surgery.console_heal import show_healed
-    from surgery.heal import HealRequest, heal_checkpoint
+    from surgery.console_heal import show_healed, show_plan
+    from surgery.heal import HealRequest, heal_checkpoint, plan_healing
     from surgery.progress import Progress
 
     given = {
@@ -154,4 +171,8 @@ def heal(
         overwrite=overwrite,
         command=shlex.join(["surgery", *sys.argv[1:]]),
     )
+    if dry_run:
+        peak = None if peak_tflops is None else peak_tflops * 1e12
+        show_plan(plan_healing(request, peak, utilisation), as_json=as_json)
+        return
     show_healed(heal_checkpoint(request, Progress()), as_json=as_json)

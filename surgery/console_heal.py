@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from surgery.console import make_table, new_page, plain, print_json
 from surgery.human import count, decimal, duration, share, size
 
@@ -26,3 +28,34 @@ def show_healed(healed, *, as_json: bool = False) -> None:
         + f", peak memory {size(healing['peak_memory_bytes'])}; ended: {plain(healing['ended'])}"
     )
     page.print(f"[bold]{plain(healed.path)}[/bold]", soft_wrap=True)
+
+
+def show_plan(plan, *, as_json: bool = False) -> None:
+    """Prints a dry run (:class:`surgery.heal.HealingPlan`)."""
+    if as_json:
+        print_json(asdict(plan))
+        return
+    page, found, settings = new_page(), plan.estimate, plan.settings
+    parameters, devices = found["parameters"], found["processes"]
+    page.print(f"\n[bold]dry run: {plain(plan.student)} → {plain(plan.out)}[/bold] (nothing is trained or written)")
+    page.print(
+        f"{count(parameters['trained'])} of {count(parameters['student'])} parameters train in {settings['dtype']}, on"
+        f" {devices} {'device' if devices == 1 else 'devices'}{', sharded' if found['sharded'] else ''}"
+    )
+    top = max(found["phases"], key=lambda name: sum(found["phases"][name].values()))
+    rows = [(name, size(held)) for name, held in found["held"].items() if held]
+    rows += [(f"{top}: {name}", size(held)) for name, held in found["phases"][top].items() if held]
+    page.print(make_table(["memory of a device", ""], [*rows, ("peak", size(found["peak_bytes"]))], right=(1,)))
+    rows = [(name, count(flops)) for name, flops in found["flops_per_token"].items() if flops]
+    page.print(make_table(["FLOPs of a token", ""], rows, right=(1,)))
+    budget = (
+        f"{found['steps']:,} steps, {count(found['tokens'])} tokens" if found["steps"] else "as long as it is given"
+    )
+    total = f", {found['total_flops'] / 1e15:,.1f} PFLOP" if found["total_flops"] else ""
+    page.print(f"budget: {budget}{total}; {found['tokens_per_step']:,} tokens a step")
+    if plan.time and plan.time["seconds"] is not None:
+        page.print(
+            f"time: {duration(plan.time['seconds'])} at {share(plan.time['utilisation'])} of"
+            f" {plan.time['peak_flops'] / 1e12:,.1f} TFLOP/s, of each device"
+        )
+    page.print("All of it is computed from shapes, not measured; what is left out: docs/healing.md.")

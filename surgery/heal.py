@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from surgery.architectures.entry_factors import entry_factors
@@ -30,7 +31,9 @@ from surgery.conversion import default_output
 from surgery.errors import SurgeryError
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
+from surgery.file_settings import read_mapping
 from surgery.healed_verification import verify_healed
+from surgery.model import register
 from surgery.progress import Progress
 from surgery.report import Report, previous_report
 from surgery.training.settings import HealSettings
@@ -120,6 +123,61 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
     with disk_errors(work):
         shutil.rmtree(work)
     return Healed(staging.out, healing)
+
+
+@dataclass(frozen=True)
+class HealingPlan:
+    """What a healing would take; plain values only.
+
+    Attributes:
+        settings: of the training.
+        estimate: bytes and FLOPs (`surgery.training.estimate.Estimate`).
+        time: the peak and the utilisation that were given, and the seconds they make; None without a peak.
+    """
+
+    student: str
+    out: str
+    settings: dict[str, Any]
+    estimate: dict[str, Any]
+    time: dict[str, float | None] | None
+
+
+def plan_healing(request: HealRequest, peak_flops: float | None = None, utilisation: float = 0.4) -> HealingPlan:
+    """Plans `heal_checkpoint` with the same request, from the models' configs: nothing is trained or written.
+
+    Args:
+        peak_flops, utilisation: of `Estimate.seconds`; without a peak there is no time.
+
+    Raises:
+        SurgeryError: the request is impossible, or the models cannot be followed on shapes alone.
+    """
+    from surgery.training.estimate import estimate
+    from surgery.training.shapes import load_config
+
+    register()
+    student = CheckpointReader.open(request.student)
+    out = request.out or default_output(request.student, "healed")
+    check_output(student.path, out)
+    Staging(out, overwrite=request.overwrite)
+    settings = training_settings(request, student, out)
+    processes, sharded = request.processes, False
+    if request.launcher is not None:
+        launcher = read_mapping(request.launcher)
+        processes = int(launcher.get("num_processes") or processes)
+        sharded = launcher.get("distributed_type") in ("FSDP", "DEEPSPEED")
+    if settings.dtype == "auto":  # as the training will find it, if it runs here
+        can = settings.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        settings = replace(settings, dtype="bf16" if can else "fp32")
+    configs = [
+        None if path is None else load_config(CheckpointReader.open(path), settings)
+        for path in (settings.student, settings.teacher)
+    ]
+    found = estimate(*configs, settings, processes, sharded=sharded)
+    time = None
+    if peak_flops is not None:
+        seconds = found.seconds(peak_flops, utilisation)
+        time = {"peak_flops": peak_flops, "utilisation": utilisation, "seconds": seconds}
+    return HealingPlan(settings.student, str(out), _plain(settings.to_dict()), found.to_dict(), time)
 
 
 KEPT = ("steps", "sequences_per_step", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "ended", "loss")
