@@ -94,6 +94,7 @@ def computed(path: Path) -> dict[tuple[str, str], str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_the_figures_are_those_of_the_estimate(path):
     found = computed(path)
