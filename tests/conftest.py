@@ -10,6 +10,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+
+if not torch.cuda.is_available():
+    # Before kernels are imported: without a GPU they run in Triton's interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tiny_models import make_checkpoint
 
 

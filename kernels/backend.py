@@ -1,0 +1,58 @@
+"""Whether Triton kernels can run on some tensors, and what is said, once, where a plain reference runs instead."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What kernels compute; float64 and the rest are for references."""
+
+logger = logging.getLogger("surgery.kernels")
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed, which it is not everywhere that PyTorch is."""
+    return find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU; decided by TRITON_INTERPRET when they are imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def refusal(*tensors: Tensor | None) -> str | None:
+    """Why no kernel can run on these tensors; None if one can. None among them is skipped."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not has_triton():
+        return "triton is not installed"
+    devices = {tensor.device for tensor in given}
+    if len(devices) > 1:
+        return f"tensors are on {', '.join(sorted(map(str, devices)))}"
+    if not interpreted() and devices != {torch.device("cpu")} and torch.version.hip is not None:
+        return "the kernels were written for NVIDIA GPUs"
+    if not interpreted() and next(iter(devices)).type != "cuda":
+        return f"tensors are on the {next(iter(devices)).type} device"
+    # Triton's interpreter multiplies bf16 wrongly.
+    unsupported = {str(t.dtype) for t in given if t.is_floating_point() and t.dtype.itemsize > 1} - {
+        str(dtype) for dtype in DTYPES if not (interpreted() and dtype == torch.bfloat16)
+    }
+    if unsupported:
+        return f"no kernel for {', '.join(sorted(unsupported))}"
+    return None
+
+
+_told: set[tuple[str, str]] = set()
+
+
+def tell_once(operation: str, reason: str) -> None:
+    """Says that an operation runs as its reference, the first time for each reason."""
+    if (operation, reason) not in _told:
+        _told.add((operation, reason))
+        logger.warning("%s runs in plain PyTorch: %s", operation, reason)

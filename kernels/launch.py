@@ -1,0 +1,50 @@
+"""One launch of a Triton kernel as a value, so that what runs on a GPU is what is compiled and checked without one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a kernel cuts its work; a kernel has no use for some of these.
+
+    Attributes:
+        block_rows: query rows (heads × new tokens) of one program.
+        block_tokens: cached tokens of one step of its loop.
+        chunk: numbers of a token that one product takes at once, where a row is wider than a tile should be.
+        splits: programs that share the tokens of one row and are merged afterwards; None leaves it to
+            `split_kv.split_count`.
+        warps, stages: of the program, and of its software pipeline.
+    """
+
+    block_rows: int = 16
+    block_tokens: int = 64
+    chunk: int = 64
+    splits: int | None = None
+    warps: int = 4
+    stages: int = 2
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, its grid and everything it is given.
+
+    Attributes:
+        kernel: a `triton.jit` function.
+        grid: programs along up to three axes.
+        arguments: all parameters of the kernel by name, constants of compilation included; tensors, numbers or None.
+        warps, stages: as in `Config`.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any] = field(repr=False)
+    warps: int = 4
+    stages: int = 2
+
+    def run(self) -> None:
+        """Launches on the current device, or in Triton's interpreter under TRITON_INTERPRET=1."""
+        if 0 not in self.grid:
+            self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)

@@ -1,0 +1,109 @@
+r"""Attention over one row's tokens by several programs at once, and how their parts become one result.
+
+Decoding has few rows, so the tokens of a row are dealt out to splits (Flash-Decoding, Dao et al. 2023). A split leaves
+its own softmax-weighted mean o_s and the logarithm of its sum of exponentials ℓ_s; the whole is
+
+    ℓ = log Σ_s exp ℓ_s        o = Σ_s exp(ℓ_s - ℓ) o_s
+
+exactly. A split without tokens leaves o = 0 and ℓ = -∞; a row without any ends as that too, never as NaN.
+
+The number of splits follows from shapes alone and each split finds its tokens from the lengths on the device, so that
+a launch recorded in a CUDA graph stays right while texts grow.
+
+Shapes: N rows, S splits, D numbers of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surgery.kernels.launch import Launch
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+LEAST_TOKENS = 512
+"""Tokens of a split below which merging costs more than the split saves: its fp32 part is written and read again."""
+
+MOST_SPLITS = 128
+
+
+def split_count(programs: int, tokens: int, processors: int, *, least: int = LEAST_TOKENS) -> int:
+    """Splits for a launch: enough for two waves of programs, none shorter than `least` tokens at full length.
+
+    Args:
+        programs: of the launch without splits.
+        tokens: the most tokens that a row can have (the cache's capacity, not its length).
+        processors: multiprocessors of the GPU.
+
+    Returns:
+        A power of two from 1 to `MOST_SPLITS`, so that few kernels are compiled.
+    """
+    wanted = min(2 * processors // max(programs, 1), tokens // least, MOST_SPLITS)
+    return 1 << (max(wanted, 1).bit_length() - 1)
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; of anything else a number that gives tests some splits."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 16
+
+
+def merge(parts: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
+    """The reference: parts [N, S, D] and logs [N, S] → [N, D] and [N]."""
+    total = logs.logsumexp(dim=-1)
+    weights = (logs - total.unsqueeze(-1)).exp().nan_to_num(0.0)  # -∞ - -∞ where there is no token at all
+    return (weights.unsqueeze(-1) * parts).sum(dim=-2), total
+
+
+def merge_launch(parts: Tensor, logs: Tensor, out: Tensor, log: Tensor | None) -> Launch:
+    """The launch that fills `out` [N, D], in any dtype, and `log` [N] fp32 from fp32 parts [N, S, D], logs [N, S].
+
+    All contiguous.
+    """
+    rows, splits, width = parts.shape
+    # A tile of all splits must fit into registers: 64 a thread.
+    block = max(16, min(triton.next_power_of_2(width), 8192 // triton.next_power_of_2(splits)))
+    arguments = {
+        "parts": parts,
+        "logs": logs,
+        "out": out,
+        "log": log,
+        "width": width,
+        "SPLITS": splits,
+        "BLOCK_S": triton.next_power_of_2(splits),
+        "BLOCK_D": block,
+    }
+    return Launch(merge_kernel, (rows, triton.cdiv(width, block)), arguments, warps=4, stages=1)
+
+
+@triton.jit
+def merge_kernel(parts, logs, out, log, width, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program: BLOCK_D numbers of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    split = tl.arange(0, BLOCK_S)
+    each = tl.load(logs + row * SPLITS + split, mask=split < SPLITS, other=-float("inf"))
+    most = tl.max(each, axis=0)
+    most = tl.where(most == -float("inf"), 0.0, most)
+    weights = tl.exp2((each - most) * LOG2E)
+    total = tl.sum(weights, axis=0)
+    there = (split < SPLITS)[:, None] & (column < width)[None, :]
+    part = tl.load(parts + (row * SPLITS + split[:, None]) * width + column[None, :], mask=there, other=0.0)
+    mixed = tl.sum(part * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * width + column, mixed.to(out.dtype.element_ty), mask=column < width)
+    if log is not None:  # noqa: SIM102 - known when it is compiled
+        if tl.program_id(1) == 0:
+            tl.store(log + row, tl.where(total > 0, most + tl.log2(total) * LN2, -float("inf")))
+
+
+@triton.jit
+def split_tokens(low, length, split, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """First and behind-the-last token of a split of the tokens from `low` to `length`, in whole blocks of BLOCK."""
+    each = tl.cdiv(tl.cdiv(length - low, SPLITS), BLOCK) * BLOCK
+    start = low + split * each
+    return start, tl.minimum(start + each, length)

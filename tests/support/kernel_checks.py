@@ -1,0 +1,53 @@
+"""How tests look at kernels: against fp64, in poisoned memory, and compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SUPPORT = Path(__file__).resolve().parent
+
+EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+"""Half a unit in the last place, relative."""
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Root mean square of the difference over that of the expected values, both in float64."""
+    got, expected = got.double(), expected.double()
+    return float((got - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-300))
+
+
+def assert_close(name: str, got: Tensor, expected: Tensor, *, units: float = 4.0) -> None:
+    """Finite where expected is, infinite where it is, and within `units` roundings of the dtype (relative RMS).
+
+    `expected` is the reference in float64. fp32 results have a floor of 2e-6 for sums in another order.
+    """
+    assert got.shape == expected.shape, f"{name}: {tuple(got.shape)} instead of {tuple(expected.shape)}"
+    finite = expected.isfinite()
+    assert torch.equal(got.isfinite(), finite), f"{name}: other entries are finite"
+    assert torch.equal(got[~finite].double(), expected[~finite].double()), f"{name}: other infinities"
+    if finite.any():
+        error = relative_error(got[finite], expected[finite])
+        most = max(units * EPSILON[got.dtype], 2e-6)
+        assert error <= most, f"{name}: relative error {error:.2e}, at most {most:.2e}"
+
+
+def compiled(cases: str) -> dict[str, dict[str, dict]]:
+    """Facts of launches, by name and "80" or "90"; compiled in a process that does not interpret kernels.
+
+    Args:
+        cases: "module:function" in the folders of tests; the function returns launches by name, on the meta device.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join([str(SUPPORT), str(SUPPORT.parent / "kernels")])
+    environment |= {"PYTHONPATH": path, "TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, "-W", "ignore", str(SUPPORT / "compile_launches.py"), cases]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
