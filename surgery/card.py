@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from surgery.healing_table import gap_closed, quality_table, stage_facts, stages
+
 LOADING = {
     "stock": """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -86,24 +88,30 @@ errors are in `surgery_report.json`. The licence of the source applies; its own 
 def _training(healing: dict | None) -> str:
     if healing is None:
         return "It was calibrated, not trained."
-    return f"It was healed by distillation: {healing['tokens']:,} tokens."
+    return f"It was healed by distillation: {sum(stage['tokens'] for stage in stages(healing)):,} tokens."
 
 
 def _healing(healing: dict | None) -> str:
-    """What recovery training won back, as a section; the figures above are those of the conversion."""
-    if healing is None or not healing["quality"]:
+    """Source, conversion and result of recovery training, and what its stages took; a section of its own."""
+    if healing is None:
         return ""
-    rows = ["| | loss | recall |", "|---|---:|---:|"]
-    rows += [
-        f"| {entry['name']} | {number(entry['loss'], '.4f')} | {number(entry['recall'], '.2f')} |"
-        for entry in healing["quality"]
-    ]
-    closed = healing["gap_closed"]
-    share = "" if closed is None else f" {closed:.0%} of the loss that the conversion cost was won back."
-    return (
-        "## Healing\n\n" + "\n".join(rows) + f"\n\nAfter {healing['tokens']:,} tokens of distillation in "
-        f"{healing['seconds']:,.0f} s; losses on held-out text.{share} The figures above are the conversion's.\n\n"
-    )
+    told = ["## Healing\n"]
+    table = quality_table(healing)
+    if table:
+        told += ["| | loss | recall |", "|---|---:|---:|"]
+        told += [f"| {row['name']} | {number(row['loss'], '.4f')} | {number(row['recall'], '.2f')} |" for row in table]
+        closed = gap_closed(table)
+        share = "" if closed is None else f" {closed:.0%} of the loss that the conversion cost was won back."
+        told += [f"\nLosses on held-out text.{share} The figures above are the conversion's.\n"]
+    told += ["| stage | trains | objective | learning rate | rows a step | data | steps | tokens | time | on |"]
+    told += ["|---|---|---|---:|---|---|---:|---:|---:|---|"]
+    for index, facts in enumerate(stage_facts(healing), 1):
+        told.append(
+            f"| {index} | {facts['trains']} | {facts['objective']} | {facts['learning_rate']:g} | {facts['rows']} |"
+            f" {facts['data']} | {facts['steps']:,} | {facts['tokens']:,} | {facts['seconds']:,.0f} s |"
+            f" {facts['machine']} |"
+        )
+    return "\n".join(told) + "\n\nAll settings are in `surgery_report.json`, every step in `heal.jsonl`.\n\n"
 
 
 def _shape(source: dict, target: dict) -> str:

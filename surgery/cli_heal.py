@@ -70,26 +70,33 @@ def heal(
         int | None,
         typer.Option("--batch-size", metavar="N", help="Sequences of a process at once [4].", rich_help_panel=TRAINING),
     ] = None,
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(
+            "--evaluate-every", metavar="N", help="Steps between loss and recall on the way.", rich_help_panel=TRAINING
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="[0]", rich_help_panel=TRAINING)] = None,
     tracker: Annotated[
         str | None,
         typer.Option("--tracker", help="wandb, tensorboard … [none; a JSONL log always].", rich_help_panel=OUTPUT),
     ] = None,
     wandb_mode: Annotated[
-        str | None, typer.Option("--wandb-mode", help="online (default) or offline.", rich_help_panel=OUTPUT)
+        str | None, typer.Option("--wandb-mode", help="online (default), offline or disabled.", rich_help_panel=OUTPUT)
     ] = None,
     project: Annotated[
         str | None, typer.Option("--project", metavar="NAME", help="Of the tracker.", rich_help_panel=OUTPUT)
     ] = None,
     processes: Annotated[
-        int, typer.Option("--processes", metavar="N", help="To start on this machine.", rich_help_panel=MACHINE)
-    ] = 1,
+        int | None,
+        typer.Option("--processes", metavar="N", help="To start [the launcher's, or 1].", rich_help_panel=MACHINE),
+    ] = None,
     launcher: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--launcher",
-            metavar="FILE",
-            help="accelerate configuration, such as configs/accelerate/fsdp2.yaml.",
+            metavar="NAME|FILE",
+            help="accelerate configuration: cpu-2, gpu-1, fsdp2, zero3 or a file.",
             rich_help_panel=MACHINE,
         ),
     ] = None,
@@ -136,14 +143,16 @@ def heal(
 
         surgery heal ckpt-mla/ --teacher ckpt/ --max-tokens 20000000
 
-        surgery heal ckpt-mla/ --teacher ckpt/ --data text.jsonl --launcher fsdp2.yaml --tracker wandb
+        surgery heal ckpt-mla/ --teacher ckpt/ --data text.jsonl --launcher fsdp2 --tracker wandb
 
         surgery heal ckpt-mla/ --teacher ckpt/ --dtype bf16 --dry-run --peak-tflops 989
     """
     from surgery.console_heal import show_healed, show_plan
     from surgery.heal import HealRequest, heal_checkpoint, plan_healing
+    from surgery.launchers import check_processes, find_launcher
     from surgery.progress import Progress
 
+    check_processes(processes)
     given = {
         "teacher": teacher,
         "data": tuple(data) if data else None,
@@ -153,6 +162,7 @@ def heal(
         "learning_rate": learning_rate,
         "length": length,
         "batch_size": batch_size,
+        "evaluate_every": evaluate_every,
         "seed": seed,
         "tracker": tracker,
         "wandb_mode": wandb_mode,
@@ -166,7 +176,7 @@ def heal(
         config,
         given,
         processes=processes,
-        launcher=launcher,
+        launcher=None if launcher is None else find_launcher(launcher),
         measure={} if measure else None,
         overwrite=overwrite,
         command=shlex.join(["surgery", *sys.argv[1:]]),

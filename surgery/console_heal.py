@@ -16,8 +16,8 @@ def show_healed(healed, *, as_json: bool = False) -> None:
         return
     page = new_page()
     page.print(f"\n[bold]{plain(healed.path.name)}: healed[/bold]")
-    if healing["quality"]:
-        rows = [(e["name"], decimal(e["loss"], 4), decimal(e["recall"], 2)) for e in healing["quality"]]
+    if healing["table"]:
+        rows = [(e["name"], decimal(e["loss"], 4), decimal(e["recall"], 2)) for e in healing["table"]]
         page.print(make_table(["", "held-out loss", "recall"], rows))
     if healing["gap_closed"] is not None:
         page.print(f"{share(healing['gap_closed'])} of the loss that the conversion cost was won back")
@@ -27,6 +27,8 @@ def show_healed(healed, *, as_json: bool = False) -> None:
         + (f", {count(speed)} tokens/s" if speed else "")
         + f", peak memory {size(healing['peak_memory_bytes'])}; ended: {plain(healing['ended'])}"
     )
+    if healing["tracker_failed"]:
+        page.print(f"the tracker failed at {plain(healing['tracker_failed'])}; heal.jsonl has everything")
     page.print(f"[bold]{plain(healed.path)}[/bold]", soft_wrap=True)
 
 

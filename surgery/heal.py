@@ -12,8 +12,8 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,14 +31,18 @@ from surgery.conversion import default_output
 from surgery.errors import SurgeryError
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
-from surgery.file_settings import read_mapping
 from surgery.healed_verification import verify_healed
+from surgery.healing_table import gap_closed, quality_table, stages
+from surgery.launchers import count_processes, is_sharded, launch_command, outside
 from surgery.model import register
 from surgery.progress import Progress
 from surgery.report import Report, previous_report
 from surgery.training.settings import HealSettings
+from surgery.training.trackers import check_tracker
 
 TRAINED, SETTINGS, FACTORS, FACTS = "trained", "heal.yaml", "entry_factors.json", "heal.json"
+HEALING = "surgery_healing.json"
+"""The record of a healing beside a student that has no conversion's report."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,8 @@ class HealRequest:
         out: folder to write; the student's name with "-healed" behind it by default.
         config: YAML file of :class:`surgery.training.settings.HealSettings`; None for the defaults.
         given: settings by name that win over the file's; None counts as not given.
-        processes: to start on this machine, where no ``launcher`` says how.
-        launcher: accelerate configuration file.
+        processes: to start; None for the ``launcher``'s number, or for one without it.
+        launcher: accelerate configuration file (`surgery.launchers.find_launcher`).
         measure: evaluation settings by name for the source, the student and the healed checkpoint; None measures none.
         command: as it was called, for the report.
     """
@@ -60,7 +64,7 @@ class HealRequest:
     out: Path | None = None
     config: Path | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
-    processes: int = 1
+    processes: int | None = None
     launcher: Path | None = None
     measure: Mapping[str, Any] | None = field(default_factory=dict)
     overwrite: bool = False
@@ -69,7 +73,11 @@ class HealRequest:
 
 @dataclass(frozen=True)
 class Healed:
-    """A healed checkpoint, and the ``healing`` of its report."""
+    """A healed checkpoint, and the ``healing`` of its report.
+
+    Its "table" is source, conversion and result, of stages before too ("earlier"), and "gap_closed" is over all of it;
+    "quality" is what this stage was measured as.
+    """
 
     path: Path
     healing: dict[str, Any]
@@ -91,7 +99,8 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
     check_output(student.path, out)
     staging = Staging(out, overwrite=request.overwrite)
     work = staging.out.with_name(f"{staging.out.name}.healing")
-    settings = training_settings(request, student, work)
+    settings = training_settings(request, student, work, staging.out)
+    check_tracker(settings)
     with disk_errors(work):
         work.mkdir(parents=True, exist_ok=True)
     if not _trained_already(work, settings):
@@ -106,8 +115,10 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
         "settings": _but_places(facts["settings"]),
         "verification": verification,
         "quality": quality,
-        "gap_closed": gap_closed(quality),
+        "earlier": _earlier(student.path),
     }
+    healing["table"] = quality_table(healing)
+    healing["gap_closed"] = gap_closed(healing["table"])
     staging.create()
     try:
         with disk_errors(staging.partial):
@@ -160,11 +171,7 @@ def plan_healing(request: HealRequest, peak_flops: float | None = None, utilisat
     check_output(student.path, out)
     Staging(out, overwrite=request.overwrite)
     settings = training_settings(request, student, out)
-    processes, sharded = request.processes, False
-    if request.launcher is not None:
-        launcher = read_mapping(request.launcher)
-        processes = int(launcher.get("num_processes") or processes)
-        sharded = launcher.get("distributed_type") in ("FSDP", "DEEPSPEED")
+    processes = count_processes(request.processes, request.launcher)
     if settings.dtype == "auto":  # as the training will find it, if it runs here
         can = settings.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         settings = replace(settings, dtype="bf16" if can else "fp32")
@@ -172,7 +179,7 @@ def plan_healing(request: HealRequest, peak_flops: float | None = None, utilisat
         None if path is None else load_config(CheckpointReader.open(path), settings)
         for path in (settings.student, settings.teacher)
     ]
-    found = estimate(*configs, settings, processes, sharded=sharded)
+    found = estimate(*configs, settings, processes, sharded=is_sharded(request.launcher))
     time = None
     if peak_flops is not None:
         seconds = found.seconds(peak_flops, utilisation)
@@ -182,11 +189,18 @@ def plan_healing(request: HealRequest, peak_flops: float | None = None, utilisat
 
 KEPT = ("steps", "sequences_per_step", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "ended", "loss")
 KEPT += ("held_out", "parameters", "precision", "device", "processes", "document_masks", "data", "versions")
-PLACES = ("student", "teacher", "teacher_logits", "out", "entry_factors", "overwrite")
+KEPT += ("measuring_seconds", "evaluations", "evaluation_settings", "wandb", "tracker_failed")
+PLACES = ("student", "teacher", "teacher_logits", "out", "entry_factors", "overwrite", "tracker_folder")
 
 
-def training_settings(request: HealRequest, student: CheckpointReader, work: Path) -> HealSettings:
+def training_settings(
+    request: HealRequest, student: CheckpointReader, work: Path, out: Path | None = None
+) -> HealSettings:
     """The settings of the training that a request asks for.
+
+    Args:
+        work: for what only the training needs.
+        out: the healed checkpoint's folder: what a tracker writes stays beside it. None for ``work``.
 
     Raises:
         SurgeryError: a setting is unknown or impossible, or the student's cache has a basis of each prompt's own.
@@ -204,11 +218,14 @@ def training_settings(request: HealRequest, student: CheckpointReader, work: Pat
         out=str(work / TRAINED),
         entry_factors=None if factors is None else str(factors),
         overwrite=True,
+        tracker_folder=settings.tracker_folder or str((out or work).with_name(f"{(out or work).name}.tracking")),
     )
 
 
 def healed_already(request: HealRequest) -> bool:
     """Whether the output is there, healed from the same student and teacher with the same settings.
+
+    A setting that was not known when it was made counts as its default.
 
     Raises:
         SurgeryError: there is something else.
@@ -223,8 +240,9 @@ def healed_already(request: HealRequest) -> bool:
         same = made["student_sha256"] == student.fingerprint()
         if wanted.teacher is not None:
             same = same and made["teacher_sha256"] == CheckpointReader.open(wanted.teacher).fingerprint()
-        settings = [_but_places(each) for each in (made["settings"], _plain(wanted.to_dict()))]
-        same = same and settings[0] == settings[1]
+        same = same and made["processes"] == count_processes(request.processes, request.launcher)
+        known = _plain(HealSettings().to_dict()) | made["settings"]
+        same = same and _but_places(known) == _but_places(_plain(wanted.to_dict()))
     except (OSError, ValueError, KeyError):
         same = False
     if not same:
@@ -237,26 +255,6 @@ def _but_places(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in PLACES}
 
 
-def launch_command(config: Path, processes: int, launcher: Path | None, device: str) -> list[str]:
-    """The command that trains with the settings in ``config``."""
-    module = ["-m", "surgery.training.heal", "--config", str(config)]
-    if launcher is None and processes == 1:
-        return [sys.executable, *module]
-    launch = [sys.executable, "-m", "accelerate.commands.launch"]
-    if launcher is not None:
-        return [*launch, "--config_file", str(launcher), *module]
-    many = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
-    return [*launch, *many, "--dynamo_backend", "no", *module]
-
-
-def gap_closed(quality: list[dict[str, Any]]) -> float | None:
-    """Share of the loss that the conversion cost and healing won back; None where it was not measured."""
-    losses = {entry["name"]: entry["loss"] for entry in quality}
-    if len(losses) < 3 or losses["converted"] <= losses["source"]:
-        return None
-    return (losses["converted"] - losses["healed"]) / (losses["converted"] - losses["source"])
-
-
 def _train(
     request: HealRequest, settings: HealSettings, student: CheckpointReader, work: Path, progress: Progress
 ) -> None:
@@ -265,10 +263,11 @@ def _train(
             (work / FACTORS).write_text(json.dumps(entry_factors(student), indent=1) + "\n", encoding="utf-8")
         config = work / SETTINGS
         config.write_text(yaml.safe_dump(_plain(settings.to_dict()), sort_keys=False), encoding="utf-8")
-    command = launch_command(config, request.processes, request.launcher, settings.device)
+    command = launch_command(config, request.processes, request.launcher)
     progress.note(f"training: {shlex.join(command)}")
     # The package may be imported from where it lies, not only where it is installed.
-    done = subprocess.run(command, env=os.environ | {"TOKENIZERS_PARALLELISM": "false"}, check=False)
+    environment = outside(dict(os.environ)) | {"TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, env=environment, check=False)
     if done.returncode:
         raise SurgeryError(f"the training ended with exit code {done.returncode}, see above; the same command goes on")
 
@@ -311,11 +310,19 @@ def _quality(
     ]
 
 
+def _earlier(student: Path) -> list[dict[str, Any]]:
+    """The healings that made the student, each without those before it, if it was healed itself."""
+    before = (previous_report(student) or {}).get("healing")
+    with suppress(OSError, ValueError):
+        before = before or json.loads((student / HEALING).read_text(encoding="utf-8"))
+    return [{**stage, "earlier": []} for stage in stages(before)] if before else []
+
+
 def _write_report(folder: Path, student: Path, healing: dict[str, Any], name: str) -> None:
     """Puts the healing into the conversion's report and card; without a report it gets a file of its own."""
     found = previous_report(student)
     if found is None:
-        (folder / "surgery_healing.json").write_text(json.dumps(healing, indent=1) + "\n", encoding="utf-8")
+        (folder / HEALING).write_text(json.dumps(healing, indent=1) + "\n", encoding="utf-8")
         return
     report = {**found, "healing": healing}
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -9,9 +9,10 @@
 An eval step may have a `title`, and `publish`, another folder for its report without the results that it goes on from.
 A step's output lies under its name in the work folder, and later steps may use the name as a checkpoint: `convert` and
 `slice` steps compose by it. A `heads` step makes a pattern, which `heads` of a conversion and `patterns` of a
-`compare-heads` step may name. A `heal` step trains a `student` with its `teacher`; with `measure: false`
-its losses are left to an eval step. `builtin` is the model that ships
-with the package. Steps that are done already, from the same source with the same settings, are kept.
+`compare-heads` step may name. A `heal` step trains a `student` with its `teacher`, in as many `processes` as
+it says or by a `launcher`, an accelerate configuration or the name of one that ships; `measure` holds settings of the
+evaluation of source, student and result, and with `measure: false` losses are left to an eval step. `builtin` is the
+model that ships with the package. Steps that are done already, from the same source with the same settings, are kept.
 """
 
 from __future__ import annotations
@@ -237,14 +238,23 @@ def _compare_heads(step: Step, where: str) -> Action:
 
 
 def _heal(step: Step, where: str) -> Action:
+    from surgery.launchers import check_processes, find_launcher
     from surgery.training.settings import HealSettings
+    from surgery.training.trackers import check_tracker
 
     given = dict(step.settings)
     student, teacher = _taken(given, "student", where), _taken(given, "teacher", where)
-    measure = {} if given.pop("measure", True) else None
-    HealSettings.from_mapping({**given, "teacher": teacher}, where)
+    processes, launcher = given.pop("processes", None), given.pop("launcher", None)
+    measure = _measure(given.pop("measure", True), where)
+    settings = HealSettings.from_mapping({**given, "teacher": teacher}, where)
+    try:
+        check_processes(processes)
+        launcher = None if launcher is None else find_launcher(str(launcher))
+        check_tracker(settings)
+    except SurgeryError as error:
+        raise SurgeryError(f"{where}: {error}") from None
 
-    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
+    def do(out: Path, finished: Finished, progress: Progress, waiting: Processes) -> None:
         from surgery.heal import HealRequest, heal_checkpoint, healed_already
 
         source = _checkpoint(teacher, finished)
@@ -252,6 +262,8 @@ def _heal(step: Step, where: str) -> Action:
             _checkpoint(student, finished),
             out,
             given={**given, "teacher": source},
+            processes=processes,
+            launcher=launcher,
             measure=measure,
             command=f"surgery run {where}",
         )
@@ -263,9 +275,23 @@ def _heal(step: Step, where: str) -> Action:
             else:
                 heal_checkpoint(request, progress)
 
-        processes.from_main(heal)
+        waiting.from_main(heal)
 
     return do
+
+
+def _measure(given: Any, where: str) -> dict[str, Any] | None:
+    """Evaluation settings of a healing: its own for true, none at all for false."""
+    from surgery.evaluation.settings import EvalSettings
+
+    if isinstance(given, bool):
+        return {} if given else None
+    if not isinstance(given, dict):
+        raise SurgeryError(f"{where}: measure must be true, false or settings of an evaluation, not {given!r}")
+    for name in set(given) & {"tasks", "variants"}:
+        raise SurgeryError(f"{where}: measure has no {name}: use an eval step for other than loss and recall")
+    EvalSettings.from_mapping(given, where)
+    return given
 
 
 VERBS: dict[str, Callable[[Step, str], Action]] = {

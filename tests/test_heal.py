@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from surgery.convert import convert_to_mla
 from surgery.convert_heads import convert_to_gqa
 from surgery.errors import SurgeryError
 from surgery.evaluation.settings import EvalSettings
-from surgery.heal import HealRequest, gap_closed, heal_checkpoint, launch_command
+from surgery.heal import HealRequest, heal_checkpoint
+from surgery.healing_table import gap_closed, quality_table, stage_facts
+from surgery.launchers import count_processes, find_launcher, is_sharded, launch_command, outside
 from surgery.progress import Progress
 from surgery.recipe import run_recipe
 from surgery.settings import ConvertSettings, KVHeadsSettings
@@ -163,6 +166,108 @@ def test_refusals_come_before_training(made, tmp_path, monkeypatch, capsys):
         heal_checkpoint(request(source, student, tmp_path / "other", learning_rate=-1.0))
 
 
+def test_stages_stand_in_one_table(made, tmp_path):
+    source, student = made("gqa")
+    for name, given, before in (
+        ("layers", {"objective": {"layerwise": 1.0}, "learning_rate": 1e-3}, student),
+        ("out", {"max_steps": 2}, tmp_path / "layers"),
+    ):
+        asked = request(source, before, tmp_path / name, **given)
+        healed = heal_checkpoint(HealRequest(**{**vars(asked), "measure": MEASURE}))
+    report = json.loads((healed.path / "surgery_report.json").read_text())["healing"]
+    first = json.loads((tmp_path / "layers" / "surgery_report.json").read_text())["healing"]
+    assert report["earlier"] == [first] and first["earlier"] == []
+    assert [row["name"] for row in report["table"]] == ["source", "converted", "healed, stage 1", "healed"]
+    losses = [row["loss"] for row in report["table"]]
+    assert losses[:3] == [row["loss"] for row in first["table"]] and losses[2] == report["quality"][1]["loss"]
+    assert report["gap_closed"] == gap_closed(report["table"])
+    card = (healed.path / "README.md").read_text()
+    assert "healed by distillation: 320 tokens" in card and f"| healed, stage 1 | {losses[2]:.4f} |" in card
+    assert "| 1 | attention | layerwise 1 | 0.001 | 2 × 32 | " in card
+    assert "| 2 | attention | kl 1 | 0.01 | 2 × 32 | " in card and "| 2 | 128 | " in card
+    # A stage that was measured on other data, or not at all, is not in the table; what trained is told all the same.
+    alone = {**report, "earlier": [{**first, "quality": []}]}
+    assert [row["name"] for row in quality_table(alone)] == ["source", "after stage 1", "healed"]
+    assert gap_closed(quality_table(alone)) is None and len(stage_facts(alone)) == 2
+
+
+def test_launchers_have_names(tmp_path, monkeypatch):
+    fsdp2 = find_launcher("fsdp2")
+    assert (fsdp2.name, is_sharded(fsdp2), is_sharded(find_launcher("cpu-2"))) == ("fsdp2.yaml", True, False)
+    assert [count_processes(*given) for given in ((None, None), (3, None), (None, fsdp2), (2, fsdp2))] == [1, 3, 8, 2]
+    own = tmp_path / "own.yaml"
+    own.write_text("num_processes: 4\n")
+    assert count_processes(None, find_launcher(own)) == 4 and find_launcher(str(own)) == own
+    with pytest.raises(SurgeryError, match=r"is no file and none of cpu-1, .*did you mean fsdp2\?"):
+        find_launcher("fsdp3")
+    inside = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1", "ACCELERATE_USE_FSDP": "true", "PATH": "x"}
+    assert outside(inside) == {"PATH": "x"}
+    assert outside({"ACCELERATE_USE_CPU": "1"}) == {"ACCELERATE_USE_CPU": "1"}
+
+
+def test_a_recipe_says_how_a_training_is_launched(made, tmp_path, monkeypatch):
+    source, student = made("gqa")
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 7)
+
+    monkeypatch.setattr(heal.subprocess, "run", run)
+    path = tmp_path / "recipe.yaml"
+    for given in ({"processes": 2}, {"launcher": "fsdp2"}, {"launcher": "cpu-2", "processes": 3}):
+        step = {"name": "healed", "student": str(student), "teacher": str(source), **FEW, "data": [str(HELD_OUT)]}
+        path.write_text(json.dumps({"steps": [{"heal": {**step, **given}}]}))
+        with pytest.raises(SurgeryError, match="exit code 7"):
+            run_recipe(path, tmp_path / "work", Progress(silent=True))
+    assert "--multi_gpu" in commands[0] and commands[0][5] == "2"
+    assert [Path(command[4]).name for command in commands[1:]] == ["fsdp2.yaml", "cpu-2.yaml"]
+    assert "--num_processes" not in commands[1] and commands[2][5:7] == ["--num_processes", "3"]
+
+
+HEAL_STEP = {"name": "h", "student": "s", "teacher": "t"}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"launcher": "fsdp3"}, r"step h: launcher fsdp3: .*did you mean fsdp2\?"),
+        ({"processes": 0}, "step h: processes must be a whole number"),
+        ({"processes": "two"}, "step h: processes must be a whole number"),
+        ({"measure": {"window": 2}}, "did you mean windows"),
+        ({"measure": "some"}, "measure must be true, false or settings"),
+        ({"measure": {"tasks": ["needle"]}}, "measure has no tasks"),
+        ({"evaluate_tasks": ["recal"]}, "did you mean recall"),
+        ({"tracker": "wandbb"}, "step h: tracker 'wandbb' is unknown; did you mean wandb|did you mean wandb"),
+    ],
+)
+def test_mistakes_of_heal_steps_are_told_before_anything_runs(tmp_path, given, told):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({"steps": [{"heal": {**HEAL_STEP, **given}}]}))
+    with pytest.raises(SurgeryError, match=told):
+        run_recipe(path, tmp_path / "work", Progress(silent=True))
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_tracker_is_refused_before_the_training_is_launched(made, tmp_path, monkeypatch):
+    source, student = made("gqa")
+    monkeypatch.setattr(heal.subprocess, "run", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(SurgeryError, match="tracker 'magic' is unknown"):
+        heal_checkpoint(request(source, student, tmp_path / "out", tracker="magic"))
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_what_trackers_write_and_evaluations_stay(made, tmp_path):
+    pytest.importorskip("wandb")
+    source, student = made("gqa")
+    given = {"tracker": "wandb", "wandb_mode": "offline", "evaluate_every": 2, "evaluate_tasks": ["loss"]}
+    healed = heal_checkpoint(request(source, student, tmp_path / "out", evaluate_limit=1, **given))
+    assert len(list((tmp_path / "out.tracking" / "wandb").glob("offline-run-*"))) == 1
+    assert [entry["step"] for entry in healed.healing["evaluations"]] == [0, 2, 3]
+    assert healed.healing["wandb"]["run_id"] and "tracker_folder" not in healed.healing["settings"]
+    assert not (tmp_path / "out.healing").exists()
+
+
 def test_entry_factors_are_for_stock_mla_alone(made):
     assert entry_factors(CheckpointReader.open(made("gqa")[1])) == {}
 
@@ -170,10 +275,12 @@ def test_entry_factors_are_for_stock_mla_alone(made):
 def test_the_command_that_is_composed(tmp_path):
     config, launcher = tmp_path / "heal.yaml", tmp_path / "fsdp2.yaml"
     module = ["-m", "surgery.training.heal", "--config", str(config)]
-    assert launch_command(config, 1, None, "cpu") == [sys.executable, *module]
-    many = launch_command(config, 2, None, "auto")
+    for processes in (None, 1):
+        assert launch_command(config, processes, None) == [sys.executable, *module]
+    many = launch_command(config, 2, None)
     assert many[1:3] == ["-m", "accelerate.commands.launch"] and many[-4:] == module and "2" in many
-    assert launch_command(config, 1, launcher, "auto")[3:5] == ["--config_file", str(launcher)]
+    assert launch_command(config, None, launcher)[3:] == ["--config_file", str(launcher), *module]
+    assert launch_command(config, 4, launcher)[5:7] == ["--num_processes", "4"]
 
 
 def test_the_share_of_the_gap():

@@ -30,11 +30,13 @@ from surgery.errors import SurgeryError
 from surgery.eval.distributed import PATIENCE, Processes
 from surgery.model import register
 from surgery.progress import Progress
+from surgery.training.balanced import balance_latents
 from surgery.training.cached_teacher import open_logits
-from surgery.training.checkpoints import Checkpoints
+from surgery.training.checkpoints import Checkpoints, latest
 from surgery.training.distillation import Distillation, compile_layers, shard_layers, vocabulary_of
 from surgery.training.document_masks import honours_document_masks
 from surgery.training.entry_factors import EntryFactors, adapter_factors, read_factors
+from surgery.training.evaluations import Evaluations
 from surgery.training.guards import Interrupted
 from surgery.training.loop import Loop, Training
 from surgery.training.measure import peak_memory
@@ -47,8 +49,9 @@ from surgery.training.models import (
     write_healed,
 )
 from surgery.training.open_data import HealingData, open_data
-from surgery.training.run_log import RunLog, check_tracker, drop_later_lines, start_tracker
+from surgery.training.run_log import RunLog, drop_later_lines
 from surgery.training.settings import NO_TRACKER, HealSettings
+from surgery.training.trackers import Tracker, check_tracker, start_tracker
 from surgery.training.trainable import add_adapters, choose, parameter_groups
 from surgery.version import __version__
 
@@ -57,8 +60,18 @@ register()
 REPORT, LOG = "heal.json", "heal.jsonl"
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 COMPUTED = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DECIDING = ("length", "train", "train_patterns", "lora_rank", "lora_alpha", "lora_modules", "learning_rate", "schedule")
-DECIDING += ("warmup", "final_learning_rate", "weight_decay", "betas", "clip", "dtype", "seed", "entry_factors")
+DECIDING = ("length", "train", "train_patterns", "balanced", "lora_rank", "lora_alpha", "lora_modules", "learning_rate")
+DECIDING += (
+    "schedule",
+    "warmup",
+    "final_learning_rate",
+    "weight_decay",
+    "betas",
+    "clip",
+    "dtype",
+    "seed",
+    "entry_factors",
+)
 """Settings that a resumed run must have like the run before; limits, logging and saving may differ."""
 
 
@@ -83,6 +96,24 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     run = Path(settings.out).expanduser().resolve()
     run = run.with_name(f"{run.name}.run")
     processes.from_main(lambda: _make(run, anew=not settings.resume))
+    # A tracker that refuses does so before anything large is read.
+    log = _open_log(settings, accelerator, run, processes, progress)
+    try:
+        return _heal(settings, accelerator, student_reader, teacher_reader, run, log, processes, progress)
+    finally:
+        log.close()
+
+
+def _heal(
+    settings: HealSettings,
+    accelerator: Accelerator,
+    student_reader: CheckpointReader,
+    teacher_reader: CheckpointReader | None,
+    run: Path,
+    log: RunLog,
+    processes: Processes,
+    progress: Progress,
+) -> dict[str, Any]:
     with progress.phase("hashing the models", None, "B") as advance:
         shas = processes.from_main(
             lambda: [reader and reader.fingerprint(advance) for reader in (student_reader, teacher_reader)]
@@ -105,6 +136,11 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     aware = set_quantization_aware(student, settings.quantization_aware)
     if aware:
         progress.note("training reads keys and values as the student's quantised cache gives them")
+    evaluations = None
+    if settings.evaluate_every is not None:
+        limit = getattr(student.config.get_text_config(), "max_position_embeddings", None)
+        tokenizer = load_tokenizer(student_reader, settings)
+        evaluations = Evaluations(settings, tokenizer, limit, processes, sharded=not unsharded)
     data = _data(settings, student_reader, run, teacher, processes, progress)
     cached = None
     if settings.teacher_logits:
@@ -126,16 +162,14 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
             raise SurgeryError("train_patterns do not go with lora: adapters are all that trains")
     else:
         choose(student, settings.train, teacher_shapes=shapes, patterns=settings.train_patterns)
+        if settings.balanced and (balanced := balance_latents(student)):
+            progress.note(f"{balanced:,} latents rescaled, so that entries on both their sides have one size")
     trains = sum(each.numel() for each in student.parameters() if each.requires_grad)
     total = sum(each.numel() for each in student.parameters())
     module, optimizer = _prepared(settings, accelerator, student, teacher, masks)
     distillation: Distillation = accelerator.unwrap_model(module)
 
     checkpoints = Checkpoints(run / "checkpoints", accelerator, keep_last=settings.keep_last)
-    path = checkpoints.latest() if settings.resume else None
-    if processes.is_main:
-        drop_later_lines(run / LOG, int(path.name.split("-")[-1]) if path else -1)
-    log = RunLog(run / LOG, writes=processes.is_main, tracker=start_tracker(accelerator, settings))
     identity = {name: json.loads(json.dumps(getattr(settings, name))) for name in DECIDING}
     identity |= {"student": shas[0], "teacher": shas[1], "data": data.data_sha256, "document_masks": masks}
     identity |= {"quantization_aware": aware}
@@ -155,16 +189,14 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
             progress=progress,
             identity=identity,
             cached=cached if distillation.needs_logits else None,
+            evaluations=evaluations,
         )
     )
-    try:
-        log.write("start", settings=settings.to_dict(), trains=trains, parameters=total, processes=processes.count)
-        progress.note(f"{trains:,} of {total:,} parameters train, on {processes.count} processes")
-        if settings.resume:
-            loop.resume()
-        loop.run()
-    finally:
-        log.close()
+    log.write("start", settings=settings.to_dict(), trains=trains, parameters=total, processes=processes.count)
+    progress.note(f"{trains:,} of {total:,} parameters train, on {processes.count} processes")
+    if settings.resume:
+        loop.resume()
+    loop.run()
     facts = {
         "version": __version__,
         "versions": {
@@ -185,6 +217,9 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
         "parameters": {"trained": trains, "all": total, "with_factors": len(factors)},
         **_summary(loop, settings, processes.count),
         "peak_memory_bytes": peak_memory(accelerator.device),
+        "evaluation_settings": evaluations.settings if evaluations is not None else None,
+        "wandb": log.tracker.run(),
+        "tracker_failed": log.tracker.failed,
     }
     trained = trained_tensors(distillation.student)
     processes.from_main(lambda: _write(settings, student_reader, trained, facts, run / LOG))
@@ -221,7 +256,7 @@ def _accelerator(settings: HealSettings) -> Accelerator:
             mixed_precision=PRECISIONS[dtype],
             gradient_accumulation_steps=settings.gradient_accumulation,
             log_with=None if settings.tracker == NO_TRACKER else settings.tracker,
-            project_dir=f"{settings.out}.run",
+            project_dir=str(_tracker_folder(settings)),
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )
     except (ValueError, ImportError, RuntimeError) as error:
@@ -296,6 +331,29 @@ def _staging(settings: HealSettings, *readers: CheckpointReader | None) -> Stagi
     return Staging(Path(settings.out), overwrite=settings.overwrite)
 
 
+def _tracker_folder(settings: HealSettings) -> Path:
+    return Path(settings.tracker_folder or f"{settings.out}.run").expanduser().resolve()
+
+
+def _open_log(
+    settings: HealSettings, accelerator: Accelerator, run: Path, processes: Processes, progress: Progress
+) -> RunLog:
+    """The log, without lines of steps that are taken again, and the tracker, which the main process alone starts."""
+    started: list[Tracker] = []
+
+    def start() -> None:
+        path = latest(run / "checkpoints") if settings.resume else None
+        drop_later_lines(run / LOG, int(path.name.split("-")[-1]) if path else -1)
+        folder = _tracker_folder(settings)
+        if settings.tracker != NO_TRACKER:
+            with disk_errors(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+        started.append(start_tracker(accelerator, settings, folder, progress.note))
+
+    processes.from_main(start)
+    return RunLog(run / LOG, writes=processes.is_main, tracker=started[0] if started else None)
+
+
 def _make(run: Path, *, anew: bool) -> None:
     with disk_errors(run):
         if anew and (run / "checkpoints").exists():
@@ -311,6 +369,7 @@ def _summary(loop: Loop, settings: HealSettings, processes: int) -> dict[str, An
         "sequences_per_step": settings.global_batch(processes),
         "tokens": at.tokens,
         "seconds": at.seconds,
+        "measuring_seconds": at.measuring_seconds,
         "tokens_per_second": at.tokens / at.step_seconds if at.step_seconds else None,
         "loss": {"first": at.first_loss, "last": at.last_loss},
         "held_out": {
@@ -320,6 +379,7 @@ def _summary(loop: Loop, settings: HealSettings, processes: int) -> dict[str, An
             "best_step": at.best_step,
             "written": "best" if settings.patience is not None else "last",
         },
+        "evaluations": at.evaluations,
     }
 
 

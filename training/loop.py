@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,8 +24,11 @@ from surgery.progress import Progress
 from surgery.training.checkpoints import BEST, Checkpoints
 from surgery.training.data import Row, Sequences, collate, dealt
 from surgery.training.entry_factors import EntryFactors
+from surgery.training.evaluations import Evaluations, scalars
 from surgery.training.guards import Interrupted, SpikeGuard, StopRequest, memory_errors
 from surgery.training.measure import held_out_losses, peak_memory, summed
+from surgery.training.nested import NestedRanks
+from surgery.training.orthogonal import OrthogonalFactors
 from surgery.training.run_log import RunLog
 from surgery.training.schedule import Budget, learning_rate
 from surgery.training.settings import HealSettings
@@ -37,14 +41,17 @@ class Position:
 
     Attributes:
         step, tokens: done so far.
-        seconds: of training, over all resumed runs.
+        seconds: of training, over all resumed runs; measuring does not count.
         step_seconds: of them, those inside of steps.
-        recent: losses that a spike is measured against.
+        measuring_seconds: of held-out losses and evaluations, beside those of training.
+        recent: losses that a spike is measured against; `recent_nested`, by the share of latents that made them.
         first_loss, last_loss: of the first and the last step, the weighted sum.
         first_held_out, last_held_out: measurements, by name.
-        best_held_out, best_step: the lowest cross-entropy on held-out rows, and when it was.
+        best_held_out, best_step: the lowest cross-entropy on held-out rows, with nested ranks the mean of all shares',
+            and when it was.
         waited: measurements since.
         measured_step: when the last one was.
+        evaluations: results on the way, each with its step and tokens; see `evaluations.headline`.
         data: state of the sequences.
     """
 
@@ -52,7 +59,9 @@ class Position:
     tokens: int = 0
     seconds: float = 0.0
     step_seconds: float = 0.0
+    measuring_seconds: float = 0.0
     recent: list[float] = field(default_factory=list)
+    recent_nested: dict[str, list[float]] = field(default_factory=dict)
     first_loss: float | None = None
     last_loss: float | None = None
     first_held_out: dict[str, float] = field(default_factory=dict)
@@ -61,6 +70,7 @@ class Position:
     best_step: int | None = None
     waited: int = 0
     measured_step: int | None = None
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
 
 
@@ -72,6 +82,7 @@ class Training:
         module: gives losses as `distillation.Distillation` does; `names` are the parts of its measurements.
         identity: what may not change when a run is resumed, as plain values.
         cached: the teacher's logits of sequences by number, or None.
+        evaluations: tasks to measure on the way, or None.
     """
 
     accelerator: Accelerator
@@ -87,6 +98,7 @@ class Training:
     progress: Progress
     identity: dict[str, Any] = field(default_factory=dict)
     cached: Callable[[list[int]], TopK] | None = None
+    evaluations: Evaluations | None = None
 
 
 class Loop:
@@ -111,6 +123,11 @@ class Loop:
         self._began = self._saved = 0.0
         self._saved_step = -1
         self._doing = "the start"
+        student = accelerator.unwrap_model(training.module).student if settings.nested_ranks else None
+        self._nested = NestedRanks(student, settings.nested_ranks, settings.seed) if settings.nested_ranks else None
+        self._orthogonal = OrthogonalFactors(student) if settings.orthogonal else None
+        if self._nested is not None:
+            training.identity |= {"nested_ranks": list(settings.nested_ranks), "orthogonal": settings.orthogonal}
 
     def resume(self) -> bool:
         """Goes on from the newest whole checkpoint; false if there is none.
@@ -122,9 +139,9 @@ class Loop:
         if path is None:
             return False
         state = self._t.checkpoints.load(path)
-        for name, value in self._t.identity.items():
-            if state["identity"].get(name) != value:
-                kept = state["identity"].get(name)
+        for name in sorted(self._t.identity.keys() | state["identity"].keys()):
+            value, kept = self._t.identity.get(name), state["identity"].get(name)
+            if kept != value:
                 raise SurgeryError(
                     f"{path}: was made with {name} {kept!r}, not {value!r}; set it back, or use resume false or another"
                     " out to start anew"
@@ -144,13 +161,14 @@ class Loop:
             Interrupted: SIGTERM or SIGINT came; a checkpoint was saved.
             SurgeryError: the loss is not finite or a spike, memory ran out, or a checkpoint cannot be written.
         """
-        settings, guard = self._t.settings, SpikeGuard(self._t.settings.spike, self.at.recent)
+        settings = self._t.settings
         self._began = time.monotonic() - self.at.seconds
         self._saved = self.at.seconds
         self._t.module.train()
         with StopRequest() as stop, memory_errors(settings, lambda: self._doing):
             if self.at.step == 0:
                 self._measure()
+                self._evaluate()
             while True:
                 batches, numbers = self._next_batches()
                 predicted, seconds, asked = self._shared(batches, stop)
@@ -160,9 +178,11 @@ class Loop:
                 self.ended = self.ended or self._over()
                 if self.ended:
                     break
-                self._step(batches, numbers, predicted, guard)
+                self._step(batches, numbers, predicted)
                 if settings.eval_every is not None and self.at.step % settings.eval_every == 0:
                     self._measure()
+                if settings.evaluate_every is not None and self.at.step % settings.evaluate_every == 0:
+                    self._evaluate()
                 self._save_if_due()
             self._finish()
 
@@ -181,20 +201,22 @@ class Loop:
         # Several processes may have got it: their sum says only that there was one.
         return round(predicted), seconds, (stop.signal or 15) if signals else 0
 
-    def _step(self, batches: list, numbers: list[list[int]], predicted: int, guard: SpikeGuard) -> None:
+    def _step(self, batches: list, numbers: list[list[int]], predicted: int) -> None:
         t, at, settings = self._t, self.at, self._t.settings
         began = time.monotonic()
         self._doing = f"step {at.step + 1}"
         rate = self._set_learning_rate()
         positions = max(1, predicted) / self._averaged
         sums: dict[str, Tensor] = {}
-        for batch, some in zip(batches, numbers, strict=True):
-            with t.accelerator.accumulate(t.module):
-                cached = t.cached(some).to(t.accelerator.device) if t.cached is not None else None
-                loss, parts = t.module(batch.to(t.accelerator.device), positions, cached)
-                t.accelerator.backward(loss)
-            for name, part in {"loss": loss.detach(), **parts}.items():
-                sums[name] = sums[name] + part if name in sums else part
+        with self._drawn_ranks() as share:
+            for batch, some in zip(batches, numbers, strict=True):
+                with t.accelerator.accumulate(t.module):
+                    cached = t.cached(some).to(t.accelerator.device) if t.cached is not None else None
+                    loss, parts = t.module(batch.to(t.accelerator.device), positions, cached)
+                    t.accelerator.backward(loss)
+                for name, part in {"loss": loss.detach(), **parts}.items():
+                    sums[name] = sums[name] + part if name in sums else part
+            drawn = {"latents": self._nested.kept()} if self._nested is not None else {}
         values = summed(t.accelerator, [float(value) for value in sums.values()])
         losses = dict(zip(sums, (value / self._averaged for value in values), strict=True))
         t.factors.before_step()
@@ -202,17 +224,36 @@ class Loop:
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) if norm is not None else 0.0
         # A scaler of fp16 losses finds its scale by gradients that overflow, and skips their steps itself.
         checked = 0.0 if t.accelerator.scaler is not None else norm
+        guard = self._guard(share)
         guard.check(losses["loss"], checked, at.step + 1, t.checkpoints.last_good)
         t.optimizer.step()
         t.factors.after_step()
+        if self._orthogonal is not None:
+            self._orthogonal.after_step()
         t.optimizer.zero_grad()
         at.step += 1
         at.tokens += self._batch * settings.length
         # Now, for the rows of the next step are taken before it is known whether there will be one.
         at.data = t.sequences.state()
-        at.recent, at.last_loss = guard.recent, losses["loss"]
+        self._remember(share, guard.recent)
+        at.last_loss = losses["loss"]
         at.first_loss = losses["loss"] if at.first_loss is None else at.first_loss
-        self._report(losses, rate, norm, time.monotonic() - began)
+        self._report({**losses, **drawn}, rate, norm, time.monotonic() - began)
+
+    def _drawn_ranks(self) -> AbstractContextManager[float | None]:
+        """Cuts the student for the coming step; gives the share of latents that all its blocks have, None if none."""
+        return nullcontext(1.0) if self._nested is None else self._nested.drawn(self.at.step)
+
+    def _guard(self, share: float | None) -> SpikeGuard:
+        """What compares a loss with the last ones of its share of latents; with none where blocks have several."""
+        recent = self.at.recent if share == 1 else self.at.recent_nested.get(f"{share}")
+        return SpikeGuard(None if share is None else self._t.settings.spike, recent)
+
+    def _remember(self, share: float | None, recent: list[float]) -> None:
+        if share == 1:
+            self.at.recent = recent
+        elif share is not None:
+            self.at.recent_nested[f"{share}"] = recent
 
     def _set_learning_rate(self) -> float:
         """That of the middle of the coming step."""
@@ -253,14 +294,14 @@ class Loop:
         t, at = self._t, self.at
         if not t.held_out:
             return
-        self._doing = f"the held-out loss after step {at.step}"
-        values = held_out_losses(t.accelerator, t.module, t.held_out, t.settings.batch_size, t.names)
+        with self._off_the_clock(f"the held-out loss after step {at.step}"):
+            values, judged = self._held_out_losses()
         at.measured_step = at.step
         at.last_held_out, at.first_held_out = values, at.first_held_out or values
-        better = at.best_held_out is None or values["cross_entropy"] < at.best_held_out
+        better = at.best_held_out is None or judged < at.best_held_out
         at.waited = 0 if better else at.waited + 1
         if better:
-            at.best_held_out, at.best_step = values["cross_entropy"], at.step
+            at.best_held_out, at.best_step = judged, at.step
         t.log.write("held_out", step=at.step, tokens=at.tokens, **values)
         t.log.track(at.step, {f"held_out/{name}": value for name, value in values.items()})
         parts = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
@@ -271,6 +312,42 @@ class Loop:
             self._save(BEST)
         elif at.waited >= t.settings.patience:
             self.ended = f"held-out loss has not fallen for {at.waited} measurements"
+
+    def _held_out_losses(self) -> tuple[dict[str, float], float]:
+        """Held-out losses by name, those of slices as "cross_entropy_at_0.5"; and the mean cross-entropy of all."""
+        t, found = self._t, {}
+        for share in self._nested.shares if self._nested is not None else (1.0,):
+            with self._nested.cut(share) if self._nested is not None else nullcontext():
+                values = held_out_losses(t.accelerator, t.module, t.held_out, t.settings.batch_size, t.names)
+            if share != 1:  # its teacher is whole all the same
+                values = {
+                    f"{name}_at_{share:g}": value for name, value in values.items() if not name.startswith("teacher")
+                }
+            found |= values
+        entropies = [value for name, value in found.items() if name.split("_at_")[0] == "cross_entropy"]
+        return found, sum(entropies) / len(entropies)
+
+    def _evaluate(self) -> None:
+        """Takes the tasks of an evaluation, where there are any and this step has none yet."""
+        t, at = self._t, self.at
+        if t.evaluations is None or (at.evaluations and at.evaluations[-1]["step"] == at.step):
+            return
+        with self._off_the_clock(f"the evaluation after step {at.step}"):
+            found = t.evaluations.measure(t.accelerator, t.module, t.accelerator.unwrap_model(t.module).student)
+        at.evaluations.append({"step": at.step, "tokens": at.tokens, **found})
+        t.log.write("evaluation", **at.evaluations[-1])
+        t.log.track(at.step, {f"evaluation/{name}": value for name, value in scalars(found).items()})
+        parts = ", ".join(f"{name} {value:.4f}" for name, value in scalars(found).items())
+        t.progress.note(f"evaluated after step {at.step}: {parts}")
+
+    @contextmanager
+    def _off_the_clock(self, doing: str) -> Iterator[None]:
+        """Measuring is no training: the budget's seconds stand still, whatever is measured and how often."""
+        self._doing, began = doing, time.monotonic()
+        yield
+        spent = time.monotonic() - began
+        self._began += spent
+        self.at.measuring_seconds += spent
 
     def _over(self) -> str:
         at, settings = self.at, self._t.settings
@@ -309,6 +386,7 @@ class Loop:
         t, at = self._t, self.at
         if at.measured_step != at.step:
             self._measure()
+        self._evaluate()
         if at.step != self._saved_step:
             self._save()
         if t.settings.patience is not None and at.best_step != at.step:

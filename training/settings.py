@@ -17,9 +17,14 @@ TRAIN = ("all", "attention", "new", "lora")
 SCHEDULES = ("cosine", "linear", "constant")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu")
-WANDB_MODES = ("online", "offline")
+WANDB_MODES = ("online", "offline", "disabled")
 NO_TRACKER = "none"
-TUPLES = ("data", "train_patterns", "lora_modules")
+EVALUATIONS = ("loss", "recall", "needle", "ruler")
+"""Tasks of `surgery eval` that a run can take on the way."""
+
+EVALUATING = ("evaluate_every", "evaluate_limit")
+
+TUPLES = ("data", "train_patterns", "lora_modules", "evaluate_tasks", "evaluate_data")
 LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy", "hidden", "attention", "layerwise")
 SHAPES = ("jsd_beta", "temperature")
 """Names in an objective: weights of losses, and what shapes them."""
@@ -45,10 +50,17 @@ class HealSettings(FileSettings):
         train: what trains: "all", "attention" (whole attention modules), "new" (parameters that the teacher has not
             under that name and shape) or "lora" (low-rank adapters on linear modules).
         train_patterns: names of parameters, with * and ?, that train besides.
+        balanced: first rescale latents whose two sides train, so that entries of both have one size; the student
+            computes what it did, bit for bit.
         lora_rank, lora_alpha: of the adapters; the update counts alpha / rank.
         lora_modules: names of the modules that get adapters, with * and ?; none means the attentions' linear ones.
         entry_factors: JSON file of entries that must not move, or move less (`entry_factors.factors_of`), or None.
         objective: weights of the losses, by name (`surgery.training.objectives.ObjectiveWeights`).
+        nested_ranks: shares of the student's latents, 1 among them, of which every step draws how many count, so that
+            slices of the result are good models too (`surgery.training.nested`); none draws nothing. Held-out losses
+            are taken of every share.
+        orthogonal: take factors of latents back to orthonormal columns after every step of nested ranks
+            (`surgery.training.orthogonal`).
         batch_size: sequences a process computes at once.
         gradient_accumulation: batches of each process in one step.
         learning_rate: peak, of AdamW.
@@ -59,7 +71,8 @@ class HealSettings(FileSettings):
         betas: of AdamW.
         clip: largest norm of a step's gradient; None does not clip.
         max_tokens, max_seconds, max_steps: the budget; whichever is used up first ends the run, and the schedule runs
-            over it. Seconds are those of training over all resumed runs, without loading.
+            over it. Seconds are those of training over all resumed runs, without loading and without measuring: neither
+            held-out losses nor evaluations take of them.
         dtype: what is computed in; weights that train are fp32 whatever it is. "auto" is bf16 on an accelerator that
             can, and fp32 elsewhere.
         device: "auto" is what accelerate finds, "cpu" keeps off accelerators.
@@ -74,13 +87,19 @@ class HealSettings(FileSettings):
         patience: measurements in a row without a better held-out loss after which to stop; the best state is then
             what is written. None never stops for that.
         spike: stop when a loss is above so many times the median of the last ones; None only stops for nan and inf.
+        evaluate_every: steps between evaluations of the student as it is by then, taken at the start and the end too;
+            None for none.
+        evaluate_tasks: of them, as `surgery eval` calls them: loss, recall, needle, ruler.
+        evaluate_data: held-out texts for them: builtin, files, datasets.
+        evaluate_limit: samples a task at most, as `--limit` there; None for as many as there by default.
         save_every, save_seconds: steps and seconds between checkpoints, whichever comes first; None for no such rule.
         keep_last: checkpoints that are kept.
         resume: go on from the last good checkpoint, if there is one; otherwise what an earlier run left is removed.
         overwrite: replace `out` if it exists.
         log_every: steps between lines on the screen; the log file has every step.
         tracker: "none" or any that accelerate knows: wandb, tensorboard, mlflow...
-        wandb_mode, project: of the tracker: online or offline, and the project's name.
+        wandb_mode, project: of the tracker: online, offline or disabled, and the project's name.
+        tracker_folder: where a tracker that writes files does; None for `<out>.run`.
     """
 
     student: str = ""
@@ -94,11 +113,14 @@ class HealSettings(FileSettings):
     held_out: int = 16
     train: str = "attention"
     train_patterns: tuple[str, ...] = ()
+    balanced: bool = True
     lora_rank: int = 16
     lora_alpha: float = 32.0
     lora_modules: tuple[str, ...] = ()
     entry_factors: str | None = None
     objective: dict[str, float] = field(default_factory=dict)
+    nested_ranks: tuple[float, ...] = ()
+    orthogonal: bool = False
     batch_size: int = 4
     gradient_accumulation: int = 4
     learning_rate: float = 1e-4
@@ -122,6 +144,10 @@ class HealSettings(FileSettings):
     eval_every: int | None = 100
     patience: int | None = None
     spike: float | None = 5.0
+    evaluate_every: int | None = None
+    evaluate_tasks: tuple[str, ...] = ("loss", "recall")
+    evaluate_data: tuple[str, ...] = (BUILTIN,)
+    evaluate_limit: int | None = None
     save_every: int | None = 200
     save_seconds: float | None = 600.0
     keep_last: int = 2
@@ -131,19 +157,24 @@ class HealSettings(FileSettings):
     tracker: str = NO_TRACKER
     wandb_mode: str = "online"
     project: str = "surgery-heal"
+    tracker_folder: str | None = None
 
     def __post_init__(self) -> None:
         for name in TUPLES:
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str | dict) else tuple(value or ()))
         object.__setattr__(self, "betas", self._betas())
+        object.__setattr__(self, "nested_ranks", self._nested_ranks())
         for name in NUMBERS:
             object.__setattr__(self, name, _as_float(name, getattr(self, name)))
         for name, allowed in (("train", TRAIN), ("schedule", SCHEDULES), ("dtype", DTYPES), ("device", DEVICES)):
             _choose(name, getattr(self, name), allowed)
         _choose("wandb_mode", self.wandb_mode, WANDB_MODES)
+        for task in self.evaluate_tasks:
+            _choose("evaluate_tasks", task, EVALUATIONS)
         self._check_numbers()
         self._check_together()
+        self._check_nested()
         self._check_objective()
 
     def weights(self) -> ObjectiveWeights:
@@ -172,6 +203,18 @@ class HealSettings(FileSettings):
             raise SurgeryError(f"betas must be two numbers from 0 to below 1, not {self.betas!r}")
         return first, second
 
+    def _nested_ranks(self) -> tuple[float, ...]:
+        given = self.nested_ranks or ()
+        try:
+            shares = sorted(map(float, given), reverse=True)
+        except (TypeError, ValueError):
+            raise SurgeryError(f"nested_ranks must be shares such as [1.0, 0.5, 0.25], not {given!r}") from None
+        if shares and not (shares[-1] > 0 and shares[0] == 1 and len(set(shares)) == len(shares)):
+            raise SurgeryError(
+                f"nested_ranks must be different shares from above 0 to 1, with 1 among them, not {given!r}"
+            )
+        return tuple(shares)
+
     def _check_numbers(self) -> None:
         whole = (
             "length",
@@ -182,7 +225,7 @@ class HealSettings(FileSettings):
             "log_every",
             "teacher_top_k",
         )
-        for name in (*whole, "max_tokens", "max_steps", "eval_every", "patience", "save_every"):
+        for name in (*whole, "max_tokens", "max_steps", "eval_every", "patience", "save_every", *EVALUATING):
             value = getattr(self, name)
             if value is None and name not in whole:
                 continue
@@ -215,8 +258,22 @@ class HealSettings(FileSettings):
             raise SurgeryError('train "new" is what the teacher does not have: give the teacher, or use attention')
         if self.patience is not None and (not self.held_out or self.eval_every is None):
             raise SurgeryError("patience counts held-out measurements: give held_out and eval_every too")
+        if self.evaluate_every is not None and not (self.evaluate_tasks and self.evaluate_data):
+            raise SurgeryError(
+                "evaluate_every is given, but nothing to evaluate: name evaluate_tasks and evaluate_data"
+            )
         if self.lora_modules and self.train != "lora":
             raise SurgeryError('lora_modules are given, but train is not "lora"')
+
+    def _check_nested(self) -> None:
+        if not self.orthogonal:
+            return
+        if not self.nested_ranks:
+            raise SurgeryError("orthogonal is for training at nested_ranks: give them, or set it to false")
+        if self.train == "lora":
+            raise SurgeryError("orthogonal moves the weights themselves, which lora holds still: set it to false")
+        if self.entry_factors is not None:
+            raise SurgeryError("orthogonal mixes latents, and entry_factors hold some of them: set it to false")
 
     def _check_objective(self) -> None:
         if not isinstance(self.objective, dict):

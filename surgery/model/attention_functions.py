@@ -3,6 +3,7 @@
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -61,6 +62,18 @@ def visible_mask(module: nn.Module, visible: torch.Tensor, dtype: torch.dtype) -
     if module.config._attn_implementation != "eager":
         return visible
     return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+
+
+class Accelerated:
+    """Mixed into attention modules that another implementation may read the cache for.
+
+    Attributes:
+        kernel: called with the module first, where a class says; it gives outputs and has filled the cache, or gives None
+            and has done nothing. None for the module's own code. `surgery.accelerate` sets it; it is no part of what is
+            saved.
+    """
+
+    kernel: Callable[..., torch.Tensor | None] | None = None
 
 
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

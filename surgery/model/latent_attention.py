@@ -17,7 +17,7 @@ from torch import nn
 from transformers import Cache
 from transformers import initialization as init
 
-from .attention_functions import attend, rotate_pairs, visible_mask
+from .attention_functions import Accelerated, attend, rotate_pairs, visible_mask
 from .hybrid_cache import StreamingLayer, layer_of
 
 
@@ -48,7 +48,7 @@ class LatentRotaryEmbedding(nn.Module):
         return angles.cos(), angles.sin()
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Accelerated, nn.Module):
     r"""Absorbed multi-head latent attention, fitted into the place of a family's stock attention module.
 
     Per head h, with c = kv_down(x) and R_m the rotation of position m:
@@ -112,6 +112,20 @@ class LatentAttention(nn.Module):
         """Heads of a token in the cache, 1, the width of its latent and of its positional part: r, ρ (+ G)."""
         return 1, self.kv_lora_rank, self.rope_dim + (0 if self.key_norm_eps is None else self.num_kv_heads)
 
+    @property
+    def latent_slices(self) -> list[slice]:
+        """Which outputs of `kv_down` are latents that may be cut behind any of them, see `LowRankAttention`.
+
+        None in a subclass that caches something else in their place: fewer of them would not make its cache smaller.
+        """
+        caches_them = self.cached_shape == LatentAttention.cached_shape.fget(self)
+        return [slice(0, self.kv_lora_rank)] if caches_them else []
+
+    def latent_readers(self) -> list[list[torch.Tensor]]:
+        """For each of `latent_slices`, views [·, r] of all weights that read its latents."""
+        weights = [self.query_up[..., : self.kv_lora_rank].flatten(0, 1), self.value_up.flatten(0, 1)]
+        return [weights] if self.latent_slices else []
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -137,13 +151,15 @@ class LatentAttention(nn.Module):
             positional = torch.cat((positional, self._key_irms(hidden_states)), dim=-1)
         kwargs |= {"sliding_window": self.sliding_window, "position_ids": position_ids}
         # A long prompt would cost fewer operations with keys and values expanded to d numbers a head, since
-        # r + ρ > d. One path for prompts and steps keeps their results equal and the memory small; fused kernels
-        # for both live elsewhere.
+        # r + ρ > d. One path for prompts and steps keeps their results equal and the memory small.
+        out = weights = None
         if self.streaming:
             new = StreamingLayer(self.streaming["sinks"], self.streaming["recent"])
             layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
-            out, weights = self._streamed(query, latent, positional, layer, **kwargs), None
-        else:
+            out = self._streamed(query, latent, positional, layer, **kwargs)
+        elif self.kernel is not None:
+            out = self.kernel(self, query, latent, positional, attention_mask, past_key_values)
+        if out is None:
             if past_key_values is not None:
                 latent, positional = past_key_values.update(latent, positional, self.layer_idx)
             key_value = self._latent_key_value(latent, positional)

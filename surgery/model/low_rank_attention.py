@@ -18,7 +18,7 @@ from torch import nn
 from transformers import Cache
 from transformers import initialization as init
 
-from .attention_functions import attend, rotate_halves, visible_mask
+from .attention_functions import Accelerated, attend, rotate_halves, visible_mask
 from .exact_window_cache import ExactWindowLayer
 from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer, layer_of
 
@@ -41,7 +41,7 @@ class _Part:
     value_order: list[int] | None
 
 
-class LowRankAttention(nn.Module):
+class LowRankAttention(Accelerated, nn.Module):
     r"""Low-rank attention, fitted into the place of a family's stock attention module.
 
     With R_m the rotation of position m and c_n = kv_down(x_n), which is what the cache holds:
@@ -128,6 +128,25 @@ class LowRankAttention(nn.Module):
         return 1, sum(self.ranks), 2 * self.num_kv_heads * self.head_dim if self.window else 0
 
     @property
+    def latent_slices(self) -> list[slice]:
+        """Which outputs of `kv_down` are the latents of each block, in the order in which they may be cut behind.
+
+        A block with its last latents at zero computes what it does without them: the first so many are a smaller layer
+        (`surgery slice`).
+        """
+        ends = [sum(self.ranks[: number + 1]) for number in range(len(self.ranks))]
+        return [slice(end - rank, end) for end, rank in zip(ends, self.ranks, strict=True)]
+
+    def latent_readers(self) -> list[list[torch.Tensor]]:
+        """For each block, views [·, r] of all weights that read its latents; none where later layers read them too."""
+        if self.hands_on:
+            return []
+        ups = [
+            [up[name] for up in (self.key_up, self.value_up) if name in up] for name in map(str, range(len(self.ranks)))
+        ]
+        return [[up[:, -rank:] for up in some] for some, rank in zip(ups, self.ranks, strict=True)]
+
+    @property
     def streaming_queries(self) -> int:
         """Query heads that see the first tokens and a window only."""
         return len(self._streaming.queries)
@@ -163,11 +182,16 @@ class LowRankAttention(nn.Module):
             out = self._in_two_parts(query, latent, attention_mask, layer, **kwargs)
             return self.o_proj(out.reshape(batch, num_tokens, -1)), None
 
-        exact = visible = None
+        exact = visible = layer = None
         if self.window:
             exact = self._exact(hidden_states)
             new = ExactWindowLayer(self.sinks, self.window)
             layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
+        if self.kernel is not None:
+            out = self.kernel(self, query, latent, exact, attention_mask, past_key_values)
+            if out is not None:
+                return self.o_proj(out.reshape(batch, num_tokens, -1)), None
+        if self.window:
             visible, exact_slots = layer.visible(num_tokens, latent.device), layer.slots(num_tokens, latent.device)
             latent, exact = layer.update(latent, exact)
         elif past_key_values is not None:

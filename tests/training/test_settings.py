@@ -7,9 +7,9 @@ import pytest
 
 from surgery.errors import SurgeryError
 from surgery.training.objectives import ObjectiveWeights
-from surgery.training.run_log import check_tracker
 from surgery.training.schedule import Budget, learning_rate
 from surgery.training.settings import LOSSES, SHAPES, HealSettings, named
+from surgery.training.trackers import check_tracker
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

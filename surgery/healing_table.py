@@ -1,0 +1,75 @@
+"""Before, converted, healed: what the stages of a healing made of a checkpoint, beside what they took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SAME = 1e-6
+"""How far losses of one source may be apart, relatively, in measurements that compare."""
+
+
+def stages(healing: dict[str, Any]) -> list[dict[str, Any]]:
+    """The healings of a checkpoint since its conversion, in order, the last one last."""
+    return [*(healing.get("earlier") or []), healing]
+
+
+def quality_table(healing: dict[str, Any]) -> list[dict[str, Any]]:
+    """Loss and recall of the source, the conversion and the result of every stage that was measured beside them.
+
+    A stage is measured with its own student as what was converted. Where a stage before it was measured on the same
+    data, that student is its result, and the row of the conversion is that stage's.
+    """
+    told = [{entry["name"]: entry for entry in stage.get("quality") or []} for stage in stages(healing)]
+    if not told[-1]:
+        return []
+    first = len(told) - 1
+    while first > 0 and _compare(told[first - 1], told[-1]):
+        first -= 1
+    rows = [told[first][name] for name in ("source", "converted") if name in told[first]]
+    if first > 0:
+        rows[-1] = {**rows[-1], "name": f"after stage {first}"}
+    for number in range(first, len(told) - 1):
+        rows.append({**told[number]["healed"], "name": f"healed, stage {number + 1}"})
+    return [*rows, told[-1]["healed"]]
+
+
+def gap_closed(quality: list[dict[str, Any]]) -> float | None:
+    """Share of the loss that the conversion cost and healing won back; None where it was not measured."""
+    losses = {entry["name"]: entry["loss"] for entry in quality}
+    if not {"source", "converted", "healed"} <= losses.keys() or losses["converted"] <= losses["source"]:
+        return None
+    return (losses["converted"] - losses["healed"]) / (losses["converted"] - losses["source"])
+
+
+def stage_facts(healing: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each stage took and how it trained, in words and numbers."""
+    return [_facts(stage) for stage in stages(healing)]
+
+
+def _facts(stage: dict[str, Any]) -> dict[str, Any]:
+    settings = stage["settings"]
+    objective = settings.get("objective") or {"kl": 1.0}
+    data = [each if isinstance(each, str) else str(each.get("source")) for each in settings["data"]]
+    return {
+        "trains": settings["train"],
+        "objective": ", ".join(f"{name} {weight:g}" for name, weight in objective.items()),
+        "learning_rate": settings["learning_rate"],
+        "rows": f"{stage['sequences_per_step']} × {settings['length']:,}",
+        "data": ", ".join(data),
+        "steps": stage["steps"],
+        "tokens": stage["tokens"],
+        "seconds": stage["seconds"],
+        "machine": f"{stage['processes']} × {stage['device']}, {_dtype(stage['precision'])}",
+    }
+
+
+def _dtype(precision: str) -> str:
+    return "fp32" if precision == "no" else precision
+
+
+def _compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two stages were measured on the same data, by the loss of the source that both have."""
+    if not ({"source", "converted", "healed"} <= one.keys() and "source" in other):
+        return False
+    first, second = one["source"]["loss"], other["source"]["loss"]
+    return abs(first - second) <= SAME * abs(first)

@@ -1,0 +1,212 @@
+"""Evaluations on the way: the numbers of `surgery eval`, and a training that does not notice them."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from healing import heal_here, heal_settings, log_of, losses_of, settings_file
+from safetensors.torch import load_file, save_file
+from tiny_models import DEMO, HELD_OUT, make_checkpoint
+
+from surgery.errors import SurgeryError
+from surgery.evaluation.run import Request, evaluate
+from surgery.evaluation.settings import EvalSettings
+from surgery.evaluation.tasks import RECALL_SEED
+from surgery.progress import Progress
+from surgery.training import evaluations, loop
+from surgery.training.evaluations import same_random_numbers, scalars
+from surgery.training.guards import Interrupted
+from surgery.training.heal import main
+from surgery.training.settings import EVALUATIONS, HealSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+EVALUATED = {"evaluate_every": 2, "evaluate_limit": 3, "length": 96, "max_steps": 5}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("teacher"), "llama")
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("student"), "llama", seed=1)
+
+
+@pytest.fixture
+def settings(tmp_path, student, teacher):
+    return lambda **others: heal_settings(tmp_path, student, teacher, **{**EVALUATED, **others})
+
+
+def same_weights(one: dict, two: dict) -> bool:
+    first, second = (load_file(Path(values["out"]) / "model.safetensors") for values in (one, two))
+    return all(torch.equal(each, second[name]) for name, each in first.items())
+
+
+def test_what_surgery_eval_has_by_default():
+    given = EvalSettings()
+    ours = evaluations
+    assert (given.windows, given.decoded, given.recall_prompts) == (ours.WINDOWS, ours.DECODED, ours.PROMPTS)
+    assert (given.needle_depths, given.needle_trials) == (ours.DEPTHS, ours.TRIALS)
+    assert (given.ruler_samples, given.seed, RECALL_SEED) == (ours.SAMPLES, ours.SEED, ours.RECALL_SEED)
+
+
+def test_the_numbers_are_those_of_surgery_eval(settings, tmp_path):
+    values = settings(evaluate_tasks=["loss", "recall", "needle"], max_steps=3)
+    facts = heal_here(values)
+    assert [entry["step"] for entry in facts["evaluations"]] == [0, 2, 3]
+    wanted = EvalSettings(
+        tasks=("loss", "recall", "needle"), length=96, needle_lengths=(96,), limit=3, batch_size=2, variants=(),
+        device="cpu",
+    )  # fmt: skip
+    report = evaluate(Request((values["out"],), None, tmp_path / "report", wanted), Progress(silent=True)).report
+    results, last = report["rows"][0]["results"], facts["evaluations"][-1]
+    assert last["loss"]["loss"] == pytest.approx(results["loss"]["loss"], rel=1e-6)
+    assert last["loss"]["cached_loss"] == pytest.approx(results["loss"]["cached"]["loss"], rel=1e-6)
+    assert last["needle"]["grid"] == results["needle"]["grid"]
+    assert last["recall"] == {"accuracy": results["recall"]["accuracy"]}
+    for name, given in facts["evaluation_settings"].items():  # a report tells the modules of the text apart
+        assert {**given, "sources": None} == {**report["tasks"][name], "sources": None}
+    assert facts["evaluations"][0]["loss"]["loss"] != last["loss"]["loss"]
+    logged = log_of(values, "evaluation")
+    assert [{name: value for name, value in line.items() if name != "event"} for line in logged] == facts["evaluations"]
+
+
+def test_recall_is_seen_to_rise(tmp_path):
+    """Of a model that recalls, and of one that does not: what is measured is the student that trains."""
+    blind = tmp_path / "blind-student"
+    shutil.copytree(DEMO, blind)
+    tensors = load_file(blind / "model.safetensors")
+    without = {name: torch.zeros_like(each) for name, each in tensors.items() if "o_proj" in name}
+    save_file(tensors | without, blind / "model.safetensors", metadata={"format": "pt"})
+    found = []
+    for name, folder in (("sees", DEMO), ("blind", blind)):
+        values = heal_settings(tmp_path, folder, None, name, length=256, max_steps=1, held_out=0, evaluate_every=1)
+        values |= {"evaluate_tasks": ["recall"], "evaluate_limit": 4, "learning_rate": 1e-9, "batch_size": 1}
+        found.append(heal_here({**values, "gradient_accumulation": 1})["evaluations"][0]["recall"]["accuracy"])
+    assert found[0] >= 0.5 > found[1] == 0
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{}, {"dtype": "bf16", "train": "lora"}, pytest.param({"compile": True}, marks=pytest.mark.slow)],
+    ids=["fp32", "bf16", "compiled"],
+)
+def test_a_training_does_not_notice(settings, others):
+    without, measured = settings(name="without", evaluate_every=None, **others), settings(name="measured", **others)
+    heal_here(without)
+    heal_here(measured)
+    assert len(log_of(measured, "evaluation")) == 4 and not log_of(without, "evaluation")
+    assert losses_of(measured) == losses_of(without)
+    assert same_weights(measured, without)
+
+
+def test_a_resumed_run_has_the_same_evaluations(settings, monkeypatch):
+    whole, parts = settings(name="whole"), settings(name="parts", save_every=None)
+    facts = heal_here(whole)
+    real = loop.Loop._report
+
+    def stop_after_two(self, *arguments):
+        real(self, *arguments)
+        if self.at.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(loop.Loop, "_report", stop_after_two)
+    with pytest.raises(Interrupted):
+        heal_here(parts)
+    monkeypatch.undo()
+    resumed = heal_here(parts)
+    assert [entry["step"] for entry in resumed["evaluations"]] == [0, 2, 4, 5]
+    assert resumed["evaluations"] == facts["evaluations"]
+    assert losses_of(parts) == losses_of(whole) and same_weights(parts, whole)
+
+
+def test_measuring_takes_nothing_of_the_budgets_seconds(settings, monkeypatch):
+    now = [0.0]
+    real = evaluations.Evaluations.measure
+
+    def slow(self, *arguments):
+        now[0] += 1000.0
+        return real(self, *arguments)
+
+    monkeypatch.setattr(evaluations.Evaluations, "measure", slow)
+
+    def tick():
+        now[0] += 1e-6
+        return now[0]
+
+    monkeypatch.setattr(loop.time, "monotonic", tick)
+    facts = heal_here(settings(max_seconds=500.0, max_steps=4, evaluate_tasks=["recall"]))
+    assert (facts["ended"], facts["steps"]) == ("max_steps reached", 4) and facts["seconds"] < 1
+    assert facts["measuring_seconds"] == pytest.approx(3000.0, abs=1)
+
+
+def test_random_numbers_stay(monkeypatch):
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    def states():
+        random.seed(3), np.random.seed(3), torch.manual_seed(3)
+
+    states()
+    expected = draw()
+    states()
+    with same_random_numbers(torch.device("cpu")):
+        draw()
+    assert draw() == expected
+
+
+def test_numbers_are_those_that_a_tracker_takes():
+    found = {"loss": {"loss": 2.0}, "needle": {"accuracy": 0.5, "grid": [[1.0]], "depths": [0]}}
+    assert scalars(found) == {"loss/loss": 2.0, "needle/accuracy": 0.5}
+
+
+def test_refusals(settings):
+    with pytest.raises(SurgeryError, match="did you mean recall"):
+        HealSettings(**settings(evaluate_tasks=["recal"]))
+    with pytest.raises(SurgeryError, match="nothing to evaluate"):
+        HealSettings(**settings(evaluate_tasks=[]))
+    with pytest.raises(SurgeryError, match="evaluate_every must be a whole number"):
+        HealSettings(**settings(evaluate_every=0))
+    with pytest.raises(SurgeryError, match="evaluate_tasks: "):
+        heal_here(settings(length=32))  # no room for planted facts
+    assert set(HealSettings().evaluate_tasks) <= set(EVALUATIONS)
+
+
+def test_own_texts(settings):
+    facts = heal_here(settings(evaluate_data=[str(HELD_OUT)], evaluate_tasks=["loss"], max_steps=2))
+    assert facts["evaluation_settings"]["loss"]["sources"] == [str(HELD_OUT)]
+
+
+@pytest.mark.parametrize("launch", ["gloo", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_two_processes_measure_what_one_does(settings, launch):
+    one, two = settings(name="one"), settings(name="two", gradient_accumulation=1)
+    for values in (one, two):
+        values["evaluate_tasks"] = ["loss", "recall", "needle"]
+    script = ["-m", "surgery.training.heal", "--config"]
+    if launch == "fsdp2":
+        script = [str(Path(__file__).with_name("test_fsdp2.py"))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
+    process = subprocess.Popen([*command, str(settings_file(two))], stderr=subprocess.PIPE, text=True, env=environment)
+    facts = heal_here(one)["evaluations"]
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
+    shared = json.loads((Path(two["out"]) / "heal.json").read_text())["evaluations"]
+    assert [entry["step"] for entry in shared] == [0, 2, 4, 5]
+    for mine, theirs in zip(facts, shared, strict=True):
+        assert theirs["recall"] == mine["recall"] and theirs["needle"] == mine["needle"]
+        assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-4)
+
+
+def test_the_command_line_knows_them(settings, capsys):
+    assert main(["--config", str(settings_file(settings(evaluate_tasks=["magic"])))]) == 1
+    assert "evaluate_tasks 'magic' is unknown" in capsys.readouterr().err

@@ -1,0 +1,371 @@
+"""Nested ranks: what trains is what a slice computes, draws follow from the step, factors stay orthonormal."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from healing import heal_here, heal_settings, log_of, losses_of, settings_file
+from own_models import KINDS, lossless_low_rank, low_rank_entry, tiny_source
+from own_models import tokens as random_tokens
+from safetensors.torch import load_file
+from tiny_models import DEMO
+from transformers import AutoModelForCausalLM
+
+from surgery.architectures.sliced import LatentModel, sliced_tensors
+from surgery.checkpoint import CheckpointReader
+from surgery.errors import SurgeryError
+from surgery.model import SurgeryConfig, SurgeryForCausalLM
+from surgery.training import loop
+from surgery.training.guards import Interrupted
+from surgery.training.nested import NestedRanks, kept_rank
+from surgery.training.orthogonal import OrthogonalFactors
+from surgery.training.settings import HealSettings
+
+SHARES = (1.0, 0.5, 0.25)
+NESTS = ("latent", "low_rank", "blocks", "window", "shared", "streaming_latent", "streaming_blocks")
+
+
+@pytest.fixture(scope="module")
+def source():
+    with torch.no_grad():
+        return tiny_source("llama").double()
+
+
+def bent(model, by=0.3):
+    """A model whose factors are no longer those of its source, nor orthonormal."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if any(part in name for part in ("kv_down", "_up")):
+                each.mul_(1 + by * torch.randn(each.shape, generator=generator, dtype=each.dtype))
+    return model
+
+
+def make(kind, source):
+    with torch.no_grad():
+        return bent(KINDS[kind](source))
+
+
+def sliced(model, share, folder) -> SurgeryForCausalLM:
+    """The checkpoint that slicing makes of a model, loaded."""
+    model.save_pretrained(folder)
+    reader = CheckpointReader.open(folder)
+    whole = LatentModel.of(reader)
+    ranks = tuple(tuple(kept_rank(share, rank) for rank in blocks) for blocks in whole.ranks)
+    config = SurgeryConfig(**whole.sliced(ranks).config)
+    smaller = SurgeryForCausalLM(config).to(model.dtype)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(whole.layers):
+        tensors |= sliced_tensors(reader, whole, layer, ranks)
+    smaller.load_state_dict(tensors, strict=True)
+    return smaller.eval()
+
+
+@pytest.mark.parametrize("kind", NESTS)
+def test_what_is_cut_is_the_slice(source, kind, tmp_path):
+    model, ids = make(kind, source), random_tokens()
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        nested = NestedRanks(model, SHARES, seed=0)
+        for share in SHARES[1:]:
+            with nested.cut(share):
+                cut = model(ids, use_cache=False).logits
+            expected = sliced(model, share, tmp_path / f"{share}")(ids, use_cache=False).logits
+            torch.testing.assert_close(cut, expected, rtol=1e-10, atol=1e-10)
+            assert (cut - whole).abs().max() > 1e-3, "nothing was cut"
+        assert torch.equal(model(ids, use_cache=False).logits, whole)
+
+
+def gradients(model):
+    down = {f"{index} down": layer.self_attn.kv_down.weight.grad for index, layer in enumerate(model.model.layers)}
+    ups = {
+        f"{index} {kind} {number}": up.grad
+        for index, layer in enumerate(model.model.layers)
+        for kind in ("key_up", "value_up")
+        for number, up in getattr(layer.self_attn, kind).items()
+    }
+    return down, ups
+
+
+def test_dropped_latents_get_no_gradient_of_the_step(source):
+    model, ids = make("blocks", source), random_tokens()
+    nested = NestedRanks(model.train(), SHARES, seed=0)
+    with nested.cut(0.25):
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    down, ups = gradients(model)
+    for each in down.values():
+        rows = each.abs().sum(1) > 0
+        assert rows.tolist() == ([True] * 2 + [False] * 6) * 4
+    for each in ups.values():
+        assert (each.abs().sum(0) > 0).tolist() == [True] * 2 + [False] * 6
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_the_slice(source, tmp_path, checkpointing):
+    model, ids = make("low_rank", source), random_tokens()
+    smaller = sliced(model, 0.5, tmp_path / "slice").train()
+    smaller(ids, labels=ids, use_cache=False).loss.backward()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with NestedRanks(model.train(), SHARES, seed=0).cut(0.5):
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    for own, other in zip(gradients(model), gradients(smaller), strict=True):
+        for name, each in other.items():
+            kept = own[name][: len(each), : each.shape[1]]
+            torch.testing.assert_close(kept, each, rtol=1e-9, atol=1e-12)
+
+
+def draws(model, seed, steps):
+    found = []
+    nested = NestedRanks(model, SHARES, seed)
+    for step in steps:
+        with nested.drawn(step) as share:
+            masks = [layer.self_attn.kv_down.latent_mask.clone() for layer in model.model.layers]
+            assert nested.kept() == pytest.approx(float(torch.cat(masks).mean()))
+            found.append((share, torch.cat(masks).tolist()))
+    assert nested.kept() == 1.0
+    return found
+
+
+def test_draws_follow_from_seed_and_step_alone(source):
+    first = draws(make("blocks", source), 7, range(200))
+    assert draws(make("blocks", source), 7, range(50, 200)) == first[50:]
+    assert draws(make("blocks", source), 8, range(200)) != first
+    alike = [share for share, _ in first if share is not None]
+    assert 0.35 < len(alike) / len(first) < 0.65
+    assert {alike.count(share) > 15 for share in SHARES} == {True}
+    # Blocks of 8 latents, where each draws its own: all shares in each, and not all in one step.
+    apart = torch.tensor([mask for share, mask in first if share is None]).view(-1, 8, 8).sum(-1)
+    assert (apart != apart[:, :1]).any(1).float().mean() > 0.9
+    for block in apart.unbind(1):
+        counts = [int((block == 8 * share).sum()) for share in SHARES]
+        assert sum(counts) == len(block)
+        assert min(counts) > len(block) / 6
+
+
+def reads(model):
+    """Of each block what its latents are read by, and what makes them: U [n, r] and [D, b] [r, ·]."""
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        down = [each.detach().view(each.shape[0], -1) for each in attention.kv_down.parameters()]
+        for rows, readers in zip(attention.latent_slices, attention.latent_readers(), strict=True):
+            yield torch.cat(readers).detach().clone(), torch.cat(down, dim=1)[rows].clone()
+
+
+@pytest.mark.parametrize("kind", ["latent", "low_rank", "blocks", "window", "streaming_blocks"])
+def test_retraction_leaves_the_model_as_it_is_and_its_slices_projections(source, kind):
+    model, ids = make(kind, source), random_tokens()
+    start = [up for up, _ in reads(model)]
+    factors = OrthogonalFactors(model)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    factors.after_step()
+    for name, each in model.state_dict().items():  # nothing was trained
+        torch.testing.assert_close(each, before[name], rtol=1e-9, atol=1e-9)
+
+    bent(model, 0.1)
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+    bases = list(reads(model))
+    factors.after_step()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, use_cache=False).logits, logits, rtol=1e-10, atol=1e-10)
+    for (up, down), (was, rows), whole in zip(reads(model), bases, start, strict=True):
+        assert (up - was).abs().max() > 1e-3
+        basis, size, _ = torch.linalg.svd(whole, full_matrices=False)
+        sigma = 1 / size.log().mean().exp()
+        along = basis @ torch.diag(size**-2) @ basis.mT
+        metric = along + sigma**2 * (torch.eye(len(basis)) - basis @ basis.mT)
+        torch.testing.assert_close(up.mT @ metric @ up, torch.eye(up.shape[1]).double(), rtol=1e-9, atol=1e-9)
+        for rank in range(1, up.shape[1]):
+            columns = was[:, :rank]
+            projected = columns @ torch.linalg.solve(columns.mT @ metric @ columns, columns.mT @ metric @ was @ rows)
+            torch.testing.assert_close(up[:, :rank] @ down[:rank], projected, rtol=1e-8, atol=1e-8)
+
+
+def test_orthonormal_columns_have_the_plain_metric(source):
+    with torch.no_grad():
+        model = KINDS["low_rank"](source)  # whose mixing is a rotation
+    factors = OrthogonalFactors(model)
+    bent(model, 0.1)
+    factors.after_step()
+    for up, _ in reads(model):
+        torch.testing.assert_close(up.mT @ up, torch.eye(up.shape[1]).double(), rtol=0, atol=2e-6)  # fp32 made it
+
+
+def test_refuses_students_that_do_not_nest(source):
+    for kind, message in (("grouped", "layer 0 has no latents"), ("hybrid", "layer 0 has no latents")):
+        with pytest.raises(SurgeryError, match=message):
+            NestedRanks(make(kind, source), SHARES, 0)
+    with pytest.raises(SurgeryError, match=r"LlamaAttention of layer 0 .*--to lowrank"):
+        NestedRanks(source, SHARES, 0)
+    quantized = make("low_rank", source)
+    quantized.config.kv_cache = {"format": "int4"}
+    with pytest.raises(SurgeryError, match="cache is quantised"):
+        NestedRanks(quantized, SHARES, 0)
+    with pytest.raises(SurgeryError, match="layer 0 are read by other layers too"):
+        OrthogonalFactors(make("shared", source))
+    frozen = make("low_rank", source)
+    frozen.model.layers[1].self_attn.kv_down.requires_grad_(False)
+    with pytest.raises(SurgeryError, match="latents of layer 1 trains"):
+        OrthogonalFactors(frozen)
+    flat = make("low_rank", source)
+    with torch.no_grad():
+        for up in (flat.model.layers[0].self_attn.key_up["0"], flat.model.layers[0].self_attn.value_up["0"]):
+            up[:, 3] = up[:, 4]
+    with pytest.raises(SurgeryError, match="layer 0 reads its latents by columns that are not independent"):
+        OrthogonalFactors(flat)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"nested_ranks": [0.5, 0.25]}, "with 1 among them"),
+        ({"nested_ranks": [1.0, 0.5, 0.5]}, "different shares"),
+        ({"nested_ranks": [1.0, 0.0]}, "from above 0 to 1"),
+        ({"nested_ranks": [2.0, 1.0]}, "from above 0 to 1"),
+        ({"nested_ranks": ["half", 1]}, "must be shares such as"),
+        ({"nested_ranks": 0.5}, "must be shares such as"),
+        ({"orthogonal": True}, "give them, or set it to false"),
+        ({"orthogonal": True, "nested_ranks": [1, 0.5], "train": "lora"}, "lora holds still"),
+        ({"orthogonal": True, "nested_ranks": [1, 0.5], "entry_factors": "f"}, "entry_factors hold"),
+    ],
+)
+def test_settings_that_cannot_be(values, message):
+    with pytest.raises(SurgeryError, match=message):
+        HealSettings(**values)
+    assert HealSettings(nested_ranks=["0.25", 1]).nested_ranks == (1.0, 0.25)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, Path]:
+    """A low-rank student whose factors were bent, and its source."""
+    folder = tmp_path_factory.mktemp("models")
+    with torch.no_grad():
+        source = tiny_source("llama", vocab_size=4096)
+        student = bent(lossless_low_rank(source, [low_rank_entry(), low_rank_entry()]), 0.2)
+    for name, each in (("source", source), ("student", student)):
+        each.save_pretrained(folder / name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name / file).write_bytes((DEMO / file).read_bytes())
+    return folder / "student", folder / "source"
+
+
+@pytest.fixture
+def settings(tmp_path, models):
+    nested = {"nested_ranks": list(SHARES), "train": "new", "eval_every": 10}
+    return lambda **others: heal_settings(tmp_path, *models, **{**nested, **others})
+
+
+def tensors(values):
+    return load_file(Path(values["out"]) / "model.safetensors")
+
+
+def test_a_nested_healing_heals_every_slice(settings):
+    values = settings(max_steps=16, learning_rate=5e-3, orthogonal=True, eval_every=8)
+    facts = heal_here(values)
+    first, last = facts["held_out"]["first"], facts["held_out"]["last"]
+    names = {"cross_entropy", "kl", "teacher_cross_entropy"}
+    assert set(last) == names | {f"{name}_at_{share}" for name in ("cross_entropy", "kl") for share in (0.5, 0.25)}
+    for name in ("kl", "kl_at_0.5", "kl_at_0.25"):
+        assert last[name] < 0.9 * first[name], name
+    held_out = log_of(values, "held_out")
+    assert [line["step"] for line in held_out] == [0, 8, 16]
+    means = [sum(value for name, value in line.items() if name.startswith("cross")) / 3 for line in held_out]
+    assert facts["held_out"]["best_cross_entropy"] == pytest.approx(min(means))
+    assert {line["latents"] for line in log_of(values)} >= {1.0, 0.5, 0.25}
+
+
+def test_the_slices_loss_is_that_of_the_sliced_checkpoint(settings, models, tmp_path):
+    facts = heal_here(settings(max_steps=1, recall=0.0))
+    student = AutoModelForCausalLM.from_pretrained(models[0])
+    smaller = tmp_path / "smaller"
+    sliced(student, 0.5, tmp_path / "whole").save_pretrained(smaller)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (smaller / file).write_bytes((DEMO / file).read_bytes())
+    plain = settings(name="plain", max_steps=1, nested_ranks=[]) | {"student": str(smaller)}
+    found = heal_here(plain)["held_out"]["first"]
+    assert facts["held_out"]["first"]["kl_at_0.5"] == pytest.approx(found["kl"], rel=1e-4)
+    assert facts["held_out"]["first"]["cross_entropy_at_0.5"] == pytest.approx(found["cross_entropy"], rel=1e-5)
+
+
+def test_a_resumed_run_draws_what_it_would_have(settings, monkeypatch):
+    whole, parts = (settings(name=name, orthogonal=True, max_steps=5) for name in ("whole", "parts"))
+    heal_here(whole)
+    real = loop.Loop._report
+
+    def stop_after_three(self, *arguments):
+        real(self, *arguments)
+        if self.at.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(loop.Loop, "_report", stop_after_three)
+    with pytest.raises(Interrupted):
+        heal_here(parts)
+    monkeypatch.undo()
+    with pytest.raises(SurgeryError, match=r"was made with nested_ranks \[1.0, 0.5, 0.25\], not"):
+        heal_here(parts | {"nested_ranks": [], "orthogonal": False})
+    heal_here(parts)
+    assert losses_of(parts) == losses_of(whole)
+    assert [line["latents"] for line in log_of(parts)] == [line["latents"] for line in log_of(whole)]
+    assert all(torch.equal(each, tensors(whole)[name]) for name, each in tensors(parts).items())
+
+
+def test_accumulation_draws_once_a_step(settings):
+    common = {"max_steps": 3, "held_out": 0, "orthogonal": True}
+    runs = [settings(name=f"{batch}", batch_size=batch, gradient_accumulation=4 // batch, **common) for batch in (4, 1)]
+    for values in runs:
+        heal_here(values)
+    torch.testing.assert_close(losses_of(runs[1]), losses_of(runs[0]), rtol=1e-4, atol=0)
+    assert [line["latents"] for line in log_of(runs[1])] == [line["latents"] for line in log_of(runs[0])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_processes_train_as_one(settings, sharded):
+    one = settings(name="one", orthogonal=not sharded)
+    two = settings(name="two", orthogonal=not sharded, gradient_accumulation=1)
+    heal_here(one)
+    code, errors = in_two_processes(two, sharded)
+    assert code == 0, errors[-3000:]
+    torch.testing.assert_close(losses_of(two), losses_of(one), rtol=1e-4, atol=0)
+    last = [log_of(run, "held_out")[-1] for run in (one, two)]
+    for name, value in last[0].items():
+        if name.startswith(("cross", "kl")):
+            assert last[1][name] == pytest.approx(value, rel=1e-4), name
+
+
+@pytest.mark.slow
+def test_sharded_factors_are_not_made_orthogonal(settings):
+    code, errors = in_two_processes(settings(orthogonal=True, gradient_accumulation=1), sharded=True)
+    assert code == 1
+    assert "orthogonal needs whole parameters on every process" in errors
+
+
+def in_two_processes(values, sharded) -> tuple[int, str]:
+    """Exit code and errors of a healing by two processes, under FSDP2 as `test_fsdp2` has it or under DDP."""
+    root = Path(__file__).resolve().parents[2]
+    run = [str(Path(__file__).with_name("test_fsdp2.py"))] if sharded else ["-m", "surgery.training.heal", "--config"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *run]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{root / 'tests' / 'support'}"}
+    file = str(settings_file(values))
+    done = subprocess.run([*command, file], capture_output=True, text=True, env=environment, cwd=root)
+    return done.returncode, done.stderr
+
+
+def test_compiled_layers_read_new_masks(source):
+    model, ids = make("blocks", source), random_tokens()
+    nested = NestedRanks(model, SHARES, 0)
+    with torch.no_grad():
+        expected = []
+        for share in SHARES:
+            with nested.cut(share):
+                expected.append(model(ids, use_cache=False).logits)
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+        for share, logits in zip(SHARES, expected, strict=True):
+            with nested.cut(share):
+                torch.testing.assert_close(model(ids, use_cache=False).logits, logits, rtol=1e-10, atol=1e-10)

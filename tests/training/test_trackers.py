@@ -1,0 +1,180 @@
+"""Trackers: refused early, told everything, and never the end of a run."""
+
+import json
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+from healing import heal_here, heal_settings, log_of, losses_of
+from tiny_models import make_checkpoint
+
+from surgery.errors import SurgeryError
+from surgery.training import heal, trackers
+from surgery.training.settings import HealSettings
+from surgery.training.trackers import Tracker, check_tracker
+
+ENVIRONMENT = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture
+def settings(tmp_path, model, monkeypatch):
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    return lambda **others: heal_settings(
+        tmp_path, model, None, **{"max_steps": 2, "eval_every": None, "held_out": 0, **others}
+    )
+
+
+@pytest.fixture
+def no_models(monkeypatch):
+    """That no model is loaded."""
+    monkeypatch.setattr(heal, "load_model", lambda *_: pytest.fail("a model was loaded"))
+
+
+class Service:
+    """Stands for wandb's own package: takes what accelerate's tracker calls."""
+
+    def __init__(self, monkeypatch, *, breaks: str = ""):
+        self.asked, self.logged, self.finished, self._breaks = {}, [], 0, breaks
+        self.disabled = False
+        self.id, self.entity, self.project, self.url = "abc123", "us", "p", "https://example.org/us/p/runs/abc123"
+        self.config = types.SimpleNamespace(update=lambda values, **_: self.asked.update(config=values))
+        self.Settings = lambda **given: given
+        self.__spec__ = pytest.importorskip("wandb").__spec__
+        monkeypatch.setitem(sys.modules, "wandb", self)
+
+    def init(self, **given):
+        if self._breaks == "init":
+            raise RuntimeError("api key is\nnot valid")
+        self.asked |= given
+        return self
+
+    def log(self, values, step=None, **_):
+        if self._breaks == "log":
+            raise ConnectionError("the service went away")
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.finished += 1
+        if self._breaks == "finish":
+            raise ConnectionError("the service went away")
+
+
+def test_wandb_follows_a_run(settings, monkeypatch, tmp_path):
+    service = Service(monkeypatch)
+    values = settings(tracker="wandb", wandb_mode="offline", project="mine", held_out=2, evaluate_every=1, length=96)
+    values |= {"evaluate_tasks": ["recall"], "evaluate_limit": 1, "tracker_folder": str(tmp_path / "kept")}
+    facts = heal_here(values)
+    asked = (service.asked["project"], service.asked["mode"], service.asked["dir"])
+    assert asked == ("mine", "offline", str(tmp_path / "kept")) and (tmp_path / "kept").is_dir()
+    assert service.asked["config"]["max_steps"] == 2
+    named = {(step, name) for step, numbers in service.logged for name in numbers}
+    assert {(1, "loss"), (2, "tokens_per_second"), (0, "held_out/cross_entropy")} <= named
+    assert {(0, "evaluation/recall/accuracy"), (2, "evaluation/recall/accuracy")} <= named
+    assert service.finished == 1
+    assert facts["wandb"] == {"entity": "us", "project": "p", "run_id": "abc123", "url": service.url}
+    assert facts["tracker_failed"] is None
+
+
+@pytest.mark.parametrize("breaks", ["log", "finish"])
+def test_a_tracker_that_fails_does_not_end_the_run(settings, monkeypatch, capsys, breaks):
+    Service(monkeypatch, breaks=breaks)
+    plain, tracked = settings(name="plain"), settings(name="tracked", tracker="wandb", wandb_mode="offline")
+    heal_here(plain)
+    heal_here(tracked)
+    assert losses_of(tracked) == losses_of(plain)
+    assert (Path(tracked["out"]) / "model.safetensors").exists()
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("the tracker failed")]
+    assert said == [
+        f"the tracker failed at {breaks} (the service went away): the run goes on without it, heal.jsonl has everything"
+    ]
+    (failed,) = log_of(tracked, "tracker", finished=False)
+    assert failed["failed"] == f"{breaks}: the service went away"
+    recorded = json.loads((Path(tracked["out"]) / "heal.json").read_text())["tracker_failed"]
+    assert recorded == (failed["failed"] if breaks == "log" else None)  # what comes last is in the run's log alone
+
+
+def test_a_tracker_ends_with_a_run_that_fails(settings, monkeypatch):
+    service = Service(monkeypatch)
+    monkeypatch.setattr(heal.Loop, "run", lambda self: (_ for _ in ()).throw(SurgeryError("no")))
+    with pytest.raises(SurgeryError, match="no"):
+        heal_here(settings(tracker="wandb", wandb_mode="offline"))
+    assert service.finished == 1
+
+
+def test_a_tracker_that_refuses_does_so_before_models_are_loaded(settings, monkeypatch, no_models):
+    Service(monkeypatch, breaks="init")
+    with pytest.raises(SurgeryError, match="wandb does not start: api key is not valid; tracker none"):
+        heal_here(settings(tracker="wandb", wandb_mode="offline"))
+
+
+def test_wandb_online_without_a_login(settings, no_models):
+    pytest.importorskip("wandb")
+    values = settings(tracker="wandb")
+    with pytest.raises(SurgeryError, match="nobody is logged in: run wandb login"):
+        heal_here(values)
+    assert not Path(f"{values['out']}.run").exists()
+
+
+def test_wandb_online_without_a_network(settings, monkeypatch, no_models):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    began = time.monotonic()
+    with pytest.raises(SurgeryError, match=r"cannot be reached at http://127\.0\.0\.1:9 .*wandb_mode offline"):
+        heal_here(settings(tracker="wandb"))
+    assert time.monotonic() - began < 60  # wandb itself tries for minutes
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_wandb_without_a_service(settings, tmp_path, mode):
+    """With the real package: neither needs a login or a network."""
+    pytest.importorskip("wandb")
+    values = settings(tracker="wandb", wandb_mode=mode, tracker_folder=str(tmp_path / "kept"))
+    facts = heal_here(values)
+    assert (facts["steps"], facts["tracker_failed"]) == (2, None)
+    runs = list((tmp_path / "kept").glob("wandb/offline-run-*"))
+    assert len(runs) == (mode == "offline") and bool(facts["wandb"]) == (mode == "offline")
+
+
+def test_keys(settings, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    asked = HealSettings(**settings(tracker="wandb"))
+    with pytest.raises(SurgeryError, match="logged in"):
+        check_tracker(asked)
+    (tmp_path / "no-netrc").write_text("machine api.wandb.ai\n  login user\n  password x\n")
+    check_tracker(asked)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://metrics.example.org")
+    (tmp_path / "no-netrc").write_text("machine metrics.example.org\n  login user\n  password x\n")
+    check_tracker(asked)
+    (tmp_path / "no-netrc").write_text("machine other.example.org\n  login user\n  password x\n")
+    with pytest.raises(SurgeryError, match="logged in"):
+        check_tracker(asked)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_tracker(asked)
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "mlflow", "comet_ml"])
+def test_a_tracker_that_is_not_installed_is_refused_first(settings, monkeypatch, no_models, tracker):
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    values = settings(tracker=tracker)
+    with pytest.raises(SurgeryError, match=f"tracker {tracker} is not installed: pip install {tracker}"):
+        heal_here(values)
+    assert not Path(f"{values['out']}.run").exists()
+
+
+def test_no_tracker_takes_everything():
+    tracker = Tracker()
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish()
+    assert tracker.run() is None and tracker.failed is None
