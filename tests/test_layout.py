@@ -35,6 +35,7 @@ ROOMS = {
     "surgery/attention.py": {"anatomy", "kernels", "rope"},
     "surgery/families": {"anatomy", "errors", "rope"},
     "surgery/attention_tap.py": {"errors"},
+    "surgery/acceleration": {"kernels", "model"},
     "surgery/layer_stream.py": {"errors", "families"},
     "training": {
         "calibration",
@@ -43,6 +44,7 @@ ROOMS = {
         "eval",
         "file_settings",
         "human",
+        "kernels",
         "model",
         "progress",
         "version",
@@ -100,6 +102,7 @@ def test_the_wheel_holds_one_package_and_its_data(tmp_path):
     assert {name.split("/")[0] for name in held if ".dist-info/" not in name} == {"surgery"}
     for name in (
         "surgery/kernels/mla_decode/reference.py",
+        "surgery/kernels/mla_decode/kernel.py",
         "surgery/eval/recall.py",
         "surgery/configs/mla.yaml",
         "surgery/configs/accelerate/fsdp2.yaml",

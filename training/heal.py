@@ -30,6 +30,7 @@ from surgery.errors import SurgeryError
 from surgery.eval.distributed import PATIENCE, Processes
 from surgery.model import register
 from surgery.progress import Progress
+from surgery.training.attention import use_attention
 from surgery.training.balanced import balance_latents
 from surgery.training.cached_teacher import open_logits
 from surgery.training.checkpoints import Checkpoints, latest
@@ -128,6 +129,9 @@ def _heal(
     if teacher is not None:
         set_dtypes(teacher.requires_grad_(False), COMPUTED[accelerator.mixed_precision])
         teacher.to(accelerator.device)
+    for each in (student, teacher):
+        if each is not None:
+            use_attention(each, settings.attention, accelerator.device)
     factors = read_factors(settings.entry_factors, student) if settings.entry_factors else {}
     shapes = {name: tuple(each.shape) for name, each in teacher.named_parameters()} if teacher is not None else None
     masks = all(honours_document_masks(each, settings.length) for each in (student, teacher) if each is not None)

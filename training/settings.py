@@ -17,6 +17,7 @@ TRAIN = ("all", "attention", "new", "lora")
 SCHEDULES = ("cosine", "linear", "constant")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu")
+ATTENTION = ("auto", "model", "surgery")
 WANDB_MODES = ("online", "offline", "disabled")
 NO_TRACKER = "none"
 EVALUATIONS = ("loss", "recall", "needle", "ruler")
@@ -73,6 +74,8 @@ class HealSettings(FileSettings):
         max_tokens, max_seconds, max_steps: the budget; whichever is used up first ends the run, and the schedule runs
             over it. Seconds are those of training over all resumed runs, without loading and without measuring: neither
             held-out losses nor evaluations take of them.
+        attention: function of it: "surgery", the project's kernel for keys and values of different widths, "model", what
+            the model is loaded with, or "auto": on a CPU PyTorch's fused kernel for any widths, on a GPU the model's.
         dtype: what is computed in; weights that train are fp32 whatever it is. "auto" is bf16 on an accelerator that
             can, and fp32 elsewhere.
         device: "auto" is what accelerate finds, "cpu" keeps off accelerators.
@@ -133,6 +136,7 @@ class HealSettings(FileSettings):
     max_tokens: int | None = 10_000_000
     max_seconds: float | None = None
     max_steps: int | None = None
+    attention: str = "auto"
     dtype: str = "auto"
     device: str = "auto"
     gradient_checkpointing: bool = False
@@ -169,6 +173,7 @@ class HealSettings(FileSettings):
             object.__setattr__(self, name, _as_float(name, getattr(self, name)))
         for name, allowed in (("train", TRAIN), ("schedule", SCHEDULES), ("dtype", DTYPES), ("device", DEVICES)):
             _choose(name, getattr(self, name), allowed)
+        _choose("attention", self.attention, ATTENTION)
         _choose("wandb_mode", self.wandb_mode, WANDB_MODES)
         for task in self.evaluate_tasks:
             _choose("evaluate_tasks", task, EVALUATIONS)

@@ -1,0 +1,121 @@
+"""Prefill attention as transformers calls attention: what `surgery.accelerate` registers under a name of its own.
+
+Whether a mask is causal cannot be seen without waiting for the device, so it goes by the mask's form: None is causal
+attention, [B, S] is causal attention with padding, and any other mask goes to PyTorch's own attention. So do dropout,
+attention that is not causal, and whatever no kernel takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from surgery.kernels.backend import refusal
+from surgery.kernels.mla_prefill.operator import WIDEST, mla_prefill
+from surgery.kernels.mla_prefill.reference import document_bounds, visible_slots
+
+
+def prefill_attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    documents: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention with the signature of transformers' AttentionInterface, differentiable.
+
+    Without a mask and with more slots than queries, queries are the first slots, as in transformers' `sdpa`, which
+    leaves the mask out then only for a static cache that is still empty. With a mask [B, S] they are the last.
+
+    Args:
+        module: whose attention it is; `is_causal` is read where the argument is None.
+        query: [B, H, T, c], rotated.
+        key: [B, K, S, c].
+        value: [B, K, S, v].
+        attention_mask: None; [B, S], nonzero for tokens that are no padding, which stand together in each row; or
+            [B or 1, H or 1, T, S], boolean or added to the logits.
+        dropout: of the attention weights.
+        scaling: of the logits; None for c^-½.
+        sliding_window: how many latest slots a query sees; a mask with four axes is taken to say so itself.
+        documents: int32 [B, S], as in `mla_prefill`.
+
+    Returns:
+        [B, T, H, v], contiguous, and None in place of weights.
+
+    Raises:
+        ValueError: a softcap, which is not computed here, or a mask of another form.
+    """
+    if kwargs.get("softcap") is not None:
+        raise ValueError("attention 'surgery' computes no softcap: take the implementation 'eager'")
+    _check_mask(attention_mask, key)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    tokens = query.shape[2]
+    if attention_mask is None and causal and 1 < tokens < key.shape[2]:
+        key, value = key[:, :, :tokens], value[:, :, :tokens]
+        documents = None if documents is None else documents[:, :tokens]
+    masks: dict[str, Any] = {"causal": causal, "window": sliding_window if causal else None}
+    if attention_mask is not None and attention_mask.ndim == 2:
+        masks |= _padding(attention_mask)
+    spelled = attention_mask is not None and attention_mask.ndim == 4
+    unfit = refusal(query, key, value) is not None or max(query.shape[-1], value.shape[-1]) > WIDEST
+    if not (spelled or unfit or dropout or not causal):
+        return mla_prefill(query, key, value, scaling, documents=documents, **masks)[0], None
+    mask = attention_mask if spelled else _mask(query, key, documents, masks)
+    if spelled and documents is not None:
+        same = visible_slots(
+            tokens, key.shape[2], causal=causal, bounds=document_bounds(documents), device=query.device
+        )[:, None]
+        mask = mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, torch.finfo(mask.dtype).min)
+    return _torch_attention(query, key, value, mask, causal and tokens > 1, dropout, scaling), None
+
+
+def _check_mask(mask: Tensor | None, key: Tensor) -> None:
+    if mask is not None and mask.ndim != 4 and mask.shape != (key.shape[0], key.shape[2]):
+        expected = f"[{key.shape[0]}, {key.shape[2]}] or four axes"
+        raise ValueError(f"attention 'surgery': a mask {list(mask.shape)} is none that it knows; give {expected}")
+
+
+def _padding(mask: Tensor) -> dict[str, Tensor]:
+    """`starts` and `lengths` of a mask [B, S] whose tokens stand together."""
+    there = (mask != 0).int()
+    starts = there.argmax(1)
+    return {"starts": starts.int(), "lengths": (starts + there.sum(1)).int()}
+
+
+def _mask(query: Tensor, key: Tensor, documents: Tensor | None, masks: dict[str, Any]) -> Tensor | None:
+    """What PyTorch's attention is given for a mask that was not spelled out: None where `is_causal` says it."""
+    tokens, slots = query.shape[2], key.shape[2]
+    window = masks["window"]
+    hidden = documents is not None or "starts" in masks or (window is not None and window < slots)
+    if not hidden:
+        return None
+    bounds = None if documents is None else document_bounds(documents)
+    return visible_slots(tokens, slots, bounds=bounds, device=query.device, **masks)[:, None]
+
+
+def _torch_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float, scale: float
+) -> Tensor:
+    """PyTorch's attention; on the CPU its fused kernel, which wants keys and values of one width."""
+    width, value_width = query.shape[-1], value.shape[-1]
+    if query.device.type == "cpu" and width != value_width:
+        widest = max(width, value_width)
+        query, key = (pad(tensor, (0, widest - width)) for tensor in (query, key))
+        value = pad(value, (0, widest - value_width))
+    group = query.shape[1] // key.shape[1]
+    if group > 1:
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    out = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal and mask is None, scale=scale
+    )
+    return out[..., :value_width].transpose(1, 2).contiguous()

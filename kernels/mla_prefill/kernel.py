@@ -1,0 +1,261 @@
+r"""The forward kernel: a program takes a block of queries of one head through the keys that they see.
+
+FlashAttention-2 (Dao, arXiv 2307.08691, algorithm 1): the softmax is computed online in fp32 with exp2, the scale and
+log2 e folded into the logits. Keys are 128 + 64 wide without padding to 256: a row is two power-of-two tiles
+(`tiles.parts_of`), two products add up to the logits, and values of an odd width have two accumulators.
+
+Each query sees one interval of slots (`tiles.interval`). Keys that all queries of the block see are gone through
+without a mask; only blocks at the ends of the intervals have one. Late queries, which see most, start first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surgery.kernels.launch import Config, Launch
+from surgery.kernels.mla_prefill.tiles import (
+    LN2,
+    LOG2E,
+    interval,
+    key_blocks,
+    load_part,
+    parts_of,
+    row_limits,
+    store_part,
+)
+
+
+def default_config(itemsize: int, capability: int) -> Config:
+    """A configuration that fits and, in 16 bits and up to 192 and 128 numbers a head, spills nothing.
+
+    Args:
+        itemsize: bytes of a number.
+        capability: 80 keeps queries in registers, which a block of 64 fills; 90 reads them from shared memory.
+    """
+    if itemsize > 2:
+        return Config(block_rows=32, block_tokens=32, warps=4, stages=1)
+    if capability < 90:
+        return Config(block_rows=64, block_tokens=32, warps=4, stages=2)
+    return Config(block_rows=128, block_tokens=64, warps=8, stages=2)
+
+
+def capability_of(device: torch.device) -> int:
+    """80 for compute capability 8.0; 90 for whatever is no GPU."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def masking(
+    query: Tensor,
+    key: Tensor,
+    window: int | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    bounds: Tensor | None,
+    offsets: Tensor | None,
+) -> dict:
+    """Arguments of every kernel that say who sees what."""
+    return {
+        "starts": starts,
+        "lengths": lengths,
+        "bounds": bounds,
+        "bounds_size": 0 if bounds is None else bounds[0].numel(),
+        "offsets": offsets,
+        "window": window,
+        "tokens": query.shape[2],
+        "slots": key.shape[2],
+    }
+
+
+def strides_of(name: str, tensor: Tensor) -> dict[str, int]:
+    """Batch, head and token strides of [B, heads, tokens, ·], whose last stride must be 1."""
+    return dict(zip((f"{name}_batch", f"{name}_head", f"{name}_token"), tensor.stride()[:3], strict=True))
+
+
+def launches(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    bounds: Tensor | None = None,
+    offsets: Tensor | None = None,
+    config: Config | None = None,
+) -> list[Launch]:
+    """The launch that fills `out` [B, T, H, v] and `lse` [B, H, T] fp32, contiguous; see `operator.mla_prefill`.
+
+    The last strides of query, key and value must be 1.
+    """
+    batch, heads, tokens, key_width = query.shape
+    value_width = value.shape[-1]
+    config = config or default_config(query.dtype.itemsize, capability_of(query.device))
+    arguments = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "out": out,
+        "lse": lse,
+        "scale": scale,
+        **masking(query, key, window, starts, lengths, bounds, offsets),
+        "heads": heads,
+        **strides_of("query", query),
+        **strides_of("key", key),
+        **strides_of("value", value),
+        "GROUP": heads // key.shape[1],
+        "CAUSAL": causal,
+        "K": key_width,
+        "K0": parts_of(key_width)[0],
+        "K1": parts_of(key_width)[1],
+        "V": value_width,
+        "V0": parts_of(value_width)[0],
+        "V1": parts_of(value_width)[1],
+        "BLOCK_Q": config.block_rows,
+        "BLOCK_K": config.block_tokens,
+    }
+    grid = (triton.cdiv(tokens, config.block_rows), heads, batch)
+    return [Launch(forward_kernel, grid, arguments, warps=config.warps, stages=config.stages)]
+
+
+@triton.jit
+def forward_kernel(
+    query,
+    key,
+    value,
+    out,
+    lse,
+    scale,
+    starts,
+    lengths,
+    bounds,
+    bounds_size,
+    offsets,
+    window,
+    tokens,
+    slots,
+    heads,
+    query_batch,
+    query_head,
+    query_token,
+    key_batch,
+    key_head,
+    key_token,
+    value_batch,
+    value_head,
+    value_token,
+    GROUP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    K: tl.constexpr,
+    K0: tl.constexpr,
+    K1: tl.constexpr,
+    V: tl.constexpr,
+    V0: tl.constexpr,
+    V1: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program: BLOCK_Q queries of one head."""
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK_Q
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    key += batch * key_batch + head // GROUP * key_head
+    value += batch * value_batch + head // GROUP * value_head
+    if bounds is not None:
+        bounds += batch * slots
+    first, behind, offset = row_limits(starts, lengths, offsets, batch, tokens, slots)
+
+    row = tl.arange(0, BLOCK_Q)
+    token = block.to(tl.int32) + row
+    inside = token < tokens
+    low, high, there = interval(offset + token, first, behind, window, bounds, bounds_size, CAUSAL)
+    there = there & inside
+    begin, full_begin, full_end, end = key_blocks(low, high, there, slots, BLOCK_K)
+
+    query += batch * query_batch + head * query_head + block * query_token
+    query0 = load_part(query, query_token, row, there, 0, K0, K, True)
+    query1 = query0
+    if K1 > 0:
+        query1 = load_part(query, query_token, row, there, K0, K1, K, True)
+    scale2 = scale * LOG2E
+    most = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    mixed0 = tl.zeros([BLOCK_Q, V0], tl.float32)
+    mixed1 = tl.zeros([BLOCK_Q, V1 if V1 > 0 else 16], tl.float32)
+
+    # Without anything that hides the first keys there is nothing to mask there.
+    if window is not None or starts is not None or bounds is not None:
+        mixed0, mixed1, most, total = attend(
+            mixed0, mixed1, most, total, query0, query1, key, value, key_token, value_token,
+            begin, tl.minimum(full_begin, end), first, behind, low, high, scale2,
+            K, K0, K1, V, V0, V1, BLOCK_K, True,
+        )  # fmt: skip
+    mixed0, mixed1, most, total = attend(
+        mixed0, mixed1, most, total, query0, query1, key, value, key_token, value_token,
+        full_begin, full_end, first, behind, low, high, scale2,
+        K, K0, K1, V, V0, V1, BLOCK_K, False,
+    )  # fmt: skip
+    mixed0, mixed1, most, total = attend(
+        mixed0, mixed1, most, total, query0, query1, key, value, key_token, value_token,
+        full_end, end, first, behind, low, high, scale2,
+        K, K0, K1, V, V0, V1, BLOCK_K, True,
+    )  # fmt: skip
+
+    sees = there & (total > 0)
+    share = tl.where(sees, 1.0 / tl.where(sees, total, 1.0), 0.0)
+    log = tl.where(sees, (most + tl.log2(tl.where(sees, total, 1.0))) * LN2, -float("inf"))
+    tl.store(lse + (batch * heads + head) * tokens + token, log, mask=inside)
+    out += (batch * tokens + block) * heads * V + head * V
+    store_part(out, heads * V, row, inside, mixed0 * share[:, None], 0, V0, V)
+    if V1 > 0:
+        store_part(out, heads * V, row, inside, mixed1 * share[:, None], V0, V1, V)
+
+
+@triton.jit
+def attend(
+    mixed0, mixed1, most, total, query0, query1, key, value, key_token, value_token,
+    begin, end, first, behind, low, high, scale2,
+    K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BLOCK_K: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Takes the online softmax on through keys `begin` to `end`; without MASK all queries see all of them."""
+    row = tl.arange(0, BLOCK_K)
+    for start in tl.range(begin, end, BLOCK_K):
+        slot = start + row
+        there = (slot >= first) & (slot < behind)
+        keys = key + tl.cast(start, tl.int64) * key_token
+        values = value + tl.cast(start, tl.int64) * value_token
+        logits = tl.dot(
+            query0, tl.trans(load_part(keys, key_token, row, there, 0, K0, K, MASK)), input_precision="ieee"
+        )
+        if K1 > 0:
+            part = load_part(keys, key_token, row, there, K0, K1, K, MASK)
+            logits = tl.dot(query1, tl.trans(part), acc=logits, input_precision="ieee")
+        if MASK:
+            seen = (slot[None, :] >= low[:, None]) & (slot[None, :] < high[:, None])
+            logits = tl.where(seen, logits, -float("inf"))
+        new = tl.maximum(most, tl.max(logits, axis=1) * scale2)
+        # A query that has seen nothing yet has no maximum to subtract.
+        least = tl.where(new == -float("inf"), 0.0, new) if MASK else new
+        weights = tl.exp2(logits * scale2 - least[:, None])
+        decay = tl.exp2(most - least)
+        total = total * decay + tl.sum(weights, axis=1)
+        most = new
+        weights = weights.to(value.dtype.element_ty)
+        mixed0 = mixed0 * decay[:, None]
+        mixed0 = tl.dot(
+            weights, load_part(values, value_token, row, there, 0, V0, V, MASK), acc=mixed0, input_precision="ieee"
+        )
+        if V1 > 0:
+            part = load_part(values, value_token, row, there, V0, V1, V, MASK)
+            mixed1 = tl.dot(weights, part, acc=mixed1 * decay[:, None], input_precision="ieee")
+    return mixed0, mixed1, most, total

@@ -1,0 +1,167 @@
+r"""Attention of many queries at once in plain PyTorch: what the kernels of this operation must reproduce.
+
+Softmax attention whose keys and values may differ in width, as the expanded heads of multi-head latent attention do
+(DeepSeek-V2, arXiv 2405.04434, equations 9-19: 128 + 64 numbers of a key, 128 of a value).
+
+Whatever hides tokens here leaves each query one interval of slots, and both its ends grow with the query: padding on
+either side, causality, a window, documents that stand one after the other. The kernels live on that.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.backend import DTYPES
+
+
+def document_bounds(documents: Tensor) -> Tensor:
+    """For every slot the first slot of its document and the one behind its last: documents [B, S] → int32 [2, B, S].
+
+    Tokens of one document stand together: a number that comes again further on is another document.
+    """
+    slots = documents.shape[1]
+    index = torch.arange(slots, device=documents.device)
+    differs = documents[:, 1:] != documents[:, :-1]
+    first = torch.nn.functional.pad(differs, (1, 0)) * index
+    behind = torch.where(torch.nn.functional.pad(differs, (0, 1), value=True), index + 1, slots)
+    return torch.stack([first.cummax(1).values, behind.flip(1).cummin(1).values.flip(1)]).int()
+
+
+def visible_slots(
+    tokens: int,
+    slots: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    bounds: Tensor | None = None,
+    offsets: Tensor | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Which slots each query sees: bool [B or 1, T, S]; arguments as those of `mla_prefill.operator.mla_prefill`.
+
+    `bounds` are the `document_bounds` of documents.
+    """
+    slot = torch.arange(slots, device=device)
+    first = 0 if starts is None else starts[:, None, None]
+    behind = slots if lengths is None else lengths[:, None, None]
+    offset = torch.tensor([slots - tokens], device=device) if offsets is None else offsets
+    query = (torch.arange(tokens, device=device) + offset[:, None])[:, :, None]
+    visible = (slot >= first) & (slot < behind) & (query >= first) & (query < behind) & (query < slots) & (query >= 0)
+    if causal:
+        visible = visible & (slot <= query)
+    if window is not None:
+        visible = visible & (slot > query - window)
+    if bounds is not None:
+        place = query[..., 0].clamp(0, slots - 1).long().expand(bounds.shape[1], -1)
+        low, high = (bound.gather(1, place)[:, :, None] for bound in bounds)
+        visible = visible & (slot >= low) & (slot < high)
+    return visible
+
+
+def prefill_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    bounds: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention, and the logarithm of each query's sum of exponentials; differentiable in both.
+
+    Needs memory for all logits [B, H, T, S], in fp32 for narrower dtypes.
+
+    Args:
+        query: [B, H, T, c].
+        key: [B, K, S, c].
+        value: [B, K, S, v].
+        scale: multiplies the logits.
+        causal, window, starts, lengths, bounds, offsets: see `visible_slots`.
+
+    Returns:
+        [B, T, H, v] in the dtype of `query`, and [B, H, T] in fp32 (fp64 for fp64).
+    """
+    dtype, given = torch.float32 if query.dtype in DTYPES else query.dtype, query.dtype
+    batch, heads, tokens, _ = query.shape
+    kv_heads, slots = key.shape[1:3]
+    visible = visible_slots(
+        tokens,
+        slots,
+        causal=causal,
+        window=window,
+        starts=starts,
+        lengths=lengths,
+        bounds=bounds,
+        offsets=offsets,
+        device=query.device,
+    )
+    sees = visible.any(-1)[:, None, None]  # [B or 1, 1, 1, T]
+    seen = visible.any(-2)[:, None, :, None]  # [B or 1, 1, S, 1]
+    # What is not seen may hold NaN.
+    query = query.to(dtype).unflatten(1, (kv_heads, heads // kv_heads)).masked_fill(~sees[..., None], 0)
+    key, value = key.to(dtype).masked_fill(~seen, 0), value.to(dtype).masked_fill(~seen, 0)
+    visible = visible[:, None, None]
+    logits = torch.einsum("bkgtc,bksc->bkgts", query, key) * scale
+    logits = logits.masked_fill(~visible, -torch.inf).masked_fill(~sees[..., None], 0)
+    log = logits.logsumexp(-1)
+    weights = (logits - log[..., None]).exp().masked_fill(~visible, 0)
+    mixed = torch.einsum("bkgts,bksv->btkgv", weights, value)
+    out = mixed.reshape(batch, tokens, heads, value.shape[-1]).to(given)
+    return out, log.masked_fill(~sees, -torch.inf).flatten(1, 2)
+
+
+def prefill_gradients(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *masks: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `prefill_attention` in query, key and value, written out.
+
+    An operator's own code cannot ask autograd for them: where it runs, autograd may already be past.
+
+    Args:
+        grad_out: [B, T, H, v].
+        grad_lse: [B, H, T]; None for zeros.
+        masks: as those of `prefill_attention`, in order.
+    """
+    causal, window, starts, lengths, bounds, offsets = masks
+    given, dtype = query.dtype, torch.float32 if query.dtype in DTYPES else query.dtype
+    kv_heads, slots = key.shape[1:3]
+    visible = visible_slots(
+        query.shape[2],
+        slots,
+        causal=causal,
+        window=window,
+        starts=starts,
+        lengths=lengths,
+        bounds=bounds,
+        offsets=offsets,
+        device=query.device,
+    )
+    sees, seen = visible.any(-1)[:, None, None, :, None], visible.any(-2)[:, None, :, None]
+    visible = visible[:, None, None]
+    query = query.to(dtype).unflatten(1, (kv_heads, -1)).masked_fill(~sees, 0)
+    grad = grad_out.to(dtype).transpose(1, 2).unflatten(1, (kv_heads, -1)).masked_fill(~sees, 0)
+    key, value = key.to(dtype).masked_fill(~seen, 0), value.to(dtype).masked_fill(~seen, 0)
+    logits = torch.einsum("bkgtc,bksc->bkgts", query, key) * scale
+    logits = logits.masked_fill(~visible, -torch.inf).masked_fill(~sees, 0)
+    weights = logits.softmax(-1).masked_fill(~visible, 0)
+    grad_weights = torch.einsum("bkgtv,bksv->bkgts", grad, value)
+    shift = (weights * grad_weights).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        shift = shift - grad_lse.to(dtype).unflatten(1, (kv_heads, -1))[..., None].masked_fill(~sees, 0)
+    grad_logits = weights * (grad_weights - shift) * scale
+    grad_query = torch.einsum("bkgts,bksc->bkgtc", grad_logits, key).flatten(1, 2)
+    grad_key = torch.einsum("bkgts,bkgtc->bksc", grad_logits, query)
+    grad_value = torch.einsum("bkgts,bkgtv->bksv", weights, grad)
+    return grad_query.to(given), grad_key.to(given), grad_value.to(given)

@@ -1,0 +1,95 @@
+"""What the kernels of this operation share: rows of any width in two power-of-two parts, and who sees which slots."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+def parts_of(width: int) -> tuple[int, int]:
+    """Sizes of the tiles that hold a row: 192 → 128 + 64, 128 → 128 + 0, 112 → 64 + 64, its last 16 masked.
+
+    The first is the largest power of two in `width`, the second the least that holds the rest; matrix instructions
+    want 16 numbers at least.
+    """
+    first = max(16, 1 << (width.bit_length() - 1))
+    rest = max(width - first, 0)
+    return first, max(16, triton.next_power_of_2(rest)) if rest else 0
+
+
+@triton.jit
+def load_part(
+    base, stride, row, there, FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr
+):
+    """Numbers FROM to FROM + SIZE of rows, zero behind WIDTH and, with MASK, in rows that are not there."""
+    column = FROM + tl.arange(0, SIZE)
+    place = base + row[:, None] * stride + column[None, :]
+    if MASK:
+        tile = tl.load(place, mask=there[:, None] & (column < WIDTH)[None, :], other=0.0)
+    elif FROM + SIZE > WIDTH:
+        tile = tl.load(place, mask=(column < WIDTH)[None, :], other=0.0)
+    else:
+        tile = tl.load(place)
+    return tile
+
+
+@triton.jit
+def store_part(base, stride, row, there, tile, FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Writes what `load_part` reads."""
+    column = FROM + tl.arange(0, SIZE)
+    place = base + row[:, None] * stride + column[None, :]
+    tl.store(place, tile.to(base.dtype.element_ty), mask=there[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def row_limits(starts, lengths, offsets, batch, tokens, slots):
+    """First and behind-the-last slot of a row of the batch that are no padding, and the slot of its first query."""
+    first = 0
+    behind = slots
+    offset = slots - tokens
+    if starts is not None:
+        first = tl.maximum(tl.load(starts + batch), 0)
+    if lengths is not None:
+        behind = tl.minimum(tl.load(lengths + batch), slots)
+    if offsets is not None:
+        offset = tl.load(offsets + batch)
+    return first, behind, offset
+
+
+@triton.jit
+def interval(slot, first, behind, window, bounds, bounds_size, CAUSAL: tl.constexpr):
+    """Slots from `low` to before `high` that queries at slots see, and which of these are queries at all.
+
+    `bounds` is the row's part of the first of two planes, each `bounds_size` long.
+    """
+    there = (slot >= first) & (slot < behind)
+    low = tl.zeros_like(slot) + first
+    high = tl.zeros_like(slot) + behind
+    if CAUSAL:
+        high = tl.minimum(high, slot + 1)
+    if window is not None:
+        low = tl.maximum(low, slot - window + 1)
+    if bounds is not None:
+        low = tl.maximum(low, tl.load(bounds + slot, mask=there, other=0))
+        if not CAUSAL:
+            high = tl.minimum(high, tl.load(bounds + bounds_size + slot, mask=there, other=0))
+    return low, high, there
+
+
+@triton.jit
+def key_blocks(low, high, there, slots, BLOCK: tl.constexpr):
+    """Where the loop of a block of queries over keys begins, where keys begin and end that all see, and where it ends.
+
+    All but the end are multiples of BLOCK, and they ascend; keys between the second and the third need no mask.
+    Queries that are none count for nothing.
+    """
+    begin = tl.min(tl.where(there, low, slots), axis=0) // BLOCK * BLOCK
+    end = tl.max(tl.where(there, high, 0), axis=0)
+    full_begin = tl.cdiv(tl.max(tl.where(there, low, 0), axis=0), BLOCK) * BLOCK
+    full_end = tl.min(tl.where(there, high, slots), axis=0) // BLOCK * BLOCK
+    full_begin = tl.minimum(tl.maximum(full_begin, begin), tl.maximum(end, begin))
+    full_end = tl.maximum(tl.minimum(full_end, end), full_begin)
+    return begin, full_begin, full_end, end

@@ -1,0 +1,75 @@
+"""The attention function of training: the model's own numbers and gradients, on PyTorch's fused kernel."""
+
+import pytest
+import torch
+from own_models import VOCAB, tiny_source, tokens
+from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+from surgery.errors import SurgeryError
+from surgery.training.attention import use_attention
+
+CPU = torch.device("cpu")
+
+
+def mla():
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=20,
+        q_lora_rank=None,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=6,
+        initializer_range=0.2,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def loss_and_gradients(model, **call):
+    model.zero_grad()
+    loss = model(tokens(), labels=tokens(), use_cache=False, **call).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]]).expand(2, -1)
+
+
+@pytest.mark.parametrize("choice", ["auto", "surgery"])
+@pytest.mark.parametrize("call", [{}, {"position_ids": PACKED}])
+@pytest.mark.parametrize("make", [mla, lambda: tiny_source("llama"), lambda: tiny_source("mistral")])
+def test_losses_and_gradients_are_the_models_own(make, call, choice):
+    with torch.no_grad():
+        model = make()
+    model.train()
+    expected = loss_and_gradients(model, **call)
+    assert use_attention(model, choice, CPU) == model.config._attn_implementation
+    for found, wanted in zip(loss_and_gradients(model, **call), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-3)
+
+
+def test_no_weights_are_held():
+    """PyTorch's fused kernel runs, and not the one that computes all weights."""
+    model = mla()
+    for choice, fused in (("model", False), ("auto", True)):
+        use_attention(model, choice, CPU)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss_and_gradients(model)
+        names = {event.key for event in profile.key_averages()}
+        assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in names) == fused
+
+
+def test_what_is_left_alone():
+    model = mla()
+    assert not use_attention(model, "model", CPU)
+    assert not use_attention(model, "auto", torch.device("cuda"))
+    model.set_attn_implementation("eager")
+    assert not use_attention(model, "auto", CPU)
+    with pytest.raises(SurgeryError, match="attention to model"):
+        use_attention(model, "surgery", CPU)
