@@ -1,0 +1,96 @@
+"""Grouped-query attention of a few new tokens over a cache, in plain PyTorch: what the kernel must reproduce.
+
+Ainslie et al., "GQA", arXiv 2305.13245: query head h reads KV head h // (H / G). G = H is multi-head attention, G = 1
+multi-query attention. Computed in float32 at least, whatever the inputs are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def grouped_query_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    pages: Tensor | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the last T of each row's tokens over all that they may see; arguments as of `gqa_decode`.
+
+    Returns:
+        out [B, T, H, v] in the query's dtype and lse [B, T, H] in float32, of float64 queries in float64.
+    """
+    if pages is not None:
+        key, value = paged_tokens(key, pages), paged_tokens(value, pages)
+    rows, tokens, capacity = query.shape[0], query.shape[1], key.shape[2]
+    ends = all_rows(capacity, rows, query.device) if lengths is None else lengths
+    held = torch.arange(capacity, device=query.device) < ends[:, None]
+    return attention(query, key, value, scale, visible(held, ends, starts, tokens, window))
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention under a mask.
+
+    Args:
+        query: [B, T, H, d]
+        key: [B, G, S, d]
+        value: [B, G, S, v]
+        scale: multiplies the logits.
+        seen: boolean [B, T, S]. What no query sees may be NaN.
+    """
+    if not key.shape[2]:  # a maximum of nothing is none; one token that nobody sees changes nothing
+        key, value = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (key, value))
+        seen = F.pad(seen, (0, 1))
+    wide = torch.promote_types(query.dtype, torch.float32)
+    anyone = seen.any(dim=1)[:, None, :, None]
+    key, value = (tensor.to(wide).masked_fill(~anyone, 0.0) for tensor in (key, value))
+    grouped = query.to(wide).unflatten(2, (key.shape[1], -1))
+    logits = torch.einsum("btgrd,bgsd->btgrs", grouped, key) * scale
+    logits = logits.masked_fill(~seen[:, :, None, None], -torch.inf)
+    # The gradients of softmax and logsumexp are NaN where there is nothing to see; these are not.
+    most = logits.detach().amax(dim=-1, keepdim=True)
+    weights = (logits - torch.where(most.isfinite(), most, 0.0)).exp()
+    total = weights.sum(dim=-1, keepdim=True)
+    some = total > 0
+    safe = torch.where(some, total, 1.0)
+    out = torch.einsum("btgrs,bgsv->btgrv", weights / safe, value)
+    lse = torch.where(some, safe.log() + most, -torch.inf)
+    return out.flatten(2, 3).to(query.dtype), lse.squeeze(-1).flatten(2, 3)
+
+
+def visible(held: Tensor, ends: Tensor, starts: Tensor | None, tokens: int, window: int | None) -> Tensor:
+    """Boolean [B, T, S]: which tokens the last T of each row see.
+
+    Args:
+        held: boolean [B, S], tokens that are there at all.
+        ends: [B], tokens of each row: query t stands at `ends - T + t`.
+        starts: [B], the first token of each row that is no padding; None is 0.
+        tokens: T.
+        window: latest tokens that a query sees, itself included; None for all.
+    """
+    token = torch.arange(held.shape[1], device=held.device)
+    position = (ends[:, None] - tokens + torch.arange(tokens, device=held.device))[:, :, None]
+    seen = held[:, None] & (token <= position)
+    if starts is not None:
+        seen = seen & (token >= starts[:, None, None])
+    return seen if window is None else seen & (token > position - window)
+
+
+def paged_tokens(pool: Tensor, pages: Tensor) -> Tensor:
+    """Pages [P, G, page, ·] and each row's page numbers [B, n] → the rows' tokens [B, G, n·page, ·].
+
+    Numbers of pages that a row does not use may be anything; they are read as page 0 or the last one.
+    """
+    found = pool[pages.long().clamp(0, pool.shape[0] - 1)]
+    return found.transpose(1, 2).flatten(2, 3)
+
+
+def all_rows(tokens: int, rows: int, device: torch.device) -> Tensor:
+    """The same length for every row, int32 [B]."""
+    return torch.full((rows,), tokens, dtype=torch.int32, device=device)

@@ -1,0 +1,400 @@
+r"""Grouped-query decoding over codes of 8, 4 or 2 bits. Scales are folded into what meets the codes.
+
+Keys by channel: a step stays in one group of tokens, whose scales s and zero points z [d] go into the query,
+
+    q · k = (q ∘ s) · c + q · z
+
+Keys by token: each group g of channels is a product of its own, of which token n's scale is a factor,
+
+    q · k_n = Σ_g s_ng (q_g · c_ng) + z_ng Σ q_g
+
+Values by token: the rows of the tile are a query head for every group of channels, and row (g, h) mixes all channels
+with weights p_n s_ng, of which group g is right and is stored. Decoding has rows to spare: it pads them to 16.
+
+    out_hg = Σ_n (p_hn s_ng) c_ng + Σ_n p_hn z_ng
+
+The products' operands are rounded to the query's dtype, the sums are fp32. In fp16, where p s may be too small, s is
+measured in units of the greatest so far.
+
+Tokens that share a byte are products of their own (attention does not care about the order of tokens), and so are
+the even and odd channels of values: pairs of bytes are read from shared memory transposed, single ones cannot be.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surgery.kernels.gqa_decode.kernel import reach, row_length
+from surgery.kernels.gqa_decode_quantized.reference import BITS, group_size
+from surgery.kernels.launch import Config, Launch
+from surgery.kernels.split_kv import LN2, LOG2E, merge_launch, processors, split_count, split_tokens
+
+MOST_STEP = 128
+"""Tokens of a step at most; larger groups of keys must be multiples of a step."""
+
+
+def default_config(query: Tensor, value_scale: Tensor, group: int, keys: str) -> Config:
+    """A step has one group of keys, loaded well ahead; more than 16 rows need eight warps' registers."""
+    pairs = query.shape[1] * (query.shape[2] // value_scale.shape[1])
+    rows = min(max(triton.next_power_of_2(pairs * value_scale.shape[-1]), 16), 64)
+    step = group if keys == "channel" and group < 64 else 64
+    return Config(block_rows=rows, block_tokens=step, warps=4 if rows == 16 else 8, stages=4)
+
+
+def step_tokens(config: Config, format: str, group: int, keys: str) -> int | None:
+    """Tokens of a step: the configured ones, or a whole group of keys by channel that they do not divide.
+
+    None if such a group is larger than `MOST_STEP`.
+    """
+    if keys == "token" or group % config.block_tokens == 0:
+        return config.block_tokens
+    return group if group <= MOST_STEP else None
+
+
+def pairs_of(query: Tensor, value_scale: Tensor, config: Config) -> int:
+    """Pairs of a new token and a query head in one program; each is as many rows as values have groups."""
+    pairs = query.shape[1] * (query.shape[2] // value_scale.shape[1])
+    return min(pairs, max(config.block_rows // value_scale.shape[-1], 1))
+
+
+def default_splits(query: Tensor, value_scale: Tensor, window: int | None, config: Config) -> int:
+    """Splits of each row's tokens, from shapes alone; the programs are small, so twice as many as of others."""
+    if config.splits is not None:
+        return config.splits
+    rows, tokens, heads, _ = query.shape
+    groups, capacity = value_scale.shape[1:3]
+    programs = rows * groups * triton.cdiv(tokens * heads // groups, pairs_of(query, value_scale, config))
+    reached = capacity if window is None else min(capacity, window + tokens - 1)
+    return split_count(programs, reached, 2 * processors(query.device))
+
+
+def launches(
+    query: Tensor,
+    key_codes: Tensor,
+    key_scale: Tensor,
+    key_zero: Tensor | None,
+    value_codes: Tensor,
+    value_scale: Tensor,
+    value_zero: Tensor | None,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    parts: Tensor | None = None,
+    logs: Tensor | None = None,
+    *,
+    format: str,
+    group: int,
+    keys: str = "channel",
+    lengths: Tensor | None = None,
+    coded: Tensor | None = None,
+    starts: Tensor | None = None,
+    window: int | None = None,
+    behind: int = 0,
+    config: Config,
+) -> list[Launch]:
+    """The launches that fill `out` and `lse`; the tensors may be on the meta device.
+
+    Args:
+        query to scale, format to behind: as of `gqa_decode_quantized`; the last dimension of codes contiguous, the last
+            two of scales and zero points.
+        out: [B, T, H, v], contiguous.
+        lse: [B, T, H] fp32, contiguous.
+        parts, logs: of `gqa_decode.kernel.scratch`; their number of splits is that of the launch.
+        config: block_rows, block_tokens, warps and stages are used.
+    """
+    rows, tokens, heads, d = query.shape
+    groups, v = key_codes.shape[1], value_codes.shape[-1]
+    bits, step = BITS[format], step_tokens(config, format, group, keys)
+    pairs, value_groups = pairs_of(query, value_scale, config), value_scale.shape[-1]
+    splits = 1 if parts is None else parts.shape[3]
+    by_channel = keys == "channel"
+    key_groups = 1 if by_channel else key_scale.shape[-1]
+    key_size = d if by_channel else group_size(d, key_groups)
+    arguments = {
+        "query": query,
+        "key": key_codes,
+        "key_scale": key_scale,
+        "key_zero": key_zero,
+        "value": value_codes,
+        "value_scale": value_scale,
+        "value_zero": value_zero,
+        "out": out if parts is None else parts,
+        "lse": lse if logs is None else logs,
+        "lengths": lengths,
+        "coded": coded,
+        "starts": starts,
+        "scale": scale,
+        "capacity": value_scale.shape[2],
+        "behind": behind,
+        "window": window,
+        "tokens": tokens,
+        "heads": heads,
+        "query_b": query.stride(0),
+        "query_t": query.stride(1),
+        "query_h": query.stride(2),
+        "key_b": key_codes.stride(0),
+        "key_g": key_codes.stride(1),
+        "key_s": key_codes.stride(2),
+        "key_scale_b": key_scale.stride(0),
+        "key_scale_g": key_scale.stride(1),
+        "value_b": value_codes.stride(0) // 2,
+        "value_g": value_codes.stride(1) // 2,
+        "value_s": value_codes.stride(2) // 2,
+        "value_scale_b": value_scale.stride(0),
+        "value_scale_g": value_scale.stride(1),
+        "BITS": bits,
+        "FLOAT": format == "fp8",
+        "NARROW": query.dtype == torch.float16,
+        "GROUP": group if by_channel else 0,
+        "KEY_GROUPS": key_groups,
+        "KEY_SIZE": key_size,
+        "VALUE_GROUPS": value_groups,
+        "VALUE_SIZE": group_size(v, value_groups),
+        "SPLITS": splits,
+        "PER_GROUP": heads // groups,
+        "PAIRS": pairs,
+        "STEP": step,
+        "D": d,
+        "V": v,
+        "BLOCK_M": max(triton.next_power_of_2(pairs * value_groups), 16),
+        "BLOCK_N": max(triton.next_power_of_2(step * bits // 8), 16),
+        "BLOCK_D": max(triton.next_power_of_2(key_size), 16),
+        "BLOCK_V": max(triton.next_power_of_2(v // 2), 16),
+        "BLOCK_G": max(triton.next_power_of_2(value_groups), 16),
+    }
+    grid = (triton.cdiv(tokens * heads // groups, pairs) * splits, groups, rows)
+    done = [Launch(gqa_decode_quantized_kernel, grid, arguments, warps=config.warps, stages=config.stages)]
+    if parts is not None:
+        done.append(merge_launch(parts.flatten(0, 2), logs.flatten(0, 2), out.flatten(0, 2), lse.flatten()))
+    return done
+
+
+@triton.jit
+def gqa_decode_quantized_kernel(
+    query,
+    key,
+    key_scale,
+    key_zero,
+    value,
+    value_scale,
+    value_zero,
+    out,
+    lse,
+    lengths,
+    coded,
+    starts,
+    scale,
+    capacity,
+    behind,
+    window,
+    tokens,
+    heads,
+    query_b,
+    query_t,
+    query_h,
+    key_b,
+    key_g,
+    key_s,
+    key_scale_b,
+    key_scale_g,
+    value_b,
+    value_g,
+    value_s,
+    value_scale_b,
+    value_scale_g,
+    BITS: tl.constexpr,
+    FLOAT: tl.constexpr,
+    NARROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_GROUPS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_GROUPS: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    STEP: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """One program: one row, one KV head, PAIRS pairs of a new token and a head, one split of the tokens."""
+    PLANES: tl.constexpr = 8 // BITS
+    blocks = tl.cdiv(tokens * PER_GROUP, PAIRS)
+    block = tl.program_id(0) % blocks
+    split = tl.program_id(0) // blocks
+    group = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+    dtype = query.dtype.element_ty
+
+    m = tl.arange(0, BLOCK_M)
+    channels = m // PAIRS
+    pair = block * PAIRS + m % PAIRS
+    there = (channels < VALUE_GROUPS) & (pair < tokens * PER_GROUP)
+    time = pair // PER_GROUP
+    head = group * PER_GROUP + pair % PER_GROUP
+    length = row_length(lengths, row, capacity + behind)
+    position = length - tokens + time
+    low, high = reach(starts, row, length, row_length(coded, row, capacity), window, tokens, block, PAIRS, PER_GROUP)
+    high = tl.minimum(high, capacity)
+    begin, end = split_tokens(low // STEP * STEP, high, split, SPLITS, STEP)
+
+    d = tl.arange(0, BLOCK_D)
+    at = query + row * query_b + time[:, None] * query_t + head[:, None] * query_h + d[None, :]
+    q = ()
+    q_sum = ()
+    for g in tl.static_range(KEY_GROUPS):
+        own = there[:, None] & (d < KEY_SIZE)[None, :] & (g * KEY_SIZE + d < D)[None, :]
+        part = tl.load(at + g * KEY_SIZE, mask=own, other=0.0)
+        q = q + (part,)  # noqa: RUF005 - Triton knows no other
+        q_sum = q_sum + (tl.sum(part.to(tl.float32), axis=1),)  # noqa: RUF005
+
+    i = tl.arange(0, BLOCK_N)
+    c = tl.arange(0, BLOCK_V)
+    g_of = tl.arange(0, BLOCK_G)
+    first_byte = (begin * BITS // 8).to(tl.int64)
+    key += row * key_b + group * key_g + first_byte * key_s
+    # Pairs of channels.
+    value = value.to(tl.pointer_type(tl.int16)) + row * value_b + group * value_g + first_byte * value_s
+    value_at = row * value_scale_b + group * value_scale_g
+    value_scale += value_at
+    key_at = row * key_scale_b + group * key_scale_g
+    key_scale += key_at
+    if not FLOAT:
+        value_zero += value_at
+        key_zero += key_at
+    # Picks the scale of a row's group of channels; exact, as it multiplies one number by 1.
+    pick = (channels[:, None] == g_of[None, :]).to(value_scale.dtype.element_ty)
+
+    most = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    zeros = tl.zeros([BLOCK_M], tl.float32)
+    unit = tl.full([BLOCK_M], 1e-30, tl.float32)
+    even = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    odd = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    for first in range(begin, end, STEP):
+        byte = (i < STEP * BITS // 8) & (first + i * PLANES < end)
+        logits = ()
+        now = most
+        if GROUP:
+            codes = tl.load(key + (i * key_s)[:, None] + d[None, :], mask=byte[:, None] & (d < D)[None, :], other=0)
+            of = first // GROUP * D + d
+            factor = tl.load(key_scale + of, mask=d < D, other=0.0).to(tl.float32)
+            folded = (q[0].to(tl.float32) * factor[None, :]).to(dtype)
+            shift = tl.zeros([BLOCK_M], tl.float32)
+            if not FLOAT:
+                zero = tl.load(key_zero + of, mask=d < D, other=0.0).to(tl.float32)
+                shift = tl.sum(q[0].to(tl.float32) * zero[None, :], axis=1)
+            for plane in tl.static_range(PLANES):
+                k = number(codes, plane * BITS, BITS, FLOAT).to(dtype)
+                logit = tl.dot(folded, tl.trans(k), input_precision="ieee") + shift[:, None]
+                logits = logits + (logit,)  # noqa: RUF005
+        else:
+            for plane in tl.static_range(PLANES):
+                token = first + i * PLANES + plane
+                logit = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                for g in tl.static_range(KEY_GROUPS):
+                    within = (d < KEY_SIZE) & (g * KEY_SIZE + d < D)
+                    codes = tl.load(
+                        key + (i * key_s)[:, None] + g * KEY_SIZE + d[None, :],
+                        mask=byte[:, None] & within[None, :],
+                        other=0,
+                    )
+                    k = number(codes, plane * BITS, BITS, FLOAT).to(dtype)
+                    of = token * KEY_GROUPS + g
+                    held = byte & (token < end)
+                    factor = tl.load(key_scale + of, mask=held, other=0.0).to(tl.float32)
+                    logit += tl.dot(q[g], tl.trans(k), input_precision="ieee") * factor[None, :]
+                    if not FLOAT:
+                        zero = tl.load(key_zero + of, mask=held, other=0.0).to(tl.float32)
+                        logit += q_sum[g][:, None] * zero[None, :]
+                logits = logits + (logit,)  # noqa: RUF005
+        key += STEP * BITS // 8 * key_s
+
+        masked = ()
+        factors = ()
+        units = unit
+        for plane in tl.static_range(PLANES):
+            token = first + i * PLANES + plane
+            held = byte & (token >= low) & (token < end)
+            seen = held[None, :] & (token[None, :] <= position[:, None])
+            if window is not None:
+                seen = seen & (token[None, :] > position[:, None] - window)
+            logit = tl.where(seen, logits[plane] * (scale * LOG2E), -float("inf"))
+            now = tl.maximum(now, tl.max(logit, axis=1))
+            masked = masked + (logit,)  # noqa: RUF005
+            factor = picked(value_scale, pick, token, held, g_of, VALUE_GROUPS)
+            if NARROW:
+                units = tl.maximum(units, tl.max(factor, axis=1))
+            factors = factors + (factor,)  # noqa: RUF005
+        base = tl.where(now == -float("inf"), 0.0, now)
+        shrink = tl.exp2(most - base)
+        most = now
+        total *= shrink
+        zeros *= shrink
+        if NARROW:
+            shrink *= unit / units
+            unit = units
+        even *= shrink[:, None]
+        odd *= shrink[:, None]
+        pairs = tl.load(
+            value + (i * value_s)[:, None] + c[None, :], mask=byte[:, None] & (c < V // 2)[None, :], other=0
+        )
+        value += STEP * BITS // 8 * value_s
+        for plane in tl.static_range(PLANES):
+            token = first + i * PLANES + plane
+            weights = tl.exp2(masked[plane] - base[:, None])
+            total += tl.sum(weights, axis=1)
+            if not FLOAT:
+                held = byte & (token >= low) & (token < end)
+                zeros += tl.sum(weights * picked(value_zero, pick, token, held, g_of, VALUE_GROUPS), axis=1)
+            weights *= factors[plane]
+            if NARROW:
+                weights *= (1.0 / unit)[:, None]
+            weights = weights.to(dtype)
+            even = tl.dot(weights, number(pairs, plane * BITS, BITS, FLOAT).to(dtype), even, input_precision="ieee")
+            odd = tl.dot(weights, number(pairs, 8 + plane * BITS, BITS, FLOAT).to(dtype), odd, input_precision="ieee")
+
+    some = tl.where(total > 0, total, 1.0)
+    if NARROW:
+        even *= unit[:, None]
+        odd *= unit[:, None]
+    even = (even + zeros[:, None]) / some[:, None]
+    odd = (odd + zeros[:, None]) / some[:, None]
+    place = ((row * tokens + time) * heads + head) * SPLITS + split
+    column = out + place[:, None] * V + 2 * c[None, :]
+    mine = there[:, None] & (c < V // 2)[None, :]
+    right = 2 * c // VALUE_SIZE
+    tl.store(column, even.to(out.dtype.element_ty), mask=mine & (right[None, :] == channels[:, None]))
+    right = (2 * c + 1) // VALUE_SIZE
+    tl.store(column + 1, odd.to(out.dtype.element_ty), mask=mine & (right[None, :] == channels[:, None]))
+    log = tl.where(total > 0, (most + tl.log2(some)) * LN2, -float("inf"))
+    tl.store(lse + place, log, mask=there & (channels == 0))
+
+
+@triton.jit
+def number(codes, shift: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr):
+    """The numbers, fp32, of codes of BITS bits that begin at bit `shift`: by arithmetic, faster than conversion."""
+    bits = codes.to(tl.int32) >> shift
+    if FLOAT:
+        # The exponent is 120 too small in the place of fp32's; subnormal ones come out right, too.
+        bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+        return bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
+    # An integer below 2^23 is the mantissa of 2^23 plus it.
+    return ((bits & (2**BITS - 1)) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def picked(factors, pick, token, held, g_of, GROUPS: tl.constexpr):
+    """[M, N] fp32: of tokens' scales or zero points, GROUPS a token, the one that each row wants."""
+    each = tl.load(
+        factors + (token * GROUPS)[:, None] + g_of[None, :], mask=held[:, None] & (g_of < GROUPS)[None, :], other=0.0
+    )
+    return tl.dot(pick, tl.trans(each), input_precision="ieee")

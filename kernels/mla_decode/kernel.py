@@ -1,0 +1,286 @@
+r"""Absorbed latent attention over the last tokens of each row: every query head reads the same small cache.
+
+    logit = scale · ⟨q, [c ; k]⟩ · gain        out = Σ softmax(logit) c        (DeepSeek-V2, arXiv 2405.04434, app. C)
+
+One program takes `block_rows` query rows, which are (new token, head) pairs, and one split of a row's tokens. It loads
+each latent once, row-major as it is cached: as it stands it is the value, and seen transposed, in shared memory, the
+key. The latent is cut into equal chunks with an accumulator each, so that a rank need be no power of two: 320 is
+5 · 64, 448 is 7 · 64; of a rank that no chunk divides the last one is masked.
+
+**Reading once.** The latent is all that is worth counting: r + ρ numbers a token, for H · T rows. Up to `block_rows`
+rows it is read once from memory. With more, the blocks of rows are the fastest axis of the grid: programs that read the
+same tokens start next to each other, and all but one find them in the L2 cache. Memory traffic stays that of one read;
+that of L2 is H · T / `block_rows` times as much, and 64 rows a block take 64 heads with one read.
+
+**What compiling showed** (Triton 3.9, bf16). Heads are the rows of the product. 16 and 32 rows get the MMA of a warp,
+64 Hopper's WGMMA. With tokens as rows (transposed products) WGMMA takes 16 heads too, but keeps a third copy of each
+tile in shared memory, which 512 + 64 numbers a token leave no room for, and 255 registers. With two stages Triton
+fetches a tile only after the one before was used; three overlap, and are the default wherever they fit.
+"""
+
+# ruff: noqa: RUF005 - not every Triton knows starred tuples
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surgery.kernels.launch import Config, Launch
+from surgery.kernels.split_kv import LN2, merge_launch, split_count, split_tokens
+
+HOPPER_SHARED = 227 * 1024
+"""Bytes of shared memory of one program on sm_90, the default where no device says otherwise."""
+
+
+def default_config(
+    rows: int, rank: int, rope: int, dtype: torch.dtype, shared: int = HOPPER_SHARED, *, paged: bool = False
+) -> Config:
+    """The configuration to begin with, as wide as fits and does not spill; chosen by what compiling showed.
+
+    Args:
+        rows: query rows, T · H.
+        rank, rope, dtype: r, ρ and the inputs' dtype.
+        shared: bytes of shared memory that a program may use; as much as Hopper's is taken for Hopper.
+        paged: whether tokens are found through a table of pages.
+    """
+    # Only WGMMA is worth 64 rows: with the MMA of a warp their accumulators leave too few registers.
+    wide = shared >= HOPPER_SHARED and dtype != torch.float32
+    block_rows = 16 if rows <= 16 else 64 if rows > 32 and wide else 32
+    warps = 8 if block_rows == 64 or dtype == torch.float32 else 4
+    chunk = chunk_of(rank, 32 if dtype == torch.float32 else 256 if block_rows * rank >= 64 * 512 else 64)
+    most = 32 if block_rows * rank > 32 * 448 or dtype == torch.float32 else 64
+    for tokens, depth in ((most, 2), (32, 2), (16, 2), (16, 1)):
+        # Where a token's page has to be fetched first, Triton counts every stage twice.
+        config = Config(block_rows, tokens, chunk, None, warps, 1 + depth * (1 + paged))
+        if shared_bytes(config, rank, rope, dtype.itemsize, paged=paged) <= shared:
+            break
+    return config
+
+
+def chunk_of(rank: int, most: int) -> int:
+    """The widest power of two up to `most` that divides the rank into few chunks; else the last chunk is masked."""
+    for chunk in (256, 128, 64, 32, 16):
+        if chunk <= most and rank % chunk == 0 and rank <= 16 * chunk:
+            return chunk
+    return min(most, max(16, triton.next_power_of_2(rank)))
+
+
+def shared_bytes(config: Config, rank: int, rope: int, itemsize: int, *, paged: bool = False) -> int:
+    """Shared memory that a program will ask for, nearly: queries, buffers of tiles, probabilities."""
+    width = triton.cdiv(rank, config.chunk) * config.chunk + (rope_block(rope) if rope else 0)
+    buffers = (config.stages - 1) // (1 + paged) + (config.block_rows >= 64)  # WGMMA reads one while two are filled
+    tiles = (config.block_rows + buffers * config.block_tokens) * width
+    return itemsize * (tiles + config.block_rows * config.block_tokens) + 2048
+
+
+def rope_block(rope: int) -> int:
+    """Width of the tile that holds ρ numbers."""
+    return max(16, triton.next_power_of_2(rope))
+
+
+def splits_of(query: Tensor, capacity: int, window: int | None, config: Config, processors: int) -> int:
+    """Splits of a launch, from shapes alone."""
+    if config.splits is not None:
+        return config.splits
+    batch, tokens, heads, _ = query.shape
+    seen = capacity if window is None else min(capacity, window + tokens - 1)
+    return split_count(batch * triton.cdiv(tokens * heads, config.block_rows), seen, processors)
+
+
+def launches(
+    query: Tensor,
+    latent: Tensor,
+    rope_key: Tensor,
+    scale: float,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    pages: Tensor | None,
+    key_gain: Tensor | None,
+    window: int | None,
+    *,
+    out: Tensor,
+    lse: Tensor,
+    parts: Tensor | None,
+    logs: Tensor | None,
+    splits: int,
+    config: Config,
+) -> list[Launch]:
+    """The launches that fill `out` [B, T, H, r] and `lse` [B, T, H] fp32, both contiguous.
+
+    Args:
+        query, latent, rope_key, scale, lengths, starts, pages, key_gain, window: as of `mla_decode`; the last dimension
+            of each is contiguous, of the others any strides will do.
+        parts, logs: fp32 scratch [B·T·H, splits, r] and [B·T·H, splits]; unused, and None, at one split.
+    """
+    batch, tokens, heads, _ = query.shape
+    rank, rope = latent.shape[-1], rope_key.shape[-1]
+    gains = 0 if key_gain is None else key_gain.shape[-1]
+    page = 0 if pages is None else latent.shape[1]
+    arguments = {
+        "query": query,
+        "latent": latent,
+        "rope_key": rope_key if rope else None,
+        "key_gain": key_gain,
+        "out": out if splits == 1 else parts,
+        "log": lse if splits == 1 else logs,
+        "lengths": lengths,
+        "starts": starts,
+        "pages": pages,
+        "scale": float(scale),
+        "capacity": latent.shape[1] if pages is None else pages.shape[1] * page,
+        "new_tokens": tokens,
+        "heads": heads,
+        "heads_per_gain": heads // gains if gains else 0,
+        "window": window,
+        **strides(query=query, latent=latent, rope_key=rope_key, key_gain=key_gain, pages=pages),
+        "RANK": rank,
+        "ROPE": rope,
+        "CHUNK": config.chunk,
+        "ROPE_BLOCK": rope_block(rope),
+        "PAGE": page,
+        "SPLITS": splits,
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_TOKENS": config.block_tokens,
+    }
+    grid = (triton.cdiv(tokens * heads, config.block_rows), splits, batch)
+    made = [Launch(mla_decode_kernel, grid, arguments, config.warps, config.stages)]
+    if splits > 1:
+        made.append(merge_launch(parts, logs, out.view(-1, rank), lse.view(-1)))
+    return made
+
+
+def strides(**tensors: Tensor | None) -> dict[str, int]:
+    """Strides of all dimensions but the last, as the kernel names them: `latent_row`, `latent_token`."""
+    axes = {"query": ("row", "token", "head"), "pages": ("row",)}
+    return {
+        f"{name}_{axis}": 0 if tensor is None else tensor.stride(place)
+        for name, tensor in tensors.items()
+        for place, axis in enumerate(axes.get(name, ("row", "token")))
+    }
+
+
+@triton.jit
+def mla_decode_kernel(
+    query,
+    latent,
+    rope_key,
+    key_gain,
+    out,
+    log,
+    lengths,
+    starts,
+    pages,
+    scale,
+    capacity,
+    new_tokens,
+    heads,
+    heads_per_gain,
+    window,
+    query_row,
+    query_token,
+    query_head,
+    latent_row,
+    latent_token,
+    rope_key_row,
+    rope_key_token,
+    key_gain_row,
+    key_gain_token,
+    pages_row,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """One program: BLOCK_ROWS query rows against one split of the tokens of one row of the batch."""
+    CHUNKS: tl.constexpr = (RANK + CHUNK - 1) // CHUNK
+    split = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    real = row < new_tokens * heads
+    new_token, head = row // heads, row % heads
+    column, rope_column = tl.arange(0, CHUNK), tl.arange(0, ROPE_BLOCK)
+
+    at = query + batch * query_row + new_token.to(tl.int64) * query_token + head.to(tl.int64) * query_head
+    queries, mixed = (), ()
+    for i in tl.static_range(CHUNKS):
+        real_column = real[:, None] & (i * CHUNK + column < RANK)[None, :]
+        queries = queries + (tl.load(at[:, None] + (i * CHUNK + column)[None, :], mask=real_column, other=0.0),)
+        mixed = mixed + (tl.zeros((BLOCK_ROWS, CHUNK), tl.float32),)
+    if ROPE > 0:
+        real_rope = real[:, None] & (rope_column < ROPE)[None, :]
+        rope_query = tl.load(at[:, None] + (RANK + rope_column)[None, :], mask=real_rope, other=0.0)
+
+    length = capacity if lengths is None else tl.minimum(tl.load(lengths + batch), capacity)
+    position = length - new_tokens + new_token
+    low = 0 if starts is None else tl.load(starts + batch)
+    first_seen = tl.full((BLOCK_ROWS,), 0, tl.int32)
+    if window is not None:
+        first_seen = position - window + 1
+        low = tl.maximum(low, length - new_tokens - window + 1)
+    low = tl.maximum(low, 0)
+    start, stop = split_tokens(low, length, split, SPLITS, BLOCK_TOKENS)
+
+    most = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    for first in range(start, stop, BLOCK_TOKENS):
+        token = first + tl.arange(0, BLOCK_TOKENS)
+        there = token < stop
+        if PAGE > 0:
+            base = tl.load(pages + batch * pages_row + token // PAGE, mask=there, other=0).to(tl.int64)
+            place = (token % PAGE).to(tl.int64)
+        else:
+            base = batch
+            place = token.to(tl.int64)
+
+        latent_at = latent + base * latent_row + place * latent_token
+        tiles = ()
+        logits = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
+        for i in tl.static_range(CHUNKS):
+            tile_there = there[:, None]
+            if (i + 1) * CHUNK > RANK:
+                tile_there = tile_there & (i * CHUNK + column < RANK)[None, :]
+            tile = tl.load(latent_at[:, None] + (i * CHUNK + column)[None, :], mask=tile_there, other=0.0)
+            tiles = tiles + (tile,)
+            logits = tl.dot(queries[i], tl.trans(tile), logits, input_precision="ieee")
+        if ROPE > 0:
+            rope_at = rope_key + base * rope_key_row + place * rope_key_token
+            tile_there = there[:, None]
+            if ROPE < ROPE_BLOCK:
+                tile_there = tile_there & (rope_column < ROPE)[None, :]
+            tile = tl.load(rope_at[:, None] + rope_column[None, :], mask=tile_there, other=0.0)
+            logits = tl.dot(rope_query, tl.trans(tile), logits, input_precision="ieee")
+
+        logits *= scale * 1.4426950408889634
+        if key_gain is not None:
+            gain_at = key_gain + base * key_gain_row + place * key_gain_token
+            gain_there = real[:, None] & there[None, :]
+            gain = tl.load(gain_at[None, :] + (head // heads_per_gain)[:, None], mask=gain_there, other=0.0)
+            logits *= gain.to(tl.float32)
+        seen = (token[None, :] <= tl.minimum(position, stop - 1)[:, None]) & (token[None, :] >= first_seen[:, None])
+        logits = tl.where(seen, logits, -float("inf"))
+
+        highest = tl.maximum(most, tl.max(logits, axis=1))
+        finite = tl.where(highest == -float("inf"), 0.0, highest)  # a row that has seen nothing yet
+        decay = tl.exp2(most - finite)
+        weights = tl.exp2(logits - finite[:, None])
+        total = total * decay + tl.sum(weights, axis=1)
+        most = highest
+        weights = weights.to(latent.dtype.element_ty)
+        added = ()
+        for i in tl.static_range(CHUNKS):
+            added = added + (tl.dot(weights, tiles[i], mixed[i] * decay[:, None], input_precision="ieee"),)
+        mixed = added
+
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    index = (batch * new_tokens * heads + row) * SPLITS + split
+    for i in tl.static_range(CHUNKS):
+        real_column = real[:, None] & (i * CHUNK + column < RANK)[None, :]
+        value = (mixed[i] * inverse[:, None]).to(out.dtype.element_ty)
+        tl.store(out + index[:, None] * RANK + (i * CHUNK + column)[None, :], value, mask=real_column)
+    tl.store(log + index, tl.where(total > 0, (most + tl.log2(total)) * LN2, -float("inf")), mask=real)

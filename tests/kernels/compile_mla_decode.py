@@ -1,0 +1,146 @@
+"""Launches of `mla_decode` at a context of 128k tokens, for `kernel_checks.compiled`."""
+
+import torch
+
+from surgery.kernels.compilation import SHARED_LIMITS
+from surgery.kernels.launch import Config, Launch
+from surgery.kernels.mla_decode import quantized_kernel
+from surgery.kernels.mla_decode.kernel import default_config, launches
+
+SHAPES = ((32, 512, 64), (32, 256, 64), (32, 128, 64), (28, 448, 64), (128, 512, 64), (40, 320, 32), (8, 48, 16))
+"""Heads, r, ρ: Llama-2-7B and Llama-3-8B at three ratios, Qwen2.5-7B, DeepSeek-V3, ranks that are no powers of two."""
+
+
+def launch(
+    heads: int,
+    rank: int,
+    rope: int,
+    *,
+    shared: int,
+    page: int = 0,
+    gains: int = 0,
+    window: int | None = None,
+    tokens: int = 1,
+    splits: int = 32,
+    dtype: torch.dtype = torch.bfloat16,
+    config: Config | None = None,
+    batch: int = 4,
+    capacity: int = 131_072,
+) -> Launch:
+    """The attention itself, on meta tensors; its merge is `split_kv`'s and checked there."""
+    with torch.device("meta"):
+        rows = (4096, page) if page else (batch, capacity)
+        out, lse = torch.empty(batch, tokens, heads, rank, dtype=dtype), torch.empty(batch, tokens, heads)
+        count = batch * tokens * heads
+        config = config or default_config(tokens * heads, rank, rope, dtype, shared, paged=page > 0)
+        return launches(
+            torch.empty(batch, tokens, heads, rank + rope, dtype=dtype),
+            torch.empty(*rows, rank, dtype=dtype),
+            torch.empty(*rows, rope, dtype=dtype),
+            0.1,
+            torch.empty(batch, dtype=torch.int32),
+            torch.empty(batch, dtype=torch.int32),
+            torch.empty(batch, capacity // page, dtype=torch.int32) if page else None,
+            torch.empty(*rows, gains, dtype=dtype) if gains else None,
+            window,
+            out=out,
+            lse=lse,
+            parts=torch.empty(count, splits, rank) if splits > 1 else None,
+            logs=torch.empty(count, splits) if splits > 1 else None,
+            splits=splits,
+            config=config,
+        )[0]
+
+
+def cases(shared: int) -> dict[str, Launch]:
+    """By name, with the default configuration for so much shared memory."""
+    made = {f"{heads} x {rank}+{rope}": launch(heads, rank, rope, shared=shared) for heads, rank, rope in SHAPES}
+    made |= {
+        f"{heads} x {rank}+{rope} paged": launch(heads, rank, rope, shared=shared, page=64)
+        for heads, rank, rope in SHAPES[:4]
+    }
+    made["32 x 512+0, one split"] = launch(32, 512, 0, shared=shared, splits=1)
+    made["16 x 512+64, window"] = launch(16, 512, 64, shared=shared, window=4096)
+    made["32 x 256+64, 8 gains"] = launch(32, 256, 64, shared=shared, gains=8)
+    made["32 x 256+64, 4 tokens"] = launch(32, 256, 64, shared=shared, tokens=4)
+    made["32 x 512+64, fp32"] = launch(32, 512, 64, shared=shared, dtype=torch.float32)
+    return made
+
+
+def quantized(
+    heads: int, rank: int, rope: int, format: str, by_channel: bool, *, shared: int, group: int = 32
+) -> Launch:
+    """`mla_decode_quantized` of one new token on meta tensors."""
+    batch, total, splits, dtype = 4, 131_072, 32, torch.bfloat16
+    stored = total * quantized_kernel.BITS[format] // 8
+    with torch.device("meta"):
+        shape = (batch, total // group, rank) if by_channel else (batch, total, -(-rank // group))
+        scales, rope_scales = torch.empty(shape, dtype=dtype), torch.empty(batch, total, -(-rope // group), dtype=dtype)
+        zeros = format != "fp8"
+        return quantized_kernel.launches(
+            torch.empty(batch, 1, heads, rank + rope, dtype=dtype),
+            torch.empty(batch, stored, rank, dtype=torch.uint8),
+            scales,
+            scales if zeros else None,
+            torch.empty(batch, stored, rope, dtype=torch.uint8),
+            rope_scales,
+            rope_scales if zeros else None,
+            0.1,
+            format,
+            group,
+            by_channel,
+            torch.empty(batch, dtype=torch.int32),
+            torch.empty(batch, dtype=torch.int32),
+            None,
+            None,
+            None,
+            out=torch.empty(batch, 1, heads, rank, dtype=dtype),
+            lse=torch.empty(batch, 1, heads),
+            parts=torch.empty(batch * heads, splits, rank),
+            logs=torch.empty(batch * heads, splits),
+            splits=splits,
+            config=quantized_kernel.default_config(heads, rank, format, group, by_channel, shared),
+            native_fp8=shared > SHARED_LIMITS[80],
+        )[0]
+
+
+def quantized_cases(shared: int) -> dict[str, Launch]:
+    """Of what `quantized_kernel.unsupported` does not refuse."""
+    made = {}
+    for rank, format, by_channel in (
+        (512, "int8", True),
+        (256, "int8", True),
+        (256, "fp8", True),
+        (256, "int8", False),
+        (256, "fp8", False),
+        (128, "int8", False),
+    ):
+        assert quantized_kernel.unsupported(rank, format, 32, by_channel, torch.bfloat16) is None
+        name = f"32 x {rank}+64 {format} by {'channel' if by_channel else 'token'}"
+        made[name] = quantized(32, rank, 64, format, by_channel, shared=shared)
+    return made
+
+
+def first_launches() -> dict[str, Launch]:
+    """The one shape that each default run looks at."""
+    return {"32 x 512+64": launch(32, 512, 64, shared=SHARED_LIMITS[80])}
+
+
+def quantized_80() -> dict[str, Launch]:
+    """What an A100 is given."""
+    return quantized_cases(SHARED_LIMITS[80])
+
+
+def quantized_90() -> dict[str, Launch]:
+    """What an H100 or H200 is given."""
+    return quantized_cases(SHARED_LIMITS[90])
+
+
+def launches_80() -> dict[str, Launch]:
+    """What an A100 is given."""
+    return cases(SHARED_LIMITS[80])
+
+
+def launches_90() -> dict[str, Launch]:
+    """What an H100 or H200 is given."""
+    return cases(SHARED_LIMITS[90])

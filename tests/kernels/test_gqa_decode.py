@@ -1,0 +1,238 @@
+"""Grouped-query decoding: the kernel is its reference in float64, the reference is PyTorch's attention."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gqa_checks import only_kernels
+from kernel_checks import assert_close, compiled
+
+from surgery.kernels.gqa_decode.operator import gqa_decode
+from surgery.kernels.gqa_decode.reference import attention, grouped_query_attention
+from surgery.kernels.split_kv import merge
+
+NEVER = float("nan")
+
+
+def inputs(rows, tokens, heads, groups, d, v, capacity, dtype, device, seed=0):
+    """Queries, and keys and values with strides of a cache [S, B, G, d]."""
+    made = torch.Generator().manual_seed(seed)
+    query = torch.randn(rows, tokens, heads, d, generator=made)
+    key = torch.randn(capacity, rows, groups, d, generator=made).permute(1, 2, 0, 3)
+    value = torch.randn(capacity, rows, groups, v, generator=made).permute(1, 2, 0, 3)
+    return tuple(tensor.to(device, dtype) for tensor in (query, key, value))
+
+
+def counts(values, device):
+    return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def forget(key, value, lengths, starts):
+    """NaN behind the lengths and before the starts."""
+    for row in range(key.shape[0]):
+        for tensor in (key, value):
+            if lengths is not None:
+                tensor[row, :, int(lengths[row]) :] = NEVER
+            if starts is not None:
+                tensor[row, :, : int(starts[row])] = NEVER
+
+
+def paged(tensor, page, device):
+    """Tokens [B, G, S, ·] as shuffled pages in a pool with unused ones, full of NaN; and the numbers of the pages."""
+    rows, groups, tokens, width = tensor.shape
+    each = -(-tokens // page)
+    order = torch.randperm(rows * each, generator=torch.Generator().manual_seed(1)) + 1
+    pool = torch.full((rows * each + 2, groups, page, width), NEVER, dtype=tensor.dtype, device=device)
+    filled = F.pad(tensor, (0, 0, 0, each * page - tokens), value=NEVER)
+    pool[order.to(device)] = filled.unflatten(2, (each, page)).transpose(1, 2).flatten(0, 1)
+    return pool, order.view(rows, each).to(device, torch.int32)
+
+
+# tokens, heads, groups, d, v, capacity, lengths, starts, window, page, splits
+CASES = {
+    "multi-head": (1, 3, 3, 64, 64, 111, [1, 63, 111], None, None, None, 1),
+    "grouped": (1, 8, 2, 64, 64, 130, [111, 64, 130], [3, 0, 64], None, None, 3),
+    "seven heads a key": (1, 28, 4, 32, 32, 63, [63], [5], None, None, 2),
+    "one key": (2, 40, 1, 48, 48, 70, [63], None, None, None, 2),
+    "one head": (1, 1, 1, 128, 128, 200, None, None, None, None, 5),
+    "new tokens": (3, 6, 2, 96, 80, 90, [90, 2, 0], [7, 0, 0], None, None, 3),
+    "window": (3, 4, 2, 64, 32, 160, [160, 33], [150, 0], 37, None, 3),
+    "wide": (1, 2, 1, 256, 256, 66, [66], None, None, None, 1),
+    "pages of 16": (2, 4, 2, 64, 48, 111, [111, 63, 1], [0, 17, 0], None, 16, 2),
+    "pages of 128": (1, 4, 2, 64, 64, 250, [250, 129], [130, 0], None, 128, 2),
+    "pages and window": (2, 2, 2, 32, 32, 90, [90, 40], None, 20, 10, 2),
+    "many new tokens": (21, 4, 1, 32, 32, 40, [40, 21], None, None, None, 1),
+}
+
+
+def check(case, dtype, device, repeat=False):
+    tokens, heads, groups, d, v, capacity, lengths, starts, window, page, splits = CASES[case]
+    rows = len(lengths) if lengths else 2
+    query, key, value = inputs(rows, tokens, heads, groups, d, v, capacity, dtype, device)
+    lengths, starts = counts(lengths, device), counts(starts, device)
+    expected = grouped_query_attention(
+        query.double(), key.double(), value.double(), d**-0.5, lengths, starts, None, window
+    )
+    forget(key, value, lengths, starts)
+    pages = None
+    if page is not None:
+        (key, pages), (value, _) = paged(key, page, device), paged(value, page, device)
+        if lengths is not None:  # numbers of pages that nobody uses
+            used = -(-lengths // page)
+            pages[torch.arange(pages.shape[1], device=device) >= used[:, None]] = 1 << 30
+    call = {"lengths": lengths, "starts": starts, "pages": pages, "window": window, "splits": splits}
+    with only_kernels("surgery.kernels.gqa_decode.operator"):
+        out, lse = gqa_decode(query, key, value, d**-0.5, **call)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert_close("out", out, expected[0])
+    assert_close("lse", lse, expected[1])
+    if lengths is not None and (lengths == 0).any():
+        assert (out[lengths == 0] == 0).all() and (lse[lengths == 0] == -torch.inf).all()
+    if repeat:
+        again = gqa_decode(query, key, value, d**-0.5, **call)
+        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_is_the_reference(case, device):
+    check(case, torch.float16, device, repeat=case in ("grouped", "pages of 16"))
+
+
+@pytest.mark.parametrize("case", ["grouped", "new tokens", "pages of 16"])
+def test_the_kernel_in_float32(case, device):
+    check(case, torch.float32, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_in_bfloat16(case, device):
+    check(case, torch.bfloat16, device)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_reference_is_attention_of_pytorch(window):
+    query, key, value = inputs(2, 3, 6, 2, 8, 4, 11, torch.float64, "cpu")
+    position = torch.arange(8, 11)[:, None]
+    seen = torch.arange(11) <= position
+    if window:
+        seen &= torch.arange(11) > position - window
+    expected = F.scaled_dot_product_attention(
+        query.transpose(1, 2), key, value, attn_mask=seen, scale=0.3, enable_gqa=True
+    )
+    out, lse = grouped_query_attention(query, key, value, 0.3, window=window)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-10, atol=1e-10)
+    logits = torch.einsum("bthd,bhsd->bths", query, key.repeat_interleave(3, 1)) * 0.3
+    expected = logits.masked_fill(~seen[None, :, None], -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(lse, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_reference_ignores_what_is_not_held():
+    query, key, value = inputs(3, 2, 4, 2, 8, 8, 24, torch.float64, "cpu")
+    lengths, starts = counts([24, 9, 1], "cpu"), counts([20, 0, 0], "cpu")
+    expected = grouped_query_attention(query, key, value, 0.3, lengths, starts)
+    for row, (start, end) in enumerate([(20, 24), (0, 9)]):
+        cut = (tensor[row : row + 1, :, start:end] for tensor in (key, value))
+        out, lse = grouped_query_attention(query[row : row + 1], *cut, 0.3)
+        torch.testing.assert_close(expected[0][row], out[0], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(expected[1][row], lse[0], rtol=1e-10, atol=1e-10)
+    assert (expected[0][2, 0] == 0).all() and (expected[1][2, 0] == -torch.inf).all()
+    forget(key, value, lengths, starts)
+    (key, pages), (value, _) = paged(key, 5, "cpu"), paged(value, 5, "cpu")
+    for got, want in zip(
+        grouped_query_attention(query, key, value, 0.3, lengths, starts, pages), expected, strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_layouts_without_a_kernel_run_as_the_reference(device):
+    query, key, value = inputs(1, 1, 2, 1, 8, 8, 5, torch.float32, device)
+    apart = query, key.transpose(2, 3).contiguous().transpose(2, 3), value
+    wide = inputs(1, 1, 2, 1, 600, 600, 5, torch.float16, device)
+    for tensors in (apart, wide):
+        for got, want in zip(gqa_decode(*tensors, 0.3), grouped_query_attention(*tensors, 0.3), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_an_empty_cache(device):
+    query, key, value = inputs(2, 1, 4, 2, 32, 32, 0, torch.float16, device)
+    for function in (gqa_decode, grouped_query_attention):
+        out, lse = function(query, key, value, 0.3)
+        assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_tokens_of_two_caches_merge_to_one(device):
+    """Lengths and starts may lie outside a cache that holds only the tail of the tokens."""
+    query, key, value = inputs(2, 3, 4, 2, 32, 32, 80, torch.float32, device)
+    lengths, starts = counts([80, 66], device), counts([70, 9], device)
+    expected = grouped_query_attention(query, key, value, 0.3, lengths, starts, window=30)
+    rows = {"lengths": lengths - 64, "starts": starts - 64, "window": 30}
+    parts = [gqa_decode(query, key[:, :, 64:], value[:, :, 64:], 0.3, **rows, splits=1)]
+    seen = torch.arange(64, device=device) <= (lengths[:, None] - 3 + torch.arange(3, device=device))[..., None]
+    seen &= torch.arange(64, device=device) > (lengths[:, None] - 33 + torch.arange(3, device=device))[..., None]
+    seen &= torch.arange(64, device=device) >= starts[:, None, None]
+    parts.append(attention(query, key[:, :, :64], value[:, :, :64], 0.3, seen))
+    out, lse = merge(torch.stack([part[0] for part in parts], -2), torch.stack([part[1] for part in parts], -1))
+    assert_close("out", out, expected[0].double())
+    assert_close("lse", lse, expected[1].double())
+
+
+def test_the_operator_is_registered_soundly():
+    query, key, value = inputs(2, 1, 4, 2, 16, 16, 8, torch.float64, "cpu")
+    operator = torch.ops.surgery.gqa_decode.default
+    pool, pages = paged(torch.ones_like(key), 4, "cpu")
+    pool = pool.nan_to_num(0.0)
+    plain = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), 0.3)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(operator, (*plain, counts([8, 3], "cpu"), None, None, 4, None), test_utils=tests)
+    torch.library.opcheck(operator, (query, pool, pool, 0.3, None, None, pages, None, 2), test_utils=tests)
+
+
+def test_gradients_are_those_of_the_reference():
+    query, key, value = (tensor.requires_grad_() for tensor in inputs(2, 2, 4, 2, 6, 5, 7, torch.float64, "cpu"))
+    rows = {"lengths": counts([7, 1], "cpu"), "starts": counts([2, 0], "cpu")}
+    assert torch.autograd.gradcheck(lambda *x: gqa_decode(*x, 0.4, **rows)[0], (query, key, value))
+    assert all(
+        part.isfinite().all() for part in torch.autograd.grad(gqa_decode(query, key, value, 1.0)[1].sum(), query)
+    )
+
+
+def test_it_compiles_into_a_graph():
+    query, key, value = inputs(2, 1, 4, 2, 16, 16, 8, torch.float64, "cpu")
+    lengths = counts([8, 3], "cpu")
+
+    def decode(query, key, value, lengths):
+        out, lse = gqa_decode(query * 2, key, value, 0.3, lengths=lengths)
+        return out + 1, lse
+
+    made = torch.compile(decode, fullgraph=True, backend="aot_eager")
+    for got, want in zip(made(query, key, value, lengths), decode(query, key, value, lengths), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": torch.zeros(2, 3, 8, 16)}, "values"),
+        ({"query": torch.zeros(2, 1, 5, 16)}, "cannot share"),
+        ({"query": torch.zeros(2, 1, 4, 8)}, "numbers"),
+        ({"query": torch.zeros(3, 1, 4, 16)}, "3 rows"),
+        ({"query": torch.zeros(2, 1, 4, 16, dtype=torch.float16)}, "float16"),
+        ({"lengths": torch.zeros(2)}, "lengths"),
+        ({"starts": torch.zeros(3, dtype=torch.int32)}, "starts"),
+        ({"pages": torch.zeros(2, 2)}, "pages"),
+        ({"window": 0}, "window"),
+        ({"splits": 0}, "splits"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    given = {"query": torch.zeros(2, 1, 4, 16), "key": torch.zeros(2, 2, 8, 16), "value": torch.zeros(2, 2, 8, 16)}
+    given = given | change
+    with pytest.raises(ValueError, match=message):
+        gqa_decode(given.pop("query"), given.pop("key"), given.pop("value"), 0.3, **given)
+
+
+@pytest.mark.slow
+def test_real_models_compile_without_spills():
+    for name, facts in compiled("compile_gqa_decode:dense").items():
+        for capability, made in facts.items():
+            assert made["spill_bytes"] == made["stack_bytes"] == 0, f"{name} on sm_{capability}"
+            assert made["mma"], f"{name} on sm_{capability}"

@@ -1,0 +1,283 @@
+"""Absorbed latent attention: the kernel against its reference in fp64, and what the compiler makes of it."""
+
+import pytest
+import torch
+from kernel_checks import assert_close, compiled
+
+from surgery.kernels.compilation import SHARED_LIMITS
+from surgery.kernels.launch import Config
+from surgery.kernels.mla_decode import kernel
+from surgery.kernels.mla_decode.operator import _mla_decode, buffers, mla_decode
+from surgery.kernels.mla_decode.reference import gathered, latent_attention, ragged_latent_attention
+from surgery.kernels.split_kv import merge
+
+SMALL = Config(block_rows=16, block_tokens=16, chunk=16, warps=4, stages=2)
+
+HALF = (torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu))
+"""Triton's interpreter multiplies bf16 wrongly."""
+
+
+def inputs(batch, tokens, heads, total, rank, rope, dtype=torch.float32, device="cpu", gains=0, seed=0):
+    """query, latent, rope_key and key_gain."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, tokens, heads, rank + rope), (batch, total, rank), (batch, total, rope), (batch, total, gains)]
+    query, latent, rope_key, gain = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
+    return query, latent, rope_key, gain.abs() + 0.5 if gains else None
+
+
+def run(query, latent, rope_key, scale, *, splits=1, config=SMALL, **extra):
+    """The kernel itself, at a number of splits."""
+    out, lse, parts, logs = buffers(query, latent.shape[-1], splits)
+    places = [extra.get(name) for name in ("lengths", "starts", "pages", "key_gain", "window")]
+    made = kernel.launches(
+        query,
+        latent,
+        rope_key,
+        scale,
+        *places,
+        out=out,
+        lse=lse,
+        parts=parts,
+        logs=logs,
+        splits=splits,
+        config=config,
+    )
+    for launch in made:
+        launch.run()
+    return out, lse
+
+
+def check(query, latent, rope_key, scale=0.1, *, units=4.0, **extra):
+    """The kernel against the reference in fp64, of inputs whose hidden tokens are clean; twice, for the same bits."""
+    splits, config = extra.pop("splits", 1), extra.pop("config", SMALL)
+    got = run(query, latent, rope_key, scale, splits=splits, config=config, **extra)
+    again = run(query, latent, rope_key, scale, splits=splits, config=config, **extra)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in extra.items()}
+    expected = ragged_latent_attention(query.double(), latent.double(), rope_key.double(), scale, **wide)
+    assert_close("out", got[0], expected[0], units=units)
+    assert_close("lse", got[1], expected[1])
+    return got
+
+
+def rows(*values, device="cpu"):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def test_the_reference_is_plain_softmax():
+    query, latent, rope_key, gain = (t.double() for t in inputs(2, 3, 4, 9, 6, 2, gains=2))
+    for window in (None, 2):
+        expected, weights = latent_attention(
+            query, latent, rope_key, 0.3, key_gain=gain, window=window, return_weights=True
+        )
+        out, lse = ragged_latent_attention(query, latent, rope_key, 0.3, key_gain=gain, window=window)
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+        logit = (query[:, -1] @ torch.cat([latent, rope_key], -1)[:, -1, :, None])[..., 0] * 0.3
+        logit = logit * gain[:, -1].repeat_interleave(2, -1)
+        torch.testing.assert_close((logit - lse[:, -1]).exp(), weights[:, :, -1, -1], rtol=1e-10, atol=1e-10)
+
+
+def test_the_reference_ends_rows_where_they_end():
+    """Rows of other lengths, padded before and behind, are the rows alone."""
+    query, latent, rope_key, _ = (t if t is None else t.double() for t in inputs(3, 2, 2, 9, 4, 2))
+    lengths, starts = rows(9, 5, 2), rows(0, 3, 2)
+    whole = ragged_latent_attention(query, latent, rope_key, 0.3, lengths, starts)
+    for row, (length, start) in enumerate(zip(lengths.tolist(), starts.tolist(), strict=True)):
+        each = ragged_latent_attention(
+            query[row, None], latent[row, None, start:length], rope_key[row, None, start:length], 0.3
+        )
+        for got, expected in zip(whole, each, strict=True):
+            torch.testing.assert_close(got[row], expected[0], rtol=1e-12, atol=1e-12)
+    assert whole[0][2].abs().max() == 0 and (whole[1][2] == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("heads", "rank", "rope", "total", "chunk"),
+    [(1, 48, 16, 63, 16), (7, 96, 8, 111, 32), (28, 320, 64, 40, 64), (40, 72, 0, 33, 32), (8, 40, 12, 17, 64)],
+)
+@pytest.mark.parametrize("dtype", HALF)
+def test_any_shape(heads, rank, rope, total, chunk, dtype, device):
+    """Ranks of equal chunks and of a masked one, RoPE of any width, odd heads and tokens."""
+    query, latent, rope_key, _ = inputs(2, 1, heads, total, rank, rope, dtype, device)
+    config = Config(32 if heads > 16 else 16, 16, chunk)
+    check(query, latent, rope_key, splits=2, config=config, lengths=rows(total, 1, device=device))
+
+
+@pytest.mark.parametrize(
+    ("splits", "dtype"),
+    [
+        (1, torch.float32),
+        (5, torch.float32),
+        (2, torch.float16),
+        pytest.param(3, torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_ragged_rows(splits, dtype, device):
+    """Lengths of nothing, one token, part and all; padding before; NaN wherever nothing may look."""
+    query, latent, rope_key, gain = inputs(5, 3, 5, 111, 32, 16, dtype, device, gains=5)
+    lengths, starts = rows(0, 1, 63, 111, 70, device=device), rows(0, 0, 17, 3, 70, device=device)
+    clean = check(query, latent, rope_key, splits=splits, lengths=lengths, starts=starts, key_gain=gain)
+    token = torch.arange(111, device=device)
+    hidden = (token >= lengths[:, None]) | (token < starts[:, None])
+    for tensor in (latent, rope_key, gain):
+        tensor[hidden] = torch.nan
+    poisoned = run(query, latent, rope_key, 0.1, splits=splits, lengths=lengths, starts=starts, key_gain=gain)
+    assert all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
+    assert clean[0][0].abs().max() == 0 and (clean[1][0] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("window", [1, 20, 500])
+def test_window(window, device):
+    query, latent, rope_key, _ = inputs(2, 3, 4, 70, 32, 16, device=device)
+    check(query, latent, rope_key, splits=2, lengths=rows(70, 41, device=device), window=window)
+
+
+@pytest.mark.parametrize("page", [16, 12])
+def test_pages(page, device):
+    """Shuffled pages of a pool, most of them NaN, are the tokens in a row; table entries behind a row are nonsense."""
+    query, latent, rope_key, gain = inputs(3, 2, 6, 5 * page, 48, 16, device=device, gains=3)
+    lengths, starts = rows(5 * page, 2 * page + 1, 1, device=device), rows(3, 0, 0, device=device)
+    pages = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:15].view(3, 5).int().to(device)
+    pools = []
+    for tensor in (latent, rope_key, gain):
+        pool = torch.full((20, page, tensor.shape[-1]), torch.nan, device=device)
+        pool[pages.flatten().long()] = tensor.unflatten(1, (5, page)).flatten(0, 1)
+        pools.append(pool)
+        assert torch.equal(gathered(pool, pages), tensor)
+    expected = check(query, latent, rope_key, splits=2, lengths=lengths, starts=starts, key_gain=gain)
+    pages[1, 3:], pages[2, 1:] = -1, 10**6
+    got = run(query, pools[0], pools[1], 0.1, splits=2, lengths=lengths, starts=starts, pages=pages, key_gain=pools[2])
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_gains_multiply_keys(device):
+    """A gain on logits is one on keys, where each head has its own."""
+    query, latent, rope_key, gain = inputs(2, 1, 6, 30, 32, 16, device=device, gains=2)
+    out, lse = run(query, latent, rope_key, 0.2, key_gain=gain)
+    for head in range(6):
+        factor = gain[..., head // 3, None].double()
+        key = torch.cat([latent, rope_key], dim=-1).double() * factor
+        logits = torch.einsum("btc,bsc->bts", query[:, :, head].double(), key) * 0.2
+        assert_close("out", out[:, :, head], logits.softmax(-1) @ latent.double())
+        assert_close("lse", lse[:, :, head], logits.logsumexp(-1))
+
+
+def test_views_of_one_cache(device):
+    """Latent and rotated key side by side in one cache of one head, in a batch that is itself a slice."""
+    query, latent, rope_key, _ = inputs(2, 2, 7, 50, 48, 16, device=device)
+    cache = torch.full((3, 1, 64, 80), torch.nan, device=device)
+    cache[1:, 0, :50, :48], cache[1:, 0, :50, 48:64] = latent, rope_key
+    views = cache[1:, 0, :50, :48], cache[1:, 0, :50, 48:64]
+    turned = query.transpose(1, 2).contiguous().transpose(1, 2)
+    assert all(
+        torch.equal(a, b) for a, b in zip(run(turned, *views, 0.1), run(query, latent, rope_key, 0.1), strict=True)
+    )
+
+
+def test_fp32_scratch_of_splits_merges_to_the_whole(device):
+    query, latent, rope_key, _ = inputs(1, 1, 4, 100, 32, 0, device=device)
+    out, lse, parts, logs = buffers(query, 32, 4)
+    attention, _ = kernel.launches(
+        query,
+        latent,
+        rope_key,
+        0.3,
+        *[None] * 5,
+        out=out,
+        lse=lse,
+        parts=parts,
+        logs=logs,
+        splits=4,
+        config=SMALL,
+    )
+    attention.run()
+    whole, log = merge(parts, logs)
+    expected = ragged_latent_attention(query.double(), latent.double(), rope_key.double(), 0.3)
+    assert_close("out", whole.view_as(out), expected[0])
+    assert_close("lse", log.view_as(lse), expected[1])
+
+
+def test_the_operator_runs_the_kernel(device, caplog):
+    """Default configuration, chosen splits; float64 goes to the reference and says so."""
+    query, latent, rope_key, _ = inputs(1, 1, 4, 90, 64, 16, device=device)
+    expected = ragged_latent_attention(query.double(), latent.double(), rope_key.double(), 0.1)
+    for got, want in zip(mla_decode(query, latent, rope_key, 0.1), expected, strict=True):
+        assert_close("operator", got, want)
+    assert not caplog.records
+    exact = mla_decode(query.double(), latent.double(), rope_key.double(), 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(exact, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_operator_is_registered(dtype, device):
+    query, latent, rope_key, gain = inputs(2, 2, 4, 20, 16, 0, dtype, device, gains=2)
+    for tensor in (query, latent, gain):
+        tensor.requires_grad_(dtype == torch.float64)
+    arguments = (query, latent, rope_key, 0.2, rows(20, 7, device=device), None, None, gain, 11)
+    torch.library.opcheck(
+        _mla_decode, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    )
+
+
+def test_gradients_are_those_of_the_reference(device):
+    query, latent, rope_key, _ = inputs(1, 2, 2, 12, 16, 4, device=device)
+    lengths = rows(9, device=device)
+    both = []
+    for function in (
+        mla_decode,
+        lambda *a, lengths: ragged_latent_attention(*a, lengths=lengths),
+    ):
+        leaves = [t.clone().requires_grad_() for t in (query, latent, rope_key)]
+        out, lse = function(*leaves, 0.2, lengths=lengths)
+        (out.square().sum() + lse.sum()).backward()
+        both.append([leaf.grad for leaf in leaves])
+    for got, expected in zip(*both, strict=True):
+        assert got.abs().max() > 0
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_it_compiles_into_one_graph(device):
+    query, latent, rope_key, _ = inputs(1, 1, 4, 20, 16, 8, torch.float64, device)
+
+    def step(query, latent, rope_key, lengths):
+        return mla_decode(query * 2, latent, rope_key, 0.1, lengths=lengths)[0] + 1
+
+    lengths = rows(13, device=device)
+    compiled_step = torch.compile(step, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled_step(query, latent, rope_key, lengths), step(query, latent, rope_key, lengths))
+
+
+def test_what_does_not_belong_together_is_refused():
+    query, latent, rope_key, gain = inputs(2, 1, 4, 9, 16, 8, gains=3)
+    for message, arguments, extra in (
+        ("numbers", (query[..., 1:], latent, rope_key), {}),
+        ("other tokens", (query, latent, rope_key[:, 1:]), {}),
+        ("rows", (query[:1], latent, rope_key), {}),
+        ("cast", (query.half(), latent, rope_key), {}),
+        ("lengths", (query, latent, rope_key), {"lengths": torch.tensor([3, 4])}),
+        ("window", (query, latent, rope_key), {"window": 0}),
+        ("pages", (query, latent, rope_key), {"pages": rows(0, 1)}),
+        ("no multiple", (query, latent, rope_key), {"key_gain": gain}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mla_decode(*arguments, 0.1, **extra)
+
+
+def test_the_widest_latent_compiles_without_spills():
+    (facts,) = compiled("compile_mla_decode:first_launches").values()
+    for capability, made in facts.items():
+        assert made["spill_bytes"] == 0 and made["mma"] == ["mma"]
+        assert 2 * made["shared_bytes"] <= SHARED_LIMITS[90] and made["shared_bytes"] <= SHARED_LIMITS[int(capability)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_it_compiles_without_spills(capability):
+    """Every default, at 128k tokens: within shared memory, nothing spilled, the matrix instructions expected."""
+    for name, facts in compiled(f"compile_mla_decode:launches_{capability}").items():
+        made = facts[str(capability)]
+        assert made["spill_bytes"] == 0, name
+        assert made["shared_bytes"] <= SHARED_LIMITS[capability], name
+        rows_of_wgmma = capability == 90 and name.startswith(("40", "128"))
+        wanted = [] if "fp32" in name else ["wgmma"] if rows_of_wgmma else ["mma"]
+        assert made["mma"] == wanted, name

@@ -1,0 +1,168 @@
+"""Prefill attention: both passes against the reference's autograd in float64, and as transformers calls it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_checks import assert_close, compiled
+from torch.nn.functional import scaled_dot_product_attention
+
+from surgery.kernels.compilation import SHARED_LIMITS
+from surgery.kernels.mla_prefill.attention_function import prefill_attention_function
+from surgery.kernels.mla_prefill.operator import _mla_prefill, mla_prefill
+from surgery.kernels.mla_prefill.reference import document_bounds, prefill_attention, prefill_gradients
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+DOCUMENTS = torch.tensor([[0] * 20 + [1] * 25 + [0] * 6, [3] * 51], dtype=torch.int32)
+
+# H, K, T, S, width of keys, of values, what hides tokens.
+CASES = {
+    "prompt": (2, 2, 37, 37, 48, 32, {}),
+    "continued, grouped": (4, 2, 33, 51, 24, 40, {}),
+    "one kv head, ragged": (3, 1, 51, 51, 16, 16, {"starts": ints(3, 0), "lengths": ints(51, 40)}),
+    "window": (1, 1, 37, 51, 32, 16, {"window": 7}),
+    "documents": (1, 1, 51, 51, 16, 32, {"documents": DOCUMENTS}),
+    "documents, both ways": (1, 1, 51, 51, 16, 16, {"documents": DOCUMENTS, "causal": False}),
+    "offsets, empty row": (1, 1, 5, 40, 16, 16, {"offsets": ints(20, 0), "lengths": ints(25, 0)}),
+}
+
+
+def inputs_of(case, dtype, device, seed=0):
+    heads, kv_heads, tokens, slots, key_width, value_width, masks = CASES[case]
+    make = torch.Generator().manual_seed(seed)
+    shapes = ((heads, tokens, key_width), (kv_heads, slots, key_width), (kv_heads, slots, value_width))
+    # As projections leave them: tokens before heads.
+    tensors = [torch.randn(2, n, h, d, generator=make).to(device, dtype).transpose(1, 2) for h, n, d in shapes]
+    masks = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in masks.items()}
+    for row in range(2):  # what is padding holds NaN
+        low = int(masks["starts"][row]) if "starts" in masks else 0
+        high = int(masks["lengths"][row]) if "lengths" in masks else slots
+        for tensor in tensors[1:]:
+            tensor[row, :, :low], tensor[row, :, high:] = torch.nan, torch.nan
+    return tensors, masks, torch.randn(2, tokens, heads, value_width, generator=make).to(device, dtype)
+
+
+def expected_of(tensors, masks, grad, grad_lse):
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    masks = dict(masks)
+    documents = masks.pop("documents", None)
+    bounds = None if documents is None else document_bounds(documents)
+    out, lse = prefill_attention(*exact, 0.3, bounds=bounds, **masks)
+    return [out, lse, *torch.autograd.grad((out, lse), exact, (grad.double(), grad_lse.double()))]
+
+
+def check(case, dtype, device):
+    tensors, masks, grad = inputs_of(case, dtype, device)
+    tensors = [tensor.requires_grad_() for tensor in tensors]
+    out, lse = mla_prefill(*tensors, 0.3, **masks)
+    grad_lse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    got = [out, lse, *torch.autograd.grad((out, lse), tensors, (grad, grad_lse), retain_graph=True)]
+    for name, one, exact in zip(
+        ("out", "lse", "dq", "dk", "dv"), got, expected_of(tensors, masks, grad, grad_lse), strict=True
+    ):
+        assert_close(f"{case}: {name}", one.detach(), exact.detach(), units=6.0)
+    return tensors, masks, got, (grad, grad_lse)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_passes_are_the_references(case, device):
+    check(case, torch.float32, device)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plain_gradients_are_autograds(case):
+    tensors, masks, grad = inputs_of(case, torch.float64, "cpu")
+    grad_lse = torch.randn(grad.transpose(1, 2).shape[:3], dtype=torch.float64)
+    expected = expected_of(tensors, masks, grad, grad_lse)[2:]
+    masks = {"bounds": document_bounds(masks["documents"])} | masks if "documents" in masks else masks
+    order = {"causal": True, "window": None, "starts": None, "lengths": None, "bounds": None, "offsets": None}
+    arguments = [masks.get(name, default) for name, default in order.items()]
+    for got, exact in zip(prefill_gradients(grad, grad_lse, *tensors, 0.3, *arguments), expected, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
+
+
+def test_half_precision_and_the_same_bits_again(device):
+    tensors, masks, got, grads = check("continued, grouped", torch.float16, device)
+    out, lse = mla_prefill(*tensors, 0.3, **masks)
+    for one, again in zip(got, (out, lse, *torch.autograd.grad((out, lse), tensors, grads)), strict=True):
+        assert torch.equal(one, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu(case, dtype, device):
+    check(case, dtype, device)
+
+
+@pytest.mark.parametrize("width", [320, 24])
+def test_registered_as_pytorch_wants_it(width):
+    """Wide heads and float64 have no kernel: what is checked is the registration of both passes, and the fallback."""
+    dtype = torch.float32 if width > 256 else torch.float64
+    query = torch.randn(1, 2, 3, width, dtype=dtype, requires_grad=True)
+    key, value = (torch.randn(1, 1, 5, size, dtype=dtype, requires_grad=True) for size in (width, 8))
+    arguments = (query, key, value, 0.3, True, None, ints(1), None, None, None)
+    torch.library.opcheck(_mla_prefill, arguments)
+    whole = torch.compile(lambda *x: mla_prefill(*x, 0.3, starts=ints(1))[0], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(whole(query, key, value), prefill_attention(query, key, value, 0.3, starts=ints(1))[0])
+
+
+def test_shapes_that_do_not_fit_are_named():
+    query, key = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 3, 16)
+    with pytest.raises(ValueError, match="4 queries over 3 slots"):
+        mla_prefill(query, key, key, 0.1)
+    with pytest.raises(ValueError, match="starts is"):
+        mla_prefill(query, query, query, 0.1, starts=torch.zeros(1, dtype=torch.long))
+    with pytest.raises(ValueError, match="window"):
+        mla_prefill(query, query, query, 0.1, causal=False, window=3)
+
+
+@pytest.fixture
+def module():
+    return SimpleNamespace(is_causal=True)
+
+
+def test_the_attention_function_on_the_cpu_is_pytorchs(module):
+    """float64 has no kernel anywhere: PyTorch's attention, with values padded or not."""
+    query, key, value = (torch.randn(2, h, 9, d, dtype=torch.float64) for h, d in ((4, 24), (2, 24), (2, 16)))
+    wide = [key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)]
+    causal = scaled_dot_product_attention(query, *wide, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(prefill_attention_function(module, query, key, value, None)[0], causal)
+    mask = torch.rand(2, 1, 9, 9) < 0.7
+    mask[..., 0] = True
+    expected = scaled_dot_product_attention(query, *wide, attn_mask=mask).transpose(1, 2)
+    torch.testing.assert_close(prefill_attention_function(module, query, key, value, mask)[0], expected)
+    with pytest.raises(ValueError, match="softcap"):
+        prefill_attention_function(module, query, key, value, None, softcap=3.0)
+
+
+def test_the_attention_function_gives_masks_to_the_operator_and_to_pytorch_alike(module):
+    """Padding on the left, a window and documents: float64 through PyTorch, float32 through the kernel where one is."""
+    query, key, value = (torch.randn(2, 2, 18, d) for d in (16, 16, 16))
+    there = torch.ones(2, 18, dtype=torch.long)
+    there[0, :5] = 0
+    documents = torch.tensor([[0] * 9 + [1] * 9] * 2, dtype=torch.int32)
+    options = {"sliding_window": 6, "documents": documents, "scaling": 0.3}
+    exact = prefill_attention_function(module, query.double(), key.double(), value.double(), there, **options)[0]
+    got = prefill_attention_function(module, query, key, value, there, **options)[0]
+    assert_close("out", got[1], exact[1])
+    assert_close("out behind padding", got[0, 5:], exact[0, 5:])
+    reference, _ = prefill_attention(
+        query.double(), key.double(), value.double(), 0.3, True, 6, ints(5, 0), None, document_bounds(documents)
+    )
+    assert_close("reference", got[0, 5:], reference[0, 5:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_without_spills(capability):
+    for name, targets in compiled(f"compile_mla_prefill:launches_{capability}").items():
+        made = targets[str(capability)]
+        assert made["shared_bytes"] <= SHARED_LIMITS[capability], name
+        if "fp32" not in name:
+            assert made["spill_bytes"] == 0, name
+            assert made["mma"] == ([] if "delta" in name else ["wgmma" if capability == 90 else "mma"]), name
