@@ -2,10 +2,16 @@
 
 Importing the package registers its model class with transformers, so that ``AutoModelForCausalLM`` loads converted
 checkpoints. The command line skips that to answer ``--help`` at once, and registers when it needs to.
+
+``surgery.accelerate(model)`` puts the project's kernels under a loaded model, ``surgery.decelerate(model)`` takes them
+away. Models of the project's own class take them by themselves on CUDA, but not under the command line, whose figures
+are those of the models' own code.
 """
 
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from surgery.version import __version__
 
@@ -15,9 +21,27 @@ _root = Path(__file__).resolve().parent.parent
 if not (Path(__file__).parent / "kernels").is_dir() and (_root / "kernels").is_dir():
     __path__.append(str(_root))
 
+
+def _accelerate_on_cuda(model: Any) -> None:
+    """What a model of the project's own class does before it first decodes on a GPU; SURGERY_KERNELS=0 leaves it out."""
+    if os.environ.get("SURGERY_KERNELS") != "0":
+        from surgery.acceleration import accelerate
+
+        accelerate(model)
+
+
 if Path(sys.argv[0]).stem not in ("surgery", "-m"):
-    from surgery.model import register
+    from surgery.model import SurgeryForCausalLM, register
 
     register()
+    SurgeryForCausalLM.on_device = staticmethod(_accelerate_on_cuda)
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "accelerate", "decelerate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("accelerate", "decelerate"):
+        import surgery.acceleration
+
+        return getattr(surgery.acceleration, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from surgery import cli_convert, cli_evaluation, cli_heads, cli_heal, cli_slice
+from surgery import cli_bench, cli_convert, cli_evaluation, cli_heads, cli_heal, cli_slice
 from surgery.cli_options import (
     BatchOption,
     CalibrationOption,
@@ -59,10 +59,20 @@ def inspect(
         Path | None,
         typer.Option("--plot", metavar="FILE", help="Where to draw the spectra (png, svg, pdf) [CKPT-spectra.png]."),
     ] = None,
+    gpu: Annotated[
+        str,
+        typer.Option(
+            "--gpu",
+            metavar="NAME|FILE",
+            help="Whose speed is predicted: h200, h100, a100, or what surgery bench kernels measured (kernels.json).",
+        ),
+    ] = "h200",
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show a checkpoint's attention, its KV bytes and what it can be converted to.
+
+    For every target also what the attention of a decoding step would gain on a GPU, or why it would not.
 
     With --calibration also how compressible it is: the share of the loss-weighted KV energy that fits in each rank.
 
@@ -76,6 +86,7 @@ def inspect(
     from surgery.inspection import inspect_checkpoint
     from surgery.progress import Progress
     from surgery.settings import ConvertSettings
+    from surgery.speed_forecast import find_gpu
 
     given = {
         "calibration": calibration,
@@ -93,6 +104,7 @@ def inspect(
         settings,
         spectra=calibration is not None,
         allow_pickle=allow_pickle,
+        gpu=find_gpu(gpu),
         progress=Progress(),
     )
     show_inspection(inspection, plot=plot, as_json=as_json)
@@ -125,37 +137,7 @@ cli_slice.register(app)
 cli_evaluation.register(app)
 cli_heads.register(app)
 cli_heal.register(app)
-
-bench = typer.Typer(help="Measure time and memory.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-
-
-@bench.command("convert")
-def bench_convert(
-    shape: Annotated[str, typer.Option("--shape", help="llama3-8b, llama2-7b or llama3-1b.")] = "llama3-8b",
-    folder: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", help="Where checkpoints are made; both stay there.")
-    ] = Path("surgery-bench"),
-    calibration: CalibrationOption = "none",
-    kv_ratio: Annotated[
-        float, typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep.")
-    ] = 0.28125,
-    device: DeviceOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Convert a checkpoint of random weights in a real model's shape; report time and peak memory.
-
-    Example:
-
-        surgery bench convert --shape llama3-8b --dir /data/bench
-    """
-    from surgery.bench import measure_conversion
-    from surgery.console import show_bench
-    from surgery.progress import Progress
-
-    arguments = ["--calibration", calibration or "none", "--kv-ratio", str(kv_ratio)]
-    arguments += ["--device", device] if device else []
-    show_bench(measure_conversion(shape, folder, arguments, Progress()), as_json=as_json)
+cli_bench.register(app)
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -114,25 +113,13 @@ def show_plan(plan, *, as_json: bool = False) -> None:
     )
 
 
-def show_bench(bench, *, as_json: bool = False) -> None:
-    """Prints a measured conversion (:class:`surgery.bench.ConvertBench`)."""
-    if as_json:
-        print_json(asdict(bench))
-        return
-    page, report = new_page(), bench.report
-    page.print(f"\n[bold]{plain(bench.shape)}[/bold], {size(bench.source_bytes)} of weights")
-    page.print(
-        make_table(["phase", "seconds"], [(name, decimal(value, 1)) for name, value in report["seconds"].items()])
-    )
-    page.print(f"{duration(bench.seconds)} in all, peak memory {size(bench.peak_memory_bytes)}")
-
-
 def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = False) -> None:
     """Prints an inspection (:class:`surgery.inspection.Inspection`) and draws its spectra, if it has any.
 
     Raises:
         SurgeryError: ``plot`` is given where there are no spectra, or cannot be written.
     """
+    from surgery.console_bench import show_speed
     from surgery.errors import SurgeryError
     from surgery.spectra import draw_spectra
 
@@ -151,6 +138,8 @@ def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = Fal
     kv = inspection.kv
     rows = [(f"{context // 1024}k tokens", size(held)) for context, held in kv["bytes_at"].items()]
     page.print(make_table(["KV cache", ""], [("per token", per_token(kv["bytes_per_token"])), *rows], right=(1,)))
+    show_speed(page, inspection.speed, inspection.gpu)
+    shown = None
     for target in inspection.targets:
         page.print(f"[bold]{plain(target['command'])}[/bold]")
         if not target["applies"]:
@@ -158,6 +147,10 @@ def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = Fal
             continue
         page.print(f"  {_class_and_why(target['class'], target['reasons'])}", soft_wrap=True)
         page.print(make_table(["engine", "loads the result"], target["engines"].items()))
+        # Variants of one target that differ in their class only take the same time.
+        if target["speed"] != shown:
+            show_speed(page, target["speed"])
+        shown = target["speed"]
     if inspection.spectra is not None:
         _show_spectra(page, inspection.spectra)
         page.print(f"drawn in {plain(drawn)}", soft_wrap=True)
@@ -361,12 +354,18 @@ def _facts(inspection) -> list[tuple[str, str]]:
         ("family", facts["model_type"]),
         ("parameters", f"{count(facts['parameters'])} in {facts['dtype']}"),
         ("layers", f"{facts['layers']} of width {facts['hidden']:,}"),
-        ("heads", f"{facts['heads']} queries, {facts['kv_heads']} keys and values, {facts['head_dim']} numbers each"),
+        ("heads", f"{facts['heads']} queries{_cached_heads(facts)}"),
+        *[("attention", kind) for kind in facts.get("attention", [])],
         ("RoPE", f"{facts['rope_type']}{base}, {facts['max_positions']:,} positions"),
         ("attention windows", _windows(inspection.windows)),
         ("vocabulary", f"{facts['vocabulary']:,}"),
         ("besides", ", ".join(filter(None, extras)) or "-"),
     ]
+
+
+def _cached_heads(facts: dict) -> str:
+    """Keys and values of a family's own attention; others say what they cache in a line of their own."""
+    return "" if "attention" in facts else f", {facts['kv_heads']} keys and values, {facts['head_dim']} numbers each"
 
 
 def _part(value: float) -> str:

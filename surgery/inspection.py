@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from surgery import attention_structures as structures
 from surgery import layer_statistics
 from surgery.architectures import hybrid, low_rank, own_class
 from surgery.architectures.own_family import ENGINES, OWN_FAMILY
@@ -13,19 +16,26 @@ from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.checkpoint.reader import CheckpointReader
 from surgery.convert_heads import wanted_heads
+from surgery.converted_inspection import MODEL_TYPES, converted_facts, original
 from surgery.errors import SurgeryError
 from surgery.families import head_shape
-from surgery.forecast import forecast
+from surgery.forecast import Forecast, forecast
+from surgery.heads.settings import HeadSettings
+from surgery.kernels.gpus import GPU, GPUS
+from surgery.kernels.planner import Attention
 from surgery.mla_output import reserved_numbers
 from surgery.progress import Progress
-from surgery.settings import ConvertSettings, KVHeadsSettings
+from surgery.rank_plan import wanted_rank
+from surgery.settings import ConvertSettings, CrossLayerSettings, KVHeadsSettings, LowRankSettings
 from surgery.source import Source
 from surgery.spectra import LayerSpectrum
+from surgery.speed_forecast import batches, speed_against
 from surgery.texts import load_texts
 from surgery.transforms import mla
 from surgery.transforms.budget import candidate_splits
 
 CONTEXTS = (8_192, 32_768, 131_072)
+HYBRID_SHARE = 0.5  # of the heads that stream in the hybrid whose speed is foreseen
 # The settings under which a conversion is foreseen: what a user gets who asks for nothing, and who asks for engines.
 VARIANTS = {
     "mla": {},
@@ -43,7 +53,10 @@ class Inspection:
         architecture: facts of the attention and the model around it.
         windows: of every layer, tokens; None: all.
         kv: bytes per token, and of one sequence by its length, in the checkpoint's dtype.
-        targets: what it can be converted to, in which class and why, and which engines load that.
+        targets: what it can be converted to, in which class and why, and which engines load that; with "speed", what
+            decoding's attention gains on a GPU, see :func:`surgery.speed_forecast.speed_against`.
+        gpu: whose ceilings times were predicted for, and where they come from.
+        speed: predicted times of the checkpoint's own attention; against its source where that is known.
         spectra: compressibility of every layer, first to last; None where it was not asked for.
         calibration: what the spectra were taken on.
     """
@@ -53,6 +66,8 @@ class Inspection:
     windows: list[int | None]
     kv: dict
     targets: list[dict]
+    gpu: dict = field(default_factory=dict)
+    speed: list[dict] = field(default_factory=list)
     spectra: list[LayerSpectrum] | None = None
     calibration: dict | None = None
 
@@ -68,23 +83,36 @@ def inspect_checkpoint(
     *,
     spectra: bool = False,
     allow_pickle: bool = False,
+    gpu: GPU = GPUS["h200"],
     progress: Progress | None = None,
 ) -> Inspection:
     """Inspects a checkpoint; with ``spectra`` runs the calibration that ``settings`` name.
 
+    Times of decoding are predicted for ``gpu``.
+
     Raises:
         SurgeryError: it cannot be read, or its family is not supported; with ``spectra`` also where its attention is
-            not (otherwise that is among the reasons why a target does not apply).
+            not (otherwise that is among the reasons why a target does not apply), or it was converted before.
     """
     settings, progress = settings or ConvertSettings(), progress or Progress(silent=True)
+    reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
+    if reader.config.get("model_type") in MODEL_TYPES:
+        if spectra:
+            raise SurgeryError(f"{reader.path}: was converted before; spectra are those of sources, drop --calibration")
+        return Inspection(**converted_facts(reader, gpu, CONTEXTS), gpu=asdict(gpu))
     opened = Source.open(source, settings, allow_pickle=allow_pickle)
     windows = [opened.family.window(opened.config, layer) for layer in range(opened.layers)]
+    layers = structures.of_family(opened.config, windows, _attention_dtype(opened).itemsize)
+    rows = batches(layers, sum(opened.reader.info(name).nbytes for name in opened.reader.names()), gpu)
     inspection = Inspection(
         name=opened.reader.path.resolve().name,
         architecture=_architecture(opened),
         windows=windows,
         kv=kv_bytes(opened, windows),
-        targets=_targets(opened, settings),
+        targets=_targets(opened, settings, lambda result: speed_against(layers, result, rows, gpu)),
+        gpu=asdict(gpu),
+        # A model of fewer KV heads is of its source's family, and only its report knows that source.
+        speed=speed_against(original(opened.reader.path, None, windows, layers[0].key_bytes), layers, rows, gpu),
     )
     if not spectra:
         return inspection
@@ -139,11 +167,11 @@ def _parameters(reader: CheckpointReader, *, tied: bool) -> int:
     return sum(info.nbytes // info.dtype.itemsize for info in infos)
 
 
-def _targets(opened: Source, settings: ConvertSettings) -> list[dict]:
-    """Every variant at a quarter of the KV bytes, with the class that would carry it."""
+def _targets(opened: Source, settings: ConvertSettings, speed: Callable[[list[Attention]], list[dict]]) -> list[dict]:
+    """Every variant at a quarter of the KV bytes, with the class that would carry it and what decoding would gain."""
     found = []
     for command, variant in VARIANTS.items():
-        target = _target(opened, replace(settings, method="fisher", **variant))
+        target = _target(opened, replace(settings, method="fisher", **variant), speed)
         if target["applies"] and target["class"] == "surgery" and any(t["class"] == "surgery" for t in found):
             continue  # the default goes to the own class already
         found.append({"command": f"surgery convert --to {command}", **target})
@@ -151,17 +179,41 @@ def _targets(opened: Source, settings: ConvertSettings) -> list[dict]:
             return found  # what stands in the way of the default stands in the way of all
     carrier = {"applies": True, "class": own_class.MODEL_TYPE, "engines": own_class.ENGINES}
     reasons = {"lowrank": low_rank.REASON, "crosslayer": low_rank.REASON, "hybrid": hybrid.REASON}
+    results = _other_structures(opened)
     others = [
-        {"command": f"surgery convert --to {name}", "reasons": [reason], **carrier} for name, reason in reasons.items()
+        {
+            "command": f"surgery convert --to {name}",
+            "reasons": [reason],
+            **carrier,
+            "speed": speed(results[name]) if name in results else [],
+        }
+        for name, reason in reasons.items()
     ]
-    return [*found, _fewer_heads(opened), *others]
+    return [*found, _fewer_heads(opened, speed), *others]
 
 
-def _fewer_heads(opened: Source) -> dict:
+def _other_structures(opened: Source) -> dict[str, list[Attention]]:
+    """What the defaults of the other targets would make of the layers; without those whose budget is impossible."""
+    first, layers = opened.anatomy(0), _layers(opened)
+    heads, group = HeadSettings(), CrossLayerSettings().group_size
+    found = {"hybrid": structures.of_hybrid(layers, HYBRID_SHARE, heads.sinks + heads.recent)}
+    with suppress(SurgeryError):
+        rank = wanted_rank(LowRankSettings(), first)
+        found["lowrank"] = structures.of_low_rank(layers, rank)
+        # All layers of a group read its whole basis.
+        found["crosslayer"] = structures.of_low_rank(layers, rank * min(group, len(layers)))
+    return found
+
+
+def _layers(opened: Source) -> list[Attention]:
+    return structures.of_family(opened.config, list(opened.windows), _attention_dtype(opened).itemsize)
+
+
+def _fewer_heads(opened: Source, speed: Callable[[list[Attention]], list[dict]]) -> dict:
     """Half of the KV heads, in the source's own class."""
     command = "surgery convert --to gqa"
     try:
-        wanted_heads(KVHeadsSettings(), opened.anatomy(0), opened.layers)
+        heads = wanted_heads(KVHeadsSettings(), opened.anatomy(0), opened.layers)
     except SurgeryError as error:
         return {"command": command, "applies": False, "class": None, "reasons": [str(error)], "engines": {}}
     return {
@@ -170,10 +222,11 @@ def _fewer_heads(opened: Source) -> dict:
         "class": opened.reader.config["model_type"],
         "reasons": [OWN_FAMILY],
         "engines": ENGINES,
+        "speed": speed(structures.of_fewer_heads(_layers(opened), heads)),
     }
 
 
-def _target(opened: Source, settings: ConvertSettings) -> dict:
+def _target(opened: Source, settings: ConvertSettings, speed: Callable[[list[Attention]], list[dict]]) -> dict:
     try:
         first = opened.anatomy(0)
         split = candidate_splits(settings, first, reserved_numbers(opened, settings, first))[0]
@@ -187,7 +240,16 @@ def _target(opened: Source, settings: ConvertSettings) -> dict:
         "class": "deepseek_v3" if stock else "surgery",
         "reasons": reasons,
         "engines": {engine: _any_width(verdict) for engine, verdict in outcome.engines.items()},
+        "speed": speed(_latents(opened, outcome)),
     }
+
+
+def _latents(opened: Source, outcome: Forecast) -> list[Attention]:
+    """The layers that one split would make."""
+    writer, first = outcome.carrier.writer, opened.anatomy(0)
+    widths = [writer.kv_width(layer) for layer in range(opened.layers)]
+    gains = 0 if first.k_norm is None else first.kv_heads
+    return structures.of_mla(_layers(opened), widths, outcome.split.rope_dim, gains, _attention_dtype(opened).itemsize)
 
 
 def _any_width(verdict: str) -> str:

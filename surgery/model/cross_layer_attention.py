@@ -21,12 +21,12 @@ from transformers import Cache
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_functions import eager_attention, rotate_halves
+from .attention_functions import Accelerated, eager_attention, rotate_halves
 from .group_cache import GroupLayer, Reading
 from .group_stores import GroupStore, MergedPairs, PromptBasis, SharedCodes
 
 
-class GroupMember(nn.Module):
+class GroupMember(Accelerated, nn.Module):
     """What every attention module of a group can do, whatever it caches of a token."""
 
     block: int | None
@@ -102,6 +102,8 @@ class CrossLayerAttention(GroupMember):
             setattr(self, name, getattr(stock, name))
         self.q_norm = getattr(stock, "q_norm", None)
         self.k_norm = getattr(stock, "k_norm", None)
+        # Set by the model: the base family's rotary embedding, in a tuple because it is no part of this module.
+        self.rotary: tuple[nn.Module, ...] = ()
         self._add_basis()
 
     @property
@@ -149,13 +151,15 @@ class CrossLayerAttention(GroupMember):
         batch, num_tokens, _ = hidden_states.shape
         projections = (self.k_proj, self.v_proj)
         tokens = torch.cat([nn.functional.linear(hidden_states, p.weight) for p in projections], dim=-1).unsqueeze(1)
+        if self.kernel is not None:
+            query = self._query(hidden_states, slot_embeddings)
+            out = self.kernel(self, query, tokens, attention_mask, past_key_values, real_tokens)
+            if out is not None:
+                return self.o_proj(out.reshape(batch, num_tokens, -1)), None
         reading, tokens, _ = self._exchange(tokens, tokens[..., :0], past_key_values, real_tokens)
 
-        query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
-        if self.q_norm is not None:
-            query = self.q_norm(query)
+        query = self._query(hidden_states, slot_embeddings)
         cos, sin = slot_embeddings
-        query = rotate_halves(query.transpose(1, 2), cos[:, reading.first :], sin[:, reading.first :])
         key, value = self._key_value(tokens)
         key = rotate_halves(key, cos[:, reading.slots], sin[:, reading.slots])
 
@@ -171,6 +175,14 @@ class CrossLayerAttention(GroupMember):
             **kwargs,
         )  # [B, T, H, d]
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
+
+    def _query(self, hidden_states: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Queries [B, H, T, d] of the newest tokens [B, T, D], rotated to the last of the slots."""
+        query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
+        if self.q_norm is not None:
+            query = self.q_norm(query)
+        cos, sin = (each[:, -hidden_states.shape[1] :] for each in embeddings)
+        return rotate_halves(query.transpose(1, 2), cos, sin)
 
     def _key_value(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys, normalised and not yet rotated, and values [B, G, K, d] of tokens [B, 1, K, n]."""

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from .attention_functions import attend, rotate_halves, visible_mask
+from .attention_functions import Accelerated, attend, rotate_halves, visible_mask
 from .grouped_attention import GroupedAttention
 from .hybrid_cache import Dropped, HybridLayer, PlainLayer, StreamingLayer, layer_of
 
 
-class HybridAttention(GroupedAttention):
+class HybridAttention(Accelerated, GroupedAttention):
     r"""The family's attention with KV heads of three sorts, in this order: full, streaming, streaming and compensated.
 
     Tensors are the family's, of `kv_heads` KV heads; H / G query heads in a row follow each KV head. Full heads are
@@ -61,6 +61,10 @@ class HybridAttention(GroupedAttention):
         query, key, value = self._projected(hidden_states, position_embeddings)
         new = HybridLayer(PlainLayer(), StreamingLayer(self.sinks, self.recent, self.compensated_heads))
         layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
+        if self.kernel is not None:
+            mixed = self.kernel(self, query, key, value, layer)
+            if mixed is not None:
+                return self.o_proj(mixed.reshape(batch, num_tokens, -1)), None
         full = self.full_heads
         out, weights = [], None
         if full:

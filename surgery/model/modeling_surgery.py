@@ -5,6 +5,7 @@ Everything around the attention (embeddings, norms, MLPs, experts) is the source
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -59,6 +60,9 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+    on_device: ClassVar[Callable[[PreTrainedModel], Any] | None] = None
+    """Called with a model once, before its first decoding on CUDA; the package `surgery`, where it is imported, puts its
+    kernels under the model here."""
     # Flash attention wants keys and values of one width, at most 256.
     _supports_flash_attn = False
     _supports_flex_attn = False
@@ -94,6 +98,7 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
                 layer.self_attn.register_forward_pre_hook(give_cache, with_kwargs=True)
         # The family's tensor-parallel plan splits heads, which a shared latent cannot follow.
         self.model._tp_plan = {name: plan for name, plan in self.model._tp_plan.items() if ".self_attn." not in name}
+        self._met_device: torch.device | None = None
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -103,8 +108,10 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         handed_on: dict[int, torch.Tensor] = {}
         for layer in self.model.layers:
             attention = layer.self_attn
+            if isinstance(attention, LowRankAttention | CrossLayerAttention):
+                attention.rotary = (self.model.rotary_emb,)
             if isinstance(attention, LowRankAttention):
-                attention.rotary, attention.handed_on = (self.model.rotary_emb,), handed_on
+                attention.handed_on = handed_on
                 for index in range(attention.layer_idx - attention.shared_layers, attention.layer_idx):
                     self.model.layers[index].self_attn.hands_on = True
         self._handed_on = handed_on
@@ -212,6 +219,9 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """input_ids [B, T] → logits [B, T, vocab], of the last `logits_to_keep` tokens if that is not 0."""
+        if self._met_device is None and self.on_device is not None and self.device.type == "cuda" and not self.training:
+            self._met_device = self.device
+            type(self).on_device(self)
         # The base model looks these up in its own config, and users set them on this one.
         kwargs.setdefault("output_attentions", self.config.output_attentions)
         kwargs.setdefault("output_hidden_states", self.config.output_hidden_states)

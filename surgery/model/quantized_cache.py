@@ -70,6 +70,8 @@ class QuantizedKVLayer(CompactLayer):
 
     form = "a quantised KV cache"
     reads_ahead = True
+    hands_on_codes = False
+    """Whether `update` returns the layer itself, twice, for an attention that reads its codes as they are."""
 
     def __init__(self, format: str, group: int = 32, window: int = 0, keys: str = "channel") -> None:
         """
@@ -122,6 +124,16 @@ class QuantizedKVLayer(CompactLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d], dequantised, in the dtype they had."""
+        self.append(key_states, value_states)
+        if self.hands_on_codes:
+            return self, self
+        return (
+            torch.cat([self.key_codes.dequantized(), self.keys], dim=-2),
+            torch.cat([self.value_codes.dequantized(), self.values], dim=-2),
+        )
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Adds tokens [B, H, n, d]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys = torch.cat([self.keys, key_states], dim=-2)
@@ -132,10 +144,6 @@ class QuantizedKVLayer(CompactLayer):
             self.value_codes.append(self.values[..., :complete, :])
             # Copied, because a view would keep the quantised tokens alive.
             self.keys, self.values = self.keys[..., complete:, :].clone(), self.values[..., complete:, :].clone()
-        return (
-            torch.cat([self.key_codes.dequantized(), self.keys], dim=-2),
-            torch.cat([self.value_codes.dequantized(), self.values], dim=-2),
-        )
 
     def get_seq_length(self) -> int:
         """Tokens kept, in either form."""

@@ -1,0 +1,165 @@
+"""One thing to measure: an operation at a shape, its inputs, its work, and what its results are held against.
+
+Shapes: B rows, T new tokens of each, S tokens of the cache, H query heads, G KV heads, d head size.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Tensor]
+Baseline = Callable[[Inputs], Callable[[], Tensor]]
+"""From a case's inputs to a call that computes the same output; what prepares layouts is not measured."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The attention of a model whose shape is measured."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+MODELS = {
+    "llama2-7b": Model(32, 32, 128),
+    "llama3-8b": Model(32, 8, 128),
+    "qwen2.5-7b": Model(28, 4, 128),
+    "tiny": Model(4, 2, 32),
+}
+"""Shapes by name; tiny is for machines without a GPU, where only correctness is looked at."""
+
+
+@dataclass(frozen=True)
+class Case(ABC):
+    """One operation at one shape.
+
+    Attributes:
+        model: name of the shape.
+        batch, context: B and S.
+        dtype: of inputs and outputs.
+        shape: of the model.
+    """
+
+    model: str
+    batch: int
+    context: int
+    dtype: torch.dtype
+    shape: Model
+
+    operation: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def variant(self) -> str:
+        """What else tells it from other cases of the operation, such as 512+64."""
+
+    @property
+    @abstractmethod
+    def cache_bytes(self) -> int:
+        """Bytes of the cached tokens, each counted once: what a kernel has to read."""
+
+    @property
+    @abstractmethod
+    def flops(self) -> int:
+        """Of the products of the operation itself."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that must move: the cache, queries and outputs."""
+        return self.cache_bytes + self.query_bytes
+
+    @property
+    @abstractmethod
+    def query_bytes(self) -> int:
+        """Bytes of queries and outputs."""
+
+    @abstractmethod
+    def inputs(self, device: torch.device, seed: int) -> Inputs:
+        """Random inputs of one call, by name."""
+
+    @abstractmethod
+    def run(self, inputs: Inputs) -> Tensor:
+        """The operation's output by this package's kernel."""
+
+    @abstractmethod
+    def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
+        """Parts of the output in float64: what picks one out of the output, and what it should be."""
+
+    def ragged(self, inputs: Inputs) -> tuple[Case, Inputs] | None:
+        """A case of few rows, of other lengths and with NaN behind them; None where there is no such thing."""
+        return None
+
+    def baselines(self) -> dict[str, Baseline]:
+        """Other implementations of the same."""
+        return {}
+
+
+def random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Standard normal numbers on the generator's device."""
+    return torch.randn(shape, dtype=dtype, device=generator.device, generator=generator)
+
+
+def generator(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(seed)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Float64 runs as references on purpose: nothing to warn of."""
+    logger = logging.getLogger("surgery.kernels")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+RAGGED_ROWS = 4
+
+
+class DecodeCase(Case):
+    """One new token of each row over a cache; all inputs but those in `unbatched` have rows first."""
+
+    unbatched: ClassVar[frozenset[str]] = frozenset()
+    token_dim: ClassVar[dict[str, int]] = {}
+    """Of the cached tensors, which dimension is that of tokens."""
+
+    def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
+        """First and last row: rows do not know of each other."""
+        for row in sorted({0, self.batch - 1}):
+            with quietly():
+                yield lambda out, row=row: out[row : row + 1], self.run(self._double(inputs, row))
+
+    def ragged(self, inputs: Inputs) -> tuple[Case, Inputs]:
+        """The first rows with odd lengths; what is behind those is NaN."""
+        rows = min(self.batch, RAGGED_ROWS)
+        ragged = {name: tensor if name in self.unbatched else tensor[:rows].clone() for name, tensor in inputs.items()}
+        lengths = [max(self.shortest, self.context - 37 * row - 63 * (row % 2)) for row in range(rows)]
+        lengths[-1] = self.shortest
+        for name, dim in self.token_dim.items():
+            for row, length in enumerate(lengths):
+                ragged[name].select(0, row).narrow(dim - 1, length, self.context - length).fill_(torch.nan)
+        ragged["lengths"] = inputs["lengths"].new_tensor(lengths)
+        return replace(self, batch=rows), ragged
+
+    @property
+    def shortest(self) -> int:
+        """Of the odd lengths."""
+        return 1
+
+    def lengths(self, device: torch.device) -> Tensor:
+        return torch.full((self.batch,), self.context, dtype=torch.int32, device=device)
+
+    def _double(self, inputs: Inputs, row: int) -> Inputs:
+        taken = {name: tensor if name in self.unbatched else tensor[row : row + 1] for name, tensor in inputs.items()}
+        return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in taken.items()}

@@ -1,0 +1,145 @@
+"""The correctness gate: what is wrong is not timed.
+
+A case passes if its output, computed in memory that was filled with NaN,
+
+- is finite and within `UNITS` roundings of the dtype of the reference in float64 (relative RMS);
+- is, if a library computes the same in the same dtype, at most `WORSE` times as far from it as the best of them;
+- has the same bits a second time;
+- stands that again with rows of odd lengths and NaN behind them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.bench.case import Case, Inputs
+
+UNITS = 4.0
+WORSE = 2.0
+WRONG = 0.1
+"""Relative error from which on a library was not asked for the same thing, or does not do it."""
+EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+"""Half a unit in the last place, relative."""
+LEAST = 2e-6
+"""Of a tolerance: fp32 sums in another order differ by that much."""
+
+
+@dataclass
+class Gate:
+    """What a case's check found.
+
+    Attributes:
+        error: relative RMS against float64, the largest of the parts that were looked at.
+        ragged_error: the same with rows of odd lengths; None where there is no such thing.
+        library_errors: of other implementations, by name.
+        refused: of other implementations, why they did not run.
+        bit_equal: whether a second run gave the same bits.
+        reasons: why it did not pass; empty if it did.
+    """
+
+    error: float = float("nan")
+    ragged_error: float | None = None
+    tolerance: float = float("nan")
+    bit_equal: bool = False
+    library_errors: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return not self.reasons
+
+    @property
+    def best_library(self) -> tuple[str, float] | None:
+        """The most exact other implementation."""
+        return min(self.library_errors.items(), key=lambda item: item[1]) if self.library_errors else None
+
+    def to_dict(self) -> dict:
+        best = self.best_library
+        plain = {**asdict(self), "passed": self.passed, "best_library": best[0] if best else None}
+        plain["times_best_library"] = self.error / best[1] if best and best[1] else None
+        # JSON knows no infinity.
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Root mean square of the difference over that of what is expected; infinite where anything is not finite."""
+    if got.shape != expected.shape or not bool(got.isfinite().all()):
+        return float("inf")
+    difference = (got.double() - expected).square().mean().sqrt()
+    return float(difference / expected.square().mean().sqrt().clamp(min=1e-300))
+
+
+def check(case: Case, inputs: Inputs, *, baselines: bool = True) -> Gate:
+    """Looks at a case's output; an exception of our own kernel is a reason, too."""
+    gate = Gate(tolerance=max(UNITS * EPSILON[case.dtype], LEAST))
+    try:
+        parts = list(case.exact(inputs))
+        with poisoned():
+            first, second = case.run(inputs), case.run(inputs)
+        gate.error = _largest(first, parts)
+        gate.bit_equal = torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+        if (other := case.ragged(inputs)) is not None:
+            few, ragged = other
+            with poisoned():
+                out = few.run(ragged)
+            # References may multiply what is behind the lengths by zero: it must be finite there.
+            gate.ragged_error = _largest(out, list(few.exact(_finite(ragged))))
+    except Exception as error:
+        gate.reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return gate
+    if baselines:
+        _libraries(case, inputs, parts, gate)
+    gate.reasons += _reasons(gate)
+    return gate
+
+
+def _libraries(case: Case, inputs: Inputs, parts: list, gate: Gate) -> None:
+    for name, prepare in case.baselines().items():
+        try:
+            error = _largest(prepare(inputs)(), parts)
+        except Exception as error:
+            gate.refused[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            continue
+        if error < WRONG:
+            gate.library_errors[name] = error
+        else:
+            gate.refused[name] = f"computes something else here: relative error {error:.1e}"
+
+
+def _reasons(gate: Gate) -> Iterator[str]:
+    if not gate.error <= gate.tolerance:
+        yield f"relative error {gate.error:.1e}, at most {gate.tolerance:.1e}"
+    if gate.ragged_error is not None and not gate.ragged_error <= gate.tolerance:
+        yield f"relative error {gate.ragged_error:.1e} with rows of odd lengths, at most {gate.tolerance:.1e}"
+    best = gate.best_library
+    if best and gate.error > max(WORSE * best[1], LEAST):
+        yield f"relative error {gate.error:.1e}, {gate.error / best[1]:.1f} times that of {best[0]}"
+    if not gate.bit_equal:
+        yield "two runs differ"
+
+
+def _largest(out: Tensor, parts: list[tuple[Callable[[Tensor], Tensor], Tensor]]) -> float:
+    return max(relative_error(pick(out), expected) for pick, expected in parts)
+
+
+def _finite(inputs: Inputs) -> Inputs:
+    return {name: tensor.nan_to_num(0.0) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """`torch.empty` gives NaN: what a kernel forgets to write is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)

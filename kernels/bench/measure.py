@@ -1,0 +1,128 @@
+"""Times on a GPU: CUDA graphs replayed over rotating buffers, medians; and the ceilings of the same minutes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+ROTATION = 4
+"""How many times the L2 cache the buffers of one replay hold: none of them is found there again."""
+LEAST_SECONDS = 200e-6
+"""Of one replay: shorter ones drown in the clock's ticks."""
+MOST_CALLS = 256
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call: the median of the replays, and the 10th and 90th percentile.
+
+    Attributes:
+        graph: whether a CUDA graph was replayed; else calls were launched one after the other.
+        sets: input sets that the calls went through in turn.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    graph: bool
+    sets: int
+
+
+def device_facts(device: torch.device) -> dict:
+    """What a report says of the machine."""
+    if device.type != "cuda":
+        return {"name": "CPU", "processors": 0, "memory_bytes": 0, "l2_bytes": 0, "capability": None}
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "name": found.name,
+        "processors": found.multi_processor_count,
+        "memory_bytes": found.total_memory,
+        "l2_bytes": found.L2_cache_size,
+        "capability": f"{found.major}.{found.minor}",
+    }
+
+
+def ceilings(device: torch.device) -> dict:
+    """Bytes a second of a copy, read and written both counted, and FLOPs a second of a bf16 product of random data."""
+    return {**_copy_rate(device), **_matmul_rate(device)}
+
+
+def _copy_rate(device: torch.device) -> dict:
+    size = min(4 << 30, torch.cuda.mem_get_info(device)[0] // 8)
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_(0, 256)
+    target = torch.empty_like(source)
+    timing = time_calls([lambda: target.copy_(source)], device)
+    return {"bytes_per_second": 2 * size / timing.seconds, "copy_bytes": size}
+
+
+def _matmul_rate(device: torch.device) -> dict:
+    width = 8192
+    left, right = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(left)
+    timing = time_calls([lambda: torch.mm(left, right, out=product)], device)
+    return {"flops_per_second": 2 * width**3 / timing.seconds, "matmul_width": width}
+
+
+def sets_needed(input_bytes: int, device: torch.device) -> int:
+    """Input sets so that a round through them is `ROTATION` times the L2 cache; fewer where memory is short."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    free = torch.cuda.mem_get_info(device)[0]
+    wanted = math.ceil(ROTATION * cache / max(input_bytes, 1))
+    return max(1, min(wanted, MOST_CALLS, int(0.4 * free / max(input_bytes, 1))))
+
+
+def time_calls(calls: Sequence[Callable[[], object]], device: torch.device, *, seconds: float = 0.25) -> Timing:
+    """Seconds of one of `calls`, which do the same with other inputs.
+
+    Args:
+        seconds: of measuring, nearly; at least 5 replays, at most 200.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):  # compiles and allocates before anything is recorded
+        for call in (*calls, *calls[:2]):
+            call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    once = _elapsed(lambda: [call() for call in calls], device) / len(calls)
+    rounds = max(1, min(math.ceil(LEAST_SECONDS / max(once * len(calls), 1e-9)), MOST_CALLS // len(calls) or 1))
+    order = list(calls) * rounds
+
+    def all_calls() -> None:
+        for call in order:
+            call()
+
+    replay, graph = _recorded(all_calls)
+    for _ in range(2):
+        replay()
+    torch.cuda.synchronize(device)
+    each = _elapsed(replay, device)
+    times = [_elapsed(replay, device) / len(order) for _ in range(max(5, min(200, int(seconds / max(each, 1e-9)))))]
+    cut = statistics.quantiles(times, n=10)
+    return Timing(statistics.median(times), cut[0], cut[-1], graph, len(calls))
+
+
+def _recorded(function: Callable[[], None]) -> tuple[Callable[[], None], bool]:
+    """A replay of a graph of the function, and whether it could be recorded; the function itself if not."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            function()
+    except Exception:
+        torch.cuda.synchronize()
+        return function, False
+    return graph.replay, True
+
+
+def _elapsed(function: Callable[[], object], device: torch.device) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    start.record()
+    function()
+    stop.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(stop) / 1e3

@@ -1,0 +1,68 @@
+"""Cases of `gqa_decode`: the source's own attention, which tells the method's gain from the kernel's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.bench import libraries
+from surgery.kernels.bench.case import Baseline, DecodeCase, Inputs, generator, random
+from surgery.kernels.gqa_decode.operator import gqa_decode
+
+
+@dataclass(frozen=True)
+class GQADecode(DecodeCase):
+    """Grouped keys and values."""
+
+    operation: ClassVar[str] = "gqa_decode"
+    token_dim: ClassVar[dict[str, int]] = {"key": 2, "value": 2}
+
+    @property
+    def variant(self) -> str:
+        return f"{self.shape.heads}/{self.shape.kv_heads}x{self.shape.head_dim}"
+
+    @property
+    def cache_bytes(self) -> int:
+        return 2 * self.batch * self.context * self.shape.kv_heads * self.shape.head_dim * self.dtype.itemsize
+
+    @property
+    def query_bytes(self) -> int:
+        return 2 * self.batch * self.shape.heads * self.shape.head_dim * self.dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.batch * self.context * self.shape.heads * self.shape.head_dim
+
+    @property
+    def scale(self) -> float:
+        return self.shape.head_dim**-0.5
+
+    def inputs(self, device: torch.device, seed: int) -> Inputs:
+        made, shape = generator(device, seed), self.shape
+        cached = (self.batch, shape.kv_heads, self.context, shape.head_dim)
+        return {
+            "query": random(made, self.dtype, self.batch, 1, shape.heads, shape.head_dim),
+            "key": random(made, self.dtype, *cached),
+            "value": random(made, self.dtype, *cached),
+            "lengths": self.lengths(device),
+        }
+
+    def run(self, inputs: Inputs) -> Tensor:
+        return gqa_decode(inputs["query"], inputs["key"], inputs["value"], self.scale, lengths=inputs["lengths"])[0]
+
+    def baselines(self) -> dict[str, Baseline]:
+        found = {
+            f"SDPA {name}": lambda inputs, name=name: libraries.sdpa(
+                inputs["query"].transpose(1, 2), inputs["key"], inputs["value"], self.scale, name
+            )
+            for name in libraries.SDPA
+        }
+        found["FlexAttention"] = lambda inputs: libraries.flex(
+            inputs["query"].transpose(1, 2), inputs["key"], inputs["value"], self.scale
+        )
+        if libraries.importable("flashinfer"):
+            found["FlashInfer"] = lambda inputs: libraries.flashinfer_decode(inputs, self.scale)
+        return found

@@ -1,0 +1,94 @@
+"""Cases of `hybrid_decode`: half of the KV heads keep all tokens, the others sinks and a window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.bench import libraries
+from surgery.kernels.bench.case import Baseline, Case, DecodeCase, Inputs, generator, random
+from surgery.kernels.hybrid_decode.operator import hybrid_decode
+
+
+@dataclass(frozen=True)
+class HybridDecode(DecodeCase):
+    """`full` of the KV heads keep all tokens."""
+
+    full: int
+    sinks: int
+    recent: int
+
+    operation: ClassVar[str] = "hybrid_decode"
+    token_dim: ClassVar[dict[str, int]] = {"full_key": 2, "full_value": 2}
+
+    @property
+    def slots(self) -> int:
+        return self.sinks + self.recent
+
+    @property
+    def variant(self) -> str:
+        return f"{self.full} of {self.shape.kv_heads} full, {self.sinks}+{self.recent}"
+
+    @property
+    def _entries(self) -> int:
+        return self.full * self.context + (self.shape.kv_heads - self.full) * self.slots
+
+    @property
+    def cache_bytes(self) -> int:
+        return 2 * self.batch * self._entries * self.shape.head_dim * self.dtype.itemsize
+
+    @property
+    def query_bytes(self) -> int:
+        return 2 * self.batch * self.shape.heads * self.shape.head_dim * self.dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        each = self.shape.heads // self.shape.kv_heads
+        return 4 * self.batch * each * self._entries * self.shape.head_dim
+
+    @property
+    def scale(self) -> float:
+        return self.shape.head_dim**-0.5
+
+    def inputs(self, device: torch.device, seed: int) -> Inputs:
+        made, shape = generator(device, seed), self.shape
+        full = (self.batch, self.full, self.context, shape.head_dim)
+        streaming = (self.batch, shape.kv_heads - self.full, self.slots, shape.head_dim)
+        return {
+            "query": random(made, self.dtype, self.batch, 1, shape.heads, shape.head_dim),
+            "full_key": random(made, self.dtype, *full),
+            "full_value": random(made, self.dtype, *full),
+            "streaming_key": random(made, self.dtype, *streaming),
+            "streaming_value": random(made, self.dtype, *streaming),
+            "lengths": self.lengths(device),
+        }
+
+    def run(self, inputs: Inputs) -> Tensor:
+        cached = (inputs[name] for name in ("full_key", "full_value", "streaming_key", "streaming_value"))
+        settings = {"sink_slots": self.sinks, "sinks": self.sinks, "recent": self.recent}
+        return hybrid_decode(inputs["query"], *cached, self.scale, **settings, lengths=inputs["lengths"])[0]
+
+    def ragged(self, inputs: Inputs) -> tuple[Case, Inputs] | None:
+        """Rows that are long enough to have filled their windows: the slots of shorter ones lie otherwise."""
+        return super().ragged(inputs) if self.shortest >= self.slots else None
+
+    @property
+    def shortest(self) -> int:
+        return self.context // 2 - 1
+
+    def baselines(self) -> dict[str, Baseline]:
+        return {"two SDPA": self._two_calls}
+
+    def _two_calls(self, inputs: Inputs) -> Callable[[], Tensor]:
+        """Full and streaming heads apart, by Flash, and a concatenation."""
+        rows = self.full * (self.shape.heads // self.shape.kv_heads)
+        query = inputs["query"].transpose(1, 2)
+        calls = [
+            libraries.sdpa(part, inputs[f"{kind}_key"], inputs[f"{kind}_value"], self.scale, "Flash")
+            for part, kind in ((query[:, :rows], "full"), (query[:, rows:], "streaming"))
+        ]
+        return lambda: torch.cat([call() for call in calls], dim=2)

@@ -1,0 +1,82 @@
+"""Cases of `mla_decode`: absorbed latent attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.bench import libraries
+from surgery.kernels.bench.case import Baseline, DecodeCase, Inputs, generator, random
+from surgery.kernels.mla_decode.operator import mla_decode
+
+SPLITS = ((512, 64), (256, 64), (128, 64))
+TINY_SPLITS = ((48, 16),)
+
+
+@dataclass(frozen=True)
+class MLADecode(DecodeCase):
+    """A latent of `rank` numbers and `rope` rotated ones."""
+
+    rank: int
+    rope: int
+
+    operation: ClassVar[str] = "mla_decode"
+    token_dim: ClassVar[dict[str, int]] = {"latent": 1, "rope_key": 1}
+
+    @property
+    def variant(self) -> str:
+        return f"{self.rank}+{self.rope}"
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.batch * self.context * (self.rank + self.rope) * self.dtype.itemsize
+
+    @property
+    def query_bytes(self) -> int:
+        return self.batch * self.shape.heads * (2 * self.rank + self.rope) * self.dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.context * self.shape.heads * (2 * self.rank + self.rope)
+
+    @property
+    def scale(self) -> float:
+        # That of the source's heads: the latent dimensions are no more of them.
+        return (self.shape.head_dim + self.rope) ** -0.5
+
+    def inputs(self, device: torch.device, seed: int) -> Inputs:
+        made = generator(device, seed)
+        return {
+            "query": random(made, self.dtype, self.batch, 1, self.shape.heads, self.rank + self.rope),
+            "latent": random(made, self.dtype, self.batch, self.context, self.rank),
+            "rope_key": random(made, self.dtype, self.batch, self.context, self.rope),
+            "lengths": self.lengths(device),
+        }
+
+    def run(self, inputs: Inputs) -> Tensor:
+        return mla_decode(inputs["query"], inputs["latent"], inputs["rope_key"], self.scale, lengths=inputs["lengths"])[
+            0
+        ]
+
+    def baselines(self) -> dict[str, Baseline]:
+        found: dict[str, Baseline] = {"absorbed matmul": self._matmul}
+        if libraries.importable("flash_mla") and (self.rank, self.rope) == (512, 64):
+            found["FlashMLA"] = lambda inputs: libraries.flash_mla(inputs, self.scale)
+        if libraries.importable("flashinfer") and (self.rank, self.rope) == (512, 64):
+            found["FlashInfer"] = lambda inputs: libraries.flashinfer_mla(inputs, self.scale)
+        return found
+
+    def _matmul(self, inputs: Inputs) -> Callable[[], Tensor]:
+        """Two batched products of the library and a softmax in fp32 between them, the latent read twice."""
+        key = torch.cat((inputs["latent"], inputs["rope_key"]), dim=-1)
+        query, value = inputs["query"][:, 0], inputs["latent"]
+
+        def call() -> Tensor:
+            logits = torch.bmm(query, key.transpose(1, 2)).float() * self.scale
+            return torch.bmm(logits.softmax(-1).to(query.dtype), value)[:, None]
+
+        return call

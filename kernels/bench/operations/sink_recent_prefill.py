@@ -1,0 +1,105 @@
+"""Cases of `sink_recent_prefill`: prompts in which some heads see sinks and a window only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.bench import libraries
+from surgery.kernels.bench.case import Baseline, Case, Inputs, generator, quietly, random
+from surgery.kernels.bench.operations.mla_prefill import PIECE
+from surgery.kernels.sink_recent_prefill.operator import sink_recent_prefill
+
+
+@dataclass(frozen=True)
+class SinkRecentPrefill(Case):
+    """`full` of the KV heads see all tokens."""
+
+    full: int
+    sinks: int
+    recent: int
+
+    operation: ClassVar[str] = "sink_recent_prefill"
+
+    @property
+    def variant(self) -> str:
+        return f"{self.full} of {self.shape.kv_heads} full, {self.sinks}+{self.recent}"
+
+    @property
+    def cache_bytes(self) -> int:
+        return 2 * self.batch * self.context * self.shape.kv_heads * self.shape.head_dim * self.dtype.itemsize
+
+    @property
+    def query_bytes(self) -> int:
+        return 2 * self.batch * self.context * self.shape.heads * self.shape.head_dim * self.dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Of the pairs that are seen."""
+        most = min(self.context, self.sinks + self.recent)
+        dense = self.context * (self.context + 1) // 2
+        seen = most * (most + 1) // 2 + (self.context - most) * most
+        each = self.shape.heads // self.shape.kv_heads
+        pairs = each * (self.full * dense + (self.shape.kv_heads - self.full) * seen)
+        return 4 * self.batch * pairs * self.shape.head_dim
+
+    @property
+    def scale(self) -> float:
+        return self.shape.head_dim**-0.5
+
+    def inputs(self, device: torch.device, seed: int) -> Inputs:
+        made, shape = generator(device, seed), self.shape
+        cached = (self.batch, shape.kv_heads, self.context, shape.head_dim)
+        streaming = shape.kv_heads - self.full
+        numbers = {"dtype": torch.int32, "device": device}
+        return {
+            "query": random(made, self.dtype, self.batch, shape.heads, self.context, shape.head_dim),
+            "key": random(made, self.dtype, *cached),
+            "value": random(made, self.dtype, *cached),
+            "sinks": torch.tensor([0] * self.full + [self.sinks] * streaming, **numbers),
+            "recent": torch.tensor([-1] * self.full + [self.recent] * streaming, **numbers),
+        }
+
+    def run(self, inputs: Inputs) -> Tensor:
+        names = ("sinks", "recent")
+        tensors = (inputs[name] for name in ("query", "key", "value"))
+        return sink_recent_prefill(*tensors, self.scale, *(inputs[name] for name in names))[0]
+
+    def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
+        """The first and the last queries of the first query head of the first and of the last KV head."""
+        piece, each = min(PIECE, self.context), self.shape.heads // self.shape.kv_heads
+        for group in sorted({0, self.shape.kv_heads - 1}):
+            one = {
+                "query": inputs["query"][:1, group * each : group * each + 1],
+                **{name: inputs[name][:1, group : group + 1] for name in ("key", "value")},
+                **{name: inputs[name][group : group + 1] for name in ("sinks", "recent")},
+            }
+            tokens = ("query", "key", "value")
+            first = {**one, **{name: one[name][:, :, :piece].double() for name in tokens}}
+            last = {**one, **{name: one[name].double() for name in tokens}}
+            last["query"] = last["query"][:, :, -piece:]
+            with quietly():
+                yield lambda out, h=group * each: out[:1, :piece, h : h + 1], self.run(first)
+                yield lambda out, h=group * each: out[:1, -piece:, h : h + 1], self.run(last)
+
+    def baselines(self) -> dict[str, Baseline]:
+        return {"FlexAttention": self._flex}
+
+    def _flex(self, inputs: Inputs) -> Callable[[], Tensor]:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        each = self.shape.heads // self.shape.kv_heads
+        sinks, recent = inputs["sinks"], inputs["recent"]
+
+        def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            group = head // each
+            near = (recent[group] < 0) | (query - key < recent[group]) | (key < sinks[group])
+            return (key <= query) & near
+
+        total, device = self.context, inputs["query"].device
+        mask = create_block_mask(visible, None, self.shape.heads, total, total, device=device, _compile=True)
+        return libraries.flex(inputs["query"], inputs["key"], inputs["value"], self.scale, mask)

@@ -1,0 +1,238 @@
+"""Checks, tunes and measures cases one after the other, and keeps the record on disk after each."""
+
+from __future__ import annotations
+
+import gc
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.kernels.backend import interpreted
+from surgery.kernels.bench import gate as gates
+from surgery.kernels.bench import tuning
+from surgery.kernels.bench.case import Case, Inputs
+from surgery.kernels.bench.measure import Timing, ceilings, device_facts, sets_needed, time_calls
+from surgery.kernels.tuned import FOLDER, gpu_name
+
+SCHEMA = 1
+ROOM = 0.45
+"""Share of free memory that the inputs of a case may take: references and libraries need the rest."""
+
+
+@dataclass
+class Bench:
+    """A run over cases.
+
+    Attributes:
+        device: where kernels run.
+        out: the record, a JSON file; None keeps it in memory only.
+        tune: whether configurations are tried; the best are written to <gpu>.json of
+            `tuned_folder`, by default the package's.
+        seconds: after which no other case is begun.
+        case_seconds: of tuning one shape, at most.
+        baselines: whether other implementations are checked and measured, on a GPU.
+        say: is told a line a case.
+    """
+
+    device: torch.device
+    out: Path | None = None
+    tune: bool = False
+    tuned_folder: Path | None = None
+    seconds: float = float("inf")
+    case_seconds: float = 45.0
+    baselines: bool = True
+    say: Callable[[str], Any] = field(default=lambda line: print(line, file=sys.stderr, flush=True))
+    record: dict = field(default_factory=dict)
+
+    def run(self, cases: Iterable[Case], command: str = "") -> dict:
+        """Everything about the cases, as it is written: device, versions, ceilings, a row each."""
+        began = time.monotonic()
+        self.record = {
+            "schema": SCHEMA,
+            "command": command,
+            "device": device_facts(self.device),
+            "versions": versions(),
+            "ceilings": ceilings(self.device) if self.timed else None,
+            "note": None if self.timed else no_speed(self.device),
+            "rows": [],
+        }
+        shapes_tuned: set[tuple] = set()
+        for case in cases:
+            if time.monotonic() - began > self.seconds:
+                self.record["note"] = f"stopped after {self.seconds:.0f} s: not all cases were measured"
+                break
+            self._stop = began + self.seconds
+            try:
+                row = self._row(case, shapes_tuned)
+            except (torch.OutOfMemoryError, MemoryError):
+                row = {**_place(case), "skipped": "out of memory"}
+            self.record["rows"].append(row)
+            _against_source(self.record["rows"])
+            self.say(_line(row))
+            self._keep()
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        self._keep()
+        return self.record
+
+    @property
+    def timed(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _keep(self) -> None:
+        if self.out is not None:
+            tuning.write_json(self.out, self.record)
+
+    def _row(self, case: Case, shapes_tuned: set[tuple]) -> dict:
+        row = _place(case)
+        size = case.cache_bytes + case.query_bytes
+        free = _free_memory(self.device)
+        if size > ROOM * free:
+            return {**row, "skipped": f"{size / 1e9:.0f} GB of inputs, {free / 1e9:.0f} GB free"}
+        inputs = case.inputs(self.device, seed=0)
+        found = gates.check(case, inputs, baselines=self.baselines and self.timed)
+        row["gate"] = found.to_dict()
+        if not found.passed or not self.timed:
+            return row
+        sets = [inputs, *(case.inputs(self.device, seed) for seed in range(1, sets_needed(size, self.device)))]
+        if self.tune and (shape := _tuned_shape(case)) not in shapes_tuned:
+            shapes_tuned.add(shape)
+            row["tuning"] = self._tune(case, sets, found)
+        row |= _measured(case, time_calls([_bound(case.run, one) for one in sets], self.device))
+        row |= _shares(row, self.record["ceilings"])
+        if self.baselines:
+            row["baselines"] = self._baselines(case, sets, found)
+        return row
+
+    def _tune(self, case: Case, sets: list[Inputs], found: gates.Gate) -> dict | None:
+        """Tries configurations; the best is written and serves from now on."""
+        began, exact = time.monotonic(), list(case.exact(sets[0]))
+        limit = min(began + self.case_seconds, self._stop)
+
+        def is_right() -> bool:
+            with gates.poisoned():
+                out = case.run(sets[0])
+            return all(gates.relative_error(pick(out), part) <= found.tolerance for pick, part in exact)
+
+        best = tuning.tune(
+            case.operation,
+            lambda: time_calls([_bound(case.run, one) for one in sets], self.device, seconds=0.05).seconds,
+            is_right,
+            splits="decode" in case.operation,
+            out_of_time=lambda: time.monotonic() > limit,
+        )
+        if best is None:
+            return None
+        key, config, tried = best
+        if config:
+            path = (self.tuned_folder or FOLDER) / f"{gpu_name(self.device)}.json"
+            tuning.write_tuned(path, {case.operation: {key: config}})
+            tuning.use(case.operation, key, config)
+        return {"key": key, "config": config, "tried": tried}
+
+    def _baselines(self, case: Case, sets: list[Inputs], found: gates.Gate) -> dict:
+        measured = {}
+        for name, prepare in case.baselines().items():
+            if name in found.refused:
+                measured[name] = {"refused": found.refused[name]}
+                continue
+            try:
+                timing = time_calls([prepare(one) for one in sets], self.device)
+                measured[name] = {"seconds": timing.seconds, "graph": timing.graph, "error": found.library_errors[name]}
+            except Exception as error:
+                measured[name] = {"refused": f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"}
+        return measured
+
+
+def versions() -> dict:
+    """Of what decides results."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    try:
+        import triton
+    except ImportError:
+        return {**found, "triton": None}
+    return {**found, "triton": triton.__version__}
+
+
+def no_speed(device: torch.device) -> str:
+    """Why nothing is timed here."""
+    how = "in Triton's interpreter" if interpreted() else "as plain references"
+    return f"no speed on the {device.type} device: operators ran {how}, and only their results were looked at"
+
+
+def _place(case: Case) -> dict:
+    return {
+        "operation": case.operation,
+        "model": case.model,
+        "variant": case.variant,
+        "batch": case.batch,
+        "context": case.context,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "bytes": case.bytes,
+        "flops": case.flops,
+    }
+
+
+def _tuned_shape(case: Case) -> tuple:
+    """Cases of one operator key: configurations do not know of batches and contexts."""
+    return case.operation, case.model, case.variant, case.dtype
+
+
+def _measured(case: Case, timing: Timing) -> dict:
+    return {
+        "seconds": timing.seconds,
+        "spread": [timing.low, timing.high],
+        "graph": timing.graph,
+        "sets": timing.sets,
+        "bytes_per_second": case.bytes / timing.seconds,
+        "flops_per_second": case.flops / timing.seconds,
+    }
+
+
+def _shares(row: dict, limits: dict) -> dict:
+    memory = row["bytes_per_second"] / limits["bytes_per_second"]
+    compute = row["flops_per_second"] / limits["flops_per_second"]
+    bound = max(row["bytes"] / limits["bytes_per_second"], row["flops"] / limits["flops_per_second"])
+    return {"share_of_copy": memory, "share_of_matmul": compute, "share_of_bound": bound / row["seconds"]}
+
+
+def _against_source(rows: list[dict]) -> None:
+    """How many times faster each decoding is than our own kernel of the source's attention at the same place."""
+    at = {
+        (row["model"], row["batch"], row["context"], row["dtype"]): row["seconds"]
+        for row in rows
+        if row["operation"] == "gqa_decode" and "seconds" in row
+    }
+    for row in rows:
+        source = at.get((row["model"], row["batch"], row["context"], row["dtype"]))
+        if source and "seconds" in row and "decode" in row["operation"]:
+            row["speedup_over_gqa_decode"] = source / row["seconds"]
+
+
+def _bound(function: Callable[[Inputs], Any], inputs: Inputs) -> Callable[[], Any]:
+    return lambda: function(inputs)
+
+
+def _free_memory(device: torch.device) -> float:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 4e9
+
+
+def _line(row: dict) -> str:
+    place = f"{row['operation']} {row['model']} {row['variant']} batch {row['batch']} context {row['context']}"
+    if "skipped" in row:
+        return f"{place}: skipped, {row['skipped']}"
+    if not row["gate"]["passed"]:
+        return f"{place}: FAILED, {'; '.join(row['gate']['reasons'])}"
+    if "seconds" not in row:
+        return f"{place}: right, relative error {row['gate']['error']:.1e}"
+    return (
+        f"{place}: {row['seconds'] * 1e6:,.1f} us, {row['bytes_per_second'] / 1e9:,.0f} GB/s "
+        f"({row['share_of_copy']:.0%} of copy), {row['flops_per_second'] / 1e12:,.0f} TFLOP/s"
+    )

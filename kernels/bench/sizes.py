@@ -1,0 +1,37 @@
+"""Sizes that are measured where nobody says which, and how they are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Names of shapes, tokens of a cache, rows."""
+
+    models: tuple[str, ...]
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...]
+
+
+DEFAULTS = Sizes(("llama2-7b", "llama3-8b", "qwen2.5-7b"), (8_192, 32_768, 131_072), (1, 8, 32))
+QUICK = Sizes(("llama3-8b",), (8_192, 131_072), (1, 8))
+TINY = Sizes(("tiny",), (63, 100), (1, 3))
+"""Of machines without a GPU."""
+
+
+def numbers(text: str) -> list[int]:
+    """`8k,32768` as numbers, k standing for 1024.
+
+    Raises:
+        ValueError: a word that is no positive number.
+    """
+    found = []
+    for word in text.split(","):
+        plain = word.strip().lower()
+        factor = 1024 if plain.endswith("k") else 1
+        digits = plain.removesuffix("k")
+        if not digits.isdigit() or int(digits) < 1:
+            raise ValueError(f"{word.strip()!r} is no number of tokens or rows, such as 8 or 32k")
+        found.append(int(digits) * factor)
+    return found

@@ -1,0 +1,127 @@
+"""Tries configurations of a kernel at a shape and keeps the fastest that computes the same.
+
+Operators ask `tuned.tuned` for their configuration. Here it answers with a candidate, and remembers what it was asked,
+so that no operator has to know of tuning.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from surgery.kernels import tuned
+
+Candidate = dict[str, int | None]
+
+GRID: dict[str, tuple[int | None, ...]] = {"block_tokens": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}
+SPLITS = (None, 1, 4, 8, 16, 32, 64)
+"""Tried with the best of the grid, for operations that split the tokens of a row."""
+
+
+class _Everywhere(dict):
+    """A file of configurations in which every shape of every operation has the same one."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidate = candidate
+        self.asked: list[tuple[str, str]] = []
+
+    def get(self, operation: str, default: Any = None) -> _Shapes:
+        return _Shapes(self, operation)
+
+
+class _Shapes:
+    def __init__(self, everywhere: _Everywhere, operation: str) -> None:
+        self._everywhere, self._operation = everywhere, operation
+
+    def get(self, key: str, default: Any = None) -> Candidate | None:
+        self._everywhere.asked.append((self._operation, key))
+        return self._everywhere.candidate or None
+
+
+@contextmanager
+def trying(candidate: Candidate) -> Iterator[list[tuple[str, str]]]:
+    """Has operators on a GPU run with a candidate, the defaults where it is empty; gives what they asked for."""
+    everywhere, before = _Everywhere(candidate), tuned._read
+    tuned._read = lambda gpu, folder: everywhere
+    try:
+        yield everywhere.asked
+    finally:
+        tuned._read = before
+
+
+def use(operation: str, key: str, candidate: Candidate) -> None:
+    """Has operators of this process run with a configuration from now on."""
+    before = tuned._read
+
+    def read(gpu: str, folder: str | None) -> dict[str, dict[str, Candidate]]:
+        found = before(gpu, folder)
+        return {**found, operation: {**found.get(operation, {}), key: candidate}}
+
+    tuned._read = read
+
+
+def candidates(*, splits: bool) -> tuple[list[Candidate], list[Candidate]]:
+    """The grid; and what is tried on top of its best."""
+    grid = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
+    return [{}, *grid], [{"splits": count} for count in SPLITS if count] if splits else []
+
+
+def tune(
+    operation: str,
+    seconds_of: Callable[[], float],
+    is_right: Callable[[], bool],
+    *,
+    splits: bool,
+    out_of_time: Callable[[], bool],
+) -> tuple[str, Candidate, list[dict]] | None:
+    """Finds the fastest candidate.
+
+    Args:
+        operation: whose configuration is tried, in case the call runs several.
+        seconds_of: measures a call under the candidate that is being tried.
+        is_right: whether it still computes the same.
+        out_of_time: asked before each candidate.
+
+    Returns:
+        The shape's key, the best candidate (empty: the default), and what each took; None if the operator asked for no
+        configuration.
+    """
+    key, best, least, tried = None, {}, float("inf"), []
+    first, then = candidates(splits=splits)
+    for stage in (first, then):
+        base = dict(best)
+        for candidate in ({**base, **more} for more in stage):
+            if out_of_time():
+                break
+            with trying(candidate) as asked:
+                try:
+                    seconds = seconds_of() if is_right() else None
+                except Exception as error:  # too much shared memory, a block that the kernel has no use for
+                    tried.append({"config": candidate, "refused": f"{type(error).__name__}: {str(error)[:80]}"})
+                    continue
+            key = next((shape for name, shape in asked if name == operation), key)
+            tried.append({"config": candidate, "seconds": seconds})
+            if seconds is not None and seconds < least:
+                best, least = candidate, seconds
+    return None if key is None else (key, best, tried)
+
+
+def write_tuned(path: Path, found: dict[str, dict[str, Candidate]]) -> None:
+    """Adds configurations to a GPU's file, or makes it; at no time is there half a file."""
+    merged = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for operation, shapes in found.items():
+        merged.setdefault(operation, {}).update(shapes)
+    write_json(path, {name: dict(sorted(shapes.items())) for name, shapes in sorted(merged.items())})
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)

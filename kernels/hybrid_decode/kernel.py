@@ -1,0 +1,301 @@
+r"""One launch over all KV heads of a layer, of which some keep all tokens and the others sinks and a window.
+
+The grid is a list of work that follows from shapes alone: first B · Gf · splits items of full heads, the long ones,
+then B · Gs items of streaming heads, one each, which fill the multiprocessors that the others leave. An item is a range
+of tokens, and where they stand in the text; from there on all items are one loop:
+
+    full head, split s        the s-th piece of the tokens from the row's start to its length
+    streaming head            all slots: slot j < `sink_slots` stands at start + j, slot j behind them at
+                              length - (slots - j)
+
+Parts of full heads are merged by a second launch unless there is one split; streaming heads write their result at once.
+The query heads of a KV head, of all new tokens, are the rows of one product, so that a key is read once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surgery.kernels.launch import Config, Launch
+from surgery.kernels.split_kv import LN2, merge_kernel, merge_launch, processors, split_count, split_tokens
+
+ALL = tl.constexpr(1 << 30)
+"""Tokens of a window that is none."""
+
+LOG2E = 1.4426950408889634
+
+
+def default_config(rows: int, head_size: int, dtype: torch.dtype) -> Config:
+    """For `rows` query rows of a KV head (heads × new tokens), by what was compiled without spills."""
+    block_rows = max(16, min(64, triton.next_power_of_2(rows)))
+    if dtype.itemsize > 2:
+        return Config(min(block_rows, 32), block_tokens=32, warps=8, stages=2)
+    wide = head_size > 128
+    return Config(block_rows, block_tokens=32 if wide else 64, warps=4, stages=2 if wide else 3)
+
+
+def splits_of(query: Tensor, full_key: Tensor, size: int, config: Config) -> int:
+    """Programs that share the tokens of a full head."""
+    if config.splits is not None:
+        return config.splits
+    programs = query.shape[0] * full_key.shape[1] * triton.cdiv(query.shape[1] * size, config.block_rows)
+    return split_count(programs, full_key.shape[2], processors(query.device))
+
+
+def launches(
+    query: Tensor,
+    full_key: Tensor,
+    full_value: Tensor,
+    streaming_key: Tensor,
+    streaming_value: Tensor,
+    scale: float,
+    sink_slots: int,
+    sinks: int,
+    recent: int,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    config: Config,
+    splits: int,
+    parts: Tensor | None = None,
+    logs: Tensor | None = None,
+) -> list[Launch]:
+    """The launches that fill `out` [B, T, H, v] and `lse` [B, T, H], both contiguous.
+
+    `parts` [B · T · Hf, splits, v] and `logs` [B · T · Hf, splits], fp32, are scratch of more than one split, Hf being
+    the query heads of full heads. Other arguments as in `operator.hybrid_decode`, last dimensions contiguous.
+    """
+    rows, tokens, heads, head_size = query.shape
+    full, streaming = full_key.shape[1], streaming_key.shape[1]
+    size = heads // (full + streaming)
+    value_size = full_value.shape[-1]
+    blocks = triton.cdiv(tokens * size, config.block_rows)
+    arguments = {
+        "query": query,
+        "full_key": full_key,
+        "full_value": full_value,
+        "streaming_key": streaming_key,
+        "streaming_value": streaming_value,
+        "lengths": lengths,
+        "starts": starts,
+        "out": out,
+        "lse": lse,
+        "parts": parts,
+        "logs": logs,
+        "scale": scale * LOG2E,
+        "rows": rows,
+        "tokens": tokens,
+        "capacity": full_key.shape[2],
+        "slots": streaming_key.shape[2],
+        "sink_slots": sink_slots,
+        "sinks": sinks,
+        "recent": recent,
+        "query_row": query.stride(0),
+        "query_token": query.stride(1),
+        "query_head": query.stride(2),
+        "FULL": full,
+        "STREAMING": streaming,
+        "SIZE": size,
+        "D": head_size,
+        "V": value_size,
+        "SPLITS": splits,
+        "ONE_TOKEN": tokens == 1,
+        "BLOCK_M": config.block_rows,
+        "BLOCK_N": config.block_tokens,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_size)),
+        "BLOCK_V": max(16, triton.next_power_of_2(value_size)),
+    }
+    for name, tensor in (
+        ("full_key", full_key),
+        ("full_value", full_value),
+        ("streaming_key", streaming_key),
+        ("streaming_value", streaming_value),
+    ):
+        arguments |= {f"{name}_{axis}": tensor.stride(i) for i, axis in enumerate(("row", "head", "token"))}
+    grid = (blocks * rows * (full * splits + streaming),)
+    made = [Launch(hybrid_decode_kernel, grid, arguments, config.warps, config.stages)]
+    if splits > 1 and full:
+        merged = merge_launch(parts, logs, out, lse)
+        behind = {"full_queries": full * size, "other_queries": streaming * size}
+        made.append(replace(merged, kernel=merge_full_kernel, arguments=merged.arguments | behind))
+    return made
+
+
+# Sizes that only bound loops and masks: not worth a compilation each as texts grow.
+@triton.jit(do_not_specialize=["rows", "tokens", "capacity", "slots", "sink_slots", "sinks", "recent"])
+def hybrid_decode_kernel(
+    query,
+    full_key,
+    full_value,
+    streaming_key,
+    streaming_value,
+    lengths,
+    starts,
+    out,
+    lse,
+    parts,
+    logs,
+    scale,
+    rows,
+    tokens,
+    capacity,
+    slots,
+    sink_slots,
+    sinks,
+    recent,
+    query_row,
+    query_token,
+    query_head,
+    full_key_row,
+    full_key_head,
+    full_key_token,
+    full_value_row,
+    full_value_head,
+    full_value_token,
+    streaming_key_row,
+    streaming_key_head,
+    streaming_key_token,
+    streaming_value_row,
+    streaming_value_head,
+    streaming_value_token,
+    FULL: tl.constexpr,
+    STREAMING: tl.constexpr,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program: BLOCK_M query rows of one KV head, and a range of its tokens."""
+    blocks = tl.cdiv(tokens * SIZE, BLOCK_M)
+    item = tl.program_id(0) // blocks
+    full_items = rows * FULL * SPLITS
+    is_full = item < full_items
+    streaming_item = item - full_items
+    row = tl.where(is_full, item // max(FULL * SPLITS, 1), streaming_item // max(STREAMING, 1))
+    row64 = row.to(tl.int64)
+    length = capacity
+    if lengths is not None:
+        length = tl.load(lengths + row)
+    start = 0
+    if starts is not None:
+        start = tl.load(starts + row)
+    # Padding among the new tokens sees itself.
+    low = tl.maximum(tl.minimum(start, length - tokens), 0)
+
+    if is_full:
+        split = item % SPLITS
+        group = (item // SPLITS) % max(FULL, 1)
+        keys = full_key + row64 * full_key_row + group.to(tl.int64) * full_key_head
+        values = full_value + row64 * full_value_row + group.to(tl.int64) * full_value_head
+        key_token = full_key_token
+        value_token = full_value_token
+        first, stop = split_tokens(low, length, split, SPLITS, BLOCK_N)
+        held = 0
+        shift = 0
+        many = 0
+        width = ALL
+    else:
+        split = item * 0
+        local = streaming_item % max(STREAMING, 1)
+        group = local + FULL
+        keys = streaming_key + row64 * streaming_key_row + local.to(tl.int64) * streaming_key_head
+        values = streaming_value + row64 * streaming_value_row + local.to(tl.int64) * streaming_value_head
+        key_token = streaming_key_token
+        value_token = streaming_value_token
+        first = item * 0
+        stop = slots
+        held = sink_slots
+        shift = length - slots
+        many = sinks
+        width = recent
+
+    line = (tl.program_id(0) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    line_token = line // SIZE
+    head = group * SIZE + line % SIZE
+    number = tl.arange(0, BLOCK_D)
+    value_number = tl.arange(0, BLOCK_V)
+    offset = line_token.to(tl.int64) * query_token + head.to(tl.int64) * query_head
+    q = tl.load(
+        query + row64 * query_row + offset[:, None] + number[None, :],
+        mask=(line_token < tokens)[:, None] & (number < D)[None, :],
+        other=0.0,
+    )
+    # With one new token all rows have one mask.
+    own = (length - 1) + tl.zeros([1, 1], tl.int32) if ONE_TOKEN else (length - tokens + line_token)[:, None]
+
+    most = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    for base in range(first, stop, BLOCK_N):
+        slot = base + tl.arange(0, BLOCK_N)
+        is_sink = slot < held
+        place = tl.where(is_sink, start + slot, slot + shift)
+        # A slot of the sinks is empty until its token has left the window.
+        there = (slot < stop) & (place >= low) & (~is_sink | (place < shift + held))
+        key = tl.load(
+            keys + slot.to(tl.int64)[:, None] * key_token + number[None, :],
+            mask=there[:, None] & (number < D)[None, :],
+            other=0.0,
+        )
+        logits = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+        ahead = own - place[None, :]
+        near = (ahead < width) | (place - start < many)[None, :]
+        seen = there[None, :] & (((ahead >= 0) & (place >= start)[None, :] & near) | (ahead == 0))
+        logits = tl.where(seen, logits, -float("inf"))
+        higher = tl.maximum(most, tl.max(logits, axis=1))
+        safe = tl.where(higher == -float("inf"), 0.0, higher)
+        weights = tl.exp2(logits - safe[:, None])
+        shrunk = tl.exp2(most - safe)
+        most = higher
+        total = total * shrunk + tl.sum(weights, axis=1)
+        value = tl.load(
+            values + slot.to(tl.int64)[:, None] * value_token + value_number[None, :],
+            mask=there[:, None] & (value_number < V)[None, :],
+            other=0.0,
+        )
+        mixed = tl.dot(weights.to(value.dtype), value, mixed * shrunk[:, None], input_precision="ieee")
+
+    some = total > 0
+    total = tl.where(some, total, 1.0)
+    mixed = mixed / total[:, None]
+    log = tl.where(some, (most + tl.log2(total)) * LN2, -float("inf"))
+    kept = line_token < tokens
+    there = kept[:, None] & (value_number < V)[None, :]
+    token_row = row64 * tokens + line_token
+    if SPLITS > 1 and is_full:
+        part = (token_row * (FULL * SIZE) + head) * SPLITS + split
+        tl.store(parts + part[:, None] * V + value_number[None, :], mixed, mask=there)
+        tl.store(logs + part, log, mask=kept)
+    else:
+        result = token_row * ((FULL + STREAMING) * SIZE) + head
+        tl.store(out + result[:, None] * V + value_number[None, :], mixed.to(out.dtype.element_ty), mask=there)
+        tl.store(lse + result, log, mask=kept)
+
+
+@triton.jit
+def merge_full_kernel(
+    parts,
+    logs,
+    out,
+    log,
+    width,
+    full_queries,
+    other_queries,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """`split_kv.merge_kernel` into outputs that have the query heads of streaming heads between the merged ones."""
+    between = (tl.program_id(0) // full_queries).to(tl.int64) * other_queries
+    merge_kernel(parts, logs, out + between * width, log + between, width, SPLITS, BLOCK_S, BLOCK_D)

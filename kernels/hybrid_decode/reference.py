@@ -1,0 +1,100 @@
+"""One step of decoding over full and streaming heads in plain PyTorch: what the kernel must reproduce.
+
+Full heads keep all tokens; streaming heads keep the first few, the sinks, and a window (Xiao et al., DuoAttention,
+arXiv:2410.10819).
+
+Shapes: B rows, T new tokens, H query heads, Gf full and Gs streaming KV heads, S tokens of the full heads, K slots of
+the streaming ones, d and v numbers of a key and of a value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def hybrid_attention(
+    query: Tensor,
+    full_key: Tensor,
+    full_value: Tensor,
+    streaming_key: Tensor,
+    streaming_value: Tensor,
+    scale: float,
+    sink_slots: int,
+    sinks: int,
+    recent: int,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results as in `operator.hybrid_decode`; computed in fp32 at least."""
+    rows, tokens = query.shape[:2]
+    full_heads, capacity = full_key.shape[1:3]
+    slots = streaming_key.shape[2]
+    if lengths is None:
+        lengths = torch.full((rows,), capacity, device=query.device)
+    if starts is None:
+        starts = torch.zeros_like(lengths)
+    lengths, starts = lengths.long()[:, None], starts.long()[:, None]
+    own = lengths - tokens + torch.arange(tokens, device=query.device)
+    places = torch.arange(capacity, device=query.device).expand(rows, -1)
+    of_full = seen(own, places, starts, 0, None)
+    slot = torch.arange(slots, device=query.device)
+    window_start = lengths - (slots - sink_slots)
+    places = torch.where(slot < sink_slots, starts + slot, window_start + slot - sink_slots)
+    filled = (slot >= sink_slots) | (places < window_start)
+    of_streaming = seen(own, places, starts, sinks, recent) & filled[:, None]
+
+    size = query.shape[2] // (full_heads + streaming_key.shape[1])
+    split = full_heads * size
+    parts = [
+        attention(query[:, :, :split], full_key, full_value, scale, of_full[:, None]),
+        attention(query[:, :, split:], streaming_key, streaming_value, scale, of_streaming[:, None]),
+    ]
+    out, lse = (torch.cat(pair, dim=2) for pair in zip(*parts, strict=True))
+    return out, lse
+
+
+def seen(own: Tensor, places: Tensor, starts: Tensor, sinks: int | Tensor, recent: int | Tensor | None) -> Tensor:
+    """Which keys a query sees: those from its row's start to itself, if they are sinks or recent, and always itself.
+
+    A query that is padding sees itself alone.
+
+    Args:
+        own: places of the queries [B, T].
+        places: places of the keys [B, S].
+        starts: the first place of each row that is no padding [B, 1].
+        sinks, recent: how many first and last tokens are seen; `recent` None is all.
+
+    Returns:
+        [B, T, S], bool.
+    """
+    own, places, starts = own[:, :, None], places[:, None], starts[:, None]
+    found = (places >= starts) & (places <= own)
+    if recent is not None:
+        found &= (own - places < recent) | (places - starts < sinks)
+    return (found | (places == own)) & (places >= 0)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of queries [B, T, H, d] to keys and values [B, G, S, d or v], of those `visible` [B, G or 1, T, S].
+
+    Returns:
+        out [B, T, H, v] in the query's dtype and lse [B, T, H], 0 and -∞ where nothing is visible.
+    """
+    heads, groups, wide = query.shape[2], key.shape[1], torch.promote_types(query.dtype, torch.float32)
+    if not heads:
+        return query.new_empty(*query.shape[:3], value.shape[-1]), query.new_empty(query.shape[:3], dtype=wide)
+    # What no query sees may be NaN.
+    used = visible.any(2)[..., None].expand(-1, groups, -1, -1)
+    key, value = (torch.where(used, tensor.to(wide), 0.0) for tensor in (key, value))
+    grouped = query.to(wide).unflatten(2, (groups, heads // groups))
+    logits = torch.einsum("btgnd,bgsd->btgns", grouped, key) * scale
+    hidden = ~visible.transpose(1, 2)[:, :, :, None]
+    logits = logits.masked_fill(hidden, -torch.inf)
+    lse = logits.logsumexp(-1)
+    # Not softmax: its gradient where nothing is visible would be NaN.
+    weights = (logits - lse.detach().masked_fill(lse.isinf(), 0.0)[..., None]).exp()
+    total = weights.sum(-1, keepdim=True)
+    weights = weights / torch.where(total > 0, total, 1.0)
+    out = torch.einsum("btgns,bgsv->btgnv", weights, value)
+    return out.flatten(2, 3).to(query.dtype), lse.flatten(2, 3)

@@ -1,0 +1,538 @@
+r"""Decode attention over keys rebuilt from latents, with the latents as values and exact tokens beside them.
+
+A program has one KV head of one row, its query heads (times new tokens), and one split of the row's tokens. For each
+block of tokens it rebuilds the head's keys, K = C Uᵀ, in registers, in two halves because those are rotated together:
+U's rows are loaded as halves, nothing is shuffled. Rotations are relative to the block's first slot n₀: keys turn by
+their place in the block, a table of a block for all of them, queries by -n₀, one row of cosines a block. Tokens stand
+on the rows of all products, so that they are matrix instructions of a warp group and the keys never leave registers;
+logits and accumulators are therefore transposed.
+
+The latent is so read by every KV head, from L2 all but once: programs of one block's heads follow each other. Several
+heads a program would save at best half of what L2 delivers, since U, which is d/BLOCK as large as the block of
+latents, comes by in any case, and would need each head's keys of the block, [BLOCK, d] in fp32, in registers at once.
+The products of one head are 2·d·r_k operations a token: d·G operations a byte of a joint bf16 latent that G heads
+read, 64·G where keys and values have latents of their own. From G = 4 on that and not the memory is the limit, and a
+cache of G = 8 is slower to decode than the keys and values that it replaces; blocks of one or two heads are not.
+
+Integer and fp8 latents are dequantised as a block is loaded. Scales by channel could be folded into U, but U would be
+scaled anew for each group of tokens, as much work as the latents themselves; scales by token would leave the values'
+product per group of channels. The rebuilding product hides one multiplication and addition of each number.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surgery.kernels.launch import Config, Launch
+from surgery.kernels.lowrank_decode.reference import STEP
+from surgery.kernels.split_kv import LN2, LOG2E, merge_launch, processors, split_count, split_tokens
+
+RESIDENT_BYTES = 64 * 1024
+"""Up-projections of one head up to this size stay in shared memory, larger ones pass through it for every block."""
+
+
+@triton.jit
+def lowrank_decode_kernel(
+    query,
+    latent,
+    code_scale,
+    code_zero,
+    key_up,
+    within,
+    begins,
+    key_bias,
+    norm_weight,
+    ranges,
+    lengths,
+    starts,
+    first,
+    held,
+    rebuilt,
+    exact_key,
+    exact_value,
+    exact_slots,
+    out,
+    log,
+    scale,
+    norm_eps,
+    tokens,
+    capacity,
+    begin_rows,
+    window,
+    sinks,
+    exact_tokens,
+    query_row,
+    query_token,
+    query_head,
+    latent_row,
+    latent_token,
+    scale_row,
+    scale_token,
+    up_head,
+    up_dim,
+    key_row,
+    key_head,
+    key_token,
+    value_row,
+    value_head,
+    value_token,
+    slots_row,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    KEY_RANK: tl.constexpr,
+    VALUE_RANK: tl.constexpr,
+    EXACT_DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    RAW_EXACT: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SAME: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HALF: tl.constexpr,
+    EXACT_BLOCK: tl.constexpr,
+    EXACT_WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """One program: one KV head of row `program_id(2)`, ROWS of its queries, split `program_id(1)` of its tokens."""
+    head = tl.program_id(0) // ROW_BLOCKS
+    split = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    width: tl.constexpr = DIM // 2
+    dtype: tl.constexpr = query.dtype.element_ty
+
+    length = capacity
+    if lengths is not None:
+        length = tl.load(lengths + row)
+    start = 0
+    if starts is not None:
+        start = tl.load(starts + row)
+    offset = 0
+    if first is not None:
+        offset = tl.load(first + row)
+    count = capacity
+    if held is not None:
+        count = tl.load(held + row)
+    if rebuilt is not None:
+        low, stop = tl.load(rebuilt + row * 2), tl.load(rebuilt + row * 2 + 1)
+    else:
+        low, stop = start + sinks, length
+    key_first, key_rank, value_first, value_rank = 0, KEY_RANK, 0, VALUE_RANK
+    if ranges is not None:
+        # Told what divides them all, the compiler loads as many numbers at once.
+        key_first = tl.multiple_of(tl.load(ranges + head * 4), ALIGNED)
+        key_rank = tl.multiple_of(tl.load(ranges + head * 4 + 1), ALIGNED)
+        if SAME:
+            value_first, value_rank = key_first, key_rank
+        else:
+            value_first = tl.multiple_of(tl.load(ranges + head * 4 + 2), ALIGNED)
+            value_rank = tl.multiple_of(tl.load(ranges + head * 4 + 3), ALIGNED)
+
+    # Queries, in halves: the heads of a token, then those of the next one.
+    member = (tl.program_id(0) % ROW_BLOCKS) * ROWS + tl.arange(0, ROWS)
+    token, place = member // SIZE, member % SIZE
+    real = token < tokens
+    own = length - tokens + token
+    column = tl.arange(0, HALF)
+    inside = column < width
+    at = query + row * query_row + token.to(tl.int64) * query_token + (head * SIZE + place) * query_head
+    at = at[:, None] + column[None, :]
+    query_near = tl.load(at, mask=real[:, None] & inside[None, :], other=0.0)
+    query_far = tl.load(at + width, mask=real[:, None] & inside[None, :], other=0.0)
+
+    most = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    VALUE_CHUNKS: tl.constexpr = (VALUE_RANK + CHUNK - 1) // CHUNK
+    mixed = ()
+    for _ in tl.static_range(VALUE_CHUNKS):
+        mixed += (tl.zeros([CHUNK, ROWS], tl.float32),)
+
+    behind = tl.minimum(tl.minimum(stop, length - window), tl.minimum(length, offset + count))
+    ahead = tl.maximum(tl.maximum(low, start), offset)
+    begin, end = split_tokens(ahead, tl.maximum(behind, ahead), split, SPLITS, BLOCK)
+    KEY_CHUNKS: tl.constexpr = (KEY_RANK + CHUNK - 1) // CHUNK
+    ups = ()
+    if RESIDENT:
+        for piece in tl.static_range(KEY_CHUNKS):
+            ups += load_up(key_up, head, up_head, up_dim, key_rank, piece, column, inside, DIM, CHUNK, EVEN)
+    for block in range(begin, end, BLOCK):
+        slots = block + tl.arange(0, BLOCK)
+        filled = slots < end
+        index = slots - offset
+
+        near = tl.zeros([BLOCK, HALF], tl.float32)
+        far = tl.zeros([BLOCK, HALF], tl.float32)
+        if RESIDENT:
+            for piece in tl.static_range(KEY_CHUNKS):
+                tile = load_latents(
+                    latent, code_scale, code_zero, row, index, key_first, key_rank, piece, filled, latent_row,
+                    latent_token, scale_row, scale_token, BITS, GROUP, BY_CHANNEL, CHUNK, EVEN, dtype,
+                )  # fmt: skip
+                near = tl.dot(tile, ups[2 * piece], near, input_precision="ieee")
+                far = tl.dot(tile, ups[2 * piece + 1], far, input_precision="ieee")
+        else:
+            for piece in range(KEY_CHUNKS):
+                tile = load_latents(
+                    latent, code_scale, code_zero, row, index, key_first, key_rank, piece, filled, latent_row,
+                    latent_token, scale_row, scale_token, BITS, GROUP, BY_CHANNEL, CHUNK, EVEN, dtype,
+                )  # fmt: skip
+                up_near, up_far = load_up(
+                    key_up, head, up_head, up_dim, key_rank, piece, column, inside, DIM, CHUNK, EVEN
+                )
+                near = tl.dot(tile, up_near, near, input_precision="ieee")
+                far = tl.dot(tile, up_far, far, input_precision="ieee")
+        near, far = finished(near, far, key_bias, norm_weight, norm_eps, head, column, inside, DIM)
+        turned_near, turned_far = query_near, query_far
+        if within is not None:
+            # That `block` is in the mask keeps the compiler from holding the table in registers through the loop.
+            there = inside & (tl.zeros_like(column) + block < end)
+            near, far = turned(near, far, within, STEP, tl.arange(0, BLOCK), column, there, width)
+            cos, sin = slot_rotation(within, begins, begin_rows, block, column, inside, width, STEP)
+            turned_near = query_near * cos[None, :] + query_far * sin[None, :]
+            turned_far = query_far * cos[None, :] - query_near * sin[None, :]
+        logits = tl.dot(near.to(dtype), tl.trans(turned_near.to(dtype)), input_precision="ieee")
+        logits = tl.dot(far.to(dtype), tl.trans(turned_far.to(dtype)), logits, input_precision="ieee")
+        visible = filled[:, None] & (slots[:, None] <= own[None, :] - window)
+        weights, most, total, shrink = softmax_step(logits, visible, scale, most, total)
+
+        weights = weights.to(dtype)
+        grown = ()
+        for piece in tl.static_range(VALUE_CHUNKS):
+            tile = load_latents(
+                latent, code_scale, code_zero, row, index, value_first, value_rank, piece, filled, latent_row,
+                latent_token, scale_row, scale_token, BITS, GROUP, BY_CHANNEL, CHUNK, EVEN, dtype,
+            )  # fmt: skip
+            grown += (tl.dot(tl.trans(tile), weights, mixed[piece] * shrink[None, :], input_precision="ieee"),)
+        mixed = grown
+
+    # The last split reads the exact tokens as well.
+    if exact_key is not None:
+        exact = tl.zeros([EXACT_WIDTH, ROWS], tl.float32)
+        rescale = tl.full([ROWS], 1.0, tl.float32)
+        wide = tl.arange(0, EXACT_WIDTH)
+        exact_count = tl.where(split == SPLITS - 1, exact_tokens, 0)
+        for block in range(0, exact_count, EXACT_BLOCK):
+            index = block + tl.arange(0, EXACT_BLOCK)
+            filled = index < exact_tokens
+            slots = tl.load(exact_slots + row * slots_row + index, mask=filled, other=-1)
+            as_rebuilt = (slots >= low) & (slots < stop)
+            visible = (slots >= tl.maximum(start, 0))[:, None] & (slots[:, None] <= own[None, :])
+            visible = visible & ~(as_rebuilt[:, None] & (slots[:, None] <= own[None, :] - window))
+            visible = visible & real[None, :]
+            # What no query sees may hold anything; a weight of zero would still make NaN of it.
+            seen = tl.max(visible.to(tl.int32), axis=1) > 0
+            slots = tl.where(seen, slots, 0)
+            key_at = exact_key + row * key_row + head.to(tl.int64) * key_head + index.to(tl.int64) * key_token
+            key_at = key_at[:, None] + column[None, :]
+            near = tl.load(key_at, mask=seen[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            far = tl.load(key_at + width, mask=seen[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            if RAW_EXACT:
+                near, far = finished(near, far, key_bias, norm_weight, norm_eps, head, column, inside, DIM)
+            if within is not None:
+                near, far = turned(near, far, within, STEP, slots % STEP, column, inside, width)
+                near, far = turned(near, far, begins, begin_rows, slots // STEP, column, inside, width)
+            logits = tl.dot(near.to(dtype), tl.trans(query_near), input_precision="ieee")
+            logits = tl.dot(far.to(dtype), tl.trans(query_far), logits, input_precision="ieee")
+            weights, most, total, shrink = softmax_step(logits, visible, scale, most, total)
+            value_at = exact_value + row * value_row + head.to(tl.int64) * value_head + index.to(tl.int64) * value_token
+            values = tl.load(
+                value_at[:, None] + wide[None, :], mask=seen[:, None] & (wide < EXACT_DIM)[None, :], other=0.0
+            )
+            exact = tl.dot(tl.trans(values), weights.to(dtype), exact * shrink[None, :], input_precision="ieee")
+            rescale = rescale * shrink
+    else:
+        rescale = tl.full([ROWS], 1.0, tl.float32)
+
+    norm = 1.0 / tl.where(total > 0, total, 1.0)
+    slot = (row * tokens + token) * (KV_HEADS * SIZE) + head * SIZE + place
+    slot = slot * SPLITS + split
+    at = out + slot * (VALUE_RANK + EXACT_DIM)
+    for piece in tl.static_range(VALUE_CHUNKS):
+        number = piece * CHUNK + tl.arange(0, CHUNK)
+        result = mixed[piece] * (rescale * norm)[None, :]
+        mask = (number < VALUE_RANK)[:, None] & real[None, :]
+        tl.store(at[None, :] + number[:, None], result.to(out.dtype.element_ty), mask=mask)
+    if exact_key is not None:
+        result = exact * norm[None, :]
+        mask = (wide < EXACT_DIM)[:, None] & real[None, :]
+        tl.store(at[None, :] + VALUE_RANK + wide[:, None], result.to(out.dtype.element_ty), mask=mask)
+    logarithm = tl.where(total > 0, (most + tl.log2(total)) * LN2, -float("inf"))
+    tl.store(log + slot, logarithm, mask=real)
+
+
+@triton.jit
+def load_latents(
+    latent, code_scale, code_zero, row, index, first, rank, piece, filled, latent_row, latent_token, scale_row,
+    scale_token, BITS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr, CHUNK: tl.constexpr,
+    EVEN: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Chunk `piece` of the numbers from `first` on of tokens `index`, zero where not `filled` or behind the rank."""
+    index = index.to(tl.int64)
+    chunk = tl.arange(0, CHUNK)
+    mask = filled[:, None]
+    if not EVEN:
+        mask = mask & (chunk < rank - piece * CHUNK)[None, :]
+    if BITS == 0:
+        # The chunk's number comes last: an offset that instructions carry, and not registers.
+        at = (latent + row * latent_row + first) + index[:, None] * latent_token + chunk[None, :] + piece * CHUNK
+        tile = tl.load(at, mask=mask, other=0.0)
+    else:
+        each: tl.constexpr = 8 // BITS
+        number = first + piece * CHUNK + chunk
+        at = latent + row * latent_row + (index // each)[:, None] * latent_token + number[None, :]
+        codes = tl.load(at, mask=mask, other=0).to(tl.int32)
+        if BY_CHANNEL:
+            at = row * scale_row + (index // GROUP)[:, None] * scale_token + number[None, :]
+        else:
+            at = row * scale_row + index[:, None] * scale_token + (number // GROUP)[None, :]
+        scales = tl.load(code_scale + at, mask=mask, other=0.0).to(tl.float32)
+        if code_zero is None:
+            # e4m3 is fp16 with one exponent bit less on top: moved into place it is 2^-8 of the number.
+            halves = (((codes & 0x80) << 8) | ((codes & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+            tile = (halves.to(tl.float32) * (scales * 256.0)).to(dtype)
+        else:
+            codes = (codes >> ((index % each) * BITS).to(tl.int32)[:, None]) & ((1 << BITS) - 1)
+            zeros = tl.load(code_zero + at, mask=mask, other=0.0).to(tl.float32)
+            tile = (codes.to(tl.float32) * scales + zeros).to(dtype)
+    return tile
+
+
+@triton.jit
+def load_up(
+    key_up, head, up_head, up_dim, rank, piece, column, inside,
+    DIM: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Chunk `piece` of a head's up-projection, transposed, for each half of its keys: [CHUNK, HALF]."""
+    chunk = tl.arange(0, CHUNK)
+    at = (key_up + head.to(tl.int64) * up_head) + column[None, :] * up_dim + chunk[:, None] + piece * CHUNK
+    mask = inside[None, :]
+    if not EVEN:
+        mask = mask & (chunk < rank - piece * CHUNK)[:, None]
+    return tl.load(at, mask=mask, other=0.0), tl.load(at + (DIM // 2) * up_dim, mask=mask, other=0.0)
+
+
+@triton.jit
+def finished(near, far, key_bias, norm_weight, norm_eps, head, column, inside, DIM: tl.constexpr):
+    """Halves of keys with bias and norm, if there are any."""
+    if key_bias is not None:
+        at = key_bias + head * DIM + column
+        near += tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :]
+        far += tl.load(at + DIM // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if norm_weight is not None:
+        square = tl.sum(near * near, axis=1) + tl.sum(far * far, axis=1)
+        inverse = tl.rsqrt(square / DIM + norm_eps)[:, None]
+        near *= inverse * tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        far *= inverse * tl.load(norm_weight + DIM // 2 + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return near, far
+
+
+@triton.jit
+def turned(near, far, table, table_rows, rows, column, inside, width: tl.constexpr):
+    """Halves of keys rotated by the table's `rows`, one for each key."""
+    at = table + rows[:, None] * width + column[None, :]
+    cos = tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32)
+    sin = tl.load(at + table_rows * width, mask=inside[None, :], other=0.0).to(tl.float32)
+    return near * cos - far * sin, far * cos + near * sin
+
+
+@triton.jit
+def slot_rotation(within, begins, begin_rows, slot, column, inside, width: tl.constexpr, STEP: tl.constexpr):
+    """Cosines and sines [width] of one slot."""
+    at = within + (slot % STEP) * width + column
+    cos_near = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    sin_near = tl.load(at + STEP * width, mask=inside, other=0.0).to(tl.float32)
+    at = begins + (slot // STEP) * width + column
+    cos_far = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    sin_far = tl.load(at + begin_rows * width, mask=inside, other=0.0).to(tl.float32)
+    return cos_near * cos_far - sin_near * sin_far, sin_near * cos_far + cos_near * sin_far
+
+
+@triton.jit
+def softmax_step(logits, visible, scale, most, total):
+    """One block's share of an online softmax over the rows of `logits` [tokens, queries], in base 2.
+
+    Returns the block's weights, the greatest logit and sum so far, and what earlier sums shrink by.
+    """
+    logits = tl.where(visible, logits * (scale * LOG2E), -float("inf"))
+    greatest = tl.maximum(most, tl.max(logits, axis=0))
+    anchor = tl.where(greatest == -float("inf"), 0.0, greatest)
+    weights = tl.exp2(logits - anchor[None, :])
+    shrink = tl.exp2(most - anchor)
+    return weights, greatest, total * shrink + tl.sum(weights, axis=0), shrink
+
+
+def chunk_of(*ranks: int, most: int = 128) -> int:
+    """Numbers of a latent in one product: the most that divides all ranks, or 64 (less for small ones) with a mask."""
+    for chunk in (128, 64, 32):
+        if chunk <= most and all(rank % chunk == 0 for rank in ranks):
+            return chunk
+    return max(16, min(64, triton.next_power_of_2(max(ranks))))
+
+
+def default_config(*, dim: int, key_rank: int, value_rank: int, dtype: torch.dtype, capability: int = 90) -> Config:
+    """The configuration for a KV head, chosen by what compiles for GPUs of a capability (80, 90) without spills.
+
+    64 tokens are the rows of a warp group's matrix instruction. Older GPUs have none, and too few registers for as many
+    tokens where U passes through shared memory: 32 there.
+    """
+    if key_rank * dim * dtype.itemsize <= RESIDENT_BYTES:
+        most = 64 if dtype == torch.float32 else 128
+        return Config(block_tokens=64, chunk=chunk_of(key_rank, value_rank, most=most), warps=8)
+    if capability >= 90:
+        return Config(block_tokens=64, chunk=chunk_of(key_rank, value_rank, most=64), warps=8)
+    return Config(block_tokens=32, chunk=chunk_of(key_rank, value_rank), warps=8)
+
+
+def launches(
+    query: Tensor,
+    latent: Tensor,
+    key_up: Tensor,
+    scale: float,
+    out: Tensor,
+    log: Tensor,
+    *,
+    config: Config,
+    splits: int | None = None,
+    resident: bool | None = None,
+    parts: Tensor | None = None,
+    part_logs: Tensor | None = None,
+    code_scale: Tensor | None = None,
+    code_zero: Tensor | None = None,
+    bits: int = 0,
+    group: int = 0,
+    by_channel: bool = False,
+    within: Tensor | None = None,
+    begins: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    ranges: list[int] | None = None,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    first: Tensor | None = None,
+    held: Tensor | None = None,
+    rebuilt: Tensor | None = None,
+    window: int = 0,
+    sinks: int = 0,
+    exact_key: Tensor | None = None,
+    exact_value: Tensor | None = None,
+    exact_slots: Tensor | None = None,
+    raw_exact: bool = False,
+) -> list[Launch]:
+    """The launches that fill `out` [B, T, H, r_v + v] and `log` [B, T, H], both contiguous.
+
+    `parts` fp32 [B·T·H, splits, r_v + v] and `part_logs` fp32 [B·T·H, splits] are needed with more than one split.
+    """
+    batch, tokens, heads, dim = query.shape
+    kv_heads, size = key_up.shape[0], heads // key_up.shape[0]
+    exact_dim = 0 if exact_value is None else exact_value.shape[-1]
+    value_rank = out.shape[-1] - exact_dim
+    splits = splits_of(query, latent, key_up, config, bits) if splits is None else splits
+    row_blocks = triton.cdiv(size * tokens, config.block_rows)
+    capacity = latent.shape[1] * (8 // bits if bits else 1)
+    whole = splits == 1
+    key_rank, dtype = key_up.shape[-1], query.dtype
+    if resident is None:
+        resident = key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
+    reads = [0, key_rank, 0, value_rank] if ranges is None else ranges
+    even = {*reads[1::4], *reads[3::4]} == {key_rank, value_rank} and key_rank % config.chunk == 0
+    even = even and value_rank % config.chunk == 0 and len({*reads[1::4]}) == len({*reads[3::4]}) == 1
+    scales = code_scale if code_scale is not None else latent
+    arguments = {
+        "query": query,
+        "latent": latent,
+        "code_scale": code_scale,
+        "code_zero": code_zero,
+        "key_up": key_up,
+        "within": within,
+        "begins": begins,
+        "key_bias": key_bias,
+        "norm_weight": norm_weight,
+        "ranges": None if ranges is None else _on_device(tuple(ranges), query.device),
+        "lengths": lengths,
+        "starts": starts,
+        "first": first,
+        "held": held,
+        "rebuilt": rebuilt,
+        "exact_key": exact_key,
+        "exact_value": exact_value,
+        "exact_slots": exact_slots,
+        "out": out if whole else parts,
+        "log": log if whole else part_logs,
+        "scale": float(scale),
+        "norm_eps": float(norm_eps),
+        "tokens": tokens,
+        "capacity": capacity,
+        "begin_rows": 0 if begins is None else begins.shape[1],
+        "window": window,
+        "sinks": sinks,
+        "exact_tokens": 0 if exact_key is None else exact_key.shape[2],
+        **_strides("query", query, ("row", "token", "head")),
+        **_strides("latent", latent, ("row", "token")),
+        **_strides("scale", scales, ("row", "token")),
+        **_strides("up", key_up, ("head", "dim")),
+        **_strides("key", exact_key, ("row", "head", "token")),
+        **_strides("value", exact_value, ("row", "head", "token")),
+        **_strides("slots", exact_slots, ("row",)),
+        "KV_HEADS": kv_heads,
+        "SIZE": size,
+        "DIM": dim,
+        "KEY_RANK": key_up.shape[-1],
+        "VALUE_RANK": value_rank,
+        "EXACT_DIM": exact_dim,
+        "BITS": bits,
+        "GROUP": group,
+        "BY_CHANNEL": by_channel,
+        "RAW_EXACT": raw_exact,
+        "RESIDENT": resident,
+        "ALIGNED": math.gcd(16, *reads),
+        "SAME": reads[0::4] == reads[2::4] and reads[1::4] == reads[3::4],
+        "EVEN": even,
+        "ROW_BLOCKS": row_blocks,
+        "SPLITS": splits,
+        "ROWS": config.block_rows,
+        "BLOCK": config.block_tokens,
+        "CHUNK": config.chunk,
+        "HALF": max(16, triton.next_power_of_2(dim // 2)),
+        "EXACT_BLOCK": 64,
+        "EXACT_WIDTH": max(16, triton.next_power_of_2(exact_dim)),
+        "STEP": STEP,
+    }
+    grid = (kv_heads * row_blocks, splits, batch)
+    made = [Launch(lowrank_decode_kernel, grid, arguments, warps=config.warps, stages=config.stages)]
+    if not whole:
+        made.append(merge_launch(parts, part_logs, out.view(-1, out.shape[-1]), log.view(-1)))
+    return made
+
+
+def splits_of(query: Tensor, latent: Tensor, key_up: Tensor, config: Config, bits: int = 0) -> int:
+    """Splits of a launch for these tensors."""
+    if config.splits is not None:
+        return config.splits
+    kv_heads = key_up.shape[0]
+    row_blocks = triton.cdiv(query.shape[2] // kv_heads * query.shape[1], config.block_rows)
+    capacity = latent.shape[1] * (8 // bits if bits else 1)
+    return split_count(query.shape[0] * kv_heads * row_blocks, capacity, processors(query.device))
+
+
+@cache
+def _on_device(ranges: tuple[int, ...], device: torch.device) -> Tensor:
+    """Copied once: a CUDA graph must find it there."""
+    return torch.tensor(ranges, dtype=torch.int32, device=device).view(-1, 4)
+
+
+def _strides(name: str, tensor: Tensor | None, dimensions: tuple[str, ...]) -> dict[str, int]:
+    return {f"{name}_{dim}": 0 if tensor is None else tensor.stride(i) for i, dim in enumerate(dimensions)}

@@ -1,0 +1,404 @@
+"""Decode attention whose keys are rebuilt from latents on the way, beside tokens that are held exactly, in one launch.
+
+    lowrank_decode(query, latent, key_up, scale, *, ...)                                    -> (out, exact_out, lse)
+    lowrank_decode_quantized(query, codes, code_scale, code_zero, key_up, scale, *, ...)    -> (out, exact_out, lse)
+
+With c_n the latent of the token in slot n, U_g `key_up` and R_n the rotation of slot n, KV head g has
+
+    k_g(n) = R_n norm(U_g c_n + key_bias_g)        v_g(n) = value_up_g c_n + value_bias_g
+
+and the softmax over rebuilt and exact tokens is one. Its weights sum to 1, and the caller ends with
+
+    value_up_g · out + exact_out (+ value_bias_g, where exact values lack it too)
+
+What caches of the project's classes give:
+
+- low rank, cascades: latents [B, S, r], of a cascade those of its layers side by side; one block of ranks after the
+  other with `ranges`; nothing exact.
+- with an exact window: besides, `sinks`, `window` and the tokens of `ExactWindowLayer`, whose keys lack the rotation
+  alone; slots that hold nothing yet are -1.
+- a basis that several layers share: codes [B, S, r], as `key_up` the rows of `basis_up` that give keys, as `rebuilt`
+  [sinks, start of the block], as exact tokens those of `GroupLayer` with `raw_exact`.
+- latents that are quantised but for the latest: one call over the codes, with `held`, and one over the rest, with
+  `first`; their results are merged by their lse. Exact tokens go with one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.backend import refusal, tell_once
+from surgery.kernels.lowrank_decode.reference import STEP, dequantized, lowrank_attention, rotation_tables
+from surgery.kernels.reference_gradient import differentiate_by
+
+__all__ = ["lowrank_decode", "lowrank_decode_quantized", "rotation_tables"]
+
+FORMATS = {"int8": 8, "int4": 4, "int2": 2, "fp8": 8}
+"""Bits of a code, by format."""
+
+
+def lowrank_decode(
+    query: Tensor,
+    latent: Tensor,
+    key_up: Tensor,
+    scale: float,
+    *,
+    rotation: tuple[Tensor, Tensor] | None = None,
+    key_bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    ranges: Sequence[tuple[int, int, int, int]] | None = None,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    first: Tensor | None = None,
+    held: Tensor | None = None,
+    rebuilt: Tensor | None = None,
+    window: int = 0,
+    sinks: int = 0,
+    exact_key: Tensor | None = None,
+    exact_value: Tensor | None = None,
+    exact_slots: Tensor | None = None,
+    raw_exact: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    r"""Attention of the last T tokens of each row over rebuilt keys, with the latents as values.
+
+    Slots are places in the row, padding included; the query of new token t stands at slot m = lengths - T + t. It reads
+    slot n rebuilt where ``low ≤ n < stop`` and ``n ≤ m - window``, and exactly everywhere else from ``starts`` to m, as
+    far as such tokens are given. A token may be given in both forms; it is read in one.
+
+    Args:
+        query: [B, T, H, d], normalised and rotated to its slots.
+        latent: [B, S, R]; the last dimension contiguous. latent[:, i] is that of slot ``first + i``.
+        key_up: [G, d, r_k]; r_k = R without `ranges`. Query head h reads KV head h // (H // G).
+        scale: multiplies the logits; with it goes what a rotary embedding multiplies its cosines by, for the keys.
+        rotation: `rotation_tables(inv_freq, slots)` for at least as many slots as there are; None for no rotation.
+            Numbers i and i + d/2 of a head are rotated together.
+        key_bias: [G, d], added to rebuilt keys before the norm.
+        norm_weight, norm_eps: [d], of a root-mean-square norm of rebuilt keys; None for none.
+        ranges: of each KV head the first number and the rank of what its key reads of a latent, then of what its value
+            reads; key ranks are at most r_k, r_v is the greatest of the values', `out` is 0 behind a head's own. None:
+            both read all R. Multiples of 8 or 16 load fastest, and equal ranges for key and value once.
+        lengths: int32 [B], tokens of each row, the new ones included; None for S.
+        starts: int32 [B], first slot that is no padding; None for 0.
+        first: int32 [B], slot of latent[:, 0]; None for 0.
+        held: int32 [B], how many of the S latents are there; None for all that `lengths` and `rebuilt` leave.
+        rebuilt: int32 [B, 2], low and stop; None for starts + `sinks` and lengths. Needs `lengths`.
+        window: this many latest tokens of a query, itself included, are read exactly (0 for none).
+        sinks: as many first tokens are; unused with `rebuilt`.
+        exact_key, exact_value: [B, G, E, d] and [B, G, E, v], the keys not rotated; all three or none.
+        exact_slots: int32 [B, E], their slots in any order; -1 for one that is not there.
+        raw_exact: exact keys still lack bias and norm, the kernel applies them.
+
+    Returns:
+        out [B, T, H, r_v], the latents weighted by the softmax's share of rebuilt tokens; exact_out [B, T, H, v], the
+        exact values by the share of exact ones, None without any; lse [B, T, H] fp32, the logarithm of the sum of
+        exponentials over both. out = 0 and lse = -inf where a query sees nothing. Outputs in the query's dtype.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    options = _options(rotation, ranges, locals())
+    return _decode(query, latent, key_up, scale, options)
+
+
+def lowrank_decode_quantized(
+    query: Tensor,
+    codes: Tensor,
+    code_scale: Tensor,
+    code_zero: Tensor | None,
+    key_up: Tensor,
+    scale: float,
+    *,
+    format: str,
+    group: int,
+    by_channel: bool = False,
+    rotation: tuple[Tensor, Tensor] | None = None,
+    key_bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    ranges: Sequence[tuple[int, int, int, int]] | None = None,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    first: Tensor | None = None,
+    held: Tensor | None = None,
+    rebuilt: Tensor | None = None,
+    window: int = 0,
+    sinks: int = 0,
+    exact_key: Tensor | None = None,
+    exact_value: Tensor | None = None,
+    exact_slots: Tensor | None = None,
+    raw_exact: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`lowrank_decode` over latents that are held as codes, in the format of KIVI (arXiv:2402.02750).
+
+    The latest latents, which are no codes yet, take a call of `lowrank_decode` of their own with `first` their first
+    slot; both results are merged by their lse. Exact tokens go with one of the two.
+
+    Args:
+        codes: uint8 [B, S·bits/8, R]; consecutive tokens in one byte, the first in its lowest bits.
+        code_scale, code_zero: by channel [B, S/group, R], by token [B, S, groups of R]; no zero with fp8 (e4m3).
+        format: "int8", "int4", "int2" or "fp8".
+        group: tokens, or at most so many channels, that share a scale.
+        by_channel: whether tokens of a channel share it.
+
+    The others, the results and errors are those of `lowrank_decode`.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"lowrank_decode of latents in {format!r}: {', '.join(FORMATS)} are possible")
+    if codes.dtype != torch.uint8 or (code_zero is None) != (format == "fp8"):
+        raise ValueError("lowrank_decode: codes are uint8, with zero points unless they are fp8")
+    bits = FORMATS[format]
+    held_tokens = codes.shape[1] * 8 // bits
+    wide = code_scale.shape[-1]
+    groups = (-(-held_tokens // group), codes.shape[2]) if by_channel else (held_tokens, -(-codes.shape[2] // group))
+    if tuple(code_scale.shape[1:]) != groups or (code_zero is not None and code_zero.shape != code_scale.shape):
+        raise ValueError(
+            f"lowrank_decode: {held_tokens} tokens of {codes.shape[2]} numbers in groups of {group} need scales "
+            f"[B, {groups[0]}, {groups[1]}], not {list(code_scale.shape)}"
+        )
+    size = group if by_channel else -(-codes.shape[2] // wide)
+    options = _options(rotation, ranges, locals())
+    options |= {"code_scale": code_scale, "code_zero": code_zero, "bits": bits, "group": size, "by_channel": by_channel}
+    return _decode(query, codes, key_up, scale, options)
+
+
+OPTIONS = [
+    "key_bias",
+    "norm_weight",
+    "norm_eps",
+    "lengths",
+    "starts",
+    "first",
+    "held",
+    "rebuilt",
+    "window",
+    "sinks",
+    "exact_key",
+    "exact_value",
+    "exact_slots",
+    "raw_exact",
+]
+
+
+def _options(
+    rotation: tuple[Tensor, Tensor] | None, ranges: Sequence[tuple[int, ...]] | None, given: dict[str, object]
+) -> dict[str, object]:
+    """Keyword arguments as the registered operator takes them."""
+    within, begins = (None, None) if rotation is None else rotation
+    flat = None if ranges is None else [int(number) for head in ranges for number in head]
+    return {"within": within, "begins": begins, "ranges": flat} | {name: given[name] for name in OPTIONS}
+
+
+def _decode(query: Tensor, latent: Tensor, key_up: Tensor, scale: float, options: dict) -> tuple:
+    _check(query, latent, key_up, options)
+    both, lse = lowrank_decode_op(query, latent, key_up, scale, **options)
+    if options["exact_key"] is None:
+        return both, None, lse
+    return *both.split([both.shape[-1] - (width := options["exact_value"].shape[-1]), width], dim=-1), lse
+
+
+@torch.library.custom_op("surgery::lowrank_decode", mutates_args=())
+def lowrank_decode_op(
+    query: Tensor,
+    latent: Tensor,
+    key_up: Tensor,
+    scale: float,
+    within: Tensor | None = None,
+    begins: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    ranges: list[int] | None = None,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    first: Tensor | None = None,
+    held: Tensor | None = None,
+    rebuilt: Tensor | None = None,
+    window: int = 0,
+    sinks: int = 0,
+    exact_key: Tensor | None = None,
+    exact_value: Tensor | None = None,
+    exact_slots: Tensor | None = None,
+    raw_exact: bool = False,
+    code_scale: Tensor | None = None,
+    code_zero: Tensor | None = None,
+    bits: int = 0,
+    group: int = 0,
+    by_channel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Both outputs side by side [B, T, H, r_v + v], and lse [B, T, H]; latents are codes where `bits` is not 0."""
+    arguments = dict(locals())
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+    reason = refusal(*tensors) or _unsupported(query, latent, key_up, exact_key, exact_value, code_scale)
+    if reason:
+        tell_once("lowrank_decode", reason)
+        return _reference(**arguments)
+    from surgery.kernels.lowrank_decode.kernel import default_config, launches, splits_of
+    from surgery.kernels.tuned import key_of, tuned
+
+    out, log = _outputs(query, latent, ranges, exact_value)
+    if not out.shape[0]:
+        return out, log
+    batch, tokens, heads, dim = query.shape
+    kv_heads, _, key_rank = key_up.shape
+    value_rank = out.shape[-1] - (0 if exact_value is None else exact_value.shape[-1])
+    default = default_config(
+        dim=dim,
+        key_rank=key_rank,
+        value_rank=value_rank,
+        dtype=query.dtype,
+        capability=_capability(query.device),
+    )
+    key = key_of(heads=heads, kv_heads=kv_heads, dim=dim, key=key_rank, value=value_rank, dtype=query.dtype, bits=bits)
+    config = tuned("lowrank_decode", key, query.device, default)
+    splits = splits_of(query, latent, key_up, config, bits)
+    parts = part_logs = None
+    if splits > 1:
+        parts = query.new_empty(batch * tokens * heads, splits, out.shape[-1], dtype=torch.float32)
+        part_logs = query.new_empty(batch * tokens * heads, splits, dtype=torch.float32)
+    for launch in launches(
+        **arguments, out=out, log=log, config=config, splits=splits, parts=parts, part_logs=part_logs
+    ):
+        launch.run()
+    return out, log
+
+
+def _capability(device: torch.device) -> int:
+    """80, 90, ...; 90 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@lowrank_decode_op.register_fake
+def _(query, latent, key_up, scale, *rest, **options):
+    named = dict(zip(REST, rest, strict=False)) | options
+    return _outputs(query, latent, named.get("ranges"), named.get("exact_value"))
+
+
+REST = [
+    "within",
+    "begins",
+    "key_bias",
+    "norm_weight",
+    "norm_eps",
+    "ranges",
+    "lengths",
+    "starts",
+    "first",
+    "held",
+    "rebuilt",
+    "window",
+    "sinks",
+    "exact_key",
+    "exact_value",
+    "exact_slots",
+    "raw_exact",
+    "code_scale",
+    "code_zero",
+    "bits",
+    "group",
+    "by_channel",
+]
+
+
+def _outputs(
+    query: Tensor, latent: Tensor, ranges: list[int] | None, exact_value: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    value_rank = latent.shape[-1] if ranges is None else max(ranges[3::4])
+    width = value_rank + (0 if exact_value is None else exact_value.shape[-1])
+    return query.new_empty(*query.shape[:3], width), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _reference(
+    query: Tensor, latent: Tensor, key_up: Tensor, scale: float, *rest: object, **options: object
+) -> tuple[Tensor, Tensor]:
+    """What the registered operator computes, in plain PyTorch."""
+    named = dict(zip(REST, rest, strict=False)) | options
+    scales, zeros, *code = (named.pop(name, None) for name in REST[-5:])
+    if scales is not None:
+        latent = dequantized(latent, scales, zeros, *code).to(query.dtype)
+    out, exact_out, lse = lowrank_attention(query, latent, key_up, scale, **named)
+    return torch.cat([out, exact_out], dim=-1), lse.float()
+
+
+differentiate_by(lowrank_decode_op, _reference)
+
+
+def _unsupported(
+    query: Tensor,
+    latent: Tensor,
+    key_up: Tensor,
+    exact_key: Tensor | None,
+    exact_value: Tensor | None,
+    code_scale: Tensor | None,
+) -> str | None:
+    """Why no kernel takes tensors of these shapes and dtypes."""
+    same = [query, key_up, exact_key, exact_value, latent if code_scale is None else None]
+    if len({tensor.dtype for tensor in same if tensor is not None}) > 1:
+        return "queries, latents, up-projection and exact tokens differ in dtype"
+    strided = [query, latent, key_up, exact_key, exact_value, code_scale]
+    if any(tensor is not None and tensor.stride(-1) != 1 for tensor in strided):
+        return "the last dimension of a tensor is not contiguous"
+    if query.shape[-1] > 256 or (exact_value is not None and exact_value.shape[-1] > 256):
+        return f"heads of {query.shape[-1]} numbers"
+    if max(latent.shape[-1], 1) > 2048 or not query.shape[1] or not latent.shape[1]:
+        return f"latents {list(latent.shape)}"
+    return None
+
+
+def _check(query: Tensor, latent: Tensor, key_up: Tensor, options: dict) -> None:
+    """Raises ValueError where shapes do not belong together."""
+
+    def refuse(what: str) -> None:
+        raise ValueError(f"lowrank_decode: {what}")
+
+    if query.ndim != 4 or latent.ndim != 3 or key_up.ndim != 3 or query.shape[0] != latent.shape[0]:
+        refuse(
+            f"query [B, T, H, d], latent [B, S, R] and key_up [G, d, r] are needed, not {list(query.shape)}, "
+            f"{list(latent.shape)} and {list(key_up.shape)}"
+        )
+    batch, _, heads, dim = query.shape
+    kv_heads, up_dim, key_rank = key_up.shape
+    if up_dim != dim or dim % 2 or kv_heads < 1 or heads % kv_heads:
+        refuse(f"{heads} query heads of {dim} numbers and {kv_heads} KV heads of {up_dim} do not go together")
+    ranges = options["ranges"]
+    if ranges is None and key_rank != latent.shape[2]:
+        refuse(f"key_up reads {key_rank} of latents of {latent.shape[2]} numbers: give `ranges`")
+    if ranges is not None and (
+        len(ranges) != 4 * kv_heads
+        or min(ranges) < 0
+        or max(ranges[1::4]) > key_rank
+        or any(first + rank > latent.shape[2] for first, rank in zip(ranges[::2], ranges[1::2], strict=True))
+    ):
+        refuse(f"ranges must be 4 numbers for each of {kv_heads} KV heads, within {latent.shape[2]} and {key_rank}")
+    within, begins = options["within"], options["begins"]
+    if within is not None and (within.shape != (2, STEP, dim // 2) or begins.shape[::2] != within.shape[::2]):
+        refuse("rotation must be what rotation_tables gives for heads of this size")
+    shapes = {
+        "key_bias": (kv_heads, dim),
+        "norm_weight": (dim,),
+        "lengths": (batch,),
+        "starts": (batch,),
+        "first": (batch,),
+        "held": (batch,),
+        "rebuilt": (batch, 2),
+    }
+    exact = [options[name] for name in ("exact_key", "exact_value", "exact_slots")]
+    if any(tensor is not None for tensor in exact):
+        if any(tensor is None for tensor in exact):
+            refuse("exact tokens need their keys, values and slots")
+        count = exact[0].shape[2]
+        shapes |= {"exact_key": (batch, kv_heads, count, dim), "exact_slots": (batch, count)}
+        shapes["exact_value"] = (batch, kv_heads, count, exact[1].shape[-1])
+    for name, shape in shapes.items():
+        if options[name] is not None and tuple(options[name].shape) != shape:
+            refuse(f"{name} must be {list(shape)}, not {list(options[name].shape)}")
+    if options["rebuilt"] is not None and options["lengths"] is None:
+        refuse("`rebuilt` needs `lengths`")
+    if options["window"] < 0 or options["sinks"] < 0:
+        refuse(f"a window of {options['window']} and {options['sinks']} sinks are impossible")

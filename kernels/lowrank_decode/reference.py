@@ -1,0 +1,194 @@
+"""Attention over keys rebuilt from latents, in plain PyTorch: what the kernel of this operation must reproduce.
+
+What is cached and how a key comes back from it is that of CSKV (arXiv:2409.10593), Palu (arXiv:2407.21118) and, with
+codes of several layers, xKV (arXiv:2503.18893). Values stay latents: attention is linear in them, so that the
+up-projection of the values is applied to one mixed latent of each head in the place of every token.
+
+Shapes: B rows, T new tokens, H query heads, G KV heads, d head size, S tokens held as latents of R numbers, of which a
+head's key and value read r_k and r_v; E tokens held exactly, with values of v numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+STEP = 128
+"""Slots between two rows of the second table of `rotation_tables`."""
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def rotation_tables(inv_freq: Tensor, slots: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Cosines and sines from which every slot's rotation is made: R_n = R_{n - n mod 128} R_{n mod 128}.
+
+    A table of all slots would be read beside the latents and be as large as they are. Made once for a cache.
+
+    Args:
+        inv_freq: [d/2], radians a slot.
+        slots: the most that the cache can have.
+        dtype: of the tables; the angles are computed in fp64.
+
+    Returns:
+        within [2, 128, d/2], the cosines and sines of slots 0 to 127, and begins [2, n, d/2], those of slots 0, 128,
+        256, ...
+    """
+    wide = inv_freq.double()
+    first = torch.arange(STEP, device=wide.device, dtype=torch.float64)[:, None] * wide
+    every = STEP * torch.arange(max(1, -(-slots // STEP)), device=wide.device, dtype=torch.float64)[:, None] * wide
+    within, begins = (torch.stack([angles.cos(), angles.sin()]) for angles in (first, every))
+    return within.to(dtype), begins.to(dtype)
+
+
+def rotated(keys: Tensor, slots: Tensor, within: Tensor, begins: Tensor) -> Tensor:
+    """Keys [B, G, n, d] rotated by halves to slots [B, n]."""
+    slots = slots.long()
+    near, far = within.to(keys.dtype)[:, slots % STEP], begins.to(keys.dtype)[:, slots // STEP]
+    cos = (near[0] * far[0] - near[1] * far[1]).unsqueeze(1)
+    sin = (near[1] * far[0] + near[0] * far[1]).unsqueeze(1)
+    real, imag = keys.chunk(2, dim=-1)
+    return torch.cat([real * cos - imag * sin, imag * cos + real * sin], dim=-1)
+
+
+def normalised(keys: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float) -> Tensor:
+    """Keys [B, G, n, d] with their bias [G, d], and divided by their root mean square and scaled [d], if given."""
+    if bias is not None:
+        keys = keys + bias[:, None]
+    if norm_weight is not None:
+        wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
+        keys = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(keys.dtype) * norm_weight
+    return keys
+
+
+def dequantized(
+    codes: Tensor, code_scale: Tensor, code_zero: Tensor | None, bits: int, group: int, by_channel: bool
+) -> Tensor:
+    """Latents [B, S, R] from codes [B, S·bits/8, R], in the dtype of their scale; fp8 (e4m3) has no zero points.
+
+    Args:
+        codes: uint8, consecutive tokens in one byte, the first in its lowest bits.
+        code_scale, code_zero: [B, S/group, R] by channel, [B, S, groups] by token, where each group has the same
+            number of channels, the last perhaps fewer.
+    """
+    if bits < 8:
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)[:, None]
+        codes = ((codes.unsqueeze(-2) >> shifts) & (2**bits - 1)).flatten(1, 2)
+
+    def spread(numbers: Tensor) -> Tensor:
+        if by_channel:
+            return numbers.repeat_interleave(group, dim=1)[:, : codes.shape[1]]
+        return numbers.repeat_interleave(-(-codes.shape[2] // numbers.shape[2]), dim=2)[..., : codes.shape[2]]
+
+    wide = torch.promote_types(code_scale.dtype, torch.float32)
+    if code_zero is None:
+        numbers = codes.contiguous().view(FLOAT8).to(wide) * spread(code_scale).to(wide)
+    else:
+        numbers = torch.addcmul(spread(code_zero).to(wide), codes.to(wide), spread(code_scale).to(wide))
+    return numbers.to(code_scale.dtype)
+
+
+def lowrank_attention(
+    query: Tensor,
+    latent: Tensor,
+    key_up: Tensor,
+    scale: float,
+    *,
+    within: Tensor | None = None,
+    begins: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    ranges: list[int] | None = None,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    first: Tensor | None = None,
+    held: Tensor | None = None,
+    rebuilt: Tensor | None = None,
+    window: int = 0,
+    sinks: int = 0,
+    exact_key: Tensor | None = None,
+    exact_value: Tensor | None = None,
+    exact_slots: Tensor | None = None,
+    raw_exact: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of the last T queries; arguments as in `operator.lowrank_decode`, the rotation as its two tables.
+
+    Returns:
+        out [B, T, H, r_v], exact_out [B, T, H, v] (v = 0 without exact tokens), lse [B, T, H] in fp32 or wider.
+    """
+    batch, tokens, heads, _ = query.shape
+    kv_heads, size = key_up.shape[0], heads // key_up.shape[0]
+    held_tokens, device = latent.shape[1], query.device
+    row = torch.zeros(batch, dtype=torch.long, device=device)
+    length = row + held_tokens if lengths is None else lengths.long()
+    start = row if starts is None else starts.long()
+    offset = row if first is None else first.long()
+    there = row + held_tokens if held is None else held.long()
+    low, stop = (start + sinks, length) if rebuilt is None else rebuilt.long().unbind(1)
+
+    # Rows of tokens that nobody sees may hold anything, NaN included.
+    slots = offset[:, None] + torch.arange(held_tokens, device=device)
+    own = (length - tokens)[:, None, None] + torch.arange(tokens, device=device)[:, None]  # [B, T, 1]
+    place = slots[:, None]
+    visible = (place >= torch.maximum(low, start)[:, None, None]) & (place < stop[:, None, None])
+    visible = visible & (place <= own - window) & (place < torch.minimum(offset + there, length)[:, None, None])
+    latent = latent.masked_fill(~visible.any(1)[..., None], 0)
+
+    reads = None if ranges is None else torch.tensor(ranges, device=device).view(-1, 4)
+    keys = _keys(latent, key_up, reads)
+    keys = normalised(keys, key_bias, norm_weight, norm_eps)
+    if within is not None:
+        keys = rotated(keys, torch.where(visible.any(1), slots, 0), within, begins)
+    values = _values(latent, reads, kv_heads)
+    count = 0
+    if exact_key is not None:
+        count = exact_key.shape[2]
+        place = exact_slots.long()[:, None]
+        is_rebuilt = (place >= low[:, None, None]) & (place < stop[:, None, None]) & (place <= own - window)
+        seen = (place >= start[:, None, None]) & (place >= 0) & (place <= own) & ~is_rebuilt
+        hidden = ~seen.any(1)[:, None, :, None]
+        exact_key, exact_value = exact_key.masked_fill(hidden, 0), exact_value.masked_fill(hidden, 0)
+        if raw_exact:
+            exact_key = normalised(exact_key, key_bias, norm_weight, norm_eps)
+        if within is not None:
+            exact_key = rotated(exact_key, exact_slots.clamp(min=0).masked_fill(hidden[:, 0, :, 0], 0), within, begins)
+        keys, visible = torch.cat([keys, exact_key], dim=2), torch.cat([visible, seen], dim=2)
+
+    queries = query.unflatten(2, (kv_heads, size))
+    logits = torch.einsum("btgmd,bgsd->btgms", queries, keys) * scale
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.masked_fill(~visible[:, :, None, None], -torch.inf)
+    lse = logits.logsumexp(-1)
+    weights = (logits - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp().to(query.dtype)
+    split = weights.shape[-1] - count
+    out = torch.einsum("btgms,bgsr->btgmr", weights[..., :split], values).flatten(2, 3)
+    if exact_key is None:
+        return out, out[..., :0], lse.flatten(2)
+    exact_out = torch.einsum("btgms,bgsv->btgmv", weights[..., split:], exact_value)
+    return out, exact_out.flatten(2, 3), lse.flatten(2)
+
+
+def _keys(latent: Tensor, key_up: Tensor, ranges: Tensor | None) -> Tensor:
+    """Keys [B, G, S, d] of latents, each head's from its own range."""
+    if ranges is None:
+        return torch.einsum("bsr,gdr->bgsd", latent, key_up)
+    read = _read(latent, ranges[:, 0], ranges[:, 1], key_up.shape[-1])
+    return torch.einsum("bgsr,gdr->bgsd", read, key_up.masked_fill(_behind(ranges[:, 1], key_up.shape[-1])[:, None], 0))
+
+
+def _values(latent: Tensor, ranges: Tensor | None, kv_heads: int) -> Tensor:
+    """The latents that each head's values are [B, G, S, r_v], zero behind a head's own rank."""
+    if ranges is None:
+        return latent[:, None].expand(-1, kv_heads, -1, -1)
+    return _read(latent, ranges[:, 2], ranges[:, 3], int(ranges[:, 3].max()))
+
+
+def _read(latent: Tensor, begin: Tensor, ranks: Tensor, width: int) -> Tensor:
+    """[B, G, S, width]: `ranks` numbers from `begin` on for each head, zeros behind."""
+    columns = begin[:, None].long() + torch.arange(width, device=latent.device)
+    picked = latent[:, :, columns.clamp(max=latent.shape[-1] - 1)].transpose(1, 2)
+    return picked.masked_fill(_behind(ranks, width)[:, None], 0)
+
+
+def _behind(ranks: Tensor, width: int) -> Tensor:
+    return torch.arange(width, device=ranks.device) >= ranks[:, None]

@@ -1,0 +1,203 @@
+r"""Attention of T queries in blocks of BLOCK_M, each over the tiles of keys that its head sees and no others.
+
+A block of queries at places q0 … q1 of a head with `sinks` and `recent` sees two contiguous ranges:
+
+    sinks     start … start + sinks, as far as they are before the window
+    window    the window of its first query … q1, in tiles that end at q0, so that the diagonal begins one
+
+Of these, three kinds of tiles are seen in part: the sinks, the window's left edge, which moves by BLOCK_M over the
+block's queries, and the diagonal. They are taken first, in one loop with masks; the tiles between edge and diagonal in
+a second one without. A full head is one whose window begins at the row's start: no sinks, no edge but the padding's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surgery.kernels.launch import Config, Launch
+from surgery.kernels.split_kv import LN2
+
+LOG2E = 1.4426950408889634
+
+
+def default_config(head_size: int, dtype: torch.dtype) -> Config:
+    """By what was compiled without spills for heads of `head_size` numbers."""
+    if dtype.itemsize > 2:
+        return Config(block_rows=32, block_tokens=16, warps=8, stages=2)
+    if head_size > 128:
+        return Config(block_rows=64, block_tokens=32, warps=8, stages=2)
+    return Config(block_rows=128, block_tokens=64, warps=8, stages=3)
+
+
+def launches(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    sinks: Tensor,
+    recent: Tensor,
+    starts: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    config: Config,
+) -> list[Launch]:
+    """The launch that fills `out` [B, T, H, v] and `lse` [B, H, T], contiguous.
+
+    Other arguments as in `operator.sink_recent_prefill`, last dimensions contiguous.
+    """
+    rows, heads, tokens, head_size = query.shape
+    groups, slots = key.shape[1:3]
+    value_size = value.shape[-1]
+    arguments = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "sinks": sinks,
+        "recent": recent,
+        "starts": starts,
+        "out": out,
+        "lse": lse,
+        "scale": scale * LOG2E,
+        "tokens": tokens,
+        "slots": slots,
+        "HEADS": heads,
+        "SIZE": heads // groups,
+        "D": head_size,
+        "V": value_size,
+        "BLOCK_M": config.block_rows,
+        "BLOCK_N": config.block_tokens,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_size)),
+        "BLOCK_V": max(16, triton.next_power_of_2(value_size)),
+    }
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        arguments |= {f"{name}_{axis}": tensor.stride(i) for i, axis in enumerate(("row", "head", "token"))}
+    grid = (rows * heads, triton.cdiv(tokens, config.block_rows))
+    return [Launch(sink_recent_prefill_kernel, grid, arguments, config.warps, config.stages)]
+
+
+@triton.jit(do_not_specialize=["tokens", "slots"])
+def sink_recent_prefill_kernel(
+    query,
+    key,
+    value,
+    sinks,
+    recent,
+    starts,
+    out,
+    lse,
+    scale,
+    tokens,
+    slots,
+    query_row,
+    query_head,
+    query_token,
+    key_row,
+    key_head,
+    key_token,
+    value_row,
+    value_head,
+    value_token,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program: BLOCK_M queries of one head."""
+    row = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
+    group = head // SIZE
+    row64, head64, group64 = row.to(tl.int64), head.to(tl.int64), group.to(tl.int64)
+    # The last queries of a full head see most and begin first.
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    start = 0
+    if starts is not None:
+        start = tl.load(starts + row)
+    many = tl.load(sinks + group)
+    width = tl.load(recent + group)
+    width = tl.where(width < 0, slots, width)
+
+    # Where everything stands in the text.
+    first = slots - tokens + block * BLOCK_M
+    stop = tl.minimum(first + BLOCK_M, slots)
+    edge = tl.minimum(tl.maximum(start, first - width + 1), first)
+    inside = tl.maximum(start, stop - width)  # from here on all queries of the block see what is before `first`
+    inner_tiles = tl.maximum(first - inside, 0) // BLOCK_N
+    inner = first - inner_tiles * BLOCK_N
+    edge_tiles = tl.cdiv(inner - edge, BLOCK_N)
+    window = inner - edge_tiles * BLOCK_N
+    sink_stop = tl.minimum(start + many, window)
+    sink_tiles = tl.cdiv(tl.maximum(sink_stop - start, 0), BLOCK_N)
+    outer_tiles = sink_tiles + edge_tiles + tl.cdiv(stop - first, BLOCK_N)
+
+    line = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    own = slots - tokens + line
+    number = tl.arange(0, BLOCK_D)
+    value_number = tl.arange(0, BLOCK_V)
+    q = tl.load(
+        query + row64 * query_row + head64 * query_head + line.to(tl.int64)[:, None] * query_token + number[None, :],
+        mask=(line < tokens)[:, None] & (number < D)[None, :],
+        other=0.0,
+    )
+    keys = key + row64 * key_row + group64 * key_head + number[None, :]
+    values = value + row64 * value_row + group64 * value_head + value_number[None, :]
+
+    most = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    for tile in range(0, outer_tiles):
+        behind = tile - sink_tiles
+        base = tl.where(behind < 0, start + tile * BLOCK_N, window + behind * BLOCK_N)
+        base += tl.where(behind < edge_tiles, 0, first - inner)
+        place = base + tl.arange(0, BLOCK_N)
+        # Padding among the new tokens sees itself.
+        there = (place < tl.where(behind < 0, sink_stop, stop)) & (place >= tl.minimum(start, first))
+        k = tl.load(
+            keys + place.to(tl.int64)[:, None] * key_token, mask=there[:, None] & (number < D)[None, :], other=0.0
+        )
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        ahead = own[:, None] - place[None, :]
+        near = (ahead < width) | (place - start < many)[None, :]
+        seen = there[None, :] & (((ahead >= 0) & (place >= start)[None, :] & near) | (ahead == 0))
+        logits = tl.where(seen, logits, -float("inf"))
+        higher = tl.maximum(most, tl.max(logits, axis=1))
+        safe = tl.where(higher == -float("inf"), 0.0, higher)
+        weights = tl.exp2(logits - safe[:, None])
+        shrunk = tl.exp2(most - safe)
+        most = higher
+        total = total * shrunk + tl.sum(weights, axis=1)
+        v = tl.load(
+            values + place.to(tl.int64)[:, None] * value_token,
+            mask=there[:, None] & (value_number < V)[None, :],
+            other=0.0,
+        )
+        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrunk[:, None], input_precision="ieee")
+    # The diagonal was among these: every query has seen something.
+    for base in range(inner, first, BLOCK_N):
+        place = base + tl.arange(0, BLOCK_N)
+        k = tl.load(keys + place.to(tl.int64)[:, None] * key_token, mask=(number < D)[None, :], other=0.0)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        higher = tl.maximum(most, tl.max(logits, axis=1))
+        weights = tl.exp2(logits - higher[:, None])
+        shrunk = tl.exp2(most - higher)
+        most = higher
+        total = total * shrunk + tl.sum(weights, axis=1)
+        v = tl.load(values + place.to(tl.int64)[:, None] * value_token, mask=(value_number < V)[None, :], other=0.0)
+        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrunk[:, None], input_precision="ieee")
+
+    kept = line < tokens
+    total = tl.where(kept, total, 1.0)
+    mixed = mixed / total[:, None]
+    result = (row64 * tokens + line) * HEADS + head
+    tl.store(
+        out + result[:, None] * V + value_number[None, :],
+        mixed.to(out.dtype.element_ty),
+        mask=kept[:, None] & (value_number < V)[None, :],
+    )
+    tl.store(lse + (row64 * HEADS + head) * tokens + line, (most + tl.log2(total)) * LN2, mask=kept)

@@ -1,0 +1,54 @@
+"""Attention of a text whose heads see sinks and a window, in plain PyTorch: what the kernel must reproduce.
+
+A full head is one with a window of all tokens (Xiao et al., DuoAttention, arXiv:2410.10819).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+QUERIES = 256
+"""Queries whose logits are in memory at once."""
+
+
+def sink_recent_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    sinks: Tensor,
+    recent: Tensor,
+    starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results as in `operator.sink_recent_prefill`; computed in fp32 at least."""
+    tokens, groups, slots = query.shape[2], key.shape[1], key.shape[2]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    if starts is None:
+        starts = torch.zeros(len(query), dtype=torch.int32, device=query.device)
+    own = torch.arange(slots - tokens, slots, device=query.device)
+    # What no query sees may be NaN.
+    used = torch.arange(slots, device=query.device) >= starts[:, None].clamp(max=slots - tokens)
+    key, value = (torch.where(used[:, None, :, None], tensor.to(wide), 0.0) for tensor in (key, value))
+    grouped = query.to(wide).unflatten(1, (groups, -1))
+    parts = [
+        _attention(queries, key, value, scale, visible(places, slots, sinks, recent, starts))
+        for queries, places in zip(grouped.split(QUERIES, dim=3), own.split(QUERIES), strict=True)
+    ]
+    out = torch.cat([out for out, _ in parts], dim=3).flatten(1, 2)
+    return out.transpose(1, 2).to(query.dtype).contiguous(), torch.cat([lse for _, lse in parts], dim=3).flatten(1, 2)
+
+
+def visible(own: Tensor, slots: int, sinks: Tensor, recent: Tensor, starts: Tensor) -> Tensor:
+    """Which of the first `slots` keys the queries at `own` [T] see: [B, G, T, slots]; arguments as in the operator."""
+    own, place = own[:, None], torch.arange(slots, device=own.device)
+    start, sinks, recent = starts[:, None, None, None], sinks[:, None, None], recent[:, None, None]
+    near = (recent < 0) | (own - place < recent) | (place - start < sinks)
+    return ((place >= start) & (place <= own) & near) | (place == own)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """query [B, G, h, n, d], key and value [B, G, S, d or v], seen [B, G, n, S] → [B, G, h, n, v] and [B, G, h, n]."""
+    logits = torch.einsum("bghnd,bgsd->bghns", query, key) * scale
+    logits = logits.masked_fill(~seen[:, :, None], -torch.inf)
+    return torch.einsum("bghns,bgsv->bghnv", logits.softmax(-1), value), logits.logsumexp(-1)

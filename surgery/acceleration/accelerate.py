@@ -1,0 +1,159 @@
+"""`accelerate`: puts the project's kernels under the attentions of a loaded model, and takes them away again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+from surgery.acceleration import plain_heads
+from surgery.acceleration.codes import ask_for_codes
+from surgery.acceleration.comparison import TOLERANCE, step_error
+from surgery.acceleration.cross_layer import cross_layer_kernel, why_not_cross_layer
+from surgery.acceleration.hybrid import hybrid_kernel
+from surgery.acceleration.latent import latent_kernel
+from surgery.acceleration.low_rank import low_rank_kernel, why_not_low_rank
+from surgery.kernels.backend import refusal
+from surgery.model.cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
+from surgery.model.cross_layer_latent_attention import CrossLayerLatentAttention
+from surgery.model.hybrid_attention import HybridAttention
+from surgery.model.latent_attention import LatentAttention
+from surgery.model.low_rank_attention import LowRankAttention
+
+logger = logging.getLogger("surgery.kernels")
+
+STATE = "_surgery_acceleration"
+
+
+@dataclass(frozen=True)
+class Acceleration:
+    """What `accelerate` did.
+
+    Attributes:
+        layers: the operations that read each layer's cache, or why its own code still does.
+        error: relative difference of logits with and without kernels, as `comparison.step_error` takes it; None where
+            nothing was changed or compared.
+        refused: why nothing was changed; None if something was.
+    """
+
+    layers: tuple[str, ...]
+    error: float | None = None
+    refused: str | None = None
+
+
+@dataclass
+class _Before:
+    """What `decelerate` puts back."""
+
+    implementation: str | None
+    hooks: list = field(default_factory=list)
+
+
+def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
+    """Has a model decode on the project's kernels, and read prompts on them where they take those.
+
+    Takes models of stock `deepseek_v3` (whose latents are then read as they are cached), of the project's own class,
+    and of any family whose attention goes through transformers' attention functions. Nothing is stored with the model.
+    A model that has been accelerated is left as it is.
+
+    Args:
+        compare: run a short text with and without kernels, and leave the model as it was where logits differ by more
+            than rounding does.
+
+    Returns:
+        What was done. Where kernels cannot run at all (no GPU, no Triton, float64) that is nothing, and said once.
+    """
+    if hasattr(model, STATE):
+        return getattr(model, STATE)[1]
+    parameter = next(model.parameters())
+    reason = refusal(parameter)
+    if reason is None and not _takes_functions(model):
+        reason = f"{type(model).__name__} does not take attention functions"
+    if reason is not None:
+        logger.warning("the model keeps its own attention: %s", reason)
+        return Acceleration((), refused=reason)
+    plain = step_error(model, None) if compare else None
+    before = _Before(model.config._attn_implementation)
+    plain_heads.register()
+    model.set_attn_implementation(plain_heads.NAME)
+    layers = tuple(_put_under(module, before) for module in _attentions(model))
+    setattr(model, STATE, (before, Acceleration(layers)))
+    if plain is None:
+        return getattr(model, STATE)[1]
+    error = step_error(model, plain)
+    if not error <= TOLERANCE[parameter.dtype]:
+        decelerate(model)
+        reason = f"logits differ by {error:.1e} with kernels, more than {TOLERANCE[parameter.dtype]:.0e}"
+        logger.warning("the model keeps its own attention: %s", reason)
+        return Acceleration(layers, error, refused=reason)
+    setattr(model, STATE, (before, Acceleration(layers, error)))
+    return getattr(model, STATE)[1]
+
+
+def decelerate(model: PreTrainedModel) -> None:
+    """Undoes `accelerate`; does nothing to a model that is not accelerated."""
+    if not hasattr(model, STATE):
+        return
+    before: _Before = getattr(model, STATE)[0]
+    delattr(model, STATE)
+    model.set_attn_implementation(before.implementation)
+    for hook in before.hooks:
+        hook.remove()
+    for module in _attentions(model):
+        for name in ("kernel", "expand_kv", plain_heads.HANDS_ON_LATENTS):
+            module.__dict__.pop(name, None)
+
+
+KERNELS: tuple[tuple[type[nn.Module], Callable, str], ...] = (
+    (CrossLayerAttention, cross_layer_kernel, "lowrank_decode"),
+    (LatentAttention, latent_kernel, "mla_decode"),
+    (LowRankAttention, low_rank_kernel, "lowrank_decode"),
+    (HybridAttention, hybrid_kernel, "hybrid_decode"),
+)
+"""What reads the caches of the project's own attentions, and the operation by which it does."""
+
+WHY_NOT = {LowRankAttention: why_not_low_rank, CrossLayerAttention: why_not_cross_layer}
+"""What may stand in the way of one layer's kernel."""
+
+WITHOUT = (PromptBasisAttention, MergedPairAttention, CrossLayerLatentAttention)
+
+
+def _put_under(module: nn.Module, before: _Before) -> str:
+    """Accelerates one attention; says by which operation, or why not."""
+    if isinstance(module, DeepseekV3Attention):
+        if type(module.kv_b_proj) is not nn.Linear or module.kv_b_proj.bias is not None:
+            return "own code: its up-projection is no plain linear layer"
+        setattr(module, plain_heads.HANDS_ON_LATENTS, True)
+        module.expand_kv = _as_cached
+        return "mla_decode"
+    if isinstance(module, WITHOUT):
+        return f"own code: no kernel for {type(module).__bases__[0].__name__}"
+    for kind, kernel, operation in KERNELS:
+        if isinstance(module, kind):
+            if getattr(module, "streaming", None):
+                return "own code: latents of streaming heads"
+            if kind in WHY_NOT and (reason := WHY_NOT[kind](module)):
+                return f"own code: {reason}"
+            module.kernel = kernel
+            return operation
+    before.hooks.append(module.register_forward_pre_hook(ask_for_codes, with_kwargs=True))
+    return "gqa_decode"
+
+
+def _as_cached(latent: torch.Tensor, rope_key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return latent, rope_key
+
+
+def _attentions(model: PreTrainedModel) -> list[nn.Module]:
+    """Attention modules of the decoder's layers, in their order."""
+    layers = getattr(getattr(model, "model", model), "layers", ())
+    return [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+
+
+def _takes_functions(model: PreTrainedModel) -> bool:
+    return bool(_attentions(model)) and bool(getattr(model, "_supports_attention_backend", False))

@@ -1,0 +1,59 @@
+"""Steps of decoding over quantised caches: codes are read as they are, and the exact tokens behind them beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from surgery.acceleration.masks import row_bounds
+from surgery.acceleration.steps import is_step
+from surgery.kernels.gqa_decode.operator import gqa_decode
+from surgery.kernels.gqa_decode_quantized.operator import gqa_decode_quantized
+from surgery.kernels.merge_parts import merge_parts
+from surgery.model.quantized_cache import QuantizedKVLayer
+
+CodedKeys = QuantizedKVLayer
+"""What a quantised layer hands on in the place of keys and of values: itself."""
+
+
+def ask_for_codes(module: nn.Module, args: tuple, call: dict[str, Any]) -> None:
+    """Forward pre-hook of an attention: its quantised cache layer hands on codes where kernels will read them."""
+    cache = call.get("past_key_values")
+    layer = None if cache is None or module.layer_idx >= len(cache.layers) else cache.layers[module.layer_idx]
+    if isinstance(layer, QuantizedKVLayer):
+        states = call["hidden_states"] if "hidden_states" in call else args[0]
+        layer.hands_on_codes = is_step(module, states, states.shape[1])
+
+
+def coded_attention(query: Tensor, layer: QuantizedKVLayer, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of query [B, H, T, d] over all tokens of a layer, [B, T, H, v]; mask as `row_bounds` takes it."""
+    layer.hands_on_codes = False
+    query = query.transpose(1, 2)
+    exact, coded = layer.keys.shape[-2], layer.key_codes.tokens
+    _, starts = row_bounds(mask, len(query), query.shape[1], exact + coded, query.device)
+    parts = []
+    if exact:
+        behind = None if starts is None else (starts - coded).clamp(min=0)
+        parts.append(gqa_decode(query, layer.keys, layer.values, scale, starts=behind))
+    if coded:
+        keys, values = layer.key_codes, layer.value_codes
+        parts.append(
+            gqa_decode_quantized(
+                query,
+                keys.codes,
+                keys.scale,
+                keys.zero,
+                values.codes,
+                values.scale,
+                values.zero,
+                scale,
+                format=layer.format,
+                group=layer.group,
+                keys=layer.keys_by,
+                starts=starts,
+                behind=exact,
+            )
+        )
+    outs, logs = zip(*parts, strict=True)
+    return outs[0] if len(parts) == 1 else merge_parts(outs, logs)[0]

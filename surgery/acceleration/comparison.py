@@ -1,0 +1,45 @@
+"""How far a model's logits are from what they were before its attention was exchanged."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+PROMPT, STEPS = 37, 3
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+"""Of `step_error`, by the model's dtype: some roundings of each layer's products in another order."""
+
+
+@torch.no_grad()
+def step_error(model: PreTrainedModel, before: Tensor | None) -> Tensor | float:
+    """Logits of a random text read as a prompt and in single steps, or how far they are from those of before.
+
+    Two rows, one with padding on the left, through the model's own cache: prompt, steps, and masks are all passed by.
+
+    Args:
+        before: what an earlier call returned; None returns the logits.
+
+    Returns:
+        Logits [2, 1 + STEPS, V] in fp32, or the root mean square of the difference over that of `before`.
+    """
+    device = next(model.parameters()).device
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (2, PROMPT + STEPS), generator=generator).to(device)
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    training = model.training
+    model.eval()
+    cache, logits = None, []
+    for start, stop in [(0, PROMPT), *((PROMPT + step, PROMPT + step + 1) for step in range(STEPS))]:
+        output = model(
+            input_ids=tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True
+        )
+        cache = output.past_key_values
+        logits.append(output.logits[:, -1].float())
+    model.train(training)
+    found = torch.stack(logits, dim=1)
+    if before is None:
+        return found
+    return float((found - before).square().mean().sqrt() / before.square().mean().sqrt())

@@ -1,0 +1,78 @@
+"""Steps of decoding of `CrossLayerAttention`: the codes that layers share are read as they are stored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from surgery.acceleration.low_rank import FIXED_ROPE, lifted, rotation_of
+from surgery.acceleration.masks import row_bounds
+from surgery.acceleration.steps import is_step
+from surgery.kernels.lowrank_decode.operator import lowrank_decode
+from surgery.model.cross_layer_attention import CrossLayerAttention
+from surgery.model.group_cache import GroupLayer
+
+
+def why_not_cross_layer(module: CrossLayerAttention) -> str | None:
+    """Why no kernel reads a layer's codes; None if one does."""
+    kind = getattr(module.rotary[0], "rope_type", "default") if module.rotary else "no"
+    return None if kind in FIXED_ROPE else f"{kind} RoPE has no fixed table"
+
+
+def cross_layer_kernel(
+    module: CrossLayerAttention,
+    query: Tensor,
+    tokens: Tensor,
+    mask: Tensor | None,
+    cache: Cache | None,
+    real: Tensor | None,
+) -> Tensor | None:
+    """Outputs [B, T, H, d] of rotated query [B, H, T, d]; None, and nothing cached, where this is no step.
+
+    Args:
+        tokens: keys and values of the new tokens as the group stores them [B, 1, T, 2·G·d], without biases.
+        mask: over slots, as `row_bounds` takes it.
+        real: bool [B, T], false at padding; None without any.
+    """
+    rows, _, queries, _ = query.shape
+    layer = None if cache is None else cache.layers[module.layer_idx]
+    if not isinstance(layer, GroupLayer) or not is_step(module, query, queries):
+        return None
+    if real is not None:
+        tokens = tokens * real[:, None, :, None].to(tokens.dtype)
+    reading = layer.reading(queries, query.device)
+    low, stop = reading.rebuilt
+    exact, _ = cache.update(tokens, tokens[..., :0], module.layer_idx)
+    heads = module.num_kv_heads, module.head_dim
+    key, value = (part.unflatten(-1, heads).transpose(1, 2) for part in exact[:, 0].split(module.width // 2, dim=-1))
+    up_key, up_value = (up.unflatten(0, heads) for up in module.basis_up.detach().split(module.width // 2))
+    codes = layer.store.read(module.place, low, max(low, stop))
+    if low >= stop:  # nothing is rebuilt yet: one code that no query reads
+        codes = tokens.new_zeros(rows, 1, 1, module.entry["rank"])
+    _, starts = row_bounds(mask, rows, queries, layer.seen, query.device)
+    counts = torch.tensor([[layer.seen], [low], [max(low, stop)]], dtype=torch.int32, device=query.device)
+    lengths, first, behind = counts.expand(-1, rows)
+    norm = module.k_norm
+    out, exact_out, _ = lowrank_decode(
+        query.transpose(1, 2),
+        codes[:, 0],
+        up_key,
+        module.scaling * module.rotary[0].attention_scaling,
+        rotation=rotation_of(module.rotary[0], module.config, layer.seen),
+        key_bias=None if module.k_proj.bias is None else module.k_proj.bias.view(heads),
+        norm_weight=None if norm is None else norm.weight,
+        norm_eps=0.0 if norm is None else norm.variance_epsilon,
+        lengths=lengths.contiguous(),
+        starts=starts,
+        first=first.contiguous(),
+        rebuilt=torch.stack([first, behind], dim=1),
+        window=reading.window,
+        exact_key=key,
+        exact_value=value,
+        exact_slots=reading.exact.to(torch.int32).expand(rows, -1).contiguous(),
+        raw_exact=True,
+    )
+    layer.settle(module.encode)
+    bias = None if module.v_proj.bias is None else module.v_proj.bias.view(heads)
+    return lifted(out, up_value, exact_out, bias)

@@ -1,0 +1,68 @@
+"""Hybrid layers on the kernels: full and streaming heads in one launch, in steps and in a prompt's first chunk."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from surgery.acceleration.masks import padding_starts
+from surgery.acceleration.steps import is_step
+from surgery.kernels.hybrid_decode.operator import hybrid_decode
+from surgery.kernels.sink_recent_prefill.operator import sink_recent_prefill
+from surgery.model.hybrid_cache import HybridLayer, PlainLayer
+
+
+def hybrid_kernel(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layer: HybridLayer) -> Tensor | None:
+    """Outputs [B, T, H, d] of rotated query [B, H, T, d] and new keys and values [B, G, T, d]; None where no kernel is.
+
+    Compensated heads, quantised ones, and later chunks of a long prompt are left to the module.
+    """
+    full, queries = module.full_heads, query.shape[2]
+    if not is_step(module, query, 1) or module.compensated_heads:
+        return None
+    if (full and type(layer.full) is not PlainLayer) or (layer.streaming and layer.streaming.codes is not None):
+        return None
+    starts = padding_starts(layer.padding, query.device)
+    if is_step(module, query, queries):
+        return _step(module, query, key, value, layer, starts)
+    if layer.get_seq_length():
+        return None
+    everywhere = torch.full((key.shape[1],), -1, dtype=torch.int32, device=query.device)
+    sinks, recent = torch.zeros_like(everywhere), everywhere
+    sinks[full:], recent[full:] = module.sinks, module.recent
+    out, _ = sink_recent_prefill(query, key, value, module.scaling, sinks, recent, starts=starts)
+    if full:
+        layer.full.update(key[:, :full], value[:, :full])
+    if full < module.num_kv_heads:
+        for _ in layer.streaming.pieces(key[:, full:], value[:, full:]):
+            pass  # each adds its tokens
+    return out
+
+
+def _step(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layer: HybridLayer, starts: Tensor | None
+) -> Tensor:
+    full = module.full_heads
+    seen = layer.get_seq_length() + query.shape[2]
+    held_key, held_value = (each.new_empty(len(each), 0, seen, each.shape[-1]) for each in (key, value))
+    few_key, few_value = (each[:, :0] for each in (key, value))
+    sink_slots = 0
+    if full:
+        held_key, held_value = layer.full.update(key[:, :full], value[:, :full])
+    if full < module.num_kv_heads:
+        streaming = layer.streaming
+        sink_slots = streaming.sink_keys.shape[-2] if streaming.is_initialized else 0
+        few_key, few_value = streaming.update(key[:, full:], value[:, full:])
+    out, _ = hybrid_decode(
+        query.transpose(1, 2),
+        held_key,
+        held_value,
+        few_key,
+        few_value,
+        module.scaling,
+        sink_slots=sink_slots,
+        sinks=module.sinks,
+        recent=module.recent,
+        starts=starts,
+    )
+    return out

@@ -1,0 +1,73 @@
+"""Steps of decoding of `LatentAttention` on `mla_decode`: latents are read as they are cached, once for all heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from surgery.acceleration.masks import row_bounds
+from surgery.acceleration.steps import is_step
+from surgery.kernels.merge_parts import merge_parts
+from surgery.kernels.mla_decode.operator import mla_decode
+from surgery.kernels.mla_decode.quantized_operator import mla_decode_quantized
+from surgery.model.quantized_cache import QuantizedKVLayer
+
+
+def latent_kernel(
+    module: nn.Module, query: Tensor, latent: Tensor, positional: Tensor, mask: Tensor | None, cache: Cache | None
+) -> Tensor | None:
+    """What heads mix of the latents, [B, T, H, r]; None, and nothing cached, where this is no step.
+
+    Args:
+        query: [B, H, T, r + ρ].
+        latent, positional: of the new tokens [B, 1, T, r] and [B, 1, T, ρ (+ G)].
+        mask: as `row_bounds` takes it.
+    """
+    queries = query.shape[2]
+    if cache is None or (queries > 1 and module.sliding_window) or not is_step(module, query, queries):
+        return None
+    layer = cache.layers[module.layer_idx]
+    coded = isinstance(layer, QuantizedKVLayer)
+    if coded and module.key_norm_eps is not None:  # gains are among the codes
+        return None
+    query = query.transpose(1, 2)
+    if coded:
+        layer.append(latent, positional)
+        _, starts = row_bounds(mask, len(query), queries, layer.get_seq_length(), query.device)
+        return _coded(query, layer, starts, module.scaling)
+    latent, positional = cache.update(latent, positional, module.layer_idx)
+    lengths, starts = row_bounds(mask, len(query), queries, latent.shape[2], query.device)
+    rope_key, gain = positional[:, 0], None
+    if module.key_norm_eps is not None:
+        rope_key, gain = rope_key.split((module.rope_dim, module.num_kv_heads), dim=-1)
+    out, _ = mla_decode(query, latent[:, 0], rope_key, module.scaling, lengths=lengths, starts=starts, key_gain=gain)
+    return out
+
+
+def _coded(query: Tensor, layer: QuantizedKVLayer, starts: Tensor | None, scale: float) -> Tensor:
+    """Codes and the exact tokens behind them, each read as it is."""
+    exact, coded = layer.keys.shape[-2], layer.key_codes.tokens
+    parts = []
+    if exact:
+        behind = None if starts is None else (starts - coded).clamp(min=0)
+        parts.append(mla_decode(query, layer.keys[:, 0], layer.values[:, 0], scale, starts=behind))
+    if coded:
+        latents, rope = layer.key_codes, layer.value_codes
+        held = [None if each is None else each[:, 0] for each in (latents.codes, latents.scale, latents.zero)]
+        held += [None if each is None else each[:, 0] for each in (rope.codes, rope.scale, rope.zero)]
+        lengths = torch.full((len(query),), coded + exact, dtype=torch.int32, device=query.device)
+        parts.append(
+            mla_decode_quantized(
+                query,
+                *held,
+                scale,
+                format=layer.format,
+                group=layer.group,
+                by_channel=layer.keys_by == "channel",
+                lengths=lengths,
+                starts=starts,
+            )
+        )
+    outs, logs = zip(*parts, strict=True)
+    return outs[0] if len(parts) == 1 else merge_parts(outs, logs)[0]

@@ -1,0 +1,188 @@
+"""Steps of decoding of `LowRankAttention` on `lowrank_decode`: keys are rebuilt on the way, values stay latents."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from surgery.acceleration.masks import row_bounds
+from surgery.acceleration.steps import is_step
+from surgery.kernels.lowrank_decode.operator import lowrank_decode, lowrank_decode_quantized, rotation_tables
+from surgery.kernels.merge_parts import merge_parts
+from surgery.model.exact_window_cache import ExactWindowLayer
+from surgery.model.low_rank_attention import LowRankAttention
+from surgery.model.quantized_cache import QuantizedKVLayer
+
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose frequencies are the same at every length, so that tables can be made once."""
+
+
+def why_not_low_rank(module: LowRankAttention) -> str | None:
+    """Why no kernel reads a layer's latents; None if one does."""
+    (rotary,) = module.rotary
+    kind = getattr(rotary, "rope_type", "default")
+    if kind not in FIXED_ROPE:
+        return f"{kind} RoPE changes with the length of the text"
+    if module.hands_on or module.shared_layers:
+        return "latents that several layers of a cascade read"
+    if module.sliding_window:
+        return "a sliding window over latents"
+    return None
+
+
+def low_rank_kernel(
+    module: LowRankAttention,
+    query: Tensor,
+    latent: Tensor,
+    exact: Tensor | None,
+    mask: Tensor | None,
+    cache: Cache | None,
+) -> Tensor | None:
+    """Outputs [B, T, H, d] of rotated query [B, H, T, d]; None, and nothing cached, where this is no step.
+
+    Args:
+        latent: of the new tokens [B, 1, T, r].
+        exact: their keys and values [B, 1, T, 2·G·d] where the layer reads some exactly.
+        mask: as `row_bounds` takes it.
+    """
+    queries = query.shape[2]
+    if cache is None or not is_step(module, query, queries):
+        return None
+    layer, beside = cache.layers[module.layer_idx], {}
+    if isinstance(layer, ExactWindowLayer):
+        if isinstance(layer.latents, QuantizedKVLayer):
+            return None
+        filled = _filled_slots(layer, queries, query.device)
+        latent, exact = layer.update(latent, exact)
+        key, value = exact.unflatten(-1, (2 * module.num_kv_heads, module.head_dim))[:, 0].transpose(1, 2).chunk(2, 1)
+        if module.value_bias is not None:
+            value = value - module.value_bias.view(module.num_kv_heads, 1, module.head_dim)
+        beside = {"exact_key": key, "exact_value": value, "exact_slots": filled}
+        beside |= {"window": module.window, "sinks": module.sinks}
+    elif isinstance(layer, QuantizedKVLayer):
+        layer.append(latent, latent[..., :0])
+    else:
+        latent, _ = cache.update(latent, latent[..., :0], module.layer_idx)
+    slots = layer.get_seq_length() if isinstance(layer, QuantizedKVLayer) else latent.shape[2]
+    lengths, starts = row_bounds(mask, len(query), queries, slots, query.device)
+    key_up, value_up, ranges = stacked_ups(module)
+    heads = module.num_kv_heads, module.head_dim
+    reading = {
+        "rotation": rotation_of(module.rotary[0], module.config, layer.get_seq_length()),
+        "key_bias": None if module.key_bias is None else module.key_bias.view(heads),
+        "norm_weight": None if module.k_norm is None else module.k_norm.weight,
+        "norm_eps": 0.0 if module.k_norm is None else module.k_norm.variance_epsilon,
+        "ranges": ranges,
+    }
+    scale = module.scaling * module.rotary[0].attention_scaling
+    query = query.transpose(1, 2)
+    if isinstance(layer, QuantizedKVLayer):
+        out, exact_out = _coded(query, layer, key_up, scale, starts, reading), None
+    else:
+        out, exact_out, _ = lowrank_decode(
+            query, latent[:, 0], key_up, scale, lengths=lengths, starts=starts, **reading, **beside
+        )
+    return lifted(out, value_up, exact_out, None if module.value_bias is None else module.value_bias.view(heads))
+
+
+def lifted(out: Tensor, value_up: Tensor, exact: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Mixed latents [B, T, H, r] of heads through their `value_up` [G, d, r], and what was mixed exactly: [B, T, H, d].
+
+    `bias` [G, d] is that of all values, exact ones have it taken off.
+    """
+    groups = out.unflatten(2, (len(value_up), -1))
+    values = torch.einsum("btgqr,gdr->btgqd", groups, value_up)
+    if bias is not None:
+        values = values + bias[:, None]
+    values = values.flatten(2, 3)
+    return values if exact is None else values + exact
+
+
+def rotation_of(rotary: nn.Module, config: object, slots: int) -> tuple[Tensor, Tensor]:
+    """Tables for a model's rotary embedding, made once for its whole context, and anew for texts beyond it."""
+    held = getattr(rotary, "_surgery_tables", None)
+    if held is None or held[0] < slots or held[1][0].device != rotary.inv_freq.device:
+        most = max(slots, getattr(config, "max_position_embeddings", 0) or 0)
+        held = most, rotation_tables(rotary.inv_freq, most)
+        rotary._surgery_tables = held
+    return held[1]
+
+
+def stacked_ups(
+    module: LowRankAttention,
+) -> tuple[Tensor, Tensor, list[tuple[int, int, int, int]] | None]:
+    """Up-projections of keys and of values by head [G, d, r], and where each head's latents are.
+
+    Views of a joint latent. Those of blocks are copied one behind the other, with zeros up to the widest, once for as
+    long as the weights do not change.
+    """
+    weights = [*module.key_up.values(), *module.value_up.values()]
+    state = tuple((weight.data_ptr(), weight._version) for weight in weights)
+    held = module.__dict__.get("_surgery_ups")
+    if held is None or held[0] != state:
+        held = module.__dict__["_surgery_ups"] = state, _stack(module)
+    return held[1]
+
+
+def _stack(module: LowRankAttention) -> tuple[Tensor, Tensor, list[tuple[int, int, int, int]] | None]:
+    part, ends = module._full, torch.tensor(module.ranks).cumsum(0).tolist()
+    sides, ranges = [], []
+    for ups, order in ((module.key_up, part.key_order), (module.value_up, part.value_order)):
+        widest = max(up.shape[1] for up in ups.values())
+        rows, places = [], []
+        for number, up in ups.items():
+            wide = nn.functional.pad(up.detach(), (0, widest - up.shape[1])) if up.shape[1] < widest else up.detach()
+            rows.append(wide.unflatten(0, (-1, module.head_dim)))
+            rank = module.ranks[int(number)]
+            places += [(ends[int(number)] - rank, rank)] * len(rows[-1])
+        stacked = rows[0] if len(rows) == 1 else torch.cat(rows)
+        sides.append(stacked if order is None else stacked[order])
+        ranges.append(places if order is None else [places[place] for place in order])
+    if len(module.ranks) == 1:
+        return *sides, None
+    return *sides, [(*key, *value) for key, value in zip(*ranges, strict=True)]
+
+
+def _coded(
+    query: Tensor, layer: QuantizedKVLayer, key_up: Tensor, scale: float, starts: Tensor | None, reading: dict
+) -> Tensor:
+    """Mixed latents of a quantised layer: codes and the exact latents behind them, each read as they are."""
+    latents, coded, exact = layer.key_codes, layer.key_codes.tokens, layer.keys.shape[-2]
+    lengths = torch.full((len(query),), coded + exact, dtype=torch.int32, device=query.device)
+    parts = []
+    if exact:
+        first = torch.full_like(lengths, coded)
+        out, _, log = lowrank_decode(
+            query, layer.keys[:, 0], key_up, scale, lengths=lengths, starts=starts, first=first, **reading
+        )
+        parts.append((out, log))
+    if coded:
+        zero = None if latents.zero is None else latents.zero[:, 0]
+        out, _, log = lowrank_decode_quantized(
+            query,
+            latents.codes[:, 0],
+            latents.scale[:, 0],
+            zero,
+            key_up,
+            scale,
+            format=layer.format,
+            group=layer.group,
+            by_channel=latents.by_channel,
+            lengths=lengths,
+            starts=starts,
+            **reading,
+        )
+        parts.append((out, log))
+    outs, logs = zip(*parts, strict=True)
+    return outs[0] if len(parts) == 1 else merge_parts(outs, logs)[0]
+
+
+def _filled_slots(layer: ExactWindowLayer, queries: int, device: torch.device) -> Tensor:
+    """Slots of the exact tokens that `update` will return, int32 [B, E]; -1 of those that nothing belongs to yet."""
+    held = layer.exact
+    slots = layer.slots(queries, device)
+    kept = held.sink_keys.shape[-2] if held.is_initialized else 0
+    window_start = slots[0, kept] if slots.shape[1] > kept else 0
+    empty = (torch.arange(slots.shape[1], device=device) < kept) & (slots >= window_start)
+    return torch.where(empty, -1, slots).to(torch.int32)

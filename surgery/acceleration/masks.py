@@ -1,0 +1,46 @@
+"""What a decoder's attention mask says of each row, in the form that kernels take: where it begins and where it ends.
+
+Read on the device alone, so that a step recorded in a CUDA graph follows the mask that it is given.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def row_bounds(
+    mask: Tensor | None, rows: int, queries: int, slots: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Lengths and starts of rows, from what their newest token sees.
+
+    Decoder masks are causal, with padding on the left and, of a static cache, empty slots on the right: what the newest
+    token sees is one run of slots. A mask with holes in that run, as none of transformers' is, would be read without.
+
+    Args:
+        mask: [B or 1, 1, T, S], bool (true is seen) or additive. None where it would say nothing: every slot is seen,
+            or of several queries in front of more slots, which then are empty, each sees those up to its own, as of
+            transformers' static caches before their first token.
+        rows, queries, slots: B, T, S.
+        device: of what is returned.
+
+    Returns:
+        Two int32 [B], the slot behind the newest token's last and the first that it sees; each None for S and for 0.
+    """
+    if mask is None:
+        empty = 1 < queries < slots
+        return torch.full((rows,), queries, dtype=torch.int32, device=device) if empty else None, None
+    seen = mask[:, 0, -1]
+    if seen.dtype != torch.bool:
+        seen = seen > torch.finfo(mask.dtype).min / 2
+    seen = seen.expand(rows, -1).to(torch.int32)
+    starts = seen.argmax(dim=-1)
+    lengths = seen.shape[-1] - seen.flip(-1).argmax(dim=-1)
+    return lengths.to(torch.int32), starts.to(torch.int32)
+
+
+def padding_starts(padding: list[int] | None, device: torch.device) -> Tensor | None:
+    """Starts of rows, int32 [B], of what a cache layer knows of their padding; None without any."""
+    if not padding or not any(padding):
+        return None
+    return torch.tensor(padding, dtype=torch.int32, device=device)

@@ -1,0 +1,88 @@
+"""The attention function "surgery": what transformers calls for keys and values of heads, on the project's kernels.
+
+Steps of decoding go to `gqa_decode`, prompts and training to `mla_prefill`, which takes keys and values of any widths;
+whatever neither takes (attention weights, masks of prompts, the CPU) is transformers' SDPA.
+
+Stock `deepseek_v3` caches latents and expands all of them to keys and values in every step. Under `accelerate` its
+modules hand on the latents as they are cached; here a step absorbs the up-projections into query and output
+(DeepSeek-V2, arXiv:2405.04434, appendix C) and reads them with `mla_decode`, and the rest expands them as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from surgery.acceleration.codes import CodedKeys, coded_attention
+from surgery.acceleration.masks import row_bounds
+from surgery.acceleration.steps import is_step
+from surgery.kernels.gqa_decode.operator import gqa_decode
+from surgery.kernels.mla_decode.operator import mla_decode
+from surgery.kernels.mla_prefill.attention_function import prefill_attention_function
+
+NAME = "surgery"
+HANDS_ON_LATENTS = "_surgery_hands_on_latents"
+"""Attribute of stock MLA modules whose keys and values here are latents and rotated keys."""
+
+
+def register() -> None:
+    """Makes transformers know the attention function; safe to call more than once."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, surgery_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def surgery_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | CodedKeys,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of query [B, H, T, d] over key [B, G, S, d] and value [B, G, S, v] → [B, T, H, v], no weights.
+
+    Args:
+        key, value: of a stock MLA module under `accelerate` the latents [B, 1, S, r] and rotated keys [B, 1, S, ρ]; of
+            a quantised cache what it holds.
+        attention_mask: [B or 1, 1, T, S] as transformers makes it for SDPA, or None.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(key, CodedKeys):
+        return coded_attention(query, key, attention_mask, scale), None
+    queries = query.shape[2]
+    one_run = queries == 1 or _sliding_window(module, kwargs) is None
+    if getattr(module, HANDS_ON_LATENTS, False):
+        if one_run and is_step(module, query, queries):
+            return _absorbed(module, query, key, value, attention_mask, scale), None
+        key, value = type(module).expand_kv(module, key, value)
+    elif one_run and is_step(module, query, queries):
+        lengths, starts = row_bounds(attention_mask, len(query), queries, key.shape[2], query.device)
+        return gqa_decode(query.transpose(1, 2), key, value, scale, lengths=lengths, starts=starts)[0], None
+    function = (
+        prefill_attention_function if is_step(module, query, 1) or query.requires_grad else sdpa_attention_forward
+    )
+    return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs)
+
+
+def _absorbed(
+    module: nn.Module, query: Tensor, latent: Tensor, rope_key: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """A step of stock MLA that reads its latents as they are: → [B, T, H, v]."""
+    nope, width = module.qk_nope_head_dim, module.v_head_dim
+    up = module.kv_b_proj.weight.view(module.num_heads, nope + width, -1)
+    content, position = query.transpose(1, 2).split([nope, query.shape[-1] - nope], dim=-1)
+    absorbed = torch.cat([torch.einsum("bthn,hnr->bthr", content, up[:, :nope]), position], dim=-1)
+    lengths, starts = row_bounds(mask, len(query), query.shape[2], latent.shape[2], query.device)
+    mixed, _ = mla_decode(absorbed, latent[:, 0], rope_key[:, 0], scale, lengths=lengths, starts=starts)
+    return torch.einsum("bthr,hvr->bthv", mixed, up[:, nope:])
+
+
+def _sliding_window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    return kwargs.get("sliding_window") or getattr(module, "sliding_window", None)

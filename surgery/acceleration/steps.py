@@ -1,0 +1,21 @@
+"""Which calls of an attention are steps that decoding kernels take."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from surgery.kernels.backend import refusal
+
+MOST_QUERIES = 16
+"""New tokens of a row up to which a call is decoding: a step, or a few tokens of speculative decoding. Longer prompts
+are bound by operations, and absorbed or rebuilt heads do more of them than expanded ones."""
+
+
+def is_step(module: nn.Module, query: Tensor, queries: int) -> bool:
+    """Whether kernels for decoding may take a call with so many new tokens: no gradients, no dropout, a GPU."""
+    if queries > MOST_QUERIES or (torch.is_grad_enabled() and query.requires_grad):
+        return False
+    if module.training and getattr(module, "attention_dropout", 0.0):
+        return False
+    return refusal(query) is None

@@ -1,0 +1,166 @@
+"""The structures that `kernels/planner.py` predicts times for, of sources, of what they can become, and of results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from surgery.families import FAMILIES, head_shape
+from surgery.kernels.planner import Attention, Block, Grouped, Latent, LowRank, quantised
+
+Windows = list[int | None]
+
+
+def of_family(config: Any, windows: Windows, number_bytes: float) -> list[Attention]:
+    """Of a family's own attention, layer by layer.
+
+    Args:
+        config: of transformers, as loaded.
+        windows: of every layer, tokens; None: all.
+        number_bytes: of a cached number.
+    """
+    heads, kv_heads, head_dim = head_shape(config)
+    return [
+        Grouped(heads, kv_heads, head_dim, head_dim, window, key_bytes=number_bytes, value_bytes=number_bytes)
+        for window in windows
+    ]
+
+
+def of_mla(
+    stock: list[Attention], widths: list[int], rope_dim: int, gains: int, number_bytes: float
+) -> list[Attention]:
+    """Of MLA in the place of a family's attention.
+
+    Args:
+        stock: what it stands in the place of.
+        widths: numbers cached of a token by each layer.
+        rope_dim, gains: of those, rotated ones and factors of a key norm.
+    """
+    return [
+        Latent(
+            layer.heads,
+            width - rope_dim - gains,
+            rope_dim,
+            layer.key_dim,
+            layer.value_dim,
+            layer.window,
+            gains * number_bytes,
+            number_bytes,
+            number_bytes,
+        )
+        for layer, width in zip(stock, widths, strict=True)
+    ]
+
+
+def of_fewer_heads(stock: list[Attention], heads: int) -> list[Attention]:
+    """With `heads` KV heads in all layers together, as evenly as they divide."""
+    each, more = divmod(heads, len(stock))
+    return [replace(layer, kv_heads=each + (number < more)) for number, layer in enumerate(stock)]
+
+
+def of_low_rank(stock: list[Attention], rank: int) -> list[Attention]:
+    """With one latent of `rank` numbers a layer for all its KV heads."""
+    return [
+        LowRank(
+            layer.heads,
+            layer.kv_heads,
+            layer.key_dim,
+            (Block(rank, layer.kv_heads, layer.kv_heads),),
+            number_bytes=layer.key_bytes,
+            window=layer.window,
+        )
+        for layer in stock
+    ]
+
+
+def of_hybrid(stock: list[Attention], share: float, kept_tokens: int) -> list[Attention]:
+    """With `share` of the KV heads that keep `kept_tokens` tokens only."""
+    total = sum(layer.kv_heads for layer in stock)
+    wanted, layers, heads = round(share * total), [], 0
+    for layer in stock:
+        # Spread as evenly as whole heads allow.
+        streaming = round(wanted * (heads + layer.kv_heads) / total) - round(wanted * heads / total)
+        heads += layer.kv_heads
+        layers.append(replace(layer, streaming_heads=streaming, streaming_tokens=kept_tokens))
+    return layers
+
+
+def of_stock_mla(config: dict[str, Any], number_bytes: float) -> list[Attention]:
+    """Of a config.json of `deepseek_v3`."""
+    layer = Latent(
+        config["num_attention_heads"],
+        config["kv_lora_rank"],
+        config["qk_rope_head_dim"],
+        config["qk_nope_head_dim"],
+        config["v_head_dim"],
+        latent_bytes=number_bytes,
+        rope_bytes=number_bytes,
+    )
+    return [layer] * config["num_hidden_layers"]
+
+
+def of_own_class(config: Any, number_bytes: float) -> list[Attention]:
+    """Of a `SurgeryConfig`: any mixture of kinds, quantised or not."""
+    family = FAMILIES[config.base_model_type]
+    windows = [family.window(config, layer) for layer in range(config.num_hidden_layers)]
+    stock = of_family(config, windows, number_bytes)
+    entries = config.attention_layers or [None] * len(stock)
+    sizes = _cached_bytes(config.kv_cache, number_bytes)
+    return [_of_entry(entry or {}, layer, *sizes) for entry, layer in zip(entries, stock, strict=True)]
+
+
+def _of_entry(entry: dict[str, Any], stock: Grouped, key_bytes: float, value_bytes: float) -> Attention:
+    """One layer; `stock` is the attention that it stands in the place of."""
+    heads, kv_heads, head_dim, window = stock.heads, stock.kv_heads, stock.key_dim, stock.window
+    kind = entry.get("kind")
+    if kind in (None, "grouped"):
+        kv_heads = entry.get("kv_heads", kv_heads)
+        return Grouped(heads, kv_heads, head_dim, head_dim, window, key_bytes=key_bytes, value_bytes=value_bytes)
+    if kind == "hybrid":
+        streaming = entry["kv_heads"] - entry["full_heads"]
+        kept = entry["sinks"] + entry["recent"]
+        return Grouped(heads, entry["kv_heads"], head_dim, head_dim, window, streaming, kept, key_bytes, value_bytes)
+    if kind in ("latent", "cross_layer_latent"):
+        streaming = entry.get("streaming") or {}
+        seen = streaming["sinks"] + streaming["recent"] if streaming else window
+        extra = 0.0 if entry["key_norm_eps"] is None else kv_heads * stock.key_bytes
+        # Codes that layers share are read at their own width: the basis can be absorbed as the up-projections are.
+        rank, rope = entry.get("rank", entry["kv_lora_rank"]), 2 * len(entry["rope_inv_freq"])
+        # Latents stand in the place of keys in the cache, rotated keys in that of values.
+        return Latent(heads, rank, rope, head_dim, head_dim, seen, extra, key_bytes, value_bytes)
+    if kind == "low_rank":
+        shared, streaming = entry["shared_rank"], entry.get("streaming") or {"blocks": []}
+        blocks = tuple(
+            Block(
+                shared + block["rank"],
+                len(block["keys"]),
+                len(block["values"]),
+                streaming["sinks"] + streaming["recent"] if number in streaming["blocks"] else None,
+            )
+            for number, block in enumerate(entry["blocks"])
+        )
+        exact = entry["sinks"] + entry["window"]
+        return LowRank(heads, kv_heads, head_dim, blocks, exact, key_bytes, window)
+    return _cross_layer(entry, stock, window)
+
+
+def _cross_layer(entry: dict[str, Any], stock: Grouped, window: int | None) -> Attention:
+    """A layer that reads what a group shares: the group's whole store, at every layer."""
+    heads, kv_heads, head_dim = stock.heads, stock.kv_heads, stock.key_dim
+    if entry["kind"] == "cross_layer_pairs":
+        return stock  # merged directions have the width of keys and values, and both layers read them
+    if entry["kind"] == "cross_layer_prompt":
+        blocks = (Block(entry["key_rank"], kv_heads, 0), Block(entry["value_rank"], 0, kv_heads))
+    else:
+        blocks = (Block(entry["rank"], kv_heads, kv_heads),)
+    exact = (entry.get("block") or 0) + entry.get("sinks", 0) + entry.get("window", 0)
+    return LowRank(heads, kv_heads, head_dim, blocks, exact, stock.key_bytes, window)
+
+
+def _cached_bytes(kv_cache: dict[str, Any] | None, number_bytes: float) -> tuple[float, float]:
+    """Bytes of a cached number of keys, and of values."""
+    if kv_cache is None:
+        return number_bytes, number_bytes
+    bits = 8 if kv_cache["format"] == "fp8" else int(kv_cache["format"].removeprefix("int"))
+    each = quantised(bits, kv_cache["group"], scale_bytes=number_bytes, zeros=kv_cache["format"] != "fp8")
+    return each, each

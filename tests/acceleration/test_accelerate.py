@@ -1,0 +1,243 @@
+"""Models on the project's kernels: the same logits through every kind of cache, in Triton's interpreter."""
+
+import copy
+
+import pytest
+import torch
+from own_models import (
+    FULL_ATTENTION,
+    KINDS,
+    KV_HEADS,
+    OWN_CACHE,
+    VOCAB,
+    agree,
+    decode,
+    lossless_low_rank,
+    lossless_model,
+    tiny_source,
+    tokens,
+)
+from shared_caches import FORMS, shared
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, StaticCache
+
+from surgery.acceleration import accelerate, decelerate
+from surgery.acceleration.accelerate import STATE
+from surgery.kernels import backend
+from surgery.model import SurgeryConfig, SurgeryForCausalLM, quantized_cache
+
+OPERATIONS = {
+    "latent": "mla_decode",
+    "low_rank": "lowrank_decode",
+    "blocks": "lowrank_decode",
+    "window": "lowrank_decode",
+    "grouped": "gqa_decode",
+    "hybrid": "hybrid_decode",
+}
+
+DEEPSEEK = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each operator ran as a kernel: a fallback to its reference would pass every comparison."""
+    counted = {}
+
+    def told(operation, reason):
+        raise AssertionError(f"{operation} fell back: {reason}")
+
+    for name in ("mla_decode", "gqa_decode", "lowrank_decode", "hybrid_decode", "sink_recent_prefill"):
+        module = __import__(f"surgery.kernels.{name}.operator", fromlist=["operator"])
+        monkeypatch.setattr(module, "tell_once", told)
+    from surgery.kernels.launch import Launch
+
+    run = Launch.run
+
+    def counting(launch):
+        name = launch.kernel.fn.__name__ if hasattr(launch.kernel, "fn") else launch.kernel.__name__
+        counted[name] = counted.get(name, 0) + 1
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", counting)
+    return counted
+
+
+def deepseek(**overrides):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(DeepseekV3Config(**DEEPSEEK | overrides)).eval()
+
+
+def grouped(source, **overrides):
+    """The source in the own class, with plain heads."""
+    entries = [{"kind": "grouped", "kv_heads": KV_HEADS}, None]
+    model = SurgeryForCausalLM(SurgeryConfig.from_base(source.config, entries, **overrides))
+    model.load_state_dict(source.state_dict(), strict=True)
+    return model.eval()
+
+
+def check(model, calls, *, caches=("dynamic", "static")):
+    """Prompt and steps, padded rows, generation: as before, with kernels."""
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    before = {}
+    for round in ("before", "after"):
+        if round == "after":
+            done = accelerate(model)
+            assert done.refused is None, done.refused
+            assert done.error < 1e-4
+            calls.clear()
+        found = []
+        if "dynamic" in caches:
+            found.append(decode(model, DynamicCache(config=model.config)))
+        if "static" in caches:
+            found.append(decode(model, StaticCache(config=model.config, max_cache_len=16)))
+        found.append(model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, eos_token_id=None))
+        before.setdefault("found", found)
+    for one, other in zip(found, before["found"], strict=True):
+        agree(one, other, 1e-4)
+    assert calls
+    return done
+
+
+@pytest.mark.parametrize("kind", OPERATIONS)
+def test_every_kind(kind, calls):
+    model = KINDS[kind](tiny_source("llama"))
+    done = check(model, calls, caches=("dynamic",) if kind in OWN_CACHE else ("dynamic", "static"))
+    assert done.layers[0] == OPERATIONS[kind]
+    decelerate(model)
+    assert not hasattr(model, STATE) and getattr(model.model.layers[0].self_attn, "kernel", None) is None
+
+
+@pytest.mark.parametrize("family", FULL_ATTENTION)
+def test_every_family(family, calls):
+    check(lossless_model(tiny_source(family)), calls, caches=("dynamic",))
+
+
+@pytest.mark.parametrize("overrides", [{}, {"q_lora_rank": 16, "attention_bias": True}, {"num_attention_heads": 8}])
+def test_stock_mla_reads_its_latents(overrides, calls):
+    if "num_attention_heads" in overrides:
+        overrides = overrides | {"num_key_value_heads": 8}
+    done = check(deepseek(**overrides), calls)
+    assert set(done.layers) == {"mla_decode"}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_any_family_decodes_on_our_heads(family, calls):
+    done = check(tiny_source(family), calls, caches=("dynamic",))
+    assert set(done.layers) == {"gqa_decode"}
+
+
+def test_nothing_is_left_behind():
+    model = lossless_model(tiny_source("llama"))
+    names = set(model.state_dict())
+    expected = model(tokens()).logits
+    accelerate(model)
+    assert set(model.state_dict()) == names
+    twin = copy.deepcopy(model)
+    decelerate(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(tokens()).logits, expected)
+    agree(twin(tokens()).logits, expected)
+
+
+def test_a_model_whose_logits_change_keeps_its_own(monkeypatch, caplog):
+    from surgery.acceleration import latent
+
+    model = lossless_model(tiny_source("llama"))
+    monkeypatch.setattr(latent, "mla_decode", lambda query, latent, *_, **__: (query[..., : latent.shape[-1]], None))
+    done = accelerate(model)
+    assert done.refused and "logits differ" in done.refused and "keeps its own" in caplog.text
+    assert not hasattr(model, STATE) and getattr(model.model.layers[0].self_attn, "kernel", None) is None
+
+
+def test_where_kernels_cannot_run_it_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(backend, "interpreted", lambda: False)
+    if torch.cuda.is_available():
+        pytest.skip("kernels run here")
+    done = accelerate(tiny_source("llama"))
+    assert "cpu" in done.refused and "cpu" in caplog.text
+
+
+def test_gradients_take_the_old_way(calls):
+    model = deepseek()
+    accelerate(model)
+    calls.clear()
+    with torch.enable_grad():
+        model(tokens(), labels=tokens()).loss.backward()
+    assert not [name for name in calls if "decode" in name]
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_own_models_take_kernels_by_themselves_once(monkeypatch):
+    asked = []
+    model = lossless_model(tiny_source("llama"))
+    monkeypatch.setattr(type(model), "on_device", staticmethod(asked.append))
+    model(tokens())
+    assert not asked  # it is on the CPU
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    model(tokens())
+    model(tokens())
+    assert asked == [model]
+
+
+CODES = {"group": 4, "window": 2}
+
+
+@pytest.mark.parametrize("keys", ["channel", "token"])
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize(
+    ("make", "kernel"),
+    [
+        (lossless_model, "quantized"),
+        (lossless_low_rank, "lowrank"),
+        (lambda source, **config: grouped(source, **config), "quantized"),
+    ],
+    ids=["latent", "low_rank", "grouped"],
+)
+def test_codes_are_read_as_they_are(make, kernel, format, keys, calls, monkeypatch):
+    """Nothing is dequantised in a step, and what is read is what dequantising gives."""
+    model = make(tiny_source("llama"), kv_cache={"format": format, "keys": keys, **CODES})
+    expected = decode(model, DynamicCache(config=model.config))
+    assert accelerate(model).refused is None
+    calls.clear()
+    prompt, cache = tokens()[:, :5], DynamicCache(config=model.config)
+    found = [model(prompt, past_key_values=cache).logits]
+    monkeypatch.setattr(quantized_cache.GroupedCodes, "dequantized", lambda codes: pytest.fail("dequantised"))
+    found += [model(tokens()[:, [place]], past_key_values=cache).logits for place in range(5, 12)]
+    agree(torch.cat(found, dim=1), expected, 1e-4)
+    assert any(kernel in name for name in calls)
+
+
+@pytest.mark.parametrize("family", FULL_ATTENTION)
+@pytest.mark.parametrize("form", ["static", "window", "token"])
+def test_codes_that_layers_share(form, family, calls):
+    if form != "window" and family != "llama":
+        pytest.skip("one form for all families, all forms for one")
+    model = shared(tiny_source(family), FORMS[form])
+    done = check(model, calls, caches=("dynamic",))
+    assert set(done.layers) == {"lowrank_decode"}
+    agree(decode(model, DynamicCache()), model(tokens(), use_cache=False).logits, 1e-4)

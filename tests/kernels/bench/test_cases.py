@@ -1,0 +1,125 @@
+"""What is measured: cases, their work, and other implementations of the same, on a CPU at tiny shapes."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from surgery.kernels.bench import gate
+from surgery.kernels.bench.case import MODELS
+from surgery.kernels.bench.registry import OPERATIONS, cases
+from surgery.kernels.bench.sizes import DEFAULTS, QUICK, TINY, numbers
+
+CPU = torch.device("cpu")
+TINY_CASES = cases(OPERATIONS, ["tiny"], [63], [3], [torch.float32])
+BY_HAND = {
+    # cached bytes, FLOPs of the products, at 1 x 1024 tokens of bf16
+    "mla_decode": (1024 * 576 * 2, 2 * 1024 * 32 * (2 * 512 + 64)),
+    "gqa_decode": (1024 * 8 * 256 * 2, 4 * 1024 * 32 * 128),
+    "lowrank_decode": (1024 * 512 * 2, 2 * 1024 * (8 * 64 * 128 + 32 * (128 + 64))),
+    "hybrid_decode": ((4 * 1024 + 4 * 320) * 256 * 2, 4 * 4 * (4 * 1024 + 4 * 320) * 128),
+    "mla_decode_quantized": (1024 * 576 + 2 * 2 * (32 * 512 + 1024 * 2), 2 * 1024 * 32 * (2 * 512 + 64)),
+    "gqa_decode_quantized": (8 * (1024 * 256 + 2 * 2 * (32 * 128 + 1024 * 4)), 4 * 1024 * 32 * 128),
+    "mla_prefill": (1024 * 32 * 320 * 2, 2 * 32 * (1024 * 1025 // 2) * 320),
+    "sink_recent_prefill": (
+        1024 * 8 * 256 * 2,
+        4 * 128 * 4 * (4 * (1024 * 1025 // 2) + 4 * (320 * 321 // 2 + 704 * 320)),
+    ),
+}
+
+
+def first(operation, model="llama3-8b", context=1024, batch=1, dtype=torch.bfloat16):
+    return cases([operation], [model], [context], [batch], [dtype])[0]
+
+
+@pytest.mark.parametrize("operation", BY_HAND)
+def test_work_by_hand(operation):
+    case = first(operation)
+    assert (case.cache_bytes, case.flops) == BY_HAND[operation]
+    assert case.bytes == case.cache_bytes + case.query_bytes
+
+
+@pytest.mark.parametrize("case", TINY_CASES, ids=lambda case: f"{case.operation} {case.variant}")
+def test_every_case_passes_its_gate(case):
+    found = gate.check(case, case.inputs(CPU, 0), baselines=False)
+    assert found.passed, found.reasons
+    assert found.bit_equal and found.error <= found.tolerance
+    assert (found.ragged_error is None) is ("prefill" in case.operation or "quantized" in case.operation)
+
+
+@pytest.mark.parametrize("operation", ("mla_decode", "lowrank_decode"))
+def test_libraries_compute_the_same(operation):
+    case = first(operation, "tiny", 63, 3, torch.float32)
+    found = gate.check(case, case.inputs(CPU, 0))
+    assert found.library_errors and max(found.library_errors.values()) < 1e-5
+    assert found.to_dict()["times_best_library"] > 0
+
+
+def test_sdpa_backends_that_there_are_not_are_named_with_their_reason():
+    case = first("mla_prefill", "tiny", 40, 1, torch.float32)
+    found = gate.check(case, case.inputs(CPU, 0))
+    assert found.passed
+    assert set(found.refused) | set(found.library_errors) == {"SDPA cuDNN", "SDPA Flash", "SDPA efficient"}
+    assert "SDPA cuDNN" in found.refused
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(type(first("mla_decode", "tiny", 63, 3, torch.float32))):
+    """An `mla_decode` with something wrong."""
+
+    fault: str = ""
+
+    def run(self, inputs):
+        out = super().run(inputs)
+        if inputs["query"].dtype == torch.float64:
+            return out
+        if self.fault == "inexact":
+            out = out * 1.001
+        elif self.fault == "unwritten":
+            out = torch.cat((out[:, :, :-1], torch.empty_like(out[:, :, -1:])), dim=2)
+        elif self.fault == "moving":
+            out = out + 1e-7 * out * torch.randn_like(out)
+        elif self.fault == "reads behind the lengths" and inputs["latent"].isnan().any():
+            out = out * torch.nan
+        elif self.fault == "raises":
+            raise RuntimeError("out of resource:\n shared memory")
+        return out
+
+
+@pytest.mark.parametrize("fault", ("inexact", "unwritten", "moving", "reads behind the lengths", "raises"))
+def test_what_is_wrong_does_not_pass(fault):
+    right = first("mla_decode", "tiny", 63, 3, torch.float32)
+    plain = {field.name: getattr(right, field.name) for field in dataclasses.fields(right)}
+    found = gate.check(Broken(**plain, fault=fault), right.inputs(CPU, 0), baselines=False)
+    assert not found.passed and found.to_dict()["passed"] is False
+    assert Broken(**plain).run(right.inputs(CPU, 0)).isfinite().all()
+    if fault == "moving":
+        assert found.reasons == ["two runs differ"]
+    if fault == "raises":
+        assert found.reasons == ["RuntimeError: out of resource: shared memory"]
+
+
+def test_worse_than_twice_the_best_library_does_not_pass():
+    found = gate.Gate(error=3e-3, tolerance=1e-2, bit_equal=True, library_errors={"one": 2e-3, "other": 1e-3})
+    assert list(gate._reasons(found)) == ["relative error 3.0e-03, 3.0 times that of other"]
+    found.error = 1.9e-3
+    assert list(gate._reasons(found)) == []
+
+
+def test_operations_take_turns_and_the_largest_come_first():
+    found = cases(["mla_decode", "gqa_decode"], ["llama3-8b"], [1024, 4096], [1, 8], [torch.bfloat16])
+    assert [case.operation for case in found[:4]] == ["mla_decode", "gqa_decode"] * 2
+    sizes = [case.batch * case.context for case in found if case.operation == "gqa_decode"]
+    assert sizes == sorted(sizes, reverse=True)
+    for plan in (DEFAULTS, QUICK, TINY):
+        assert set(plan.models) <= set(MODELS)
+
+
+def test_unknown_names_and_sizes():
+    with pytest.raises(ValueError, match="unknown operation 'mla': choose mla_decode"):
+        cases(["mla"], ["tiny"], [8], [1], [torch.float32])
+    with pytest.raises(ValueError, match="unknown shape 'gpt'"):
+        cases(["mla_decode"], ["gpt"], [8], [1], [torch.float32])
+    assert numbers("8k,100, 2K") == [8192, 100, 2048]
+    with pytest.raises(ValueError, match="'8x'"):
+        numbers("8x")

@@ -1,0 +1,130 @@
+"""A run over cases: the record, how configurations are tried, and the plot. Speeds are a GPU's; see `-m gpu`."""
+
+import json
+
+import pytest
+import torch
+
+from surgery.kernels import tuned
+from surgery.kernels.bench import run, tuning
+from surgery.kernels.bench.registry import cases
+from surgery.kernels.bench.roofline_plot import draw_roofline
+from surgery.kernels.bench.run import Bench
+from surgery.kernels.launch import Config
+
+CPU = torch.device("cpu")
+
+
+def row(operation, seconds, batch=1, **more):
+    place = {"operation": operation, "model": "m", "variant": "v", "batch": batch, "context": 8, "dtype": "bfloat16"}
+    work = {"bytes": 1000, "flops": 5000}
+    rates = {"bytes_per_second": 1000 / seconds, "flops_per_second": 5000 / seconds}
+    return {**place, **work, "seconds": seconds, **rates, **more}
+
+
+def test_without_a_gpu_results_are_looked_at_and_nothing_is_timed(tmp_path):
+    out, said = tmp_path / "kernels.json", []
+    wanted = cases(["mla_decode", "gqa_decode"], ["tiny"], [40], [2], [torch.float32])
+    record = Bench(CPU, out, say=said.append).run(wanted, "command")
+    assert json.loads(out.read_text()) == record
+    assert [each["gate"]["passed"] for each in record["rows"]] == [True, True]
+    assert not any("seconds" in each for each in record["rows"])
+    assert record["ceilings"] is None and "no speed on the cpu device" in record["note"]
+    assert said[0].startswith("mla_decode tiny 48+16 batch 2 context 40: right")
+    with pytest.raises(ValueError, match="nothing was measured"):
+        draw_roofline(record, tmp_path / "plot.png")
+
+
+def test_time_that_is_over_and_inputs_that_do_not_fit(tmp_path, monkeypatch):
+    wanted = cases(["mla_decode"], ["tiny"], [40], [2], [torch.float32])
+    late = Bench(CPU, seconds=-1.0, say=lambda line: None).run(wanted)
+    assert late["rows"] == [] and "stopped" in late["note"]
+    monkeypatch.setattr(run, "_free_memory", lambda device: 1000.0)
+    (skipped,) = Bench(CPU, say=lambda line: None).run(wanted)["rows"]
+    assert "GB of inputs" in skipped["skipped"]
+
+
+def test_shares_of_ceilings_by_hand():
+    limits = {"bytes_per_second": 2000.0, "flops_per_second": 5000.0}
+    shares = run._shares(row("mla_decode", 2.0), limits)
+    assert shares == {"share_of_copy": 0.25, "share_of_matmul": 0.5, "share_of_bound": 0.5}
+
+
+def test_decoding_is_held_against_our_own_kernel_of_the_source():
+    rows = [row("gqa_decode", 6.0), row("mla_decode", 2.0), row("mla_decode", 2.0, batch=8), row("mla_prefill", 1.0)]
+    run._against_source(rows)
+    assert [each.get("speedup_over_gqa_decode") for each in rows] == [1.0, 3.0, None, None]
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    monkeypatch.setattr(tuned, "gpu_name", lambda device: "some-gpu")
+    monkeypatch.setattr(tuned, "_read", tuned._read)  # `use` replaces it for the rest of the process
+
+
+def test_candidates_reach_operators_and_leave_again(a_gpu):
+    with tuning.trying({"block_tokens": 32}) as asked:
+        assert tuned.tuned("op", "heads=1", CPU, Config(warps=8)) == Config(block_tokens=32, warps=8)
+    assert asked == [("op", "heads=1")]
+    assert tuned.tuned("op", "heads=1", CPU, Config()) == Config()
+    with tuning.trying({}):
+        assert tuned.tuned("op", "heads=1", CPU, Config()) == Config()
+    tuning.use("op", "heads=1", {"stages": 4})
+    assert tuned.tuned("op", "heads=1", CPU, Config()).stages == 4
+    assert tuned.tuned("op", "heads=2", CPU, Config()) == Config()
+
+
+def test_the_fastest_that_is_right_is_kept(a_gpu):
+    now = {}
+
+    def operator():
+        now["config"] = tuned.tuned("op", "heads=1", CPU, Config())
+        return now["config"]
+
+    def seconds():
+        config = operator()
+        if config.block_tokens == 128 and config.stages == 4:
+            raise RuntimeError("out of resource: shared memory")
+        return 1.0 / config.block_tokens + config.warps + (0.5 if config.splits != 8 else 0.0)
+
+    def is_right():
+        return operator().stages != 3
+
+    key, best, tried = tuning.tune("op", seconds, is_right, splits=True, out_of_time=lambda: False)
+    assert key == "heads=1"
+    assert best == {"block_tokens": 128, "warps": 4, "stages": 2, "splits": 8}
+    assert sum("refused" in each for each in tried) == 2
+    assert all(each["seconds"] is None for each in tried if each["config"].get("stages") == 3)
+    assert tuning.tune("other", seconds, is_right, splits=False, out_of_time=lambda: False) is None
+    assert tuning.tune("op", seconds, is_right, splits=False, out_of_time=lambda: True) is None
+
+
+def test_tuned_files_grow(tmp_path, a_gpu, monkeypatch):
+    path = tmp_path / "some-gpu.json"
+    tuning.write_tuned(path, {"op": {"heads=1": {"stages": 3}}})
+    tuning.write_tuned(path, {"op": {"heads=2": {"warps": 8, "splits": None}}})
+    assert [file.name for file in tmp_path.iterdir()] == ["some-gpu.json"]
+    monkeypatch.setenv("SURGERY_TUNED", str(tmp_path))
+    assert tuned.tuned("op", "heads=1", CPU, Config()).stages == 3
+    assert tuned.tuned("op", "heads=2", CPU, Config(splits=4)) == Config(warps=8)
+
+
+def test_a_roofline_is_drawn(tmp_path):
+    record = {
+        "device": {"name": "Some GPU"},
+        "ceilings": {"bytes_per_second": 4e12, "flops_per_second": 8e14},
+        "rows": [row("mla_decode", 1e-9), row("gqa_decode", 2e-9), {"skipped": "too large"}],
+    }
+    draw_roofline(record, tmp_path / "deep" / "roofline.svg")
+    drawn = (tmp_path / "deep" / "roofline.svg").read_text()
+    assert "<svg" in drawn
+
+
+@pytest.mark.gpu
+def test_a_measured_case_on_a_gpu(tmp_path):
+    wanted = cases(["mla_decode", "gqa_decode"], ["llama3-8b"], [8192], [4], [torch.bfloat16])[:2]
+    record = Bench(torch.device("cuda"), tmp_path / "kernels.json").run(wanted)
+    for each in record["rows"]:
+        assert each["gate"]["passed"], each["gate"]["reasons"]
+        assert 0 < each["share_of_bound"] < 1.5 and each["graph"]
+    draw_roofline(record, tmp_path / "roofline.png")

@@ -1,0 +1,96 @@
+"""Launches of attention over rebuilt keys, for `kernel_checks.compiled`: bf16, 128k tokens."""
+
+from dataclasses import replace
+
+import torch
+
+from surgery.kernels.launch import Launch
+from surgery.kernels.lowrank_decode.kernel import default_config
+from surgery.kernels.lowrank_decode.kernel import launches as launches_of
+
+
+def launch(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    key_rank: int,
+    *,
+    width: int | None = None,
+    exact: int = 0,
+    norm: bool = False,
+    bits: int = 0,
+    by_channel: bool = False,
+    tokens: int = 1,
+    splits: int = 8,
+    capability: int = 90,
+    resident: bool | None = None,
+    **changes: int,
+) -> Launch:
+    """The first launch for latents of `width` numbers, of which each KV head reads `key_rank`."""
+    batch, capacity, blockwise = 2, 131_072, width is not None and width != key_rank
+    bf16, ints = {"dtype": torch.bfloat16}, {"dtype": torch.int32}
+    width = width or key_rank
+    value_rank = key_rank
+    config = default_config(
+        dim=dim, key_rank=key_rank, value_rank=value_rank, dtype=torch.bfloat16, capability=capability
+    )
+    config = replace(config, **changes)
+    with torch.device("meta"):
+        options = {"within": torch.empty(2, 128, dim // 2), "begins": torch.empty(2, capacity // 128, dim // 2)}
+        options |= {"lengths": torch.empty(batch, **ints), "starts": torch.empty(batch, **ints)}
+        latent = torch.empty(batch, capacity, width, **bf16)
+        if blockwise:
+            begins = [
+                head * key_rank * (width // key_rank) // kv_heads // key_rank * key_rank for head in range(kv_heads)
+            ]
+            options["ranges"] = [number for first in begins for number in (first, key_rank, first, key_rank)]
+        if norm:
+            options |= {"norm_weight": torch.empty(dim, **bf16), "norm_eps": 1e-6}
+            options |= {"key_bias": torch.empty(kv_heads, dim, **bf16), "raw_exact": True}
+        if exact:
+            tensors = torch.empty(batch, exact, 2 * kv_heads, dim, **bf16).transpose(1, 2).chunk(2, dim=1)
+            options |= {"exact_key": tensors[0], "exact_value": tensors[1], "window": exact - 4, "sinks": 4}
+            options |= {"exact_slots": torch.empty(batch, exact, **ints)}
+        if bits:
+            latent = torch.empty(batch, capacity * bits // 8, width, dtype=torch.uint8)
+            scale = (batch, capacity // 32, width) if by_channel else (batch, capacity, width // 32)
+            options |= {"code_scale": torch.empty(scale, **bf16), "code_zero": torch.empty(scale, **bf16)}
+            options |= {"bits": bits, "group": 32, "by_channel": by_channel}
+        columns = value_rank + (dim if exact else 0)
+        rows = batch * tokens * heads
+        return launches_of(
+            torch.empty(batch, tokens, heads, dim, **bf16),
+            latent,
+            torch.empty(kv_heads, dim, key_rank, **bf16),
+            dim**-0.5,
+            torch.empty(batch, tokens, heads, columns, **bf16),
+            torch.empty(batch, tokens, heads),
+            config=config,
+            splits=splits,
+            resident=resident,
+            parts=torch.empty(rows, splits, columns),
+            part_logs=torch.empty(rows, splits),
+            **options,
+        )[0]
+
+
+def launches() -> dict[str, Launch]:
+    """One of each way through the kernel."""
+    return {
+        "blocks of two heads": launch(32, 8, 128, 256, width=1024),
+        "joint, sm_90": launch(32, 8, 128, 512),
+        "joint, sm_80": launch(32, 8, 128, 512, capability=80),
+        "odd rank with an exact window": launch(8, 4, 32, 48, exact=132, norm=True),
+    }
+
+
+def more_launches() -> dict[str, Launch]:
+    """The shapes of the models that are converted most."""
+    return {
+        "Llama-3-8B, joint 1024, sm_90": launch(32, 8, 128, 1024),
+        "Llama-3-8B, blocks of two heads, exact": launch(32, 8, 128, 256, width=1024, exact=132, norm=True),
+        "Llama-2-7B, blocks of four heads, sm_90": launch(32, 32, 128, 1024, width=8192),
+        "Llama-3-8B, int4 by token": launch(32, 8, 128, 256, width=1024, bits=4),
+        "Llama-3-8B, int4 by channel": launch(32, 8, 128, 256, width=1024, bits=4, by_channel=True),
+        "Qwen2.5-7B, one head": launch(28, 4, 128, 128, width=512),
+    }

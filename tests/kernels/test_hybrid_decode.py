@@ -1,0 +1,243 @@
+"""Decoding over full and streaming heads: kernel, reference, the cache's own masks, and the model's attention."""
+
+import random
+
+import pytest
+import torch
+from hybrid_operators import through_operators
+from kernel_checks import assert_close, compiled
+from own_models import LAYERS, agree, hybrid_entry, hybrid_model, tiny_source, tokens
+
+from surgery.kernels.compilation import SHARED_LIMITS
+from surgery.kernels.hybrid_decode.operator import _hybrid_decode, hybrid_decode
+from surgery.kernels.hybrid_decode.reference import hybrid_attention
+from surgery.model.hybrid_attention import HybridAttention
+from surgery.model.hybrid_cache import StreamingLayer
+
+CASES = {
+    "one token": {"lengths": [63, 111]},
+    "every row full": {"lengths": None, "splits": 2},
+    "empty splits": {"lengths": [1, 70], "splits": 5},
+    "an empty row": {"lengths": [0, 111], "splits": 2},
+    "three tokens": {"tokens": 3, "lengths": [3, 90], "splits": 2},
+    "padding": {"lengths": [80, 111], "starts": [0, 100], "splits": 2},
+    "new tokens that are padding": {"tokens": 3, "lengths": [40, 40], "starts": [38, 45], "sink_slots": 2, "splits": 5},
+    "sinks on their way": {"lengths": [30, 30], "starts": [0, 9], "sink_slots": 8, "slots": 20},
+    "no sinks": {"tokens": 3, "lengths": [111, 60], "sinks": 0, "sink_slots": 0, "recent": 16},
+    "more heads than rows": {"heads": 28, "full": 1, "streaming": 3, "rows": 1, "lengths": [50]},
+    "all full": {"streaming": 0, "lengths": [20, 111], "splits": 2},
+    "all streaming": {"full": 0, "lengths": [60, 111]},
+    "widths": {"head_size": 48, "value_size": 40, "lengths": [33, 64], "splits": 2},
+}
+
+
+def inputs_of(
+    *,
+    rows=2,
+    tokens=1,
+    heads=8,
+    full=2,
+    streaming=2,
+    capacity=111,
+    head_size=32,
+    value_size=32,
+    sinks=8,
+    recent=40,
+    sink_slots=8,
+    slots=50,
+    lengths=None,
+    starts=None,
+    splits=None,
+    dtype=torch.float32,
+    device="cpu",
+):
+    """Positional inputs of the operator, with NaN where nothing may be read; strides as views of longer caches have."""
+    made = torch.Generator().manual_seed(0)
+
+    def random_tensor(*shape):
+        return torch.randn(*shape, generator=made).to(device, dtype)
+
+    query = random_tensor(rows, heads, tokens, head_size).transpose(1, 2)
+    full_key, full_value = (
+        random_tensor(rows, full, capacity + 9, n)[:, :, :capacity] for n in (head_size, value_size)
+    )
+    streaming_key, streaming_value = (
+        random_tensor(rows, slots, streaming, n).transpose(1, 2) for n in (head_size, value_size)
+    )
+    for row in range(rows):
+        length = capacity if lengths is None else lengths[row]
+        start = starts[row] if starts else 0
+        window_start = length - (slots - sink_slots)
+        for cached in (full_key, full_value):
+            cached[row, :, length:] = torch.nan
+            cached[row, :, : max(0, min(start, length - tokens))] = torch.nan
+        for cached in (streaming_key, streaming_value):
+            cached[row, :, max(0, window_start - start) : sink_slots] = torch.nan  # empty
+            cached[row, :, sink_slots : sink_slots + max(0, min(start, length - tokens) - window_start)] = torch.nan
+    counts = (None if n is None else torch.tensor(n, dtype=torch.int32, device=device) for n in (lengths, starts))
+    cached = full_key, full_value, streaming_key, streaming_value
+    return query, *cached, head_size**-0.5, sink_slots, sinks, recent, *counts, splits
+
+
+def check(inputs):
+    out, lse = _hybrid_decode(*inputs)
+    wide = [each.double() if torch.is_tensor(each) and each.is_floating_point() else each for each in inputs]
+    expected, expected_lse = hybrid_attention(*wide[:-1])
+    assert_close("out", out, expected)
+    assert_close("lse", lse, expected_lse)
+    return out, lse
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_is_the_reference(case, device):
+    check(inputs_of(**CASES[case], device=device))
+
+
+@pytest.mark.parametrize("case", ["an empty row", "new tokens that are padding", "widths"])
+def test_the_kernel_is_the_reference_in_float16(case, device):
+    inputs = inputs_of(**CASES[case], dtype=torch.float16, device=device)
+    (out, lse), again = check(inputs), _hybrid_decode(*inputs)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_is_the_reference_in_bfloat16(case, device):
+    check(inputs_of(**CASES[case], dtype=torch.bfloat16, device=device))
+
+
+@pytest.mark.parametrize(("dtype", "rounds", "tolerance"), [(torch.float64, 30, 1e-10), (torch.float32, 1, 1e-5)])
+def test_each_query_sees_what_the_cache_says(dtype, rounds, tolerance, device):
+    """Every query of a `StreamingLayer`, of padding too, in any chunks."""
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    for _ in range(rounds):
+        layer = StreamingLayer(rng.choice([0, 1, 4]), rng.choice([1, 2, 7, 16]))
+        layer.padding = [0, rng.choice([0, 2, 14]), rng.choice([0, 5, 20])]
+        starts = torch.tensor(layer.padding, dtype=torch.int32, device=device)
+        for chunk in rng.choices([1, 2, 9], k=6):
+            query = torch.randn(3, 4, chunk, 8, dtype=dtype, device=device)
+            sink_slots = layer.sink_keys.shape[2] if layer.is_initialized else 0
+            visible = layer.visible(chunk, query.device)
+            key, value = layer.update(*torch.randn(2, 3, 2, chunk, 8, dtype=dtype, device=device))
+            logits = 0.3 * query @ key.repeat_interleave(2, dim=1).mT
+            weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
+            expected = (weights @ value.repeat_interleave(2, dim=1)).transpose(1, 2)
+            none = key.new_empty(3, 0, layer.seen, 8)
+            settings = {"sink_slots": sink_slots, "sinks": layer.sinks, "recent": layer.recent, "starts": starts}
+            out, _ = hybrid_decode(query.transpose(1, 2), none, none, key, value, 0.3, **settings)
+            agree(out, expected, tolerance)
+            # A full head sees itself alone where it is padding.
+            own = torch.arange(layer.seen - chunk, layer.seen, device=device) < starts[:, None]
+            everything = torch.randn(2, 3, 2, layer.seen, 8, dtype=dtype, device=device)
+            none = key.new_empty(3, 0, chunk, 8)
+            settings |= {"sink_slots": 0}
+            out, _ = hybrid_decode(query.transpose(1, 2), *everything, none, none, 0.3, **settings)
+            alone = everything[1][:, :, -chunk:].repeat_interleave(2, dim=1).transpose(1, 2)
+            agree(out[own], alone[own], tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "rounds", "tolerance"), [(torch.float64, 6, 1e-10), (torch.float32, 1, 2e-5)])
+@torch.no_grad()
+def test_the_model_decodes_by_the_operator(dtype, rounds, tolerance, monkeypatch):
+    """Both operators in the place of `HybridAttention`'s: any heads, compensated ones too, chunks and padding."""
+    rng = random.Random(1)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+    source = tiny_source("llama", **heads).to(dtype)
+    for _ in range(rounds):
+        entries = [
+            hybrid_entry(
+                full, rng.sample(range(4), 4), compensated, sinks=rng.choice([0, 1, 4]), recent=rng.choice([1, 2, 7])
+            )
+            for full, compensated in rng.sample([(2, 0), (0, 0), (3, 0), (1, 1), (0, 2)], LAYERS)
+        ]
+        model = hybrid_model(source, entries).to(dtype)
+        padding, ids = [0, rng.choice([0, 3, 10])], tokens(2, 22)
+        chunks = rng.choice([[9, 8, 1, 1, 1, 1, 1], [1, 1, 9, 9, 1, 1], [20, 1, 1]])
+        results = []
+        for forward in (HybridAttention.forward, through_operators):
+            monkeypatch.setattr(HybridAttention, "forward", forward)
+            results.append(through_cache(model, ids, padding, chunks))
+        for row, first in enumerate(padding):
+            agree(results[1][row, first:], results[0][row, first:], tolerance)
+
+
+def through_cache(model, ids, padding, chunks):
+    """Logits of a text that comes in chunks, its rows starting with padding."""
+    mask = (torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]).long()
+    logits, cache, first = [], None, 0
+    for size in chunks:
+        call = model(ids[:, first : first + size], attention_mask=mask[:, : first + size], past_key_values=cache)
+        logits.append(call.logits)
+        cache, first = call.past_key_values, first + size
+    return torch.cat(logits, dim=1)
+
+
+def test_pytorch_knows_the_operator():
+    inputs = inputs_of(
+        lengths=[4, 9], starts=[0, 1], capacity=10, slots=6, sink_slots=1, sinks=1, recent=5, head_size=8, value_size=8
+    )
+    inputs = [each.nan_to_num() if torch.is_tensor(each) and each.is_floating_point() else each for each in inputs]
+    for place in range(5):
+        inputs[place].requires_grad_()
+    torch.library.opcheck(
+        _hybrid_decode, tuple(inputs), test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    )
+    gradients = torch.autograd.grad([each.sum() for each in _hybrid_decode(*inputs)], inputs[:5])
+    wide = [each.detach().double().requires_grad_() for each in inputs[:5]]
+    expected = torch.autograd.grad([each.sum() for each in hybrid_attention(*wide, *inputs[5:-1])], wide)
+    for got, right in zip(gradients, expected, strict=True):
+        assert_close("gradient", got, right)
+
+
+def test_it_compiles_into_a_graph():
+    inputs = inputs_of(lengths=[40, 90], starts=[0, 3], dtype=torch.float64)
+    names = ("sink_slots", "sinks", "recent", "lengths", "starts")
+
+    def attention(query, *cached):
+        out, lse = hybrid_decode(query * 2, *cached, 0.1, **dict(zip(names, inputs[6:-1], strict=True)))
+        return out + 1, lse
+
+    expected = attention(*inputs[:5])
+    got = torch.compile(attention, fullgraph=True, backend="aot_eager")(*inputs[:5])
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(2, 1, 7, 32)}, "7 query heads do not follow 4 KV heads"),
+        ({"streaming_key": torch.zeros(2, 2, 50, 16)}, "keys .* and values"),
+        ({"full_value": torch.zeros(2, 2, 111, 32).half()}, "full_value is torch.float16"),
+        ({"lengths": torch.tensor([1, 2])}, "lengths is torch.int64"),
+        ({"sink_slots": 9}, "9 of 50 slots for 8 sinks"),
+        ({"query": torch.zeros(2, 43, 8, 32)}, "42 slots of the window for 43 new tokens"),
+        ({"splits": 0}, "0 splits"),
+    ],
+)
+def test_it_refuses_what_does_not_belong_together(change, message):
+    names = (
+        "query",
+        "full_key",
+        "full_value",
+        "streaming_key",
+        "streaming_value",
+        "scale",
+        "sink_slots",
+        "sinks",
+        "recent",
+    )
+    with pytest.raises(ValueError, match=message):
+        hybrid_decode(**dict(zip(names, inputs_of(), strict=False)) | change)
+
+
+@pytest.mark.parametrize(
+    "cases", ["hybrid_decode_launch", pytest.param("hybrid_decode_launches", marks=pytest.mark.slow)]
+)
+def test_it_compiles_for_gpus(cases):
+    for name, facts in compiled(f"compile_hybrid_decode:{cases}").items():
+        for capability, made in facts.items():
+            assert made["spill_bytes"] == made["stack_bytes"] == 0, name
+            assert made["shared_bytes"] <= SHARED_LIMITS[int(capability)], name
+            if "decode" in name and "float32" not in name:
+                assert made["mma"] == ["mma"], name

@@ -1,0 +1,429 @@
+"""Attention over rebuilt keys: one softmax with exact tokens, whatever the ranks, ranges, norms, rows and splits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_checks import assert_close, compiled
+
+from surgery.kernels.compilation import SHARED_LIMITS
+from surgery.kernels.lowrank_decode import kernel
+from surgery.kernels.lowrank_decode.operator import (
+    lowrank_decode,
+    lowrank_decode_op,
+    lowrank_decode_quantized,
+    rotation_tables,
+)
+from surgery.kernels.lowrank_decode.reference import dequantized, lowrank_attention
+from surgery.kernels.split_kv import merge
+from surgery.model.exact_window_cache import ExactWindowLayer
+from surgery.model.group_cache import GroupLayer
+from surgery.model.group_stores import SharedCodes
+from surgery.model.quantized_cache import GroupedCodes
+
+
+def inputs(batch, tokens, heads, kv_heads, dim, rank, slots, *, width=None, exact=0, biased=False, norm=False, seed=0):
+    """fp64 tensors; keys of a size that makes the softmax neither flat nor one token's."""
+    make = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=make, dtype=torch.float64)
+
+    width = width or rank
+    given = {
+        "query": normal(batch, tokens, heads, dim),
+        "latent": normal(batch, slots, width),
+        "key_up": normal(kv_heads, dim, rank) / rank**0.5,
+        "inv_freq": 10_000.0 ** (-torch.arange(dim // 2, dtype=torch.float64) / (dim // 2)),
+    }
+    if biased:
+        given["key_bias"] = normal(kv_heads, dim)
+    if norm:
+        given |= {"norm_weight": 1 + 0.1 * normal(dim), "norm_eps": 1e-6}
+    if exact:
+        given["exact_key"] = normal(batch, exact, 2 * kv_heads, dim).transpose(1, 2)[:, :kv_heads]
+        given["exact_value"] = normal(batch, exact, 2 * kv_heads, dim).transpose(1, 2)[:, kv_heads:]
+    return given
+
+
+def turned(keys, slots, inv_freq):
+    """Keys [..., n, d] rotated to slots [n], by the formula."""
+    angles = slots.double()[..., None] * inv_freq
+    real, imag = keys.chunk(2, dim=-1)
+    return torch.cat([real * angles.cos() - imag * angles.sin(), imag * angles.cos() + real * angles.sin()], dim=-1)
+
+
+def normed(keys, given):
+    """Keys [G, n, d] with bias and norm."""
+    if "key_bias" in given:
+        keys = keys + given["key_bias"][:, None]
+    if "norm_weight" in given:
+        keys = keys / (keys.square().mean(-1, keepdim=True) + given["norm_eps"]).sqrt() * given["norm_weight"]
+    return keys
+
+
+def by_hand(query, key, value, scale):
+    """One query [H, d]: keys [G, n, d] and values [G, n, v] of tokens, all seen → [H, v]."""
+    size = query.shape[0] // key.shape[0]
+    weights = (query.unflatten(0, (-1, size)) @ key.mT * scale).softmax(-1)
+    return (weights @ value).flatten(0, 1)
+
+
+def tables(given, slots=256, dtype=torch.float64):
+    return rotation_tables(given["inv_freq"], slots, dtype)
+
+
+def rotation_of(given, dtype):
+    within, begins = tables(given, dtype=dtype)
+    return {"within": within, "begins": begins}
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def test_keys_are_rebuilt_normalised_and_rotated_to_their_slots():
+    given = inputs(1, 2, 4, 2, 8, 5, 200, biased=True, norm=True)
+    inv_freq = given.pop("inv_freq")
+    rotation = rotation_tables(inv_freq, 200, torch.float64)
+    out, exact, lse = lowrank_decode(**given, scale=0.3, rotation=rotation, starts=int32(3), lengths=int32(190))
+    assert exact is None
+    for token, own in enumerate((188, 189)):
+        seen = torch.arange(3, own + 1)
+        latent = given["latent"][0, seen]
+        key = turned(normed(latent @ given["key_up"].mT, given), seen, inv_freq)
+        expected = by_hand(given["query"][0, token], key, latent.expand(2, -1, -1), 0.3)
+        torch.testing.assert_close(out[0, token], expected, rtol=1e-10, atol=1e-10)
+        logits = given["query"][0, token].unflatten(0, (2, 2)) @ key.mT * 0.3
+        torch.testing.assert_close(lse[0, token], logits.logsumexp(-1).flatten().float())
+
+
+def test_what_an_exact_window_caches_is_served():
+    """Step by step, padding included, over the cache layer itself: sinks and window exactly, the rest rebuilt."""
+    torch.manual_seed(3)
+    sinks, window, padding, dim, kv_heads = 2, 4, [0, 3], 4, 2
+    slots = 14
+    given = inputs(2, slots, 4, kv_heads, dim, 5, slots)
+    rotation = tables(given)
+    keys, values = torch.randn(2, 2, slots, kv_heads, dim, dtype=torch.float64)
+    layer = ExactWindowLayer(sinks, window)
+    layer.padding = padding
+    for own in range(slots):
+        if own >= max(padding):
+            places, visible = layer.slots(1, "cpu"), layer.visible(1, "cpu")
+            places = places.where(visible.expand(2, 1, 1, -1)[:, 0, 0], -1)
+        both = torch.cat([keys[:, own], values[:, own]], dim=1).flatten(1)[:, None, None]
+        latent, exact = layer.update(given["latent"][:, None, own : own + 1], both)
+        if own < max(padding):
+            continue
+        exact = exact.unflatten(-1, (2 * kv_heads, dim))[:, 0].transpose(1, 2)
+        out, exact_out, _ = lowrank_decode(
+            given["query"][:, own, None],
+            latent[:, 0],
+            given["key_up"],
+            0.5,
+            rotation=rotation,
+            starts=int32(*padding),
+            window=window,
+            sinks=sinks,
+            exact_key=exact[:, :kv_heads],
+            exact_value=exact[:, kv_heads:],
+            exact_slots=places,
+        )
+        for row, start in enumerate(padding):
+            seen = torch.arange(start, own + 1)
+            is_exact = (seen > own - window) | (seen - start < sinks)
+            rebuilt = given["latent"][row, seen] @ given["key_up"].mT
+            key = torch.where(is_exact[:, None], keys[row, seen].transpose(0, 1), rebuilt)
+            key = turned(key, seen, given["inv_freq"])
+            latents = given["latent"][row, seen] * ~is_exact[:, None]
+            both = torch.cat(
+                [latents.expand(kv_heads, -1, -1), values[row, seen].transpose(0, 1) * is_exact[:, None]], dim=-1
+            )
+            expected = by_hand(given["query"][row, own], key, both, 0.5)
+            got = torch.cat([out, exact_out], dim=-1)[row, 0]
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("piece", [1, 2])
+def test_what_a_group_of_layers_caches_is_served(piece):
+    """`rebuilt` and exact tokens as `Reading` has them, several queries at once included."""
+    dim, kv_heads, rank, slots, block, sinks, window = 4, 2, 3, 16, 4, 2, 5
+    given = inputs(1, slots, 4, kv_heads, dim, rank, slots, biased=True, norm=True)
+    rotation, basis = tables(given), torch.randn(2, kv_heads, dim, rank, dtype=torch.float64)
+    tokens = torch.randn(1, 1, slots, 2 * kv_heads * dim, dtype=torch.float64)
+    down = torch.randn(rank, tokens.shape[-1], dtype=torch.float64)
+    layer = GroupLayer(SharedCodes(1, rank), 0, block, sinks, window)
+    for first in range(0, slots, piece):
+        new = tokens[:, :, first : first + piece]
+        reading = layer.reading(piece, "cpu")
+        exact, _ = layer.update(new, new[..., :0])
+        start, stop = reading.rebuilt
+        codes = layer.store.codes if layer.store.codes is not None else torch.zeros(1, 1, 1, rank, dtype=torch.float64)
+        read = torch.cat([codes[:, :, start:stop] @ basis.flatten(0, 2).mT, exact], dim=2)
+        key, value = read[0, 0].unflatten(-1, (2, kv_heads, dim)).permute(1, 2, 0, 3)
+        key = turned(normed(key, given), reading.slots, given["inv_freq"])
+        query = given["query"][0, first : first + piece]
+        causal = reading.first + torch.arange(piece)[:, None] >= torch.arange(layer.seen)
+        mask = reading.select(causal[None, None])[0, 0]
+        exact_key, exact_value = exact[0].unflatten(-1, (2, kv_heads, dim)).permute(2, 0, 3, 1, 4)
+        out, exact_out, _ = lowrank_decode(
+            query[None],
+            codes[:, 0],
+            basis[0],
+            0.5,
+            rotation=rotation,
+            key_bias=given["key_bias"],
+            norm_weight=given["norm_weight"],
+            norm_eps=given["norm_eps"],
+            lengths=int32(layer.seen),
+            rebuilt=int32([sinks, reading.block_start]),
+            window=window,
+            exact_key=exact_key,
+            exact_value=exact_value,
+            exact_slots=reading.exact.int()[None],
+            raw_exact=True,
+        )
+        got = torch.einsum("thr,hvr->thv", out[0], basis[1].repeat_interleave(2, 0)) + exact_out[0]
+        for token in range(piece):
+            expected = by_hand(query[token], key[:, mask[token]], value[:, mask[token]], 0.5)
+            torch.testing.assert_close(got[token], expected, rtol=1e-10, atol=1e-10)
+        layer.settle(lambda whole: whole @ down.mT)
+
+
+CASES = {
+    "odd": dict(shape=(3, 1, 8, 4, 32, 48, 111), lengths=(111, 63, 1), splits=2, block_tokens=32),
+    "one head of seven, three tokens": dict(
+        shape=(2, 3, 7, 1, 16, 96, 70), lengths=(70, 50), starts=(0, 7), exact=20, splits=5, biased=True, norm=True,
+        window=6, sinks=3, raw_exact=True,
+    ),
+    "blocks of ranks": dict(
+        shape=(1, 1, 28, 4, 16, 96, 63), lengths=(63,), width=320, splits=1, chunk=32,
+        ranges=[(0, 96, 0, 96), (0, 96, 64, 32), (96, 80, 200, 120), (224, 96, 96, 64)],
+    ),
+    "many heads, little rank": dict(shape=(1, 1, 40, 40, 6, 7, 40), lengths=(33,), splits=1),
+    "rows without tokens": dict(shape=(2, 1, 4, 2, 16, 320, 65), lengths=(0, 65), splits=2, passing=True),
+    "a part of the tokens": dict(
+        shape=(2, 1, 4, 2, 16, 32, 64), lengths=(200, 190), exact=9, first=(130, 77), held=(50, 64), 
+        rebuilt=((4, 170), (90, 136)),
+        splits=2, window=3,
+    ),
+}  # fmt: skip
+
+
+def case(name, dtype, device):
+    """Kernel arguments in `dtype` whose unseen tokens are NaN, what the reference is given, and how to run them."""
+    how = dict(CASES[name])
+    given = inputs(
+        *how.pop("shape"),
+        width=how.pop("width", None),
+        exact=how.pop("exact", 0),
+        biased=how.pop("biased", False),
+        norm=how.pop("norm", False),
+    )
+    inv_freq = given.pop("inv_freq")
+    options = {key: how.pop(key) for key in ("window", "sinks", "raw_exact") if key in how}
+    for key in ("lengths", "starts", "first", "held", "rebuilt"):
+        if key in how:
+            options[key] = torch.tensor(how.pop(key), dtype=torch.int32)
+    if "ranges" in how:
+        options["ranges"] = [number for head in how.pop("ranges") for number in head]
+    batch, slots = given["latent"].shape[:2]
+    zero = torch.zeros(batch, dtype=torch.int32)
+    slot = options.get("first", zero)[:, None] + torch.arange(slots)
+    hidden = (slot >= options["lengths"][:, None]) | (slot < options.get("starts", zero)[:, None])
+    if "held" in options:
+        hidden |= slot >= (options["first"] + options["held"])[:, None]
+        hidden |= (slot < options["rebuilt"][:, :1]) | (slot >= options["rebuilt"][:, 1:])
+    given["latent"][hidden] = torch.nan
+    if "exact_key" in given:
+        count = given["exact_key"].shape[2]
+        places = options["lengths"][:, None] - 1 - torch.arange(count)  # backwards: any order will do
+        places[:, -2:] = torch.tensor([-1, 400])
+        options["exact_slots"] = places.int()
+        for key in ("exact_key", "exact_value"):
+            given[key].masked_fill_((places == -1)[:, None, :, None] | (places == 400)[:, None, :, None], torch.nan)
+    given = {key: value.to(dtype) if isinstance(value, torch.Tensor) else value for key, value in given.items()}
+    wide = {key: value.double() if isinstance(value, torch.Tensor) else value for key, value in given.items()}
+    wide |= options | dict(zip(("within", "begins"), rotation_tables(inv_freq, 512, torch.float64), strict=True))
+    given |= options | dict(zip(("within", "begins"), rotation_tables(inv_freq, 512), strict=True))
+    given = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in given.items()}
+    return given, wide, how
+
+
+def run(given, *, splits, passing=None, **changes):
+    """Outputs of the kernel with so many splits."""
+    query, latent, key_up, ranges = (given.get(key) for key in ("query", "latent", "key_up", "ranges"))
+    batch, tokens, heads, dim = query.shape
+    rank = latent.shape[-1] if ranges is None else max(ranges[3::4])
+    width = rank + (given["exact_value"].shape[-1] if "exact_value" in given else 0)
+    config = kernel.default_config(dim=dim, key_rank=key_up.shape[-1], value_rank=rank, dtype=query.dtype)
+    out, log = query.new_empty(batch, tokens, heads, width), query.new_empty(batch, tokens, heads, dtype=torch.float32)
+    parts = log.new_empty(batch * tokens * heads, splits, width)
+    for launch in kernel.launches(
+        **given,
+        scale=query.shape[-1] ** -0.5,
+        out=out,
+        log=log,
+        config=replace(config, **changes),
+        splits=splits,
+        resident=None if passing is None else not passing,
+        parts=parts,
+        part_logs=parts[..., 0].clone(),
+    ):
+        launch.run()
+    return out, log
+
+
+def check(name, dtype, device):
+    given, wide, how = case(name, dtype, device)
+    out, log = run(given, **how)
+    mixed, exact, lse = lowrank_attention(**wide, scale=given["query"].shape[-1] ** -0.5)
+    assert_close("out", out.cpu(), torch.cat([mixed, exact], dim=-1))
+    assert_close("lse", log.cpu(), lse, units=4 * 2**13 if dtype != torch.float32 else 4)
+    again, _ = run(given, **how)
+    assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+def test_the_kernel_is_the_reference(name, dtype, device):
+    check(name, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_in_bf16(name, device):
+    check(name, torch.bfloat16, device)
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["token", "channel"])
+@pytest.mark.parametrize("format", ["int8", "int4", "int2", "fp8"])
+def test_codes_are_read_as_the_cache_writes_them(format, by_channel, device):
+    given = inputs(2, 1, 4, 2, 16, 40, 64)
+    rotation = tuple(table.to(device) for table in tables(given, dtype=torch.float32))
+    codes = GroupedCodes(given["latent"][:, None].float(), format, 16, by_channel=by_channel)
+    codes.append(given["latent"][:, None].float())
+    latent = dequantized(
+        codes.codes[:, 0],
+        codes.scale[:, 0],
+        None if codes.zero is None else codes.zero[:, 0],
+        codes.bits,
+        16 if by_channel else 14,
+        by_channel,
+    )
+    assert torch.equal(latent, codes.dequantized()[:, 0])
+    query, key_up = given["query"].float().to(device), given["key_up"].float().to(device)
+    lengths = int32(64, 51).to(device)
+    out, _, lse = lowrank_decode_quantized(
+        query,
+        codes.codes[:, 0].to(device),
+        codes.scale[:, 0].to(device),
+        None if codes.zero is None else codes.zero[:, 0].to(device),
+        key_up,
+        0.25,
+        format=format,
+        group=16,
+        by_channel=by_channel,
+        rotation=rotation,
+        lengths=lengths,
+    )
+    within, begins = tables(given)
+    expected, _, expected_lse = lowrank_attention(
+        query.cpu().double(), latent.double(), key_up.cpu().double(), 0.25, within=within, begins=begins,
+        lengths=lengths.cpu(),
+    )  # fmt: skip
+    assert_close("out", out.cpu(), expected, units=32)
+    assert_close("lse", lse.cpu(), expected_lse, units=32)
+
+
+def test_codes_and_the_rest_are_merged_by_their_lse():
+    """Latents [0, 48) in one call, the rest with the exact tokens in another: one call over all."""
+    given = inputs(1, 2, 4, 2, 8, 6, 60, exact=12)
+    rotation, exact = tables(given), {key: given.pop(key) for key in ("exact_key", "exact_value")}
+    given.pop("inv_freq")
+    exact["exact_slots"] = torch.cat([torch.arange(50, 60), torch.arange(2)]).int()[None]
+    common = {"rotation": rotation, "lengths": int32(60), "window": 9, "sinks": 2, "scale": 0.4}
+    latent = given.pop("latent")
+    whole, whole_exact, whole_lse = lowrank_decode(latent=latent, **given, **common, **exact)
+    spare = torch.cat([latent[:, :48], latent[:, :5] * torch.nan], dim=1)
+    old, _, old_lse = lowrank_decode(latent=spare, **given, **common, held=int32(48))
+    new, new_exact, new_lse = lowrank_decode(latent=latent[:, 48:], **given, **common, **exact, first=int32(48))
+    parts = [torch.cat([old, new_exact * 0], dim=-1), torch.cat([new, new_exact], dim=-1)]
+    logs = torch.stack([old_lse, new_lse], dim=-1).double()
+    merged, lse = merge(torch.stack(parts, dim=-2).flatten(0, 2), logs.flatten(0, 2))
+    torch.testing.assert_close(merged.view(1, 2, 4, -1), torch.cat([whole, whole_exact], dim=-1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse.view(1, 2, 4).float(), whole_lse)
+
+
+def operands(device, dtype=torch.float32):
+    given, _, _ = case("one head of seven, three tokens", dtype, device)
+    given["latent"], given["exact_key"], given["exact_value"] = (
+        given[key].nan_to_num(0) for key in ("latent", "exact_key", "exact_value")
+    )
+    return given | {"scale": 0.25}
+
+
+def test_the_operator_keeps_the_rules_of_torch_library(device):
+    given = operands(device)
+    for name in ("query", "latent", "key_up"):
+        given[name].requires_grad_()
+    torch.library.opcheck(
+        lowrank_decode_op, (), given, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    )
+
+
+def test_gradients_are_those_of_the_reference():
+    given = operands("cpu", torch.float64)
+    leaves = [given[name].requires_grad_() for name in ("query", "latent", "key_up", "exact_value")]
+    out, _ = lowrank_decode_op(**given)
+    got = torch.autograd.grad(out.square().sum(), leaves)
+    mixed, exact, _ = lowrank_attention(**given)
+    expected = torch.autograd.grad(mixed.square().sum() + exact.square().sum(), leaves)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_it_compiles_into_one_graph():
+    given = inputs(1, 1, 4, 2, 8, 6, 20)
+    rotation = tables(given)
+
+    def step(query, latent, key_up):
+        out, exact, lse = lowrank_decode(query * 2, latent, key_up, 0.5, rotation=rotation, ranges=[(0, 6, 1, 4)] * 2)
+        assert exact is None
+        return out + 1, lse
+
+    arguments = given["query"], given["latent"], given["key_up"]
+    compiled_step = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled_step(*arguments), step(*arguments), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_shapes_that_do_not_belong_together_are_refused():
+    given = inputs(1, 1, 4, 2, 8, 6, 20)
+    query, latent, key_up = given["query"], given["latent"], given["key_up"]
+    for arguments, options, message in (
+        ((query[..., :6], latent, key_up), {}, "4 query heads of 6 numbers"),
+        ((query, latent[..., :5], key_up), {}, "give `ranges`"),
+        ((query, latent, key_up), {"ranges": [(0, 6, 0, 6), (1, 6, 0, 6)]}, "within 6 and 6"),
+        ((query, latent, key_up), {"lengths": int32(20, 20)}, r"lengths must be \[1\]"),
+        ((query, latent, key_up), {"exact_slots": int32([1])}, "exact tokens need"),
+        ((query, latent, key_up), {"rebuilt": int32([0, 5])}, "needs `lengths`"),
+        ((query, latent, key_up), {"window": -1}, "a window of -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lowrank_decode(*arguments, 1.0, **options)
+
+
+@pytest.mark.parametrize(
+    ("cases", "spilled"), [("launches", 0), pytest.param("more_launches", 40, marks=pytest.mark.slow)]
+)
+def test_it_compiles_for_gpus(cases, spilled):
+    """Without spills; beside norms, exact tokens and codes a few addresses may be, of 255 registers."""
+    for name, facts in compiled(f"compile_lowrank_decode:{cases}").items():
+        for capability, made in facts.items():
+            if (name.endswith("sm_80") and capability == "90") or (name.endswith("sm_90") and capability == "80"):
+                continue  # a configuration for the other
+            assert made["spill_bytes"] <= spilled, f"{name}, sm_{capability}: {made}"
+            assert made["shared_bytes"] <= SHARED_LIMITS[int(capability)], f"{name}, sm_{capability}: {made}"
+            assert ("wgmma" if capability == "90" else "mma") in made["mma"], f"{name}, sm_{capability}: {made}"

@@ -1,0 +1,191 @@
+"""Attention to sinks and windows: kernel, reference, and what a streaming cache sees.
+
+The model's own attention is compared in `test_hybrid_decode.py`, with both operators in its place.
+"""
+
+import pytest
+import torch
+from kernel_checks import assert_close, compiled
+from own_models import agree
+
+from surgery.kernels.compilation import SHARED_LIMITS
+from surgery.kernels.launch import Config
+from surgery.kernels.sink_recent_prefill.kernel import launches
+from surgery.kernels.sink_recent_prefill.operator import _sink_recent_prefill, sink_recent_prefill
+from surgery.kernels.sink_recent_prefill.reference import sink_recent_attention
+from surgery.model.hybrid_cache import StreamingLayer
+
+CASES = {
+    "a tile's parts": {"sinks": [0, 3, 8], "recent": [-1, 5, 16]},
+    "sinks of many tiles": {"sinks": [40, 33, 200], "recent": [1, 30, 2]},
+    "inner tiles": {"sinks": [4, 0, 17], "recent": [48, 60, 79]},
+    "full heads": {"sinks": [0, 5, 0], "recent": [-1, 500, 79]},
+    "padding": {"starts": [0, 37], "sinks": [20, 4, 0], "recent": [-1, 16, 40]},
+    "padding to the end": {"starts": [50, 90], "sinks": [1, 4, 0], "recent": [-1, 16, 40]},
+    "a chunk behind others": {"tokens": 41, "starts": [3, 60], "sinks": [16, 4, 0], "recent": [-1, 16, 33]},
+    "one token": {"tokens": 1, "starts": [0, 7], "sinks": [16, 4, 0], "recent": [-1, 16, 33]},
+    "a text of one token": {"slots": 1, "sinks": [0, 0, 1], "recent": [-1, 1, 2]},
+    "widths": {"slots": 63, "head_size": 48, "value_size": 20, "sinks": [4, 0, 8], "recent": [-1, 16, 20]},
+}
+# Small tiles, so that a short text has all kinds of them.
+TILES = Config(block_rows=32, block_tokens=16)
+
+
+def inputs_of(
+    *,
+    sinks,
+    recent,
+    rows=2,
+    slots=79,
+    tokens=None,
+    size=1,
+    head_size=16,
+    value_size=16,
+    starts=None,
+    dtype=torch.float32,
+    device="cpu",
+):
+    """Positional inputs of the operator, with NaN where nothing may be read; strides as projections leave them."""
+    made = torch.Generator().manual_seed(0)
+    groups, tokens = len(sinks), tokens or slots
+
+    def random_heads(count, heads, width):
+        return torch.randn(rows, count, heads, width, generator=made).to(device, dtype).transpose(1, 2)
+
+    query = random_heads(tokens, groups * size, head_size)
+    key, value = random_heads(slots, groups, head_size), random_heads(slots, groups, value_size)
+    for row, start in enumerate(starts or []):
+        for cached in (key, value):
+            cached[row, :, : min(start, slots - tokens)] = torch.nan
+    counts = (None if n is None else torch.tensor(n, dtype=torch.int32, device=device) for n in (sinks, recent, starts))
+    return query, key, value, head_size**-0.5, *counts
+
+
+def by_kernel(inputs, config):
+    query, _, value, *_ = inputs
+    rows, heads, tokens, _ = query.shape
+    out = query.new_empty(rows, tokens, heads, value.shape[-1])
+    lse = torch.empty(rows, heads, tokens, device=query.device)
+    for launch in launches(*inputs, out, lse, config):
+        launch.run()
+    return out, lse
+
+
+def check(inputs, config):
+    out, lse = by_kernel(inputs, config) if config else _sink_recent_prefill(*inputs)
+    expected, expected_lse = sink_recent_attention(*(each.double() for each in inputs[:3]), *inputs[3:])
+    assert_close("out", out, expected)
+    assert_close("lse", lse, expected_lse)
+    return out, lse
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_is_the_reference(case, device):
+    check(inputs_of(**CASES[case], device=device), TILES)
+
+
+def test_the_operator_takes_the_kernel(device):
+    shape = {"slots": 150, "rows": 1, "size": 2, "starts": [9], "dtype": torch.float16, "device": device}
+    inputs = inputs_of(sinks=[0, 20], recent=[-1, 30], **shape)
+    (out, lse), again = check(inputs, None), _sink_recent_prefill(*inputs)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [TILES, None])
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_is_the_reference_in_bfloat16(case, config, device):
+    check(inputs_of(**CASES[case], dtype=torch.bfloat16, device=device), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_long_text_on_a_gpu(dtype, device):
+    sizes = {"slots": 1500, "tokens": 1411, "size": 4, "head_size": 128, "value_size": 128}
+    check(
+        inputs_of(sinks=[64, 0, 16], recent=[-1, 256, 1024], starts=[0, 300], dtype=dtype, device=device, **sizes), None
+    )
+
+
+@pytest.mark.parametrize(("sinks", "recent"), [(0, 1), (4, 7), (1, 16), (4, 40)])
+def test_each_query_sees_what_the_cache_says(sinks, recent):
+    """Of padding too; a full head's query sees everything, and itself alone where it is padding."""
+    torch.manual_seed(0)
+    layer = StreamingLayer(sinks, recent)
+    layer.padding = [0, 3, 12, 50]
+    query = torch.randn(4, 4, 30, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 4, 2, 30, 8, dtype=torch.float64)
+    starts = torch.tensor(layer.padding, dtype=torch.int32)
+    visible = layer.visible(30, query.device)
+    wide = StreamingLayer(0, 30)
+    wide.padding = layer.padding
+    visible = torch.cat([wide.visible(30, query.device), visible], dim=1).repeat_interleave(2, dim=1)
+    logits = 0.3 * query @ key.repeat_interleave(2, dim=1).mT
+    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
+    expected = (weights @ value.repeat_interleave(2, dim=1)).transpose(1, 2)
+    counts = (torch.tensor(each, dtype=torch.int32) for each in ([0, sinks], [-1, recent]))
+    out, _ = sink_recent_prefill(query, key, value, 0.3, *counts, starts=starts)
+    agree(out, expected, 1e-10)
+
+
+def test_long_texts_are_cut_by_the_reference(monkeypatch):
+    inputs = inputs_of(**CASES["padding"], dtype=torch.float64)
+    expected = sink_recent_attention(*inputs)
+    monkeypatch.setattr("surgery.kernels.sink_recent_prefill.reference.QUERIES", 10)
+    for got, right in zip(sink_recent_attention(*inputs), expected, strict=True):
+        agree(got, right, 1e-12)
+
+
+def test_pytorch_knows_the_operator():
+    inputs = list(inputs_of(sinks=[1, 0], recent=[-1, 3], slots=9, starts=[0, 2], head_size=8, value_size=8))
+    for place in range(3):
+        inputs[place].requires_grad_()
+    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(_sink_recent_prefill, tuple(inputs), test_utils=utils)
+    gradients = torch.autograd.grad([each.sum() for each in _sink_recent_prefill(*inputs)], inputs[:3])
+    wide = [each.detach().double().requires_grad_() for each in inputs[:3]]
+    expected = torch.autograd.grad([each.sum() for each in sink_recent_attention(*wide, *inputs[3:])], wide)
+    for got, right in zip(gradients, expected, strict=True):
+        assert_close("gradient", got, right)
+
+
+def test_it_compiles_into_a_graph():
+    inputs = inputs_of(**CASES["padding"], dtype=torch.float64)
+
+    def attention(query, key, value, scale, sinks, recent, starts):
+        out, lse = sink_recent_prefill(query * 2, key, value, scale, sinks, recent, starts=starts)
+        return out + 1, lse
+
+    expected = attention(*inputs)
+    got = torch.compile(attention, fullgraph=True, backend="aot_eager")(*inputs)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(2, 7, 79, 16)}, "7 query heads do not follow 3 KV heads"),
+        ({"query": torch.zeros(2, 6, 80, 16)}, "80 queries of a text of 79 tokens"),
+        ({"key": torch.zeros(2, 3, 78, 16)}, "do not belong together"),
+        ({"value": torch.zeros(2, 3, 79, 16).half()}, "one is needed"),
+        ({"recent": torch.ones(3)}, "recent is torch.float32"),
+        ({"starts": torch.ones(3, dtype=torch.int32)}, r"int32 \[2\] is needed"),
+    ],
+)
+def test_it_refuses_what_does_not_belong_together(change, message):
+    names = ("query", "key", "value", "scale", "sinks", "recent", "starts")
+    inputs = inputs_of(sinks=[0, 3, 8], recent=[-1, 5, 16])
+    with pytest.raises(ValueError, match=message):
+        sink_recent_prefill(**dict(zip(names, inputs, strict=True)) | change)
+
+
+@pytest.mark.parametrize(
+    "cases", ["sink_recent_prefill_launch", pytest.param("sink_recent_prefill_launches", marks=pytest.mark.slow)]
+)
+def test_it_compiles_for_gpus(cases):
+    for name, facts in compiled(f"compile_sink_recent_prefill:{cases}").items():
+        for capability, made in facts.items():
+            assert made["spill_bytes"] == made["stack_bytes"] == 0, name
+            assert made["shared_bytes"] <= SHARED_LIMITS[int(capability)], name
+            if "float32" not in name:
+                assert made["mma"] == (["wgmma"] if capability == "90" else ["mma"]), name
