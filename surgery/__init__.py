@@ -23,7 +23,7 @@ if not (Path(__file__).parent / "kernels").is_dir() and (_root / "kernels").is_d
 
 
 def _accelerate_on_cuda(model: Any) -> None:
-    """What a model of the project's own class does before it first decodes on a GPU; SURGERY_KERNELS=0 leaves it out."""
+    """What models of the project's own class do before they first decode on a GPU; SURGERY_KERNELS=0 leaves it out."""
     if os.environ.get("SURGERY_KERNELS") != "0":
         from surgery.acceleration import accelerate
 

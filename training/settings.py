@@ -74,8 +74,8 @@ class HealSettings(FileSettings):
         max_tokens, max_seconds, max_steps: the budget; whichever is used up first ends the run, and the schedule runs
             over it. Seconds are those of training over all resumed runs, without loading and without measuring: neither
             held-out losses nor evaluations take of them.
-        attention: function of it: "surgery", the kernel of this project for keys and values of any widths, "model", what
-            the model is loaded with, or "auto": on a CPU PyTorch's fused kernel for any widths, on a GPU the model's.
+        attention: function of it: "surgery", the kernel of this project for keys and values of any widths; "model", as
+            the model is loaded; or "auto": on a CPU PyTorch's fused kernel for any widths, on a GPU the model's.
         dtype: what is computed in; weights that train are fp32 whatever it is. "auto" is bf16 on an accelerator that
             can, and fp32 elsewhere.
         device: "auto" is what accelerate finds, "cpu" keeps off accelerators.

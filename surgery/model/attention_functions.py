@@ -68,9 +68,9 @@ class Accelerated:
     """Mixed into attention modules that another implementation may read the cache for.
 
     Attributes:
-        kernel: called with the module first, where a class says; it gives outputs and has filled the cache, or gives None
-            and has done nothing. None for the module's own code. `surgery.accelerate` sets it; it is no part of what is
-            saved.
+        kernel: called with the module first, where a class says; it gives outputs and has filled the cache, or gives
+            None and has done nothing. None for the module's own code. `surgery.accelerate` sets it; it is no part of
+            what is saved.
     """
 
     kernel: Callable[..., torch.Tensor | None] | None = None

@@ -61,8 +61,8 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     on_device: ClassVar[Callable[[PreTrainedModel], Any] | None] = None
-    """Called with a model once, before its first decoding on CUDA; the package `surgery`, where it is imported, puts its
-    kernels under the model here."""
+    """Called with a model once, before its first decoding on CUDA; the package `surgery`, where it is imported, puts
+    its kernels under the model here."""
     # Flash attention wants keys and values of one width, at most 256.
     _supports_flash_attn = False
     _supports_flex_attn = False
