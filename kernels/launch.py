@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,10 @@ class Launch:
     stages: int = 2
 
     def run(self) -> None:
-        """Launches on the current device, or in Triton's interpreter under TRITON_INTERPRET=1."""
-        if 0 not in self.grid:
+        """Launches on the device of its tensors, or in Triton's interpreter under TRITON_INTERPRET=1."""
+        if 0 in self.grid:
+            return
+        device = next(value.device for value in self.arguments.values() if isinstance(value, Tensor))
+        # Triton launches on the current device, and a model may be spread over several.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)

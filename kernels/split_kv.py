@@ -98,7 +98,9 @@ def merge_kernel(parts, logs, out, log, width, SPLITS: tl.constexpr, BLOCK_S: tl
     tl.store(out + row * width + column, mixed.to(out.dtype.element_ty), mask=column < width)
     if log is not None:  # noqa: SIM102 - known when it is compiled
         if tl.program_id(1) == 0:
-            tl.store(log + row, tl.where(total > 0, most + tl.log2(total) * LN2, -float("inf")))
+            tl.store(
+                log + row, tl.where(total > 0, most + tl.log2(tl.where(total > 0, total, 1.0)) * LN2, -float("inf"))
+            )
 
 
 @triton.jit

@@ -170,6 +170,7 @@ def heal(
         "device": device,
         "dtype": dtype,
     }
+    given = {name: value for name, value in given.items() if value is not None}
     request = HealRequest(
         checkpoint,
         out,

@@ -53,7 +53,7 @@ class HealRequest:
         student: the converted checkpoint.
         out: folder to write; the student's name with "-healed" behind it by default.
         config: YAML file of :class:`surgery.training.settings.HealSettings`; None for the defaults.
-        given: settings by name that win over the file's; None counts as not given.
+        given: settings by name that win over the file's.
         processes: to start; None for the ``launcher``'s number, or for one without it.
         launcher: accelerate configuration file (`surgery.launchers.find_launcher`).
         measure: evaluation settings by name for the source, the student and the healed checkpoint; None measures none.
@@ -205,8 +205,9 @@ def training_settings(
     Raises:
         SurgeryError: a setting is unknown or impossible, or the student's cache has a basis of each prompt's own.
     """
-    given = {name: value for name, value in request.given.items() if value is not None}
-    settings = HealSettings.from_file(request.config, **given) if request.config else HealSettings(**given)
+    settings = (
+        HealSettings.from_file(request.config, **request.given) if request.config else HealSettings(**request.given)
+    )
     kinds = {entry["kind"] for entry in student.config.get("attention_layers") or () if entry}
     if "cross_layer_prompt" in kinds:
         raise SurgeryError(f"{student.path}: its basis is each prompt's own, made of no weights: nothing to heal")

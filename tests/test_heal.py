@@ -55,7 +55,8 @@ def request(source, student, out, **given):
 @pytest.mark.parametrize("kind", ["tiny", "constant"])
 def test_stock_mla_stays_stock(made, tmp_path, kind):
     source, student = made(kind)
-    healed = heal_checkpoint(request(source, student, tmp_path / "out"))
+    # The logits of this random model grow beyond 10^5, where the backward pass of PyTorch's fused kernel overflows.
+    healed = heal_checkpoint(request(source, student, tmp_path / "out", attention="model"))
     before, after = load_file(student / "model.safetensors"), load_file(healed.path / "model.safetensors")
     assert type(AutoModelForCausalLM.from_pretrained(healed.path)).__name__ == "DeepseekV3ForCausalLM"
     width = json.loads((healed.path / "config.json").read_text())["kv_lora_rank"]

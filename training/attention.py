@@ -3,6 +3,9 @@
 Keys and values of MLA differ in width, and PyTorch's fused kernels for CPUs want one width: otherwise it computes and
 keeps all attention weights. Zeros behind the narrower one change nothing but that. On a GPU the project's own kernel
 takes any widths.
+
+Where logits pass some 10^4, as no trained model's do, gradients of fused kernels lose their accuracy: they take weights
+from the logarithm of a sum, rounded.
 """
 
 from __future__ import annotations

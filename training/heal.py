@@ -49,6 +49,7 @@ from surgery.training.models import (
     trained_tensors,
     write_healed,
 )
+from surgery.training.nested import nested_attentions
 from surgery.training.open_data import HealingData, open_data
 from surgery.training.run_log import RunLog, drop_later_lines
 from surgery.training.settings import NO_TRACKER, HealSettings
@@ -122,6 +123,8 @@ def _heal(
     set_seed(settings.seed)
 
     student = load_model(student_reader, settings)
+    if settings.nested_ranks:
+        nested_attentions(student)  # refuses before anything is prepared
     teacher = load_model(teacher_reader, settings) if teacher_reader else None
     unsharded = accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     if unsharded:

@@ -46,23 +46,22 @@ class _Shapes:
 @contextmanager
 def trying(candidate: Candidate) -> Iterator[list[tuple[str, str]]]:
     """Has operators on a GPU run with a candidate, the defaults where it is empty; gives what they asked for."""
-    everywhere, before = _Everywhere(candidate), tuned._read
-    tuned._read = lambda gpu, folder: everywhere
+    everywhere = _Everywhere(candidate)
+    before = tuned.tables_from(lambda gpu, folder: everywhere)
     try:
         yield everywhere.asked
     finally:
-        tuned._read = before
+        tuned.tables_from(before)
 
 
 def use(operation: str, key: str, candidate: Candidate) -> None:
     """Has operators of this process run with a configuration from now on."""
-    before = tuned._read
 
     def read(gpu: str, folder: str | None) -> dict[str, dict[str, Candidate]]:
         found = before(gpu, folder)
         return {**found, operation: {**found.get(operation, {}), key: candidate}}
 
-    tuned._read = read
+    before = tuned.tables_from(read)
 
 
 def candidates(*, splits: bool) -> tuple[list[Candidate], list[Candidate]]:

@@ -346,8 +346,8 @@ def _unsupported(
         return "the last dimension of a tensor is not contiguous"
     if query.shape[-1] > 256 or (exact_value is not None and exact_value.shape[-1] > 256):
         return f"heads of {query.shape[-1]} numbers"
-    if max(latent.shape[-1], 1) > 2048 or not query.shape[1] or not latent.shape[1]:
-        return f"latents {list(latent.shape)}"
+    if key_up.shape[-1] > 2048 or not query.shape[1] or not latent.shape[1]:
+        return f"latents {list(latent.shape)} of which a key reads {key_up.shape[-1]}"
     return None
 
 

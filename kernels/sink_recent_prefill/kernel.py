@@ -29,7 +29,7 @@ def default_config(head_size: int, dtype: torch.dtype) -> Config:
         return Config(block_rows=32, block_tokens=16, warps=8, stages=2)
     if head_size > 128:
         return Config(block_rows=64, block_tokens=32, warps=8, stages=2)
-    return Config(block_rows=128, block_tokens=64, warps=8, stages=3)
+    return Config(block_rows=128, block_tokens=64, warps=8, stages=2)
 
 
 def launches(

@@ -47,8 +47,9 @@ def cross_layer_kernel(
     heads = module.num_kv_heads, module.head_dim
     key, value = (part.unflatten(-1, heads).transpose(1, 2) for part in exact[:, 0].split(module.width // 2, dim=-1))
     up_key, up_value = (up.unflatten(0, heads) for up in module.basis_up.detach().split(module.width // 2))
-    codes = layer.store.read(module.place, low, max(low, stop))
-    if low >= stop:  # nothing is rebuilt yet: one code that no query reads
+    if low < stop:
+        codes = layer.store.read(module.place, low, stop)
+    else:  # nothing is rebuilt yet: one code that no query reads
         codes = tokens.new_zeros(rows, 1, 1, module.entry["rank"])
     _, starts = row_bounds(mask, rows, queries, layer.seen, query.device)
     counts = torch.tensor([[layer.seen], [low], [max(low, stop)]], dtype=torch.int32, device=query.device)

@@ -207,8 +207,12 @@ def test_own_models_take_kernels_by_themselves_once(monkeypatch):
 CODES = {"group": 4, "window": 2}
 
 
-@pytest.mark.parametrize("keys", ["channel", "token"])
-@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+SLOW = pytest.mark.slow
+FORMATS = [("int8", "channel"), pytest.param("int8", "token", marks=SLOW), pytest.param("int4", "channel", marks=SLOW)]
+FORMATS += [pytest.param(format, keys, marks=SLOW) for format, keys in (("int4", "token"), ("fp8", "channel"))]
+
+
+@pytest.mark.parametrize(("format", "keys"), FORMATS)
 @pytest.mark.parametrize(
     ("make", "kernel"),
     [
@@ -232,11 +236,12 @@ def test_codes_are_read_as_they_are(make, kernel, format, keys, calls, monkeypat
     assert any(kernel in name for name in calls)
 
 
-@pytest.mark.parametrize("family", FULL_ATTENTION)
-@pytest.mark.parametrize("form", ["static", "window", "token"])
+SHARED = [("window", "llama"), *(pytest.param("window", family, marks=SLOW) for family in FULL_ATTENTION[1:])]
+SHARED += [pytest.param(form, "llama", marks=SLOW) for form in ("static", "token")]
+
+
+@pytest.mark.parametrize(("form", "family"), SHARED)
 def test_codes_that_layers_share(form, family, calls):
-    if form != "window" and family != "llama":
-        pytest.skip("one form for all families, all forms for one")
     model = shared(tiny_source(family), FORMS[form])
     done = check(model, calls, caches=("dynamic",))
     assert set(done.layers) == {"lowrank_decode"}

@@ -137,29 +137,40 @@ def test_each_query_sees_what_the_cache_says(dtype, rounds, tolerance, device):
             agree(out[own], alone[own], tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "rounds", "tolerance"), [(torch.float64, 6, 1e-10), (torch.float32, 1, 2e-5)])
 @torch.no_grad()
-def test_the_model_decodes_by_the_operator(dtype, rounds, tolerance, monkeypatch):
-    """Both operators in the place of `HybridAttention`'s: any heads, compensated ones too, chunks and padding."""
+def test_the_model_decodes_by_the_operators(monkeypatch):
+    """Any heads, compensated ones too, in any chunks, padded."""
     rng = random.Random(1)
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
-    source = tiny_source("llama", **heads).to(dtype)
-    for _ in range(rounds):
+    for _ in range(6):
+        windows = ({"sinks": rng.choice([0, 1, 4]), "recent": rng.choice([1, 2, 7])} for _ in range(LAYERS))
+        heads = rng.sample([(2, 0), (0, 0), (3, 0), (1, 1), (0, 2)], LAYERS)
         entries = [
-            hybrid_entry(
-                full, rng.sample(range(4), 4), compensated, sinks=rng.choice([0, 1, 4]), recent=rng.choice([1, 2, 7])
-            )
-            for full, compensated in rng.sample([(2, 0), (0, 0), (3, 0), (1, 1), (0, 2)], LAYERS)
+            hybrid_entry(full, rng.sample(range(4), 4), compensated, **window)
+            for (full, compensated), window in zip(heads, windows, strict=True)
         ]
-        model = hybrid_model(source, entries).to(dtype)
-        padding, ids = [0, rng.choice([0, 3, 10])], tokens(2, 22)
         chunks = rng.choice([[9, 8, 1, 1, 1, 1, 1], [1, 1, 9, 9, 1, 1], [20, 1, 1]])
-        results = []
-        for forward in (HybridAttention.forward, through_operators):
-            monkeypatch.setattr(HybridAttention, "forward", forward)
-            results.append(through_cache(model, ids, padding, chunks))
-        for row, first in enumerate(padding):
-            agree(results[1][row, first:], results[0][row, first:], tolerance)
+        agree_with_operators(entries, [0, rng.choice([0, 3, 10])], chunks, torch.float64, 1e-10, monkeypatch)
+
+
+@torch.no_grad()
+def test_the_model_decodes_by_the_kernels(monkeypatch):
+    entries = [
+        hybrid_entry(2, [3, 1, 0, 2], sinks=1, recent=4),
+        hybrid_entry(1, [2, 0, 1, 3], 1, sinks=4, recent=2),
+    ]
+    agree_with_operators(entries, [0, 3], [9, 8, 1, 1], torch.float32, 2e-5, monkeypatch)
+
+
+def agree_with_operators(entries, padding, chunks, dtype, tolerance, monkeypatch):
+    """The same logits by `HybridAttention` as it is and with both operators in the place of its attention."""
+    source = tiny_source("llama", num_attention_heads=8, num_key_value_heads=4).to(dtype)
+    model, ids = hybrid_model(source, entries).to(dtype), tokens(2, sum(chunks))
+    expected = through_cache(model, ids, padding, chunks)
+    with monkeypatch.context() as patch:
+        patch.setattr(HybridAttention, "forward", through_operators)
+        got = through_cache(model, ids, padding, chunks)
+    for row, first in enumerate(padding):
+        agree(got[row, first:], expected[row, first:], tolerance)
 
 
 def through_cache(model, ids, padding, chunks):

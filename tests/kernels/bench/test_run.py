@@ -59,7 +59,7 @@ def test_decoding_is_held_against_our_own_kernel_of_the_source():
 @pytest.fixture
 def a_gpu(monkeypatch):
     monkeypatch.setattr(tuned, "gpu_name", lambda device: "some-gpu")
-    monkeypatch.setattr(tuned, "_read", tuned._read)  # `use` replaces it for the rest of the process
+    monkeypatch.setattr(tuned, "_tables", tuned._tables)  # `use` replaces it for the rest of the process
 
 
 def test_candidates_reach_operators_and_leave_again(a_gpu):
