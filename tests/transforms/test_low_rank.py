@@ -192,7 +192,8 @@ def test_channels_that_the_key_norm_removes_are_left_alone():
     for method in ("fisher", "svd-llm", "think"):
         converted = low_rank_layer(layer, swept(layer), blocks_for(method, layer, 36), method).layer
         assert all(part.isfinite().all() for part in (converted.down, converted.key_up, converted.value_up))
-        assert converted.key_up[:, 2].abs().max() < 1e-9 * converted.key_up.abs().max() or method == "think"
+        # The square root of what rounding leaves of a zero in a second moment: 2e-9 on some CPUs, less on others.
+        assert converted.key_up[:, 2].abs().max() < 1e-8 * converted.key_up.abs().max() or method == "think"
 
 
 def test_latents_are_as_large_as_what_they_stand_for():
