@@ -253,6 +253,7 @@ def test_errors_are_one_line(case, patterns, checkpoints_of_module, tmp_path, mo
     assert listing(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_two_processes_measure_what_one_does(measured, tmp_path):
     pytest.importorskip("accelerate")
     request, comparison, _ = measured

@@ -167,6 +167,7 @@ def test_refusals_come_before_training(made, tmp_path, monkeypatch, capsys):
         heal_checkpoint(request(source, student, tmp_path / "other", learning_rate=-1.0))
 
 
+@pytest.mark.slow
 def test_stages_stand_in_one_table(made, tmp_path):
     source, student = made("gqa")
     for name, given, before in (

@@ -25,6 +25,8 @@ from surgery.acceleration.accelerate import STATE
 from surgery.kernels import backend
 from surgery.model import SurgeryConfig, SurgeryForCausalLM, quantized_cache
 
+SLOW = pytest.mark.slow
+
 OPERATIONS = {
     "latent": "mla_decode",
     "low_rank": "lowrank_decode",
@@ -123,7 +125,10 @@ def check(model, calls, *, caches=("dynamic", "static")):
     return done
 
 
-@pytest.mark.parametrize("kind", OPERATIONS)
+KEPT = ("latent", "low_rank", "window", "hybrid")
+
+
+@pytest.mark.parametrize("kind", [kind if kind in KEPT else pytest.param(kind, marks=SLOW) for kind in OPERATIONS])
 def test_every_kind(kind, calls):
     model = KINDS[kind](tiny_source("llama"))
     done = check(model, calls, caches=("dynamic",) if kind in OWN_CACHE else ("dynamic", "static"))
@@ -132,7 +137,7 @@ def test_every_kind(kind, calls):
     assert not hasattr(model, STATE) and getattr(model.model.layers[0].self_attn, "kernel", None) is None
 
 
-@pytest.mark.parametrize("family", FULL_ATTENTION)
+@pytest.mark.parametrize("family", ["qwen3", *(pytest.param(family, marks=SLOW) for family in ("llama", "mixtral"))])
 def test_every_family(family, calls):
     check(lossless_model(tiny_source(family)), calls, caches=("dynamic",))
 
@@ -145,7 +150,7 @@ def test_stock_mla_reads_its_latents(overrides, calls):
     assert set(done.layers) == {"mla_decode"}
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["mistral", *(pytest.param(family, marks=SLOW) for family in ("llama", "qwen3"))])
 def test_any_family_decodes_on_our_heads(family, calls):
     done = check(tiny_source(family), calls, caches=("dynamic",))
     assert set(done.layers) == {"gqa_decode"}
@@ -207,7 +212,6 @@ def test_own_models_take_kernels_by_themselves_once(monkeypatch):
 CODES = {"group": 4, "window": 2}
 
 
-SLOW = pytest.mark.slow
 FORMATS = [("int8", "channel"), pytest.param("int8", "token", marks=SLOW), pytest.param("int4", "channel", marks=SLOW)]
 FORMATS += [pytest.param(format, keys, marks=SLOW) for format, keys in (("int4", "token"), ("fp8", "channel"))]
 

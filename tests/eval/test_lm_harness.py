@@ -140,6 +140,7 @@ def session(tokenizer, **changes):
     return Session(tokenizer, Processes(), Bars(), **{"batch_size": 3, **changes})
 
 
+@pytest.mark.slow
 def test_equals_the_command_line(folder, loaded, cache, checkpoints, tmp_path):
     model, tokenizer = loaded
     ours = LmHarnessTask("user_group", folder).run(model, session(tokenizer))

@@ -233,6 +233,7 @@ def train(checkpoint: Path, method: str) -> dict[str, torch.Tensor]:
     return {**objective.state(), "loss": torch.tensor(facts["last_loss"])}
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
     pytest.importorskip("accelerate")
     source = checkpoints("llama")

@@ -74,7 +74,9 @@ def test_more_tokens_see_more(loss):
 def test_top_k_in_chunks_and_half_precision():
     teacher = states(1, N, dtype=torch.float32)
     whole, parts = top_k(teacher, 5, torch.float32), top_k(teacher, 5, torch.float32, max_bytes=4 * VOCAB * 3)
-    assert torch.equal(whole.ids, parts.ids) and torch.equal(whole.values, parts.values)
+    assert torch.equal(whole.ids, parts.ids)
+    # Products of fewer rows may be summed in another order: on some CPUs they are equal to the bit, on others not.
+    torch.testing.assert_close(whole.values, parts.values, rtol=1e-6, atol=1e-6)
     logs = log_softmax(teacher.head(teacher.hidden), -1)
     torch.testing.assert_close(whole.values, logs.gather(1, whole.ids.long()))
     torch.testing.assert_close(whole.values.exp().sum(1) + whole.rest.exp(), torch.ones(N))
