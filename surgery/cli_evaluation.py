@@ -32,8 +32,8 @@ def evaluate(
         _option(
             "--tasks",
             metavar="A,B",
-            help="loss, recall, needle, ruler, generate, memory, speed, lm-eval:<task>; or all [loss,recall]. "
-            "KV bytes are always measured.",
+            help="loss, recall, needle, ruler, generate, memory, speed, or all of these; kernels; lm-eval:<task> "
+            "[loss,recall]. KV bytes are always measured.",
             panel=TASKS,
         ),
     ] = None,

@@ -259,7 +259,35 @@ HEADLINE: tuple[Column, ...] = (
         "high",
         compared="ruler",
     ),
+    Column(
+        "kernels",
+        "kernels",
+        "What reads the layers' caches when the project's kernels are put under the model, or why nothing does",
+        lambda row, report: _kernels(dig(row, "results", "kernels")),
+    ),
+    Column(
+        "kernel_error",
+        "kernel error",
+        "Relative root mean square error of logits with kernels, against the model's own code",
+        _at("results", "kernels", "logit_error"),
+        lambda value: f"{value:.1e}",
+        "low",
+    ),
+    Column(
+        "kernel_loss_change",
+        "Δ loss, kernels",
+        "Largest difference that kernels make to the loss of a token that is decoded through the cache, nats",
+        _at("results", "kernels", "largest_difference"),
+        lambda value: f"{value:.1e}",
+        "low",
+    ),
 )
+
+
+def _kernels(result: dict[str, Any] | None) -> str | None:
+    if result is None:
+        return None
+    return result["refused"] or ", ".join(f"{layers} x {name}" for name, layers in result["operations"].items())
 
 
 def _lm_eval_columns(report: Report) -> list[Column]:

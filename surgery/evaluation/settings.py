@@ -12,6 +12,8 @@ BUILTIN = "builtin"
 NO_VARIANTS = "none"
 HARNESS = "lm-eval:"
 TASKS = ("loss", "recall", "needle", "ruler", "generate", "memory", "speed")
+BY_NAME = ("kernels",)
+"""Tasks that "all" leaves out: they check the machine's kernels rather than a checkpoint."""
 VARIANTS = ("int8", "fp8", "int4", "int2", "mean-pool", "window")
 DOMAINS = ("auto", "code", "text")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -35,8 +37,8 @@ class EvalSettings(FileSettings):
     """Settings of ``surgery eval``; configs/eval.yaml holds the same with comments.
 
     Attributes:
-        tasks: what to measure besides KV bytes, which every row has: names of TASKS, all of them for "all", and
-            lm-eval:<task>.
+        tasks: what to measure besides KV bytes, which every row has: names of TASKS, all of them for "all",
+            of BY_NAME, and lm-eval:<task>.
         data: held-out texts, each builtin, a file or a dataset's name; the loss is told apart by them.
         text_field: column that holds the text.
         windows, length: held-out windows and tokens in each; the latter also of recall prompts and of the KV bytes.
@@ -96,8 +98,8 @@ class EvalSettings(FileSettings):
             others = tuple(task for task in self.tasks if task != "all" and task not in TASKS)
             object.__setattr__(self, "tasks", (*TASKS, *others))
         for task in self.tasks:
-            if task not in TASKS and not (task.startswith(HARNESS) and task != HARNESS):
-                known = [*TASKS, f"{HARNESS}<task>"]
+            if task not in (*TASKS, *BY_NAME) and not (task.startswith(HARNESS) and task != HARNESS):
+                known = [*TASKS, *BY_NAME, f"{HARNESS}<task>"]
                 raise SurgeryError(f"unknown task {task!r}: choose of {', '.join(known)}{did_you_mean(task, known)}")
         if self.variants == (NO_VARIANTS,):
             object.__setattr__(self, "variants", ())

@@ -25,6 +25,7 @@ from surgery.eval.tasks.needle import NeedleTask
 from surgery.eval.tasks.recall import RecallTask
 from surgery.eval.tasks.ruler import RulerTask
 from surgery.eval.tasks.speed import SpeedTask
+from surgery.evaluation.kernels_task import KernelsTask
 from surgery.evaluation.settings import BUILTIN, HARNESS, EvalSettings
 from surgery.evaluation.texts import load_documents
 
@@ -99,6 +100,7 @@ class _Builder:
             "generate": lambda: GenerateTask(settings.prompts or self._openings(), settings.new_tokens),
             "memory": lambda: MemoryTask(self._contexts()),
             "speed": lambda: SpeedTask(self._contexts(), settings.batches),
+            "kernels": lambda: KernelsTask(self._text, settings.decoded),
         }
 
     @cached_property
