@@ -22,6 +22,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
 from transformers import PreTrainedModel
+from transformers.integrations import unset_hf_deepspeed_config
 
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.disk import disk_errors
@@ -276,6 +277,8 @@ def _accelerator(settings: HealSettings) -> Accelerator:
         config["gradient_clipping"] = settings.clip or 0.0
         if settings.entry_factors:
             raise SurgeryError("entry_factors cannot be kept under DeepSpeed, which steps by itself: use fsdp2.yaml")
+        # transformers would load models in shards; they are tried and changed while whole, and `prepare` shards them.
+        unset_hf_deepspeed_config()
     return accelerator
 
 
