@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,30 +31,44 @@ def coded_attention(query: Tensor, layer: QuantizedKVLayer, mask: Tensor | None,
     """Attention of query [B, H, T, d] over all tokens of a layer, [B, T, H, v]; mask as `row_bounds` takes it."""
     layer.hands_on_codes = False
     query = query.transpose(1, 2)
-    exact, coded = layer.keys.shape[-2], layer.key_codes.tokens
-    _, starts = row_bounds(mask, len(query), query.shape[1], exact + coded, query.device)
-    parts = []
-    if exact:
-        behind = None if starts is None else (starts - coded).clamp(min=0)
-        parts.append(gqa_decode(query, layer.keys, layer.values, scale, starts=behind))
-    if coded:
-        keys, values = layer.key_codes, layer.value_codes
-        parts.append(
-            gqa_decode_quantized(
-                query,
-                keys.codes,
-                keys.scale,
-                keys.zero,
-                values.codes,
-                values.scale,
-                values.zero,
-                scale,
-                format=layer.format,
-                group=layer.group,
-                keys=layer.keys_by,
-                starts=starts,
-                behind=exact,
-            )
+    keys, values, exact = layer.key_codes, layer.value_codes, layer.keys.shape[-2]
+    _, starts = row_bounds(mask, len(query), query.shape[1], exact + keys.tokens, query.device)
+
+    def exact_part() -> tuple[Tensor, Tensor]:
+        behind = None if starts is None else (starts - keys.tokens).clamp(min=0)
+        return gqa_decode(query, layer.keys, layer.values, scale, starts=behind)
+
+    def coded_part() -> tuple[Tensor, Tensor]:
+        return gqa_decode_quantized(
+            query,
+            keys.codes,
+            keys.scale,
+            keys.zero,
+            values.codes,
+            values.scale,
+            values.zero,
+            scale,
+            format=layer.format,
+            group=layer.group,
+            keys=layer.keys_by,
+            starts=starts,
+            behind=exact,
         )
+
+    return of_both(layer, exact_part, coded_part)
+
+
+def of_both(
+    layer: QuantizedKVLayer,
+    exact_part: Callable[[], tuple[Tensor, Tensor]],
+    coded_part: Callable[[], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """The out of a quantised layer's codes and of the exact tokens behind them, where it has either.
+
+    Args:
+        exact_part, coded_part: give (out, lse) of theirs, and are called if there are such tokens.
+    """
+    parts = [exact_part()] if layer.keys.shape[-2] else []
+    parts += [coded_part()] if layer.key_codes.tokens else []
     outs, logs = zip(*parts, strict=True)
     return outs[0] if len(parts) == 1 else merge_parts(outs, logs)[0]

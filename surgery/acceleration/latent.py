@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from surgery.acceleration.codes import of_both
 from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.steps import is_step
-from surgery.kernels.merge_parts import merge_parts
 from surgery.kernels.mla_decode.operator import mla_decode
 from surgery.kernels.mla_decode.quantized_operator import mla_decode_quantized
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -47,27 +47,25 @@ def latent_kernel(
 
 def _coded(query: Tensor, layer: QuantizedKVLayer, starts: Tensor | None, scale: float) -> Tensor:
     """Codes and the exact tokens behind them, each read as it is."""
-    exact, coded = layer.keys.shape[-2], layer.key_codes.tokens
-    parts = []
-    if exact:
-        behind = None if starts is None else (starts - coded).clamp(min=0)
-        parts.append(mla_decode(query, layer.keys[:, 0], layer.values[:, 0], scale, starts=behind))
-    if coded:
-        latents, rope = layer.key_codes, layer.value_codes
+    latents, rope = layer.key_codes, layer.value_codes
+
+    def exact_part() -> tuple[Tensor, Tensor]:
+        behind = None if starts is None else (starts - latents.tokens).clamp(min=0)
+        return mla_decode(query, layer.keys[:, 0], layer.values[:, 0], scale, starts=behind)
+
+    def coded_part() -> tuple[Tensor, Tensor]:
         held = [None if each is None else each[:, 0] for each in (latents.codes, latents.scale, latents.zero)]
         held += [None if each is None else each[:, 0] for each in (rope.codes, rope.scale, rope.zero)]
-        lengths = torch.full((len(query),), coded + exact, dtype=torch.int32, device=query.device)
-        parts.append(
-            mla_decode_quantized(
-                query,
-                *held,
-                scale,
-                format=layer.format,
-                group=layer.group,
-                by_channel=layer.keys_by == "channel",
-                lengths=lengths,
-                starts=starts,
-            )
+        length = latents.tokens + layer.keys.shape[-2]
+        return mla_decode_quantized(
+            query,
+            *held,
+            scale,
+            format=layer.format,
+            group=layer.group,
+            by_channel=layer.keys_by == "channel",
+            lengths=torch.full((len(query),), length, dtype=torch.int32, device=query.device),
+            starts=starts,
         )
-    outs, logs = zip(*parts, strict=True)
-    return outs[0] if len(parts) == 1 else merge_parts(outs, logs)[0]
+
+    return of_both(layer, exact_part, coded_part)

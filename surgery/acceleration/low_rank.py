@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from surgery.acceleration.codes import of_both
 from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.steps import is_step
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, lowrank_decode_quantized, rotation_tables
-from surgery.kernels.merge_parts import merge_parts
 from surgery.model.exact_window_cache import ExactWindowLayer
 from surgery.model.low_rank_attention import LowRankAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -148,22 +148,23 @@ def _coded(
     query: Tensor, layer: QuantizedKVLayer, key_up: Tensor, scale: float, starts: Tensor | None, reading: dict
 ) -> Tensor:
     """Mixed latents of a quantised layer: codes and the exact latents behind them, each read as they are."""
-    latents, coded, exact = layer.key_codes, layer.key_codes.tokens, layer.keys.shape[-2]
-    lengths = torch.full((len(query),), coded + exact, dtype=torch.int32, device=query.device)
-    parts = []
-    if exact:
-        first = torch.full_like(lengths, coded)
+    latents = layer.key_codes
+    length = latents.tokens + layer.keys.shape[-2]
+    lengths = torch.full((len(query),), length, dtype=torch.int32, device=query.device)
+
+    def exact_part() -> tuple[Tensor, Tensor]:
+        first = torch.full_like(lengths, latents.tokens)
         out, _, log = lowrank_decode(
             query, layer.keys[:, 0], key_up, scale, lengths=lengths, starts=starts, first=first, **reading
         )
-        parts.append((out, log))
-    if coded:
-        zero = None if latents.zero is None else latents.zero[:, 0]
+        return out, log
+
+    def coded_part() -> tuple[Tensor, Tensor]:
         out, _, log = lowrank_decode_quantized(
             query,
             latents.codes[:, 0],
             latents.scale[:, 0],
-            zero,
+            None if latents.zero is None else latents.zero[:, 0],
             key_up,
             scale,
             format=layer.format,
@@ -173,9 +174,9 @@ def _coded(
             starts=starts,
             **reading,
         )
-        parts.append((out, log))
-    outs, logs = zip(*parts, strict=True)
-    return outs[0] if len(parts) == 1 else merge_parts(outs, logs)[0]
+        return out, log
+
+    return of_both(layer, exact_part, coded_part)
 
 
 def _filled_slots(layer: ExactWindowLayer, queries: int, device: torch.device) -> Tensor:
