@@ -6,6 +6,7 @@ results come back in the order of the batches. Two processes therefore give the 
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -48,6 +49,9 @@ class Processes:
             # Without an accelerator, accelerate takes several processes for one each unless it is told.
             self._state = PartialState(cpu=cpu or not torch.accelerator.is_available(), timeout=PATIENCE)
             self.rank, self.count = self._state.process_index, self._state.num_processes
+            if self._state.backend == "gloo":
+                # Its threads abort a process that ends before them, now and then.
+                atexit.register(self._state.destroy_process_group)
 
     @property
     def is_main(self) -> bool:
