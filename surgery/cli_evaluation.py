@@ -32,7 +32,7 @@ def evaluate(
         _option(
             "--tasks",
             metavar="A,B",
-            help="loss, recall, needle, ruler, generate, memory, speed, or all of these; kernels; lm-eval:<task> "
+            help="loss, recall, needle, ruler, generate, memory, speed, or all of these; kernels; lm-eval:TASK "
             "[loss,recall]. KV bytes are always measured.",
             panel=TASKS,
         ),
