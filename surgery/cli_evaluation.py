@@ -227,13 +227,13 @@ def run(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Do everything that a recipe says, step by step: conversions and evaluations.
+    """Do everything that a recipe says, step by step: conversions, healing, evaluations.
 
     A step whose output is there already, made from the same source with the same settings, is not done again.
 
     Example:
 
-        surgery run recipes/testbed-report.yaml
+        surgery run recipes/testbed-mla.yaml --work mla/
     """
     from surgery.console import show_evaluation
     from surgery.progress import Progress

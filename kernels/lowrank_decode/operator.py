@@ -236,7 +236,7 @@ def lowrank_decode_op(
     if reason:
         tell_once("lowrank_decode", reason)
         return _reference(**arguments)
-    from surgery.kernels.lowrank_decode.kernel import default_config, launches, splits_of
+    from surgery.kernels.lowrank_decode.launches import default_config, launches, splits_of
     from surgery.kernels.tuned import key_of, tuned
 
     out, log = _outputs(query, latent, ranges, exact_value)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from surgery.kernels.launch import Launch
-from surgery.kernels.lowrank_decode.kernel import default_config
-from surgery.kernels.lowrank_decode.kernel import launches as launches_of
+from surgery.kernels.lowrank_decode.launches import default_config
+from surgery.kernels.lowrank_decode.launches import launches as launches_of
 
 
 def launch(

@@ -7,7 +7,7 @@ import torch
 from kernel_checks import assert_close, compiled
 
 from surgery.kernels.compilation import SHARED_LIMITS
-from surgery.kernels.lowrank_decode import kernel
+from surgery.kernels.lowrank_decode.launches import default_config, launches
 from surgery.kernels.lowrank_decode.operator import (
     lowrank_decode,
     lowrank_decode_op,
@@ -257,10 +257,10 @@ def run(given, *, splits, passing=None, **changes):
     batch, tokens, heads, dim = query.shape
     rank = latent.shape[-1] if ranges is None else max(ranges[3::4])
     width = rank + (given["exact_value"].shape[-1] if "exact_value" in given else 0)
-    config = kernel.default_config(dim=dim, key_rank=key_up.shape[-1], value_rank=rank, dtype=query.dtype)
+    config = default_config(dim=dim, key_rank=key_up.shape[-1], value_rank=rank, dtype=query.dtype)
     out, log = query.new_empty(batch, tokens, heads, width), query.new_empty(batch, tokens, heads, dtype=torch.float32)
     parts = log.new_empty(batch * tokens * heads, splits, width)
-    for launch in kernel.launches(
+    for launch in launches(
         **given,
         scale=query.shape[-1] ** -0.5,
         out=out,
