@@ -139,9 +139,9 @@ def _mla_decode_quantized(
         from surgery.kernels.mla_decode import quantized_kernel as kernel
 
         rows, rank, rope = query.shape[1] * query.shape[2], codes.shape[-1], rope_codes.shape[-1]
-        default = kernel.default_config(rows, rank, format, group, by_channel, shared_limit(query.device))
+        default = kernel.default_config(rows, rank, shared_limit(query.device))
         if query.device.type == "cuda":
-            reason = kernel.unsupported(rank, format, group, by_channel, query.dtype)
+            reason = kernel.unsupported(rank, group, by_channel, query.dtype)
     if reason:
         tell_once("mla_decode_quantized", reason)
         return quantized_latent_attention(*tensors[:7], *settings)

@@ -1,5 +1,7 @@
 """Launches of `mla_decode` at a context of 128k tokens, for `kernel_checks.compiled`."""
 
+from itertools import product
+
 import torch
 
 from surgery.kernels.compilation import SHARED_LIMITS
@@ -99,7 +101,7 @@ def quantized(
             parts=torch.empty(batch * heads, splits, rank),
             logs=torch.empty(batch * heads, splits),
             splits=splits,
-            config=quantized_kernel.default_config(heads, rank, format, group, by_channel, shared),
+            config=quantized_kernel.default_config(heads, rank, shared),
             native_fp8=shared > SHARED_LIMITS[80],
         )[0]
 
@@ -107,23 +109,23 @@ def quantized(
 def quantized_cases(shared: int) -> dict[str, Launch]:
     """Of what `quantized_kernel.unsupported` does not refuse."""
     made = {}
-    for rank, format, by_channel in (
-        (512, "int8", True),
-        (256, "int8", True),
-        (256, "fp8", True),
-        (256, "int8", False),
-        (256, "fp8", False),
-        (128, "int8", False),
-    ):
-        assert quantized_kernel.unsupported(rank, format, 32, by_channel, torch.bfloat16) is None
+    for rank, format, by_channel in product((512, 256, 96), ("int8", "int4", "int2", "fp8"), (True, False)):
+        assert quantized_kernel.unsupported(rank, 32, by_channel, torch.bfloat16) is None
         name = f"32 x {rank}+64 {format} by {'channel' if by_channel else 'token'}"
         made[name] = quantized(32, rank, 64, format, by_channel, shared=shared)
+    made["128 x 512+64 int4 by token, groups of 64"] = quantized(128, 512, 64, "int4", False, shared=shared, group=64)
+    made["28 x 448+64 int4 by channel, groups of 128"] = quantized(28, 448, 64, "int4", True, shared=shared, group=128)
     return made
 
 
 def first_launches() -> dict[str, Launch]:
     """The one shape that each default run looks at."""
     return {"32 x 512+64": launch(32, 512, 64, shared=SHARED_LIMITS[80])}
+
+
+def quantized_first() -> dict[str, Launch]:
+    """The one shape over codes that each default run looks at."""
+    return {"32 x 512+64 int4 by token": quantized(32, 512, 64, "int4", False, shared=SHARED_LIMITS[90])}
 
 
 def quantized_80() -> dict[str, Launch]:

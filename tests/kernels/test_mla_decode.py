@@ -274,7 +274,7 @@ def test_the_widest_latent_compiles_without_spills():
 @pytest.mark.parametrize("capability", [80, 90])
 def test_it_compiles_without_spills(capability):
     """Every default, at 128k tokens: within shared memory, nothing spilled, the matrix instructions expected."""
-    for name, facts in compiled(f"compile_mla_decode:launches_{capability}").items():
+    for name, facts in compiled(f"compile_mla_decode:launches_{capability}", (capability,)).items():
         made = facts[str(capability)]
         assert made["spill_bytes"] == 0, name
         assert made["shared_bytes"] <= SHARED_LIMITS[capability], name

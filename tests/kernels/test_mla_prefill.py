@@ -160,7 +160,7 @@ def test_the_attention_function_gives_masks_to_the_operator_and_to_pytorch_alike
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_without_spills(capability):
-    for name, targets in compiled(f"compile_mla_prefill:launches_{capability}").items():
+    for name, targets in compiled(f"compile_mla_prefill:launches_{capability}", (capability,)).items():
         made = targets[str(capability)]
         assert made["shared_bytes"] <= SHARED_LIMITS[capability], name
         if "fp32" not in name:

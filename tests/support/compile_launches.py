@@ -1,4 +1,4 @@
-"""Compiles the launches that `module:function` returns, for sm_80 and sm_90, and prints what they need as JSON."""
+"""Compiles the launches that `module:function` returns, for the capabilities behind it, and prints facts as JSON."""
 
 import importlib
 import json
@@ -11,9 +11,9 @@ module, function = sys.argv[1].split(":")
 facts = {}
 for name, launch in getattr(importlib.import_module(module), function)().items():
     facts[name] = {}
-    for capability in (80, 90):
-        made = asdict(compile_launch(launch, capability))
-        facts[name][str(capability)] = {key: value for key, value in made.items() if key != "ptx"} | {
+    for capability in sys.argv[2:]:
+        made = asdict(compile_launch(launch, int(capability)))
+        facts[name][capability] = {key: value for key, value in made.items() if key != "ptx"} | {
             "mma": sorted(made["mma"])
         }
 json.dump(facts, sys.stdout)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import torch
 import yaml
@@ -85,3 +87,23 @@ def same_results(one: dict, two: dict) -> None:
     for name, each in tensors[0].items():
         # Adam makes a full step of a gradient that is rounding alone.
         torch.testing.assert_close(tensors[1][name], each, rtol=1e-3, atol=2e-4)
+
+
+def sharded_as_one(
+    folder: Path, student: Path, teacher: Path, launch: Callable[[dict], CompletedProcess], alone: dict, **others
+) -> None:
+    """That a run which `launch` shards over two processes, resumed on its way, has the results of one process.
+
+    `others` are settings of both, `alone` those of the sharded run.
+    """
+    # A budget that grows would bend a schedule that ends with it.
+    others |= {"schedule": "constant", "warmup": 0}
+    others |= {"objective": {"kl": 1.0, "cross_entropy": 0.5, "hidden": 0.1, "attention": 0.1}}
+    one = heal_settings(folder, student, teacher, name="one", **others)
+    two = heal_settings(folder, student, teacher, name="two", **others, **alone, gradient_accumulation=1)
+    for steps in (4, 6):
+        done = launch({**two, "max_steps": steps, "overwrite": True})
+        assert done.returncode == 0, done.stderr[-3000:]
+    heal_here(one)
+    assert log_of(two, "resume")[0]["step"] == 4
+    same_results(one, two)

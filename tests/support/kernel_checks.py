@@ -38,16 +38,17 @@ def assert_close(name: str, got: Tensor, expected: Tensor, *, units: float = 4.0
         assert error <= most, f"{name}: relative error {error:.2e}, at most {most:.2e}"
 
 
-def compiled(cases: str) -> dict[str, dict[str, dict]]:
+def compiled(cases: str, capabilities: tuple[int, ...] = (80, 90)) -> dict[str, dict[str, dict]]:
     """Facts of launches, by name and "80" or "90"; compiled in a process that does not interpret kernels.
 
     Args:
         cases: "module:function" in the folders of tests; the function returns launches by name, on the meta device.
+        capabilities: what each is compiled for.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(SUPPORT), str(SUPPORT.parent / "kernels")])
     environment |= {"PYTHONPATH": path, "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, "-W", "ignore", str(SUPPORT / "compile_launches.py"), cases]
+    command = [sys.executable, "-W", "ignore", str(SUPPORT / "compile_launches.py"), cases, *map(str, capabilities)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from healing import heal_here, heal_settings, log_of, same_results, settings_file
+from healing import settings_file, sharded_as_one
 from tiny_models import make_checkpoint
 from torch.distributed import fsdp
 
@@ -51,25 +51,19 @@ def sharded_process(file: str) -> int:
     return heal.main(["--config", file])
 
 
+def launch(values: dict) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
+    return subprocess.run([*command, str(settings_file(values))], capture_output=True, text=True, env=environment)
+
+
 def test_a_sharded_run_is_that_of_one_process(tmp_path):
     if not hasattr(fsdp, "fully_shard"):
         pytest.skip("this torch has no FSDP2")
     teacher, student = (make_checkpoint(tmp_path / name, "llama", seed=seed) for seed, name in enumerate("ts"))
-    (tmp_path / "rules.json").write_text('{"*.k_proj.weight": [0, -1]}')
-    # A budget that grows would bend a schedule that ends with it.
-    common = {"entry_factors": str(tmp_path / "rules.json"), "schedule": "constant", "warmup": 0}
-    common |= {"objective": {"kl": 1.0, "cross_entropy": 0.5, "hidden": 0.1, "attention": 0.1}}
-    one = heal_settings(tmp_path, student, teacher, name="one", **common)
-    two = heal_settings(tmp_path, student, teacher, name="two", gradient_accumulation=1, shard_teacher=True, **common)
-    for steps in (4, 6):
-        file = settings_file({**two, "max_steps": steps, "overwrite": True})
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
-        done = subprocess.run([*command, str(file)], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-    heal_here(one)
-    assert log_of(two, "resume")[0]["step"] == 4
-    same_results(one, two)
+    rules = tmp_path / "rules.json"
+    rules.write_text('{"*.k_proj.weight": [0, -1]}')
+    sharded_as_one(tmp_path, student, teacher, launch, alone={"shard_teacher": True}, entry_factors=str(rules))
 
 
 if __name__ == "__main__":

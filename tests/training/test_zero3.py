@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from healing import heal_here, heal_settings, log_of, same_results, settings_file
+from healing import heal_settings, settings_file, sharded_as_one
 from tiny_models import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,17 +58,7 @@ def launch(folder: Path, values: dict) -> subprocess.CompletedProcess:
 
 def test_a_sharded_run_is_that_of_one_process(tmp_path, models):
     teacher, student = models
-    # A budget that grows would bend a schedule that ends with it.
-    common = {"schedule": "constant", "warmup": 0}
-    common |= {"objective": {"kl": 1.0, "cross_entropy": 0.5, "hidden": 0.1, "attention": 0.1}}
-    one = heal_settings(tmp_path, student, teacher, name="one", **common)
-    two = heal_settings(tmp_path, student, teacher, name="two", gradient_accumulation=1, **common)
-    for steps in (4, 6):
-        done = launch(tmp_path, {**two, "max_steps": steps, "overwrite": True})
-        assert done.returncode == 0, done.stderr[-3000:]
-    heal_here(one)
-    assert log_of(two, "resume")[0]["step"] == 4
-    same_results(one, two)
+    sharded_as_one(tmp_path, student, teacher, lambda values: launch(tmp_path, values), alone={})
 
 
 def test_rules_of_stock_mla_are_refused(tmp_path, models):
