@@ -15,7 +15,7 @@ from surgery.kernels.lowrank_decode.reference import STEP
 from surgery.kernels.split_kv import merge_launch, processors, split_count
 
 RESIDENT_BYTES = 64 * 1024
-"""Up-projections of one head up to this size stay in shared memory, larger ones pass through it for every block."""
+"""Up-projections of one head up to this size may stay in shared memory, larger ones pass through it for every block."""
 
 
 def chunk_of(*ranks: int, most: int = 128) -> int:
@@ -26,13 +26,15 @@ def chunk_of(*ranks: int, most: int = 128) -> int:
     return max(16, min(64, triton.next_power_of_2(max(ranks))))
 
 
-def default_config(*, dim: int, key_rank: int, value_rank: int, dtype: torch.dtype, capability: int = 90) -> Config:
+def default_config(
+    *, dim: int, key_rank: int, value_rank: int, dtype: torch.dtype, capability: int = 90, plain: bool = True
+) -> Config:
     """The configuration for a KV head, chosen by what compiles for GPUs of a capability (80, 90) without spills.
 
     64 tokens are the rows of a warp group's matrix instruction. Older GPUs have none, and too few registers for as many
-    tokens where U passes through shared memory: 32 there.
+    tokens where U passes through shared memory: 32 there. `plain` is without codes and without exact tokens.
     """
-    if key_rank * dim * dtype.itemsize <= RESIDENT_BYTES:
+    if plain and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES:
         most = 64 if dtype == torch.float32 else 128
         return Config(block_tokens=64, chunk=chunk_of(key_rank, value_rank, most=most), warps=8)
     if capability >= 90:
@@ -90,7 +92,9 @@ def launches(
     whole = splits == 1
     key_rank, dtype = key_up.shape[-1], query.dtype
     if resident is None:
-        resident = key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
+        # Codes and exact tokens leave no registers for it, but for a few tokens that share their scales.
+        room = exact_key is None and (not bits or (by_channel and config.block_tokens < 64))
+        resident = room and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
     reads = [0, key_rank, 0, value_rank] if ranges is None else ranges
     even = {*reads[1::4], *reads[3::4]} == {key_rank, value_rank} and key_rank % config.chunk == 0
     even = even and value_rank % config.chunk == 0 and len({*reads[1::4]}) == len({*reads[3::4]}) == 1

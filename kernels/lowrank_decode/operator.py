@@ -251,6 +251,7 @@ def lowrank_decode_op(
         value_rank=value_rank,
         dtype=query.dtype,
         capability=_capability(query.device),
+        plain=not bits and exact_key is None,
     )
     key = key_of(heads=heads, kv_heads=kv_heads, dim=dim, key=key_rank, value=value_rank, dtype=query.dtype, bits=bits)
     config = tuned("lowrank_decode", key, query.device, default)

@@ -50,8 +50,8 @@ def default_config(
     block_rows = 16 if rows <= 16 else 64 if rows > 32 and wide else 32
     warps = 8 if block_rows == 64 or dtype == torch.float32 else 4
     chunk = chunk_of(rank, 32 if dtype == torch.float32 else 256 if block_rows * rank >= 64 * 512 else 64)
-    most = 32 if block_rows * rank > 32 * 448 or dtype == torch.float32 else 64
-    for tokens, depth in ((most, 2), (32, 2), (16, 2), (16, 1)):
+    most = 16 if dtype == torch.float32 else 32 if block_rows * rank > 32 * 448 else 64
+    for tokens, depth in ((most, 2), (min(most, 32), 2), (16, 2), (16, 1)):
         # Where a token's page has to be fetched first, Triton counts every stage twice.
         config = Config(block_rows, tokens, chunk, None, warps, 1 + depth * (1 + paged))
         if shared_bytes(config, rank, rope, dtype.itemsize, paged=paged) <= shared:

@@ -1,6 +1,7 @@
 """Launches of attention over rebuilt keys, for `kernel_checks.compiled`: bf16, 128k tokens."""
 
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -32,7 +33,12 @@ def launch(
     width = width or key_rank
     value_rank = key_rank
     config = default_config(
-        dim=dim, key_rank=key_rank, value_rank=value_rank, dtype=torch.bfloat16, capability=capability
+        dim=dim,
+        key_rank=key_rank,
+        value_rank=value_rank,
+        dtype=torch.bfloat16,
+        capability=capability,
+        plain=not bits and not exact,
     )
     config = replace(config, **changes)
     with torch.device("meta"):
@@ -75,22 +81,41 @@ def launch(
 
 
 def launches() -> dict[str, Launch]:
-    """One of each way through the kernel."""
+    """One of each way through the kernel, for an H100 or H200."""
     return {
         "blocks of two heads": launch(32, 8, 128, 256, width=1024),
-        "joint, sm_90": launch(32, 8, 128, 512),
-        "joint, sm_80": launch(32, 8, 128, 512, capability=80),
+        "joint": launch(32, 8, 128, 512),
         "odd rank with an exact window": launch(8, 4, 32, 48, exact=132, norm=True),
     }
 
 
-def more_launches() -> dict[str, Launch]:
-    """The shapes of the models that are converted most."""
-    return {
-        "Llama-3-8B, joint 1024, sm_90": launch(32, 8, 128, 1024),
-        "Llama-3-8B, blocks of two heads, exact": launch(32, 8, 128, 256, width=1024, exact=132, norm=True),
-        "Llama-2-7B, blocks of four heads, sm_90": launch(32, 32, 128, 1024, width=8192),
-        "Llama-3-8B, int4 by token": launch(32, 8, 128, 256, width=1024, bits=4),
-        "Llama-3-8B, int4 by channel": launch(32, 8, 128, 256, width=1024, bits=4, by_channel=True),
-        "Qwen2.5-7B, one head": launch(28, 4, 128, 128, width=512),
+def launches_80() -> dict[str, Launch]:
+    """One for an A100."""
+    return {"joint": launch(32, 8, 128, 512, capability=80)}
+
+
+def more_launches_80() -> dict[str, Launch]:
+    return _more(80)
+
+
+def more_launches_90() -> dict[str, Launch]:
+    return _more(90)
+
+
+def _more(capability: int) -> dict[str, Launch]:
+    """The shapes of the models that are converted most, plain, beside exact tokens and as codes."""
+    made = {
+        "Llama-3-8B, joint 1024": launch(32, 8, 128, 1024, capability=capability),
+        "Llama-2-7B, blocks of four heads": launch(32, 32, 128, 1024, width=8192, capability=capability),
     }
+    shapes = {"Llama-3-8B, blocks of two heads": (32, 8, 128, 256), "Qwen2.5-7B, one head": (28, 4, 128, 128)}
+    for name, shape in shapes.items():
+        width = 1024 if shape[1] == 8 else 512
+        made[name] = launch(*shape, width=width, capability=capability)
+        made[f"{name}, exact"] = launch(*shape, width=width, exact=132, norm=True, capability=capability)
+        for bits, by_channel in product((8, 4), (True, False)):
+            by = "channel" if by_channel else "token"
+            made[f"{name}, {bits} bits by {by}"] = launch(
+                *shape, width=width, bits=bits, by_channel=by_channel, capability=capability
+            )
+    return made
