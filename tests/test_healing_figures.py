@@ -1,26 +1,52 @@
-"""The figures of docs/healing.md are those of the report that is committed beside it."""
+"""The figures of docs/healing.md and of the README are those of the report of healed testbeds."""
 
 import json
 import re
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+REPORT = ROOT / "docs" / "testbed" / "healing" / "report.json"
+NAMES = {"mla-4", "mla-8", "gqa-2", "mqa", "lowrank-8", "hybrid-12"}
+NUMBER, SHARE = r" ([\d.]+) \|", r" (\d+)% \|"
+PERCENT = r" ([\d.]+)% \|"
 
 
-def test_the_table_is_the_report():
-    report = json.loads((DOCS / "testbed" / "healing" / "report.json").read_text(encoding="utf-8"))
-    results = {row["name"]: row["results"] for row in report["rows"]}
-    source, trained = (results[name]["loss"]["loss"] for name in ("source", "source-trained"))
-    text = (DOCS / "healing.md").read_text(encoding="utf-8")
-    number, share = r" ([\d.]+) \|", r" (\d+)% \|"
-    row = r"^\| `([\w-]+)` \|" + 2 * number + 2 * share + 2 * number + 2 * r" ([\d.]+)% \|"
-    rows = re.findall(row, text, re.M)
-    assert {row[0] for row in rows} == {"mla-4", "mla-8", "gqa-2", "mqa", "lowrank-8", "hybrid-12"}
+def report() -> dict:
+    return json.loads(REPORT.read_text(encoding="utf-8"))
+
+
+def results() -> dict[str, dict]:
+    return {row["name"]: row["results"] for row in report()["rows"]}
+
+
+def losses_and_recall(*each: dict) -> tuple[list[str], list[str]]:
+    return [f"{one['loss']['loss']:.4f}" for one in each], [f"{100 * one['recall']['accuracy']:.1f}" for one in each]
+
+
+def test_the_page_is_the_report():
+    found = results()
+    source, trained = (found[name]["loss"]["loss"] for name in ("source", "source-trained"))
+    text = (ROOT / "docs" / "healing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)` \|" + 2 * NUMBER + 2 * SHARE + 2 * NUMBER + 2 * PERCENT, text, re.M)
+    assert {row[0] for row in rows} == NAMES
     for name, *shown in rows:
-        both = results[name], results[f"{name}-healed"]
+        both = found[name], found[f"{name}-healed"]
+        losses, recall = losses_and_recall(*both)
         before, after = (each["loss"]["loss"] for each in both)
-        expected = [f"{before:.4f}", f"{after:.4f}"]
-        expected += [f"{100 * (before - after) / (before - least):.0f}" for least in (source, trained)]
-        expected += [f"{each['loss']['divergence']['kl']:.4f}" for each in both]
-        expected += [f"{100 * each['recall']['accuracy']:.1f}" for each in both]
-        assert shown == expected
+        closed = [f"{100 * (before - after) / (before - least):.0f}" for least in (source, trained)]
+        assert shown == [*losses, *closed, *(f"{each['loss']['divergence']['kl']:.4f}" for each in both), *recall]
+
+
+def test_the_readme_is_the_report():
+    found, text = results(), (ROOT / "README.md").read_text(encoding="utf-8")
+    bytes_of = {row["name"]: row["kv"]["bytes_per_token"] for row in report()["rows"]}
+    rows = re.findall(r"^\| `([\w-]+)` \|" + PERCENT + 2 * NUMBER + 2 * PERCENT + "$", text, re.M)
+    assert {row[0] for row in rows} == NAMES
+    for name, share, *shown in rows:
+        losses, recall = losses_and_recall(found[name], found[f"{name}-healed"])
+        assert shown == [*losses, *recall]
+        assert share == f"{100 * bytes_of[name] / bytes_of['source']:.1f}"
+    (source,), (found_keys,) = losses_and_recall(found["source"])
+    (trained,), _ = losses_and_recall(found["source-trained"])
+    said = re.search(r"The source has ([\d.]+) and ([\d.]+)%; trained likewise for five minutes it has ([\d.]+),", text)
+    assert said.groups() == (source, found_keys, trained)
