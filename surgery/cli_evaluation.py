@@ -25,7 +25,12 @@ def evaluate(
     ],
     baseline: Annotated[
         str | None,
-        _option("--baseline", metavar="SRC", help="What the others are compared with: their source.", panel=TASKS),
+        _option(
+            "--baseline",
+            metavar="SRC|builtin",
+            help="What the others are compared with: their source; builtin is the model that ships.",
+            panel=TASKS,
+        ),
     ] = None,
     tasks: Annotated[
         str | None,
@@ -145,6 +150,7 @@ def evaluate(
         surgery eval ckpt-mla/ --baseline ckpt/ --tasks lm-eval:hellaswag --limit 100
     """
     from surgery.console import show_evaluation
+    from surgery.demo import model_named
     from surgery.evaluation.output import track, write_report
     from surgery.evaluation.run import Request, evaluate
     from surgery.evaluation.settings import EvalSettings
@@ -175,6 +181,9 @@ def evaluate(
     }
     given = {name: value for name, value in given.items() if value is not None}
     settings = EvalSettings.from_file(config, **given) if config else EvalSettings(**given)
+    if baseline is not None:
+        name, sign, checkpoint = baseline.rpartition("=")
+        baseline = name + sign + model_named(checkpoint)
     request = Request(
         tuple(checkpoints),
         baseline,

@@ -24,7 +24,12 @@ def heal(
     checkpoint: CheckpointArgument,
     teacher: Annotated[
         str | None,
-        typer.Option("--teacher", metavar="SRC", help="Its source, to distil from.", rich_help_panel=TRAINING),
+        typer.Option(
+            "--teacher",
+            metavar="SRC|builtin",
+            help="Its source, to distil from; builtin is the model that ships.",
+            rich_help_panel=TRAINING,
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -143,18 +148,21 @@ def heal(
 
         surgery heal ckpt-mla/ --teacher ckpt/ --max-tokens 20000000
 
+        surgery heal surgery-demo/ --teacher builtin --max-time 300
+
         surgery heal ckpt-mla/ --teacher ckpt/ --data text.jsonl --launcher fsdp2 --tracker wandb
 
         surgery heal ckpt-mla/ --teacher ckpt/ --dtype bf16 --dry-run --peak-tflops 989
     """
     from surgery.console_heal import show_healed, show_plan
+    from surgery.demo import model_named
     from surgery.heal import HealRequest, heal_checkpoint, plan_healing
     from surgery.launchers import check_processes, find_launcher
     from surgery.progress import Progress
 
     check_processes(processes)
     given = {
-        "teacher": teacher,
+        "teacher": None if teacher is None else model_named(teacher),
         "data": tuple(data) if data else None,
         "max_tokens": max_tokens,
         "max_seconds": max_seconds,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from surgery.errors import SurgeryError
 
+BUILTIN = "builtin"
 WINDOWS, PROMPTS, LENGTH, SEED = 8, 16, 1024, 2
 NEW_TOKENS = 48
 PROMPT = """def read_lines(path):
@@ -54,6 +55,11 @@ class Demo:
 def demo_model() -> Path:
     """The folder of the built-in model."""
     return _asset("demo-model")
+
+
+def model_named(name: str) -> str:
+    """A checkpoint as it is given, a path or hub id; of `builtin` the folder of the built-in model."""
+    return str(demo_model()) if name == BUILTIN else name
 
 
 def run_demo(out: str | Path, *, kv_ratio: float = 0.25, overwrite: bool = False, as_json: bool = False) -> Demo:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from surgery.settings import ConversionSettings
     from surgery.targets import Target
 
-BUILTIN = "builtin"
-
 
 @dataclass(frozen=True)
 class Step:
@@ -331,11 +329,9 @@ def _taken(settings: dict[str, Any], name: str, where: str) -> Any:
 
 def _checkpoint(name: str, finished: Finished) -> str:
     """A checkpoint's path or hub id: of an earlier step, of the model that ships, or as it is given."""
-    from surgery.demo import demo_model
+    from surgery.demo import model_named
 
-    if name in finished.checkpoints:
-        return str(finished.checkpoints[name])
-    return str(demo_model()) if name == BUILTIN else name
+    return str(finished.checkpoints[name]) if name in finished.checkpoints else model_named(name)
 
 
 def _row(given: str, finished: Finished) -> str:

@@ -298,3 +298,13 @@ def test_the_share_of_the_gap():
 def test_errors_are_one_line(tmp_path, monkeypatch, capsys):
     code, out, err = run_main(monkeypatch, capsys, "heal", str(tmp_path / "nowhere"), "--teacher", str(DEMO))
     assert code == 1 and not out and err.startswith("surgery: error:") and len(err.splitlines()) == 1
+
+
+def test_builtin_is_the_model_that_ships(tmp_path, monkeypatch, capsys):
+    plans = []
+    for teacher in ("builtin", str(DEMO)):
+        asked = ("heal", str(DEMO), "--teacher", teacher, "--max-tokens", "9999", "--out", str(tmp_path / "out"))
+        code, out, _ = run_main(monkeypatch, capsys, *asked, "--device", "cpu", "--dry-run", "--json")
+        assert code == 0
+        plans.append(out)
+    assert plans[0] == plans[1]
