@@ -8,6 +8,8 @@ import torch
 from tiny_models import make_checkpoint
 
 from surgery import cli
+from surgery.demo import demo_model
+from surgery.errors import SurgeryError
 
 QUICK = ["--windows", "2", "--length", "64", "--tasks", "loss", "--seed", "5", "--device", "cpu", "--variants", "none"]
 
@@ -79,3 +81,16 @@ def test_mistakes_are_one_line(main, folder, tmp_path, monkeypatch, arguments, t
     assert code == 1 and not out
     assert last.startswith("surgery: error: ") and told in last
     assert not list(tmp_path.iterdir())
+
+
+def test_the_baseline_may_be_the_model_that_ships(main, monkeypatch):
+    asked = []
+
+    def stop(request, progress):
+        asked.append(request.baseline)
+        raise SurgeryError("seen enough")
+
+    monkeypatch.setattr("surgery.evaluation.run.evaluate", stop)
+    for baseline in ("builtin", "source=builtin", "other"):
+        assert main("eval", "ckpt", "--baseline", baseline)[0] == 1
+    assert asked == [str(demo_model()), f"source={demo_model()}", "other"]
