@@ -8,7 +8,7 @@ rows of all products: those are then matrix instructions of a warp group for 16 
 time; the second time they come from a cache of the GPU. Held from one product to the other, as `kernel.py` holds exact
 ones, they stay in registers (64 tokens of r = 512 are a quarter of the register file) and spilled in every form tried.
 That the loop over keys is not unrolled keeps the compiler from merging the two. The price is arithmetic: some ten
-operations a number, which limit int8 on an H200 to about two thirds of what its memory delivers (counted, not measured).
+operations a number, which limit int8 on an H200 to about two thirds of its memory's rate (counted, not measured).
 
 **Scales.** A code becomes its number in fp32, and is then rounded to the query's dtype, as the cache that hands out its
 tokens would. A group's scale is loaded once for a chunk of a step and spread over the group in registers, where groups
