@@ -80,18 +80,12 @@ def launch(
         )[0]
 
 
-def launches() -> dict[str, Launch]:
-    """One of each way through the kernel, for an H100 or H200."""
-    return {
-        "blocks of two heads": launch(32, 8, 128, 256, width=1024),
-        "joint": launch(32, 8, 128, 512),
-        "odd rank with an exact window": launch(8, 4, 32, 48, exact=132, norm=True),
-    }
-
-
 def launches_80() -> dict[str, Launch]:
-    """One for an A100."""
-    return {"joint": launch(32, 8, 128, 512, capability=80)}
+    return _few(80)
+
+
+def launches_90() -> dict[str, Launch]:
+    return _few(90)
 
 
 def more_launches_80() -> dict[str, Launch]:
@@ -100,6 +94,15 @@ def more_launches_80() -> dict[str, Launch]:
 
 def more_launches_90() -> dict[str, Launch]:
     return _more(90)
+
+
+def _few(capability: int) -> dict[str, Launch]:
+    """One of each way through the kernel."""
+    return {
+        "blocks of two heads": launch(32, 8, 128, 256, width=1024, capability=capability),
+        "joint": launch(32, 8, 128, 512, capability=capability),
+        "odd rank with an exact window": launch(8, 4, 32, 48, exact=132, norm=True, capability=capability),
+    }
 
 
 def _more(capability: int) -> dict[str, Launch]:

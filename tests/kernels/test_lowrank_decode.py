@@ -415,19 +415,19 @@ def test_shapes_that_do_not_belong_together_are_refused():
             lowrank_decode(*arguments, 1.0, **options)
 
 
-@pytest.mark.parametrize(
-    ("cases", "capability", "spilled"),
-    [
-        ("launches", 90, 0),
-        ("launches_80", 80, 0),
-        pytest.param("more_launches_80", 80, 128, marks=pytest.mark.slow),
-        pytest.param("more_launches_90", 90, 0, marks=pytest.mark.slow),
-    ],
-)
-def test_it_compiles_for_gpus(cases, capability, spilled):
-    """On sm_80 ranks of 1024, and one head beside exact tokens, are a few addresses over 255 registers."""
-    for name, facts in compiled(f"compile_lowrank_decode:{cases}", (capability,)).items():
+SPILLED = {
+    (80, "Llama-3-8B, joint 1024"): 128,
+    (80, "Llama-2-7B, blocks of four heads"): 124,
+    (80, "Qwen2.5-7B, one head, exact"): 24,
+}
+"""Bytes, where a few addresses are over 255 registers."""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("cases", ["launches", pytest.param("more_launches", marks=pytest.mark.slow)])
+def test_it_compiles_for_gpus(cases, capability):
+    for name, facts in compiled(f"compile_lowrank_decode:{cases}_{capability}", (capability,)).items():
         made = facts[str(capability)]
-        assert made["spill_bytes"] <= spilled, f"{name}: {made}"
+        assert made["spill_bytes"] <= SPILLED.get((capability, name), 0), f"{name}: {made}"
         assert made["shared_bytes"] <= SHARED_LIMITS[capability], f"{name}: {made}"
         assert ("wgmma" if capability == 90 else "mma") in made["mma"], f"{name}: {made}"
