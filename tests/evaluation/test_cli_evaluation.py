@@ -1,13 +1,13 @@
 """`surgery eval`, `compare` and `run` as a user types them."""
 
 import json
-import sys
+from functools import partial
 
 import pytest
 import torch
+from command_line import run_main
 from tiny_models import make_checkpoint
 
-from surgery import cli
 from surgery.demo import demo_model
 from surgery.errors import SurgeryError
 
@@ -17,15 +17,7 @@ QUICK = ["--windows", "2", "--length", "64", "--tasks", "loss", "--seed", "5", "
 @pytest.fixture
 def main(monkeypatch, capsys):
     """Runs `surgery ARGUMENTS`: exit code, standard output, standard error."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["surgery", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        return ended.value.code or 0, captured.out, captured.err
-
-    return run
+    return partial(run_main, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")
