@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from surgery.healing_table import gap_closed, quality_table, stage_facts, stages
+from surgery.human import loss_of_stage
 
 LOADING = {
     "stock": """\
@@ -146,7 +147,7 @@ def _range(numbers: list[int]) -> str:
 def ladder_table(ladder: list[dict]) -> str:
     """Loss and recall per stage in Markdown."""
     rows = ["| stage | loss | recall |", "|---|---:|---:|"]
-    rows += [f"| {row['stage']} | {number(row['loss'], '.4f')} | {number(row['recall'], '.2f')} |" for row in ladder]
+    rows += [f"| {row['stage']} | {loss_of_stage(row)} | {number(row['recall'], '.2f')} |" for row in ladder]
     return "\n".join(rows)
 
 

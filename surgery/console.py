@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from surgery.human import count, decimal, duration, per_token, share, size
+from surgery.human import count, decimal, duration, loss_of_stage, per_token, share, size
 
 # Where nobody says how wide the page is: a file, a pipe.
 PLAIN_WIDTH = 120
@@ -261,8 +261,8 @@ def _show_ladder(page: Console, ladder: list[dict]) -> None:
         page.print("loss and recall were not measured: there was no text\n")
         return
     page.print("where the loss comes from")
-    rows = [(row["stage"], decimal(row["loss"], 4), decimal(row["recall"], 2)) for row in ladder]
-    page.print(make_table(["stage", "loss", "recall"], rows))
+    rows = [(row["stage"], loss_of_stage(row), decimal(row["recall"], 2)) for row in ladder]
+    page.print(make_table(["stage", "loss", "recall"], rows, right=(1, 2)))
 
 
 def _show_layers(page: Console, layers: list[dict]) -> None:

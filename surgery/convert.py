@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from surgery import layer_statistics, mla_split
+from surgery.alternatives import Alternatives, least_loss
 from surgery.anatomy import AttentionAnatomy
 from surgery.architectures.choose import Carrier
 from surgery.calibration.library import StatisticsLibrary
@@ -82,7 +83,7 @@ def convert_to_mla(
     opened, out, splits = check_request(source, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
     texts = load_texts(opened, settings, progress)
     method = mla.METHODS[settings.method]
-    with StatisticsLibrary() as library, BoundaryStore() as store:
+    with StatisticsLibrary() as library, BoundaryStore() as store, Alternatives() as alternatives:
         layer_statistics.gather(
             opened,
             library,
@@ -102,10 +103,21 @@ def convert_to_mla(
         with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
             fit = _sequential_fit(opened, texts, store, settings)
             stages = LOSSY_STAGES[: 3 if fit else 2]
-            ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, (*EXACT_STAGES, *stages))
-            layers = _convert_layers(opened, plan, library, fit, carrier, ladder, writer, settings, progress)
+            ladder = Ladder(
+                opened.stream,
+                texts.held_out,
+                settings.batch_size,
+                (*EXACT_STAGES, *stages),
+                exact=EXACT_STAGES,
+                steps=stages[:1],
+            )
+            reports = _convert_layers(opened, plan, library, fit, carrier, ladder, alternatives, settings, progress)
+            scores = ladder.scores()
+            result = least_loss(stages[1:], scores)
+            alternatives.write(result, opened.layers, writer)
+            layers = reports[result]
             kept = [name for name in opened.reader.names() if name not in replaced]
-            target = mla_target(opened, carrier, plan.method.name, layers)
+            target = {**mla_target(opened, carrier, plan.method.name, layers), "result": result}
             width = sum(carrier.writer.kv_width(layer) for layer in range(opened.layers))
             outcome = Outcome(
                 config=carrier.writer.config(opened.reader.config),
@@ -113,8 +125,8 @@ def convert_to_mla(
                 target=target,
                 kv_bytes=lambda tokens: width * carrier.writer.spec.dtype.itemsize * tokens,
                 layers=layers,
-                scores=ladder.scores(),
-                simulated=ladder.hidden[stages[-1]],
+                scores=scores,
+                simulated=ladder.hidden[result],
                 factors=carrier.writer.rescaled(kept) if carrier.stock else {},
                 own_class=not carrier.stock,
                 splits=[{**asdict(split), "held_out_loss": loss} for split, loss in tried],
@@ -193,29 +205,30 @@ def _convert_layers(
     fit: SequentialFit | None,
     carrier: Carrier,
     ladder: Ladder,
-    writer: CheckpointWriter,
+    alternatives: Alternatives,
     settings: ConvertSettings,
     progress: Progress,
-) -> list[LayerReport]:
-    """Converts, measures and writes one layer after the other."""
-    reports = []
+) -> dict[str, list[LayerReport]]:
+    """Converts and measures one layer after the other, the closed form and the fitted one; reports on both."""
+    reports: dict[str, list[LayerReport]] = {}
     with progress.phase("convert", opened.layers) as advance:
         for index in range(opened.layers):
             anatomy = opened.anatomy(index).to(torch.float64)
             converted = plan.convert(anatomy, library, index)
-            result, energies = converted.truncated, converted.energy[: converted.truncated.rank]
+            energies = {"truncated": converted.energy[: converted.truncated.rank]}
             stages = {"partial RoPE": converted.partial, "truncated": converted.truncated}
             with opened.stream.layer(index) as layer:
                 if fit:
                     metric = library.load(index)[0].output_gradient
                     solve = _Solver(converted.truncated, metric, index, opened.stream, settings)
-                    result = stages["fitted"] = fit.fit(index, layer, anatomy, solve).layer
-                    energies = solve.energies
+                    stages["fitted"] = fit.fit(index, layer, anatomy, solve).layer
+                    energies["fitted"] = solve.energies
                 forms = _forms(anatomy, converted.basis, stages, opened.stream)
                 errors = ladder.advance(layer, anatomy, forms, stages)
-            for name, tensor in carrier.writer.tensors(index, result.to("cpu", torch.float64)).items():
-                writer.write(name, tensor)
-            reports.append(LayerReport.of(index, converted, energies, errors))
+            for form, worth in energies.items():
+                tensors = carrier.writer.tensors(index, stages[form].to("cpu", torch.float64))
+                alternatives.save(form, index, tensors)
+                reports.setdefault(form, []).append(LayerReport.of(index, converted, worth, errors))
             advance()
     return reports
 

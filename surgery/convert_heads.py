@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from surgery import layer_statistics
+from surgery.alternatives import Alternatives, least_loss
 from surgery.anatomy import AttentionAnatomy
 from surgery.architectures import decilm
 from surgery.architectures.own_family import (
@@ -116,7 +117,7 @@ def convert_to_gqa(
         )
     weighted = settings.method == "fisher"
     texts = load_texts(opened, settings, progress)
-    with StatisticsLibrary() as library, BoundaryStore() as store:
+    with StatisticsLibrary() as library, BoundaryStore() as store, Alternatives() as alternatives:
         # The errors that the report predicts are in the metric of the loss, whatever metric the method works in.
         layer_statistics.gather(opened, library, texts.calibration, store, settings, progress, gradients=True)
         plan = _plan_heads(opened, budget, library, settings, progress)
@@ -132,7 +133,10 @@ def convert_to_gqa(
                 fit = SequentialFit(opened.stream, store, texts.calibration, settings.batch_size)
             stages = STAGES if fit else STAGES[:1]
             ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, stages)
-            layers = _merge_layers(opened, plan, library, fit, ladder, writer, settings, progress)
+            reports = _merge_layers(opened, plan, library, fit, ladder, alternatives, settings, progress)
+            scores = ladder.scores()
+            result = least_loss(stages, scores)
+            alternatives.write(result, opened.layers, writer)
             width = sum(kv_heads) * (first.head_dim + first.value_dim) * first.q.dtype.itemsize
             outcome = Outcome(
                 config=carrier.config,
@@ -144,11 +148,12 @@ def convert_to_gqa(
                     "reasons": [carrier.reason],
                     "kv_heads": kv_heads[0] if len(set(kv_heads)) == 1 else kv_heads,
                     "engines": carrier.engines,
+                    "result": result,
                 },
                 kv_bytes=lambda tokens: width * tokens,
-                layers=layers,
-                scores=ladder.scores(),
-                simulated=ladder.hidden[stages[-1]],
+                layers=reports,
+                scores=scores,
+                simulated=ladder.hidden[result],
                 own_class=carrier.own_class,
                 final_config=carrier.final_config,
                 final_code=carrier.final_code,
@@ -247,11 +252,11 @@ def _merge_layers(
     library: StatisticsLibrary,
     fit: SequentialFit | None,
     ladder: Ladder,
-    writer: CheckpointWriter,
+    alternatives: Alternatives,
     settings: KVHeadsSettings,
     progress: Progress,
 ) -> list[HeadsLayerReport]:
-    """Merges, fits, measures and writes one layer after the other."""
+    """Merges, fits and measures one layer after the other."""
     stream, reports = opened.stream, []
     with progress.phase("convert", opened.layers) as advance:
         for index in range(opened.layers):
@@ -273,9 +278,9 @@ def _merge_layers(
                 errors = ladder.advance(
                     layer, anatomy, {name: lambda form=form: form for name, form in forms.items()}, forms
                 )
-            result = source if kept else attention.anatomy.to("cpu", source.q.dtype)
-            for name, tensor in attention_tensors(result, index).items():
-                writer.write(name, tensor)
+            for form, merged_form in forms.items():
+                result = source if kept else merged_form.anatomy.to("cpu", source.q.dtype)
+                alternatives.save(form, index, attention_tensors(result, index))
             reports.append(
                 HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors, queries)
             )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from surgery import layer_statistics
+from surgery.alternatives import Alternatives, least_loss
 from surgery.anatomy import AttentionAnatomy
 from surgery.architectures.low_rank import REASON, OwnLowRank
 from surgery.architectures.own_class import ENGINES, MODEL_TYPE
@@ -39,8 +40,9 @@ from surgery.transforms.low_rank import SharedMoments, loss_metric, low_rank_lay
 from surgery.transforms.low_rank_fit import fit_low_rank_layer, order_latents
 from surgery.transforms.low_rank_layer import Block, LowRankLayer, SimulatedLowRank
 
-CLOSED, FITTED, EXACT_WINDOW = "low rank", "fitted", "exact window"
-"""Stages of a conversion in the ladder of the report, after the source."""
+CLOSED, FITTED = "low rank", "fitted"
+EXACT_WINDOW = {CLOSED: "exact window", FITTED: "fitted, exact window"}
+"""Stages of a conversion in the ladder of the report, after the source: the forms, and each beside an exact window."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def convert_to_low_rank(
     texts = load_texts(opened, settings, progress)
     if cascade and texts.calibration is None:
         raise SurgeryError("--to crosslayer: what layers have in common shows in text only: drop --calibration none")
-    with StatisticsLibrary() as library, BoundaryStore() as store:
+    with StatisticsLibrary() as library, BoundaryStore() as store, Alternatives() as alternatives:
         layer_statistics.gather(opened, library, texts.calibration, store, settings, progress, gradients=True)
         planned = _one_layer_settings(settings) if cascade else settings
         blocks = plan_ranks(opened, library, texts.held_out, planned, progress)
@@ -122,18 +124,28 @@ def convert_to_low_rank(
             if planned.method == "fisher" and texts.calibration is not None and settings.fit_steps:
                 fit = SequentialFit(opened.stream, store, texts.calibration, settings.batch_size)
             # In a fitted cascade the closed form of a layer stands on fitted latents, and is no stage by itself.
-            closed = () if cascade and fit else (CLOSED,)
-            stages = (*closed, *((FITTED,) if fit else ()), *((EXACT_WINDOW,) if settings.window else ()))
-            ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, stages)
+            forms = (*(() if cascade and fit else (CLOSED,)), *((FITTED,) if fit else ()))
+            windowed = tuple(EXACT_WINDOW[form] for form in forms) if settings.window else ()
+            ladder = Ladder(
+                opened.stream,
+                texts.held_out,
+                settings.batch_size,
+                (*forms, *windowed),
+                steps=forms if windowed else (),
+            )
             passing = _Pass(opened, library, store, fit, ladder, planned)
-            layers = []
+            reports: dict[str, list[LowRankLayerReport]] = {}
             with progress.phase("convert", opened.layers) as advance:
                 for index in range(opened.layers):
-                    result, report = passing.convert(index, blocks[index], _group_of(index, earlier))
-                    for name, tensor in writes.tensors(index, result.to("cpu", torch.float64)).items():
-                        writer.write(name, tensor)
-                    layers.append(report)
+                    converted = passing.convert(index, blocks[index], _group_of(index, earlier))
+                    for form, (layer, report) in converted.items():
+                        alternatives.save(form, index, writes.tensors(index, layer.to("cpu", torch.float64)))
+                        reports.setdefault(form, []).append(report)
                     advance()
+            scores = ladder.scores()
+            result = least_loss(windowed or forms, scores)
+            form = forms[(windowed or forms).index(result)]
+            alternatives.write(form, opened.layers, writer)
             outcome = Outcome(
                 config=writes.config(opened.reader.config),
                 replaced=replaced,
@@ -147,12 +159,13 @@ def convert_to_low_rank(
                     "shared_layers": list(earlier),
                     "sinks": settings.sinks,
                     "window": settings.window,
+                    "result": result,
                 },
                 kv_bytes=writes.kv_bytes,
                 groups=sorted({_group_of(index, earlier) for index in range(opened.layers)}),
-                layers=layers,
-                scores=ladder.scores(),
-                simulated=ladder.hidden[stages[-1]],
+                layers=reports[form],
+                scores=scores,
+                simulated=ladder.hidden[result],
                 own_class=True,
             )
             report = finish(writer, tensors, opened, settings, texts, outcome, command, progress)
@@ -177,8 +190,10 @@ class _Pass:
 
     def convert(
         self, index: int, blocks: tuple[Block, ...], group: tuple[int, int]
-    ) -> tuple[LowRankLayer, LowRankLayerReport]:
-        """Converts one layer; ``group`` are the first of the layers that share latents, and the one after the last."""
+    ) -> dict[str, tuple[LowRankLayer, LowRankLayerReport]]:
+        """Converts one layer, by form; ``group`` are the first of the layers that share latents, and the one after the
+        last.
+        """
         stream, (start, stop) = self._opened.stream, group
         if index == start:
             self._group = _Group()
@@ -189,26 +204,31 @@ class _Pass:
                 inputs = self._source_inputs(layer, index)
             if index > start:
                 latents = torch.cat(self._group.latents, dim=-1)
-                shared = SharedMoments.of(anatomy.to(stream.device, stream.dtype), inputs, latents)
+                live = anatomy.to(stream.device, stream.dtype)
+                shared = SharedMoments.of(live, inputs, latents, statistics.token_weight)
             converted = low_rank_layer(anatomy, statistics, blocks, self._settings.method, shared)
-            result = converted.layer
+            closed = converted.layer
             energies = torch.cat([e[: b.rank] for e, b in zip(converted.energies, blocks, strict=True)])
             # What a method keeps in any case (ThinK's values) counts as its best: JSON knows no infinity.
             energies = energies.clamp_max(energies[energies.isfinite()].max())
-            forms = {CLOSED: result} if CLOSED in self._ladder.hidden else {}
+            forms = {CLOSED: (closed, energies)} if CLOSED in self._ladder.hidden else {}
             if self._fit:
-                solve = self._solver(index, result, statistics)
-                fitted, energies = self._fit.fit(index, layer, anatomy, solve), self._energies
+                fitted = self._fit.fit(index, layer, anatomy, self._solver(index, closed, statistics))
                 self._group.fit.append(fitted)
-                forms[FITTED] = result = fitted.layer
+                forms[FITTED] = fitted.layer, self._energies
+            stages = {name: form for name, (form, _) in forms.items()}
             if self._settings.window:
-                forms[EXACT_WINDOW] = result
-            errors = self._measure(layer, anatomy, forms)
+                stages |= {EXACT_WINDOW[name]: form for name, (form, _) in forms.items()}
+            errors = self._measure(layer, anatomy, stages)
             if index + 1 < stop:
-                self._group.latents.append(result.to(stream.device, stream.dtype).latents(inputs))
+                last, _ = list(forms.values())[-1]
+                self._group.latents.append(last.to(stream.device, stream.dtype).latents(inputs))
         ranks = tuple(block.rank for block in blocks)
         predicted = converted.key_error, converted.value_error, converted.error
-        return result, LowRankLayerReport(index, ranks, result.shared, *predicted, energies.tolist(), errors)
+        return {
+            name: (form, LowRankLayerReport(index, ranks, form.shared, *predicted, worth.tolist(), errors))
+            for name, (form, worth) in forms.items()
+        }
 
     def _measure(
         self, layer: StreamedLayer, anatomy: AttentionAnatomy, forms: dict[str, LowRankLayer]
@@ -217,7 +237,9 @@ class _Pass:
         stream, modules = self._opened.stream, {}
         for name, form in forms.items():
             earlier = self._group.stages.setdefault(name, [])
-            window = {"sinks": self._settings.sinks, "window": self._settings.window} if name == EXACT_WINDOW else {}
+            window = {}
+            if name in EXACT_WINDOW.values():
+                window = {"sinks": self._settings.sinks, "window": self._settings.window}
             modules[name] = SimulatedLowRank(form.to(stream.device, stream.dtype), tuple(earlier), **window)
             earlier.append(modules[name])
         makers = {name: lambda module=module: module for name, module in modules.items()}

@@ -12,10 +12,16 @@ from surgery.layer_stream import LayerStream
 
 @dataclass(frozen=True)
 class Score:
-    """Mean loss in nats per predicted token and share of recall prompts answered right; None where not measured."""
+    """Mean loss in nats per predicted token and share of recall prompts answered right; None where not measured.
+
+    Attributes:
+        logit_difference: of a form that must equal the source, the largest difference of logits on a short text,
+            relative to the largest logit.
+    """
 
     loss: float | None
     recall: float | None
+    logit_difference: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class HeldOut:
         """Scores final hidden states [N, T, D], before the last norm."""
         loss = stream.loss(hidden[: self.texts], self.tokens[: self.texts]) if self.texts else None
         recall = None
-        if self.answers.any():
+        if self.answers.any() and len(hidden) > self.texts:
             row, position = self.answers.nonzero().T
             predicted = stream.logits(hidden[self.texts :][row, position - 1].to(stream.device, stream.dtype)).argmax(
                 -1

@@ -35,6 +35,13 @@ def decimal(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def loss_of_stage(row: dict) -> str:
+    """The loss of a stage of a conversion; of one that must equal the source, how far its logits are off."""
+    if row.get("logit_difference") is not None:
+        return f"the source's (logits: {row['logit_difference']:.0e})"
+    return decimal(row["loss"], 4)
+
+
 def share(value: float | None) -> str:
     """A share of one as a percentage, small ones with more digits; a dash where there is none."""
     if value is None:

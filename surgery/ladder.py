@@ -2,7 +2,8 @@
 
 Of an MLA conversion: source → merged → rotated are exact, partial RoPE and truncation each lose something, a
 least-squares fit wins some of it back; what is written and loaded again must equal the last. One loss per stage says
-where a conversion's loss comes from.
+where a conversion's loss comes from. Exact stages have none to tell: a short text shows that their logits are the
+source's.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 
 from surgery.anatomy import AttentionAnatomy
 from surgery.attention import CapturedAttention
-from surgery.held_out import HeldOut, Score
+from surgery.held_out import HeldOut, Score, logit_difference
 from surgery.layer_stream import LayerStream, StreamedLayer
 
+# Tokens of the first held-out sequence that exact stages are compared with the source on.
+EXACT_TOKENS = 128
 # Sequences on which a layer's own output error is measured; it settles long before the loss does.
 ERROR_SEQUENCES = 2
 
@@ -32,12 +35,30 @@ class Ladder:
         held_out: text and recall prompts.
         batch_size: sequences at a time.
         stages: names of the stages after the source, in order.
+        exact: those of them that must compute what the source does; they pass a short text only.
+        steps: those on the way to a result, whose loss is measured and whose recall is not.
+
+    Attributes:
+        hidden: by stage, [N, T, D]; of exact stages [1, EXACT_TOKENS, D], of steps the rows of text.
     """
 
-    def __init__(self, stream: LayerStream, held_out: HeldOut, batch_size: int, stages: tuple[str, ...]):
-        self._stream, self._held_out, self._batch_size = stream, held_out, batch_size
+    def __init__(
+        self,
+        stream: LayerStream,
+        held_out: HeldOut,
+        batch_size: int,
+        stages: tuple[str, ...],
+        *,
+        exact: Collection[str] = (),
+        steps: Collection[str] = (),
+    ):
+        self._stream, self._held_out, self._batch_size, self._exact = stream, held_out, batch_size, exact
         embedded = stream.embed(held_out.tokens)
-        self.hidden: dict[str, Tensor] = {stage: embedded.clone() for stage in ("source", *stages)}
+        rows = {stage: embedded for stage in ("source", *stages)}
+        rows |= dict.fromkeys(exact, embedded[:1, :EXACT_TOKENS])
+        if held_out.texts:
+            rows |= dict.fromkeys(steps, embedded[: held_out.texts])
+        self.hidden: dict[str, Tensor] = {stage: hidden.clone() for stage, hidden in rows.items()}
 
     def advance(
         self, layer: StreamedLayer, anatomy: AttentionAnatomy, forms: dict[str, Form], lossy: Collection[str]
@@ -64,8 +85,14 @@ class Ladder:
         return errors
 
     def scores(self) -> dict[str, Score]:
-        """Loss and recall of every stage, once all layers have passed."""
-        return {stage: self._held_out.score(self._stream, hidden) for stage, hidden in self.hidden.items()}
+        """Loss and recall of every stage, once all layers have passed; of exact stages how far logits are off."""
+        return {stage: self._score(stage, hidden) for stage, hidden in self.hidden.items()}
+
+    def _score(self, stage: str, hidden: Tensor) -> Score:
+        if stage not in self._exact:
+            return self._held_out.score(self._stream, hidden)
+        source = self.hidden["source"][: len(hidden), : hidden.shape[1]]
+        return Score(None, None, logit_difference(self._stream, source, self._stream, hidden))
 
     @torch.no_grad()
     def _source_output(self, layer: StreamedLayer, anatomy: AttentionAnatomy) -> CapturedAttention:

@@ -30,8 +30,9 @@ SOURCES = {
 class LayerSpectrum:
     """The energy of one layer's [k ; v], keys unrotated, along its best directions.
 
-    With C the second moment of [k ; v] and M that of its loss gradients, the eigenvalues of M^½ C M^½ are what each
-    direction of a latent carries; those left out add up to twice the expected loss in nats per token.
+    With C the second moment of [k ; v], tokens weighted by the gradient that they meet, and M that of its loss
+    gradients, the eigenvalues of M^½ C M^½ are what each direction of a latent carries; those left out add up to twice
+    the expected loss in nats per token.
 
     Attributes:
         energy: float64 [n], largest first.
@@ -43,7 +44,7 @@ class LayerSpectrum:
     @classmethod
     def of(cls, layer: int, statistics: LayerStatistics) -> LayerSpectrum:
         metric = damp(statistics.gradient, METRIC_DAMPING)
-        _, _, energy = reduced_rank_projection(statistics.moment, metric, 0)
+        _, _, energy = reduced_rank_projection(statistics.met_moment, metric, 0)
         return cls(layer, energy)
 
     @property

@@ -1,4 +1,10 @@
-"""What a conversion knows of one layer: second moments of its keys and values, of their loss gradients, and lags."""
+"""What a conversion knows of one layer: second moments of its keys and values, of their loss gradients, and lags.
+
+To second order an error ``δ = Δ z`` of keys and values costs ``E[(gᵀ Δ z)²] / 2`` nats, with g the loss gradient. Read
+as ``E[g gᵀ] ⊗ E[z zᵀ]`` (K-FAC, Martens and Grosse 2015, arXiv:1503.05671) that takes g and z for independent, which in
+real models they are not: few tokens, the first above all, carry most of the gradient. Weighting each token by the
+gradient that it meets, ``E[g gᵀ] ⊗ E[|g|² z zᵀ] / E|g|²``, keeps what they have in common.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +36,20 @@ class LayerStatistics:
     raw_gradient: Tensor | None = None  # as gradient, at keys before a key norm that follows them; None without one
     input_scale: Tensor | None = None  # E|x| per channel of the attention's inputs, [D]
     input_energy: Tensor | None = None  # E x², [D]
+    weighted_moment: Tensor | None = None  # E[|g|² z zᵀ] / E|g|², [n, n]; None without gradients
+    weighted_mean: Tensor | None = None  # E[|g|² z] / E|g|², [n]
+    token_weight: Tensor | None = None  # |g|² / E|g|² of every token in order, float32 [N T]
+    output_weight: Tensor | None = None  # the same of the gradient at the attention's output
+
+    @property
+    def met_moment(self) -> Tensor:
+        """Second moment of z as the loss meets it: weighted by the gradient where there is one."""
+        return self.moment if self.weighted_moment is None else self.weighted_moment
+
+    @property
+    def met_mean(self) -> Tensor | None:
+        """Mean of z under the weights of :attr:`met_moment`."""
+        return self.mean if self.weighted_mean is None else self.weighted_mean
 
     def keys(self, matrix: Tensor, anatomy: AttentionAnatomy) -> Tensor:
         """The key block of a moment over z, as [G, d, G, d]."""
@@ -53,6 +73,10 @@ class MomentAccumulator:
         self.raw_gradient = torch.zeros_like(self.moment) if gradients and anatomy.k_norm is not None else None
         self.input_scale = torch.zeros(anatomy.hidden, dtype=torch.float64)
         self.input_energy = torch.zeros(anatomy.hidden, dtype=torch.float64)
+        self.weighted_moment = torch.zeros_like(self.moment) if gradients else None
+        self.weighted_mean = torch.zeros(width, dtype=torch.float64) if gradients else None
+        self.token_energy: list[Tensor] = []
+        self.output_energy: list[Tensor] = []
         self.tokens = self.input_tokens = 0
 
     def add(self, projection: Projection, output_gradient: Tensor | None = None, inputs: Tensor | None = None) -> None:
@@ -69,7 +93,14 @@ class MomentAccumulator:
         self.query_energy += projection.q.detach().square().double().sum((0, 1)).cpu()
         if self.gradient is not None:
             k_grad, v_grad = projection.k.grad, projection.v.grad
-            self.gradient += _gram(_rows(k_grad, v_grad))
+            gradient = _rows(k_grad, v_grad)
+            self.gradient += _gram(gradient)
+            energy = _energy(gradient)
+            weighted = rows * energy.to(rows)[:, None]
+            self.weighted_moment += (rows.mT @ weighted).double().cpu()
+            self.weighted_mean += weighted.double().sum(0).cpu()
+            self.token_energy.append(energy)
+            self.output_energy.append(_energy(output_gradient.flatten(0, 1)))
             self.output_gradient += _gram(output_gradient.flatten(0, 1))
             if self.raw_gradient is not None:
                 raw = raw_key_gradient(k, k_grad, projection.key_gain.detach(), self._key_norm.weight)
@@ -86,6 +117,8 @@ class MomentAccumulator:
 
     def result(self) -> LayerStatistics:
         count, inputs = self.tokens, self.input_tokens
+        token_weight, output_weight = _weights(self.token_energy), _weights(self.output_energy)
+        weight = sum(float(energy.sum()) for energy in self.token_energy)
         return LayerStatistics(
             moment=self.moment / count,
             gradient=None if self.gradient is None else self.gradient / count,
@@ -98,6 +131,11 @@ class MomentAccumulator:
             raw_gradient=None if self.raw_gradient is None else self.raw_gradient / count,
             input_scale=self.input_scale / inputs if inputs else None,
             input_energy=self.input_energy / inputs if inputs else None,
+            # Where no token meets a gradient all count alike.
+            weighted_moment=self.weighted_moment / weight if weight > 0 else None,
+            weighted_mean=self.weighted_mean / weight if weight > 0 else None,
+            token_weight=token_weight,
+            output_weight=output_weight,
         )
 
 
@@ -179,3 +217,15 @@ def _rows(keys: Tensor, values: Tensor) -> Tensor:
 
 def _gram(rows: Tensor) -> Tensor:
     return (rows.mT @ rows).double().cpu()
+
+
+def _energy(rows: Tensor) -> Tensor:
+    """Squared length of each row, float64 on the CPU."""
+    return rows.double().square().sum(-1).cpu()
+
+
+def _weights(energies: list[Tensor]) -> Tensor | None:
+    """Energies of all tokens as weights of mean one; None where there are none, or nothing but zeros."""
+    if not energies or not (total := torch.cat(energies)).any():
+        return None
+    return (total / total.mean()).float()

@@ -86,8 +86,9 @@ def moments_of_heads(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, 
     def values_of(matrix: Tensor) -> Tensor:
         return matrix[keys:, keys:].reshape(groups, width, groups, width)
 
-    key = frequency_blocks(statistics.keys(statistics.moment, anatomy))
-    value = values_of(statistics.moment)
+    moment = statistics.met_moment if weighted else statistics.moment
+    key = frequency_blocks(statistics.keys(moment, anatomy))
+    value = values_of(moment)
     if weighted and statistics.gradient is not None:
         # Half: (g . δ)² of real pairs is |conj(g) δ|² / 2 on average over phases.
         key_metric = frequency_blocks(statistics.keys(statistics.gradient, anatomy)) / 2

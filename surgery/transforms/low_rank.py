@@ -51,27 +51,33 @@ class LowRankConversion:
 class SharedMoments:
     """What a layer's bias-free ``z`` has to do with the latents that earlier layers have cached of the same token.
 
-    Here keys carry the weight of a key norm, as in :class:`LayerStatistics`.
+    Here keys carry the weight of a key norm, as in :class:`LayerStatistics`, and tokens the weights of its
+    ``met_moment``.
     """
 
     cross: Tensor  # E[z c_sᵀ], [n, s]
     moment: Tensor  # E[c_s c_sᵀ], [s, s]
 
     @classmethod
-    def of(cls, anatomy: AttentionAnatomy, inputs: Tensor, latents: Tensor) -> SharedMoments:
+    def of(
+        cls, anatomy: AttentionAnatomy, inputs: Tensor, latents: Tensor, weight: Tensor | None = None
+    ) -> SharedMoments:
         """Measures them on the layer's inputs [N, T, D] and the shared latents [N, T, s] of the same tokens.
 
-        Products of a sequence are taken in the anatomy's dtype and summed in float64.
+        ``weight`` [N T] is :attr:`LayerStatistics.token_weight`. Products of a sequence are taken in the anatomy's
+        dtype and summed in float64.
         """
+        weight = torch.ones(inputs.shape[:2].numel()) if weight is None else weight
         rows = kv_rows(anatomy)
         cross = torch.zeros(len(rows), latents.shape[-1], dtype=torch.float64)
         moment = torch.zeros(latents.shape[-1], latents.shape[-1], dtype=torch.float64)
-        for x, c in zip(inputs, latents, strict=True):
+        for x, c, w in zip(inputs, latents, weight.view(inputs.shape[:2]), strict=True):
             c = c.to(rows)
-            cross += (rows @ (x.to(rows).mT @ c)).double().cpu()
-            moment += (c.mT @ c).double().cpu()
-        tokens = inputs.shape[0] * inputs.shape[1]
-        return cls(cross / tokens, moment / tokens)
+            weighted = c * w.to(rows)[:, None]
+            cross += (rows @ (x.to(rows).mT @ weighted)).double().cpu()
+            moment += (c.mT @ weighted).double().cpu()
+        total = float(weight.double().sum())
+        return cls(cross / total, moment / total)
 
 
 def kv_rows(anatomy: AttentionAnatomy) -> Tensor:
@@ -114,7 +120,8 @@ def low_rank_layer(
         raise ValueError("latents of earlier layers can be read by method fisher with one block of latents only")
     _check_statistics(method, anatomy, statistics)
     scale = _key_scale(anatomy)
-    moment = _bias_free(anatomy, statistics) / scale / scale[:, None]
+    met = _bias_free(anatomy, statistics, met=True) / scale / scale[:, None]
+    moment = met if chosen.weighted else _bias_free(anatomy, statistics, met=False) / scale / scale[:, None]
     weight = kv_rows(anatomy) / scale[:, None]
     gradient = _gradient(statistics, scale)
     regression = torch.zeros(len(moment), 0, dtype=moment.dtype)
@@ -122,7 +129,7 @@ def low_rank_layer(
         cross = shared.cross / scale[:, None]
         regression = _regression(cross, shared.moment)
         predicted = regression @ cross.mT
-        moment = moment - predicted - predicted.mT + regression @ shared.moment @ regression.mT
+        moment = met = met - predicted - predicted.mT + regression @ shared.moment @ regression.mT
     whole = BlockMoments(
         moment=moment,
         metric=gradient,
@@ -150,7 +157,7 @@ def low_rank_layer(
         key_up=key_up.unflatten(0, (anatomy.kv_heads, anatomy.head_dim)),
         value_up=value_up.unflatten(0, (anatomy.kv_heads, anatomy.value_dim)),
     )
-    return LowRankConversion(layer, *_errors(len(key_up), moment, gradient, projection), tuple(energies))
+    return LowRankConversion(layer, *_errors(len(key_up), met, gradient, projection), tuple(energies))
 
 
 def _check_blocks(anatomy: AttentionAnatomy, blocks: tuple[Block, ...]) -> None:
@@ -192,19 +199,20 @@ def _finite(scale: Tensor) -> Tensor:
     return torch.where(scale.isinf(), 0, scale)
 
 
-def _bias_free(anatomy: AttentionAnatomy, statistics: LayerStatistics) -> Tensor:
-    """``E[z zᵀ]`` of ``z`` less its bias, [n, n], a key norm's weight in the keys."""
+def _bias_free(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, met: bool) -> Tensor:
+    """``E[z zᵀ]`` of ``z`` less its bias, [n, n], a key norm's weight in the keys; as the loss meets it if ``met``."""
     key_bias, value_bias = anatomy.key_weight()[1], anatomy.v_bias
+    moment = statistics.met_moment if met else statistics.moment
     if key_bias is None and value_bias is None:
-        return statistics.moment
-    keys = anatomy.kv_heads * anatomy.head_dim
-    bias = torch.zeros_like(statistics.mean)
+        return moment
+    keys, mean = anatomy.kv_heads * anatomy.head_dim, statistics.met_mean if met else statistics.mean
+    bias = torch.zeros_like(mean)
     if key_bias is not None:
         bias[:keys] = key_bias.flatten()
     if value_bias is not None:
         bias[keys:] = value_bias.flatten()
-    both = torch.outer(bias, statistics.mean)
-    return statistics.moment - both - both.mT + torch.outer(bias, bias)
+    both = torch.outer(bias, mean)
+    return moment - both - both.mT + torch.outer(bias, bias)
 
 
 def _gradient(statistics: LayerStatistics, scale: Tensor) -> Tensor | None:

@@ -97,7 +97,8 @@ def key_basis(method: Method, anatomy: AttentionAnatomy, statistics: LayerStatis
     if method.folds:
         return folded_basis(statistics.keys(statistics.moment, anatomy), split.fold, split.rope_dim // 2)
     if method.gradients:
-        return energy_basis(statistics.keys(statistics.moment, anatomy), statistics.keys(statistics.gradient, anatomy))
+        moment, gradient = statistics.met_moment, statistics.gradient
+        return energy_basis(statistics.keys(moment, anatomy), statistics.keys(gradient, anatomy))
     return identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
 
 
@@ -148,7 +149,7 @@ def convert_layer(
     constant = lags.constant() if method.lags else None
     partial = partial_rope.latent_form(anatomy, basis, rotated, constant)
     rows = partial_rope.latent_rows(anatomy, basis, rotated)
-    moment = rows @ statistics.moment @ rows.mT
+    moment = rows @ (statistics.met_moment if method.gradients else statistics.moment) @ rows.mT
     keys = moment.shape[0] - anatomy.kv_heads * anatomy.value_dim
     if method.gradients:
         dual = partial_rope.latent_rows(anatomy, basis, rotated, dual=True)

@@ -93,9 +93,15 @@ def metric_of(statistics: LayerStatistics) -> Tensor:
     return damp(gradient, METRIC_DAMPING)
 
 
-def assert_predicted(converted: LowRankConversion, error: Tensor, metric: Tensor) -> None:
+def met(error: Tensor, statistics: LayerStatistics) -> Tensor:
+    """Second moment of errors [tokens, n], each token weighted by the gradient that it meets."""
+    weight = statistics.token_weight.double()
+    return error.mT @ (error * weight[:, None]) / weight.sum()
+
+
+def assert_predicted(converted: LowRankConversion, error: Tensor, statistics: LayerStatistics) -> None:
     keys = G * HEAD
-    both = metric * (error.mT @ error / len(error))
+    both = metric_of(statistics) * met(error, statistics)
     assert converted.error == pytest.approx(float(both.sum()), rel=1e-7)
     assert converted.key_error == pytest.approx(float(both[:keys, :keys].sum()), rel=1e-7)
     assert converted.value_error == pytest.approx(float(both[keys:, keys:].sum()), rel=1e-7)
@@ -120,7 +126,7 @@ def test_predicted_errors_are_the_measured_ones(method, kind):
     layer = random_layer(kind)
     statistics, blocks = swept(layer), blocks_for(method, layer, WIDTH * 3 // 4)
     converted = low_rank_layer(layer, statistics, blocks, method)
-    assert_predicted(converted, lost(converted, inputs_of(layer)), metric_of(statistics))
+    assert_predicted(converted, lost(converted, inputs_of(layer)), statistics)
     mask = torch.cat([converted.layer.key_mask(), converted.layer.value_mask()])
     ups = torch.cat([converted.layer.key_up, converted.layer.value_up]).mT
     assert not ups[~mask].any()
@@ -198,10 +204,11 @@ def test_channels_that_the_key_norm_removes_are_left_alone():
 
 def test_latents_are_as_large_as_what_they_stand_for():
     layer = random_layer()
-    converted = low_rank_layer(layer, swept(layer), blocks_for("fisher", layer, 12))
+    statistics = swept(layer)
+    converted = low_rank_layer(layer, statistics, blocks_for("fisher", layer, 12))
     x = inputs_of(layer)
-    latents, whole = x @ converted.layer.down.mT, bias_free(layer, x)
-    assert float(latents.square().sum()) == pytest.approx(float(whole.square().sum()), rel=1e-8)
+    latents, whole = (x @ converted.layer.down.mT).flatten(0, 1), bias_free(layer, x)
+    assert float(met(latents, statistics).trace()) == pytest.approx(float(met(whole, statistics).trace()), rel=1e-6)
 
 
 # Latents of earlier layers.
@@ -214,20 +221,21 @@ def test_shared_latents_are_used_as_well_as_least_squares_can(kind):
     shared = x @ random(D, 7, seed=70) + 0.5 * random(4, 60, 7, seed=71)
     shared = torch.cat([shared * torch.tensor([1.0, 1e-3, 30.0, 1.0, 1.0, 1.0, 1.0]), shared[..., :1] * 1.001], dim=-1)
     statistics = swept(layer)
-    moments = SharedMoments.of(layer, x, shared)
+    moments = SharedMoments.of(layer, x, shared, statistics.token_weight)
     converted = low_rank_layer(layer, statistics, blocks_for("fisher", layer, 9), shared=moments)
     assert (converted.layer.rank, converted.layer.shared) == (9, 8)
     error, metric = lost(converted, x, shared), metric_of(statistics)
-    assert_predicted(converted, error, metric)
+    assert_predicted(converted, error, statistics)
     assert converted.error == pytest.approx(float(converted.energies[0][9:].sum()), rel=1e-6)
     # No other ups do better on the same latents.
-    latents = torch.cat([shared, x @ converted.layer.down.mT], dim=-1).flatten(0, 1)
-    whole = bias_free(layer, x)
+    root = statistics.token_weight.double().sqrt()[:, None]
+    latents = root * torch.cat([shared, x @ converted.layer.down.mT], dim=-1).flatten(0, 1)
+    whole = root * bias_free(layer, x)
     best = whole - latents @ (torch.linalg.pinv(latents, rtol=1e-12) @ whole)
-    assert float((error - best).norm() / best.norm()) < 1e-4
+    assert float((root * error - best).norm() / best.norm()) < 1e-4
     # Nor do the latents that a layer alone would choose, with the best ups.
     alone = low_rank_layer(layer, statistics, blocks_for("fisher", layer, 9))
-    latents = torch.cat([shared, x @ alone.layer.down.mT], dim=-1).flatten(0, 1)
+    latents = root * torch.cat([shared, x @ alone.layer.down.mT], dim=-1).flatten(0, 1)
     other = whole - latents @ (torch.linalg.pinv(latents, rtol=1e-12) @ whole)
     assert converted.error < float((metric * (other.mT @ other / len(other))).sum())
     assert converted.error < alone.error
@@ -238,8 +246,9 @@ def test_a_group_reads_the_latents_that_its_first_layer_cached():
     x = inputs_of(first)
     start = low_rank_layer(first, swept(first), blocks_for("fisher", first, 30))
     # The second layer sees the same inputs: with 30 + 18 latents it has all that there is to know of 40 channels.
-    moments = SharedMoments.of(second, x, start.layer.latents(x))
-    converted = low_rank_layer(second, swept(second), blocks_for("fisher", second, 18), shared=moments)
+    statistics = swept(second)
+    moments = SharedMoments.of(second, x, start.layer.latents(x), statistics.token_weight)
+    converted = low_rank_layer(second, statistics, blocks_for("fisher", second, 18), shared=moments)
     earlier = SimulatedLowRank(start.layer)
     earlier(x)
     got, _ = SimulatedLowRank(converted.layer, (earlier,))(x)

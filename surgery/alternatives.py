@@ -1,0 +1,49 @@
+"""New tensors of every layer in more than one form, until it is known which form loses least.
+
+A layer-wise fit lowers its own error on its own text; whether the model is better for it shows once all layers have
+passed. So both forms wait on disk, and what is written is the one whose held-out loss is lower.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from surgery.checkpoint import CheckpointWriter
+from surgery.held_out import Score
+
+
+class Alternatives:
+    """One file a layer and form in a temporary folder; a context manager that removes them at its end."""
+
+    def __init__(self):
+        self._folder = tempfile.TemporaryDirectory(prefix="surgery-alternatives-")
+
+    def __enter__(self) -> Alternatives:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self._folder.cleanup()
+
+    def _path(self, form: str, layer: int) -> Path:
+        return Path(self._folder.name) / f"{form}-{layer:05d}.safetensors"
+
+    def save(self, form: str, layer: int, tensors: Mapping[str, Tensor]) -> None:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self._path(form, layer))
+
+    def write(self, form: str, layers: int, writer: CheckpointWriter) -> None:
+        """Writes the tensors of all layers in one form."""
+        for layer in range(layers):
+            for name, tensor in load_file(self._path(form, layer)).items():
+                writer.write(name, tensor)
+
+
+def least_loss(forms: Sequence[str], scores: Mapping[str, Score]) -> str:
+    """The form of least held-out loss, the earlier of equal ones; the last where no loss was measured."""
+    if scores[forms[-1]].loss is None:
+        return forms[-1]
+    return min(forms, key=lambda form: scores[form].loss)
