@@ -77,7 +77,9 @@ def test_named_methods(converted, method):
     result = converted("llama", method=method, kv_ratio=0.75, calibration_tokens=512)
     ladder = {row["stage"]: row["loss"] for row in result.report.ladder}
     assert ("fitted" in ladder) == (method == "fisher")
-    assert ladder["reloaded"] == pytest.approx(min(ladder[form] for form in (CLOSED, FITTED) if form in ladder), abs=1e-4)
+    assert ladder["reloaded"] == pytest.approx(
+        min(ladder[form] for form in (CLOSED, FITTED) if form in ladder), abs=1e-4
+    )
     assert result.report.kv["ratio"] <= 0.75
     assert json.loads((result.path / REPORT).read_text())["target"]["method"] == method
 

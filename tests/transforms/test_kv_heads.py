@@ -142,7 +142,9 @@ def test_heads_that_are_alike_merge_exactly(method, rigid, biased):
 def test_the_predicted_error_is_the_measured_one(method, kv_heads):
     """What each head reads of the shared ones is taken from the merged weights, and compared with the source's."""
     layer = random_layer()
-    merged = merge_kv_heads(layer, statistics_of(layer), kv_heads, method)
+    statistics = statistics_of(layer)
+    merged = merge_kv_heads(layer, statistics, kv_heads, method)
+    weight = statistics.token_weight.double()  # tokens count by the gradients that they meet
     x = inputs_of(layer)
     source, short = layer.project(x), merged.anatomy.project(x)
     order, repeat = query_order(merged.groups), H // G
@@ -161,9 +163,9 @@ def test_the_predicted_error_is_the_measured_one(method, kv_heads):
         group = slice(first, first + size)
         g, delta = to_complex(key_gradient[:, :, group]).flatten(0, 1), key[:, :, group].flatten(0, 1)
         metric = torch.einsum("tgl,thl->lgh", g, g.conj()) / len(g)
-        key_error += 0.5 * torch.einsum("tgl,lgh,thl->", delta.conj(), metric, delta).real / len(g)
+        key_error += 0.5 * torch.einsum("tgl,lgh,thl,t->", delta.conj(), metric, delta, weight + 0j).real / weight.sum()
         g, delta = value_gradient[:, :, group].flatten(2).flatten(0, 1), value[:, :, group].flatten(2).flatten(0, 1)
-        value_error += (delta @ (g.T @ g) * delta).sum() / len(g) ** 2
+        value_error += ((delta @ (g.T @ g) * delta).sum(1) * weight).sum() / len(g) / weight.sum()
     assert merged.key_error == pytest.approx(float(key_error), rel=1e-6)
     assert merged.value_error == pytest.approx(float(value_error), rel=1e-6)
 
