@@ -220,12 +220,18 @@ def convert(
     ] = None,
     bits: Annotated[
         str | None,
-        typer.Option("--bits", metavar="8|4|2|fp8", help="Of a cached number (quantized) [4].", rich_help_panel=BUDGET),
+        typer.Option(
+            "--bits",
+            metavar="8|4|2|fp8",
+            help="Of a cached number (quantized [4]); any other target then ends in a quantised cache, and its ratio "
+            "counts numbers.",
+            rich_help_panel=BUDGET,
+        ),
     ] = None,
     group: Annotated[
         int | None,
         typer.Option(
-            "--group", metavar="N", help="Numbers that share a scale (quantized) [32].", rich_help_panel=BUDGET
+            "--group", metavar="N", help="Numbers that share a scale (with bits) [32].", rich_help_panel=BUDGET
         ),
     ] = None,
     keys: Annotated[
@@ -233,7 +239,7 @@ def convert(
         typer.Option(
             "--keys",
             help="What shares a scale of keys or latents: the tokens of a channel, or the channels of a token "
-            "(quantized) [channel].",
+            "(with bits) [channel].",
             rich_help_panel=BUDGET,
         ),
     ] = None,
@@ -250,7 +256,7 @@ def convert(
         bool | None,
         typer.Option(
             "--hadamard",
-            help="Fold a rotation into the weights that spreads outliers (quantized).",
+            help="Fold a rotation into the weights that spreads outliers (with bits).",
             rich_help_panel=BUDGET,
         ),
     ] = None,
@@ -331,6 +337,8 @@ def convert(
         surgery convert --to crosslayer ckpt/ --kv-ratio 0.125 --group-size 4
 
         surgery convert --to hybrid ckpt/ --heads ckpt-heads-duo.safetensors --kv-ratio 0.4
+
+        surgery convert --to lowrank ckpt/ --kv-ratio 0.5 --bits 4
 
         surgery convert --to quantized ckpt-lowrank/ --bits 4
     """

@@ -65,7 +65,55 @@ class ConversionSettings(FileSettings):
 
 
 @dataclass(frozen=True)
-class ConvertSettings(ConversionSettings):
+class StructureSettings(ConversionSettings):
+    """What conversions can be asked for whose result may keep its cache as codes of a few bits.
+
+    Attributes:
+        bits: of a cached number: 8, 4, 2, or "fp8" (e4m3); None: those of the weights. ``kv_ratio`` and what else fixes
+            the structure count numbers, so the bytes are less by these bits.
+        group, keys, hadamard: as for ``--to quantized``, :class:`QuantizedSettings`; with bits only.
+    """
+
+    bits: int | str | None = None
+    group: int = 32
+    keys: str = "channel"
+    hadamard: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_choice("keys", ("channel", "token"))
+        self._check_positive("group")
+        if self.bits is None:
+            if (self.group, self.keys, self.hadamard) != (32, "channel", False):
+                raise SurgeryError("group, keys and hadamard are of a quantised cache: give bits too")
+            return
+        if str(self.bits) not in ("8", "4", "2", "fp8"):
+            raise SurgeryError(f"bits {self.bits!r}: choose 8, 4, 2 or fp8")
+        if self.group * (8 if self.bits == "fp8" else int(self.bits)) % 8:
+            raise SurgeryError(f"group {self.group} of {self.bits} bits fills no whole bytes: choose a multiple of 4")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the result keeps its cache as codes."""
+        return self.bits is not None
+
+    @property
+    def format(self) -> str:
+        """Of a code, as the cache layers call it."""
+        return _format(self.bits)
+
+    @property
+    def suffix(self) -> str:
+        """What bits add to the default name of the output."""
+        return f"-{self.format}" if self.quantizes else ""
+
+    def kv_cache(self) -> dict[str, int | str]:
+        """What config.json of the own class says."""
+        return {"format": self.format, "group": self.group, "window": 0, "keys": self.keys}
+
+
+@dataclass(frozen=True)
+class ConvertSettings(StructureSettings):
     """Settings of ``surgery convert --to mla``; configs/mla.yaml holds the same with comments.
 
     Attributes:
@@ -104,6 +152,10 @@ class ConvertSettings(ConversionSettings):
         ):
             self._check_choice(name, allowed)
         super().__post_init__()
+        if self.quantizes:
+            if self.carrier == "stock":
+                raise SurgeryError("bits: stock deepseek_v3 keeps a plain cache; drop --carrier stock")
+            object.__setattr__(self, "carrier", "own")
         self._check_positive("kv_lora_rank", "freqfold", "fit_iterations", "fit_queries")
         if self.rope_dim is not None and (self.rope_dim < 0 or self.rope_dim % 2):
             raise SurgeryError(f"rope_dim must be even and not negative, not {self.rope_dim}")
@@ -114,7 +166,7 @@ class ConvertSettings(ConversionSettings):
 
 
 @dataclass(frozen=True)
-class KVHeadsSettings(ConversionSettings):
+class KVHeadsSettings(StructureSettings):
     """Settings of ``surgery convert --to gqa``; configs/gqa.yaml holds the same with comments.
 
     Attributes:
@@ -145,12 +197,14 @@ class KVHeadsSettings(ConversionSettings):
             raise SurgeryError("give kv_heads or kv_ratio, not both")
         if self.allocate == "spectrum" and (self.method != "fisher" or self.calibration == NO_CALIBRATION):
             raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
+        if self.quantizes and self.carrier == "decilm":
+            raise SurgeryError("bits: DeciLM keeps a plain cache; drop --carrier decilm")
         if self.method == "key-norm" and self.carrier != "auto":
             raise SurgeryError("method key-norm is written in the source's family: leave carrier auto")
 
 
 @dataclass(frozen=True)
-class LowRankSettings(ConversionSettings):
+class LowRankSettings(StructureSettings):
     """Settings of ``surgery convert --to lowrank``; configs/lowrank.yaml holds the same with comments.
 
     Attributes:
@@ -211,6 +265,8 @@ class CrossLayerSettings(LowRankSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_positive("block")
+        if self.quantizes and self.method != "cascade":
+            raise SurgeryError(f"bits: the store that layers share in method {self.method} holds no codes; use cascade")
         if self.group_size < 2:
             raise SurgeryError(f"group_size {self.group_size}: a group has two layers at least; --to lowrank has one")
         if self.allocate != "uniform":
@@ -218,7 +274,7 @@ class CrossLayerSettings(LowRankSettings):
 
 
 @dataclass(frozen=True)
-class HybridSettings(ConversionSettings):
+class HybridSettings(StructureSettings):
     """Settings of ``surgery convert --to hybrid``; configs/hybrid.yaml holds the same with comments.
 
     Calibration text serves to measure the loss only; nothing is fitted.
@@ -233,6 +289,7 @@ class HybridSettings(ConversionSettings):
             those that the pattern was made for.
         compensated: share of the streaming heads, the best of them, that also read the mean of what they dropped.
         heads_multiple: every layer's full heads are a multiple of it, for tensor parallelism over so many devices.
+        streaming_bits: of what streaming heads keep; None: as many as of the others.
     """
 
     heads: str | None = None
@@ -242,9 +299,13 @@ class HybridSettings(ConversionSettings):
     recent: int | None = None
     compensated: float = 0.0
     heads_multiple: int = 1
+    streaming_bits: int | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_streaming_bits(self.streaming_bits)
+        if self.streaming_bits is not None and not self.quantizes:
+            raise SurgeryError("streaming_bits are of a quantised cache: give bits too")
         self._check_positive("context", "recent", "heads_multiple")
         if self.kv_ratio is not None and self.streaming is not None:
             raise SurgeryError("give kv_ratio or streaming, not both")
@@ -255,9 +316,13 @@ class HybridSettings(ConversionSettings):
         if self.sinks is not None and self.sinks < 0:
             raise SurgeryError(f"sinks must be at least 0, not {self.sinks}")
 
+    def kv_cache(self) -> dict[str, int | str]:
+        """What config.json of the own class says."""
+        return _with_streaming(super().kv_cache(), self.streaming_bits)
+
 
 @dataclass(frozen=True)
-class QuantizedSettings(ConversionSettings):
+class QuantizedSettings(StructureSettings):
     """Settings of ``surgery convert --to quantized``; configs/quantized.yaml holds the same with comments.
 
     Calibration text serves to measure the loss only; nothing is fitted.
@@ -273,35 +338,31 @@ class QuantizedSettings(ConversionSettings):
     """
 
     bits: int | str = 4
-    group: int = 32
     window: int = 0
-    keys: str = "channel"
-    hadamard: bool = False
     streaming_bits: int | str | None = None
 
     def __post_init__(self) -> None:
-        for bits in (self.bits, self.bits if self.streaming_bits is None else self.streaming_bits):
-            if str(bits) not in ("8", "4", "2", "fp8"):
-                raise SurgeryError(f"bits {bits!r}: choose 8, 4, 2 or fp8")
-        self._check_choice("keys", ("channel", "token"))
         super().__post_init__()
-        self._check_positive("group")
+        if self.bits is None:
+            raise SurgeryError("bits: choose 8, 4, 2 or fp8")
         if self.kv_ratio is not None:
             raise SurgeryError("kv_ratio: the bytes of a quantised cache follow from bits, group and window")
         if self.window < 0:
             raise SurgeryError(f"window must be at least 0, not {self.window}")
-        if self.group * (8 if self.bits == "fp8" else int(self.bits)) % 8:
-            raise SurgeryError(f"group {self.group} of {self.bits} bits fills no whole bytes: choose a multiple of 4")
-
-    @property
-    def format(self) -> str:
-        """Of a code, as the cache layers call it."""
-        return _format(self.bits)
+        _check_streaming_bits(self.streaming_bits)
 
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""
-        said = {"format": self.format, "group": self.group, "window": self.window, "keys": self.keys}
-        return said if self.streaming_bits is None else {**said, "streaming_format": _format(self.streaming_bits)}
+        return _with_streaming({**super().kv_cache(), "window": self.window}, self.streaming_bits)
+
+
+def _check_streaming_bits(bits: int | str | None) -> None:
+    if bits is not None and str(bits) not in ("8", "4", "2", "fp8"):
+        raise SurgeryError(f"streaming_bits {bits!r}: choose 8, 4, 2 or fp8")
+
+
+def _with_streaming(kv_cache: dict[str, int | str], bits: int | str | None) -> dict[str, int | str]:
+    return kv_cache if bits is None else {**kv_cache, "streaming_format": _format(bits)}
 
 
 def _format(bits: int | str) -> str:
