@@ -150,7 +150,7 @@ def convert(
         typer.Option(
             "--sinks",
             metavar="N",
-            help="First tokens that stay exact (lowrank, crosslayer) [0], or that streaming heads keep (hybrid) [the "
+            help="First tokens that stay exact (with --window or --bits) [0], or that streaming heads keep (hybrid) [the "
             "pattern's].",
             rich_help_panel=BUDGET,
         ),
@@ -222,9 +222,9 @@ def convert(
         str | None,
         typer.Option(
             "--bits",
-            metavar="8|4|2|fp8",
+            metavar="8|4|2|fp8|auto",
             help="Of a cached number (quantized [4]); any other target then ends in a quantised cache, and its ratio "
-            "counts numbers.",
+            "counts numbers. auto: by latent, and the ratio counts bytes (lowrank).",
             rich_help_panel=BUDGET,
         ),
     ] = None,
@@ -249,6 +249,15 @@ def convert(
             "--streaming-bits",
             metavar="8|4|2|fp8",
             help="Of what streaming heads keep, where a hybrid model is quantised [--bits].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    rope_bits: Annotated[
+        str | None,
+        typer.Option(
+            "--rope-bits",
+            metavar="16|8|4|2|fp8",
+            help="Of the rotated numbers of a quantised MLA cache [--bits].",
             rich_help_panel=BUDGET,
         ),
     ] = None,
@@ -365,6 +374,7 @@ def convert(
         "block": block,
         "bits": _bits(bits),
         "streaming_bits": _bits(streaming_bits),
+        "rope_bits": _bits(rope_bits),
         "heads": heads,
         "streaming": streaming,
         "context": context,

@@ -93,7 +93,7 @@ def measure_quantized(
         SurgeryError: the rotated weights are another function than the source's.
     """
     source, config, reader = opened.stream, load_config(written), CheckpointReader.open(written)
-    new_layers = [config.quantized_layer() for _ in config.attention_layers]
+    new_layers = [config.quantized_layer(entry) for entry in config.attention_layers]
     stream, coded = (
         LayerStream(reader, streamed, single_layer_config, device=source.device, dtype=source.dtype)
         for streamed in (config, load_config(written))

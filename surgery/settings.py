@@ -71,6 +71,7 @@ class StructureSettings(ConversionSettings):
     Attributes:
         bits: of a cached number: 8, 4, 2, or "fp8" (e4m3); None: those of the weights. ``kv_ratio`` and what else fixes
             the structure count numbers, so the bytes are less by these bits.
+        sinks: first tokens that stay exact.
         group, keys, hadamard: as for ``--to quantized``, :class:`QuantizedSettings`; with bits only.
     """
 
@@ -78,19 +79,32 @@ class StructureSettings(ConversionSettings):
     group: int = 32
     keys: str = "channel"
     hadamard: bool = False
+    sinks: int | None = 0
+
+    BITS: ClassVar[tuple[str, ...]] = ("8", "4", "2", "fp8")
+    SINKS_OF_CODES: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_choice("keys", ("channel", "token"))
         self._check_positive("group")
+        if self.sinks is not None and self.sinks < 0:
+            raise SurgeryError(f"sinks must be at least 0, not {self.sinks}")
         if self.bits is None:
             if (self.group, self.keys, self.hadamard) != (32, "channel", False):
                 raise SurgeryError("group, keys and hadamard are of a quantised cache: give bits too")
+            if self.sinks and self.SINKS_OF_CODES:
+                raise SurgeryError("sinks are the first tokens that a quantised cache keeps exact: give bits too")
             return
-        if str(self.bits) not in ("8", "4", "2", "fp8"):
-            raise SurgeryError(f"bits {self.bits!r}: choose 8, 4, 2 or fp8")
-        if self.group * (8 if self.bits == "fp8" else int(self.bits)) % 8:
+        self._check_bits("bits")
+        least = {"fp8": 1, "8": 1, "4": 2}.get(str(self.bits), 4)
+        if self.group % least:
             raise SurgeryError(f"group {self.group} of {self.bits} bits fills no whole bytes: choose a multiple of 4")
+
+    def _check_bits(self, name: str, *more: str) -> None:
+        allowed = (*(self.BITS if name == "bits" else StructureSettings.BITS), *more)
+        if str(getattr(self, name)) not in allowed:
+            raise SurgeryError(f"{name} {getattr(self, name)!r}: choose {', '.join(allowed[:-1])} or {allowed[-1]}")
 
     @property
     def quantizes(self) -> bool:
@@ -105,11 +119,14 @@ class StructureSettings(ConversionSettings):
     @property
     def suffix(self) -> str:
         """What bits add to the default name of the output."""
-        return f"-{self.format}" if self.quantizes else ""
+        if not self.quantizes:
+            return ""
+        return "-mixed" if self.bits == "auto" else f"-{self.format}"
 
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""
-        return {"format": self.format, "group": self.group, "window": 0, "keys": self.keys}
+        said = {"format": self.format, "group": self.group, "window": 0, "keys": self.keys}
+        return {**said, "sinks": self.sinks} if self.sinks and self.SINKS_OF_CODES else said
 
 
 @dataclass(frozen=True)
@@ -126,6 +143,8 @@ class ConvertSettings(StructureSettings):
             holds; method fisher with text only.
         carrier: "stock" deepseek_v3, the project's "own" class, or "auto": stock where it can.
         latent_norm: how a stock class's latent norm is neutralised.
+        rope_bits: with bits, those of the rotated numbers, which are quantised by token: 16 leaves them as they are,
+            None takes ``bits``.
         fit_steps, fit_iterations, fit_queries: Gauss-Newton steps of the least-squares fit of each layer (0: none),
             conjugate-gradient iterations in each, and query positions sampled from each sequence; method fisher only.
     """
@@ -138,6 +157,7 @@ class ConvertSettings(StructureSettings):
     allocate: str = "uniform"
     carrier: str = "auto"
     latent_norm: str = "auto"
+    rope_bits: int | str | None = None
     fit_steps: int = 3
     fit_iterations: int = 8
     fit_queries: int = 256
@@ -156,6 +176,7 @@ class ConvertSettings(StructureSettings):
             if self.carrier == "stock":
                 raise SurgeryError("bits: stock deepseek_v3 keeps a plain cache; drop --carrier stock")
             object.__setattr__(self, "carrier", "own")
+        _check_rope_bits(self)
         self._check_positive("kv_lora_rank", "freqfold", "fit_iterations", "fit_queries")
         if self.rope_dim is not None and (self.rope_dim < 0 or self.rope_dim % 2):
             raise SurgeryError(f"rope_dim must be even and not negative, not {self.rope_dim}")
@@ -163,6 +184,10 @@ class ConvertSettings(StructureSettings):
             raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
         if self.calibration == NO_CALIBRATION and self.method == "transmla":
             raise SurgeryError("method transmla needs calibration text: drop --calibration none")
+
+    def kv_cache(self) -> dict[str, int | str]:
+        """What config.json of the own class says."""
+        return _with_formats(super().kv_cache(), rope_format=self.rope_bits)
 
 
 @dataclass(frozen=True)
@@ -215,7 +240,9 @@ class LowRankSettings(StructureSettings):
             compares layers by the loss (fisher, separate) and uniform elsewhere. Method palu has its own way.
         rank_multiple: every rank is one of it.
         window: tokens that a query reads exactly, its own included; 0: none. Counted in the bytes.
-        sinks: first tokens that are read exactly too; need a window.
+        sinks: first tokens that are read exactly too, with a window; with bits and none, whose latents stay exact.
+        bits: "auto" chooses between 8, 4, 2 and none for every latent, by what it is worth, and ``kv_ratio`` is then
+            the share of the bytes; method fisher with text only.
         fit_steps, fit_iterations, fit_queries: as for MLA; method fisher with text only.
     """
 
@@ -224,12 +251,13 @@ class LowRankSettings(StructureSettings):
     allocate: str = "auto"
     rank_multiple: int = 1
     window: int = 0
-    sinks: int = 0
     fit_steps: int = 3
     fit_iterations: int = 8
     fit_queries: int = 256
 
     METHODS: ClassVar[tuple[str, ...]] = LOW_RANK_METHODS
+    BITS: ClassVar[tuple[str, ...]] = ("8", "4", "2", "fp8", "auto")
+    SINKS_OF_CODES: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._check_choice("method", self.METHODS)
@@ -238,8 +266,23 @@ class LowRankSettings(StructureSettings):
         self._check_positive("rank", "rank_multiple", "fit_iterations", "fit_queries")
         if self.rank is not None and self.kv_ratio is not None:
             raise SurgeryError("give rank or kv_ratio, not both")
-        if self.window < 0 or self.sinks < 0 or (self.sinks and not self.window):
+        if self.window < 0 or (self.sinks and not self.window and not self.quantizes):
             raise SurgeryError(f"{self.sinks} sinks and a window of {self.window}: sinks need a window of at least 1")
+        if self.bits == "auto":
+            chosen = {"rank": self.rank is not None, "rank_multiple": self.rank_multiple != 1}
+            chosen |= {"allocate": self.allocate not in ("auto", "spectrum"), "method": self.method != "fisher"}
+            chosen |= {"keys": self.keys != "channel", "hadamard": self.hadamard}
+            chosen |= {"calibration": self.calibration == NO_CALIBRATION}
+            if wrong := [name for name, unlike in chosen.items() if unlike]:
+                raise SurgeryError(
+                    f"bits auto chooses ranks and bits by the loss, of method fisher on text, with scales by channel: "
+                    f"leave {', '.join(wrong)} at the default"
+                )
+
+    def kv_cache(self) -> dict[str, int | str]:
+        """What config.json of the own class says."""
+        said = super().kv_cache()
+        return {**said, "sinks": self.sinks} if self.sinks and not self.window else said
 
 
 @dataclass(frozen=True)
@@ -261,6 +304,7 @@ class CrossLayerSettings(LowRankSettings):
     block: int = 64
 
     METHODS: ClassVar[tuple[str, ...]] = CROSS_LAYER_METHODS
+    BITS: ClassVar[tuple[str, ...]] = StructureSettings.BITS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -301,11 +345,14 @@ class HybridSettings(StructureSettings):
     heads_multiple: int = 1
     streaming_bits: int | str | None = None
 
+    SINKS_OF_CODES: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_streaming_bits(self.streaming_bits)
-        if self.streaming_bits is not None and not self.quantizes:
-            raise SurgeryError("streaming_bits are of a quantised cache: give bits too")
+        if self.streaming_bits is not None:
+            self._check_bits("streaming_bits")
+            if not self.quantizes:
+                raise SurgeryError("streaming_bits are of a quantised cache: give bits too")
         self._check_positive("context", "recent", "heads_multiple")
         if self.kv_ratio is not None and self.streaming is not None:
             raise SurgeryError("give kv_ratio or streaming, not both")
@@ -313,12 +360,10 @@ class HybridSettings(StructureSettings):
             share = getattr(self, name)
             if share is not None and not 0 <= share <= 1:
                 raise SurgeryError(f"{name} {share}: a share of heads lies between 0 and 1")
-        if self.sinks is not None and self.sinks < 0:
-            raise SurgeryError(f"sinks must be at least 0, not {self.sinks}")
 
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""
-        return _with_streaming(super().kv_cache(), self.streaming_bits)
+        return _with_formats(super().kv_cache(), streaming_format=self.streaming_bits)
 
 
 @dataclass(frozen=True)
@@ -334,12 +379,16 @@ class QuantizedSettings(StructureSettings):
         keys: what shares a scale of keys, or of latents in their place: the tokens of a "channel" or the channels of a
             "token". By channel is better for latents too, at fewer bytes: some of them are much larger than others.
         hadamard: fold a rotation into the weights that spreads outliers of values and latents over their channels.
+        sinks: first tokens that stay exact.
         streaming_bits: of hybrid models, bits of what streaming heads keep; None: as many as of the others.
+        rope_bits: of MLA, bits of the rotated numbers, which are quantised by token: 16 leaves them as they are, None
+            takes ``bits``.
     """
 
     bits: int | str = 4
     window: int = 0
     streaming_bits: int | str | None = None
+    rope_bits: int | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -349,21 +398,27 @@ class QuantizedSettings(StructureSettings):
             raise SurgeryError("kv_ratio: the bytes of a quantised cache follow from bits, group and window")
         if self.window < 0:
             raise SurgeryError(f"window must be at least 0, not {self.window}")
-        _check_streaming_bits(self.streaming_bits)
+        if self.streaming_bits is not None:
+            self._check_bits("streaming_bits")
+        _check_rope_bits(self)
 
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""
-        return _with_streaming({**super().kv_cache(), "window": self.window}, self.streaming_bits)
+        said = {**super().kv_cache(), "window": self.window}
+        return _with_formats(said, streaming_format=self.streaming_bits, rope_format=self.rope_bits)
 
 
-def _check_streaming_bits(bits: int | str | None) -> None:
-    if bits is not None and str(bits) not in ("8", "4", "2", "fp8"):
-        raise SurgeryError(f"streaming_bits {bits!r}: choose 8, 4, 2 or fp8")
+def _check_rope_bits(settings: ConvertSettings | QuantizedSettings) -> None:
+    if settings.rope_bits is not None:
+        settings._check_bits("rope_bits", "16")
+        if not settings.quantizes:
+            raise SurgeryError("rope_bits are of a quantised cache: give bits too")
 
 
-def _with_streaming(kv_cache: dict[str, int | str], bits: int | str | None) -> dict[str, int | str]:
-    return kv_cache if bits is None else {**kv_cache, "streaming_format": _format(bits)}
+def _with_formats(kv_cache: dict[str, int | str], **bits: int | str | None) -> dict[str, int | str]:
+    return kv_cache | {name: _format(each) for name, each in bits.items() if each is not None}
 
 
 def _format(bits: int | str) -> str:
-    return "fp8" if bits == "fp8" else f"int{bits}"
+    """What the cache layers call it; where formats are chosen by latent, that of all others."""
+    return {"fp8": "fp8", "auto": "int4", "16": "exact"}.get(str(bits), f"int{bits}")
