@@ -150,8 +150,8 @@ def convert(
         typer.Option(
             "--sinks",
             metavar="N",
-            help="First tokens that stay exact (with --window or --bits) [0], or that streaming heads keep (hybrid) [the "
-            "pattern's].",
+            help="First tokens that stay exact (with --window or --bits) [0], or that streaming heads keep (hybrid) "
+            "[the pattern's].",
             rich_help_panel=BUDGET,
         ),
     ] = None,
