@@ -72,11 +72,12 @@ class StructureSettings(ConversionSettings):
         bits: of a cached number: 8, 4, 2, or "fp8" (e4m3); None: those of the weights. ``kv_ratio`` and what else fixes
             the structure count numbers, so the bytes are less by these bits.
         sinks: first tokens that stay exact.
-        group, keys, hadamard: as for ``--to quantized``, :class:`QuantizedSettings`; with bits only.
+        group, keys, hadamard: as for ``--to quantized``, :class:`QuantizedSettings`; with bits only. A group of None is
+            32, and 64 where bits are "auto", whose scales would otherwise take as much as many of the codes.
     """
 
     bits: int | str | None = None
-    group: int = 32
+    group: int | None = None
     keys: str = "channel"
     hadamard: bool = False
     sinks: int | None = 0
@@ -86,6 +87,8 @@ class StructureSettings(ConversionSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.group is None:
+            object.__setattr__(self, "group", 64 if self.bits == "auto" else 32)
         self._check_choice("keys", ("channel", "token"))
         self._check_positive("group")
         if self.sinks is not None and self.sinks < 0:
