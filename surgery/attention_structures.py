@@ -105,8 +105,10 @@ def of_own_class(config: Any, number_bytes: float) -> list[Attention]:
     windows = [family.window(config, layer) for layer in range(config.num_hidden_layers)]
     stock = of_family(config, windows, number_bytes)
     entries = config.attention_layers or [None] * len(stock)
-    sizes = _cached_bytes(config.kv_cache, number_bytes)
-    return [_of_entry(entry or {}, layer, *sizes) for entry, layer in zip(entries, stock, strict=True)]
+    return [
+        _of_entry(entry or {}, layer, *_cached_bytes(config.kv_cache, entry or {}, number_bytes))
+        for entry, layer in zip(entries, stock, strict=True)
+    ]
 
 
 def _of_entry(entry: dict[str, Any], stock: Grouped, key_bytes: float, value_bytes: float) -> Attention:
@@ -157,10 +159,18 @@ def _cross_layer(entry: dict[str, Any], stock: Grouped, window: int | None) -> A
     return LowRank(heads, kv_heads, head_dim, blocks, exact, stock.key_bytes, window)
 
 
-def _cached_bytes(kv_cache: dict[str, Any] | None, number_bytes: float) -> tuple[float, float]:
-    """Bytes of a cached number of keys, and of values."""
+def _cached_bytes(kv_cache: dict[str, Any] | None, entry: dict[str, Any], number_bytes: float) -> tuple[float, float]:
+    """Bytes of a cached number of keys or latents, on average, and of values or rotated keys."""
     if kv_cache is None:
         return number_bytes, number_bytes
-    bits = 8 if kv_cache["format"] == "fp8" else int(kv_cache["format"].removeprefix("int"))
-    each = quantised(bits, kv_cache["group"], scale_bytes=number_bytes, zeros=kv_cache["format"] != "fp8")
-    return each, each
+
+    def of(format: str) -> float:
+        if format == "exact":
+            return number_bytes
+        bits = 8 if format == "fp8" else int(format.removeprefix("int"))
+        return quantised(bits, kv_cache["group"], scale_bytes=number_bytes, zeros=format != "fp8")
+
+    spans = entry.get("codes") or [(kv_cache["format"], 1)]
+    keys = sum(of(format) * count for format, count in spans) / sum(count for _, count in spans)
+    rope = kv_cache.get("rope_format") if entry.get("kind") == "latent" else None
+    return keys, of(rope or kv_cache["format"])

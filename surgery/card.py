@@ -59,7 +59,7 @@ model-surgery {report.to_dict()["surgery_version"]}. {_training(report.healing)}
 |---|---:|---:|
 | KV cache, bytes per token | {kv["source_bytes_per_token"]:,} | {measured:,.0f} ({kv["ratio"]:.1%}) |
 {_score_rows(report.ladder)}
-Class `{target["model_type"]}` ({"; ".join(target["reasons"])}), {_shape(source, target)},
+Class `{target["model_type"]}` ({"; ".join(target["reasons"])}), {_shape(source, target)}{_codes(target)},
 method `{target["method"]}`. The KV bytes were measured on live caches.
 
 ```python
@@ -130,12 +130,19 @@ def _shape(source: dict, target: dict) -> str:
         exact = f", {target['window']} recent and {target['sinks']} first tokens exact" if target["window"] else ""
         return f"{_range(target['ranks'])} latents{exact}"
     if target["to"] == "quantized":
-        cache = target["kv_cache"]
-        rotation = ", a Hadamard rotation folded into the weights" if target["hadamard"] else ""
-        window = f", the last {cache['window']} tokens exact" if cache["window"] else ""
-        return f"{cache['format']} in groups of {cache['group']}{window}{rotation}"
+        return "keys and values of its source"
     rank = _range(target["kv_lora_ranks"])
     return f"latent rank {rank}, {target['rope_dim']} rotated numbers"
+
+
+def _codes(target: dict) -> str:
+    """How a cache is quantised, in words; nothing where it is not."""
+    cache = target.get("kv_cache")
+    if cache is None:
+        return ""
+    rotation = ", a Hadamard rotation folded into the weights" if target["hadamard"] else ""
+    window = f", the last {cache['window']} tokens exact" if cache["window"] else ""
+    return f" as {cache['format']} in groups of {cache['group']}{window}{rotation}"
 
 
 def _range(numbers: list[int]) -> str:

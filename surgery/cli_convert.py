@@ -150,8 +150,8 @@ def convert(
         typer.Option(
             "--sinks",
             metavar="N",
-            help="First tokens that stay exact (lowrank, crosslayer) [0], or that streaming heads keep (hybrid) [the "
-            "pattern's].",
+            help="First tokens that stay exact (with --window or --bits) [0], or that streaming heads keep (hybrid) "
+            "[the pattern's].",
             rich_help_panel=BUDGET,
         ),
     ] = None,
@@ -220,12 +220,18 @@ def convert(
     ] = None,
     bits: Annotated[
         str | None,
-        typer.Option("--bits", metavar="8|4|2|fp8", help="Of a cached number (quantized) [4].", rich_help_panel=BUDGET),
+        typer.Option(
+            "--bits",
+            metavar="8|4|2|fp8|auto",
+            help="Of a cached number (quantized [4]); any other target then ends in a quantised cache, and its ratio "
+            "counts numbers. auto: by latent, and the ratio counts bytes (lowrank).",
+            rich_help_panel=BUDGET,
+        ),
     ] = None,
     group: Annotated[
         int | None,
         typer.Option(
-            "--group", metavar="N", help="Numbers that share a scale (quantized) [32].", rich_help_panel=BUDGET
+            "--group", metavar="N", help="Numbers that share a scale (with bits) [32].", rich_help_panel=BUDGET
         ),
     ] = None,
     keys: Annotated[
@@ -233,7 +239,7 @@ def convert(
         typer.Option(
             "--keys",
             help="What shares a scale of keys or latents: the tokens of a channel, or the channels of a token "
-            "(quantized) [channel].",
+            "(with bits) [channel].",
             rich_help_panel=BUDGET,
         ),
     ] = None,
@@ -246,11 +252,20 @@ def convert(
             rich_help_panel=BUDGET,
         ),
     ] = None,
+    rope_bits: Annotated[
+        str | None,
+        typer.Option(
+            "--rope-bits",
+            metavar="16|8|4|2|fp8",
+            help="Of the rotated numbers of a quantised MLA cache [--bits].",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
     hadamard: Annotated[
         bool | None,
         typer.Option(
             "--hadamard",
-            help="Fold a rotation into the weights that spreads outliers (quantized).",
+            help="Fold a rotation into the weights that spreads outliers (with bits).",
             rich_help_panel=BUDGET,
         ),
     ] = None,
@@ -332,6 +347,8 @@ def convert(
 
         surgery convert --to hybrid ckpt/ --heads ckpt-heads-duo.safetensors --kv-ratio 0.4
 
+        surgery convert --to lowrank ckpt/ --kv-ratio 0.5 --bits 4
+
         surgery convert --to quantized ckpt-lowrank/ --bits 4
     """
     from surgery.console import show_conversion, show_plan
@@ -357,6 +374,7 @@ def convert(
         "block": block,
         "bits": _bits(bits),
         "streaming_bits": _bits(streaming_bits),
+        "rope_bits": _bits(rope_bits),
         "heads": heads,
         "streaming": streaming,
         "context": context,

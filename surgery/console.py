@@ -38,6 +38,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
                     per_token(kv["source_bytes_per_token"]),
                     f"{per_token(kv['measured_bytes_per_token'])}, {share(kv['ratio'])}",
                 ),
+                *_numbers(kv, target),
                 *_flow(kv),
                 ("held-out loss, nats per token", decimal(first["loss"], 4), decimal(last["loss"], 4)),
                 ("recall of planted keys", decimal(first["recall"], 2), decimal(last["recall"], 2)),
@@ -54,6 +55,14 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
         f"[bold]{plain(conversion.path)}[/bold]",
         soft_wrap=True,
     )
+
+
+def _numbers(kv: dict, target: dict) -> list[tuple[str, str, str]]:
+    """How many numbers are kept and how, of conversions that end in a quantised cache."""
+    if "numbers_bytes_per_token" not in target:
+        return []
+    kept = share(target["numbers_bytes_per_token"] / kv["source_bytes_per_token"])
+    return [("numbers kept", "100%", f"{kept}, as {target['kv_cache']['format']}")]
 
 
 def _flow(kv: dict) -> list[tuple[str, str, str]]:

@@ -16,8 +16,9 @@ from surgery.flow_verification import Flow
 from surgery.held_out import Score
 from surgery.model import remote_code_files
 from surgery.progress import Progress
+from surgery.quantized_stage import in_own_class, quantize_written
 from surgery.report import Report, SourceShape, build_report
-from surgery.settings import ConversionSettings
+from surgery.settings import ConversionSettings, StructureSettings
 from surgery.source import OwnSource, Source
 from surgery.texts import Texts
 from surgery.verification import Verification, verify_by_running
@@ -93,7 +94,7 @@ def open_request(
     source: str | Path,
     out: str | Path | None,
     target: str,
-    settings: ConversionSettings,
+    settings: StructureSettings,
     *,
     overwrite: bool,
     allow_pickle: bool,
@@ -104,7 +105,7 @@ def open_request(
         SurgeryError: the source cannot be converted, or the output exists and may not be replaced.
     """
     opened = Source.open(source, settings, allow_pickle=allow_pickle)
-    return opened, settle_output(source, opened.reader.path, out, target, overwrite=overwrite)
+    return opened, settle_output(source, opened.reader.path, out, target + settings.suffix, overwrite=overwrite)
 
 
 def unchanged_tensors(reader: CheckpointReader, config) -> dict[str, TensorSpec]:
@@ -149,7 +150,7 @@ def finish(
     writer: CheckpointWriter,
     tensors: Mapping[str, TensorSpec],
     opened: Source | OwnSource,
-    settings: ConversionSettings,
+    settings: StructureSettings,
     texts: Texts,
     outcome: Outcome,
     command: str,
@@ -162,15 +163,20 @@ def finish(
     Args:
         writer: has every new tensor of the attention.
         tensors: what was planned to be written.
+        settings: with ``bits``, what was written becomes the project's own class with a quantised cache.
         verify: runs what was written; by default :func:`surgery.verification.verify_by_running`.
 
     Raises:
         SurgeryError: the written files are not what was planned, or do not compute what was simulated.
     """
     kept = [name for name in opened.reader.names() if name not in outcome.replaced]
+    if settings.quantizes:
+        outcome = in_own_class(outcome)
     code = remote_code_files() if outcome.own_class else ()
     write_rest(writer, tensors, opened.reader, outcome.config, kept, progress, factors=outcome.factors, code=code)
-    if verify is None:
+    if settings.quantizes:
+        outcome, verification = quantize_written(writer, opened, outcome, texts.held_out, settings, progress)
+    elif verify is None:
         verification = verify_by_running(
             writer.partial,
             opened.weight_dtype,

@@ -30,7 +30,7 @@ from surgery.errors import SurgeryError
 from surgery.ladder import Ladder
 from surgery.layer_stream import StreamedLayer
 from surgery.progress import Progress
-from surgery.rank_plan import plan_ranks, wanted_rank
+from surgery.rank_plan import plan_bits, plan_ranks, wanted_rank
 from surgery.sequential_fit import SequentialFit, Solve
 from surgery.settings import CrossLayerSettings, LowRankSettings
 from surgery.source import Source
@@ -115,8 +115,13 @@ def convert_to_low_rank(
     with StatisticsLibrary() as library, BoundaryStore() as store, Alternatives() as alternatives:
         layer_statistics.gather(opened, library, texts.calibration, store, settings, progress, gradients=True)
         planned = _one_layer_settings(settings) if cascade else settings
-        blocks = plan_ranks(opened, library, texts.held_out, planned, progress)
-        writes = OwnLowRank(first, blocks, earlier, settings.sinks, settings.window)
+        if settings.bits == "auto":
+            blocks, codes = plan_bits(opened, library, texts.held_out, planned)
+        else:
+            blocks, codes = plan_ranks(opened, library, texts.held_out, planned, progress), None
+        # Without a window sinks are of the codes.
+        sinks = settings.sinks if settings.window else 0
+        writes = OwnLowRank(first, blocks, earlier, sinks, settings.window, codes)
         replaced = replaced_names(opened, writes.copied)
         tensors = planned_tensors(opened, replaced, writes.plan)
         with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
@@ -157,9 +162,10 @@ def convert_to_low_rank(
                     "engines": ENGINES,
                     "ranks": [writes.rank(layer) for layer in range(opened.layers)],
                     "shared_layers": list(earlier),
-                    "sinks": settings.sinks,
+                    "sinks": sinks,
                     "window": settings.window,
                     "result": result,
+                    **({"codes": codes} if codes else {}),
                 },
                 kv_bytes=writes.kv_bytes,
                 groups=sorted({_group_of(index, earlier) for index in range(opened.layers)}),

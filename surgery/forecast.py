@@ -15,6 +15,7 @@ from surgery.architectures.choose import Carrier, engines
 from surgery.mla_output import carrier_of
 from surgery.mla_split import MLAPlan
 from surgery.settings import ConvertSettings
+from surgery.skeleton import skeleton
 from surgery.source import Source
 from surgery.transforms import mla
 
@@ -24,14 +25,15 @@ class Forecast:
     """The outcome of one split of the budget, as far as it is known beforehand.
 
     Attributes:
-        kv_bytes_per_token: of the result, all layers, at an infinite window; the most that it can be.
+        kv_bytes_per_token: of the result, all layers, at an infinite window; the most that it can be. Of a quantised
+            cache, once all tokens are codes.
         frequencies_known: whether the rotary frequencies are settled already.
         engines: what each will say of the result.
     """
 
     split: mla.Split
     carrier: Carrier
-    kv_bytes_per_token: int
+    kv_bytes_per_token: float
     frequencies_known: bool
     engines: dict[str, str]
 
@@ -53,7 +55,7 @@ def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> For
     return Forecast(
         split,
         carrier,
-        max(_kv_bytes(outcome, opened.layers) for outcome in outcomes),
+        max(_kv_bytes(outcome, opened, settings) for outcome in outcomes),
         len(outcomes) == 1,
         verdicts[0] if len(verdicts) == 1 else {name: _either(name, *verdicts) for name in verdicts[0]},
     )
@@ -66,8 +68,12 @@ def _either(engine: str, with_grid: dict[str, str], without: dict[str, str]) -> 
     return f"{with_grid[engine]}, if the highest frequencies are chosen; otherwise {without[engine]}"
 
 
-def _kv_bytes(carrier: Carrier, layers: int) -> int:
-    return sum(carrier.writer.kv_width(layer) for layer in range(layers)) * carrier.writer.spec.dtype.itemsize
+def _kv_bytes(carrier: Carrier, opened: Source, settings: ConvertSettings) -> float:
+    writer = carrier.writer
+    if settings.quantizes:
+        config = {**writer.config(opened.reader.config), "kv_cache": settings.kv_cache()}
+        return skeleton(config, writer.spec.dtype).kv_cache_bytes(1, settings.group) / settings.group
+    return sum(writer.kv_width(layer) for layer in range(opened.layers)) * writer.spec.dtype.itemsize
 
 
 def _possible_counts(opened: Source, split: mla.Split, settings: ConvertSettings) -> list[torch.Tensor | None]:

@@ -12,10 +12,12 @@ from surgery.anatomy import AttentionAnatomy
 from surgery.calibration.library import StatisticsLibrary
 from surgery.errors import SurgeryError
 from surgery.held_out import HeldOut
+from surgery.model.quantized_cache import Spans
 from surgery.progress import Progress
 from surgery.settings import LowRankSettings
 from surgery.source import Source
 from surgery.transforms.allocation import greedy, water_fill
+from surgery.transforms.bit_allocation import allocate_bits
 from surgery.transforms.low_rank import LowRankConversion, low_rank_layer
 from surgery.transforms.low_rank_layer import Block, SimulatedLowRank
 from surgery.transforms.low_rank_methods import METHODS, blocks_for, fisher_information, palu_ranks
@@ -81,6 +83,27 @@ def plan_ranks(
 
             ranks, _ = greedy([start, ranks], measure, total, multiple, maximum=[len(s) for s in spectra])
     return trial.with_ranks(ranks)
+
+
+def plan_bits(
+    opened: Source, library: StatisticsLibrary, held_out: HeldOut, settings: LowRankSettings
+) -> tuple[tuple[Blocks, ...], tuple[Spans, ...]]:
+    """The blocks of every layer and the codes of their latents, where bits are chosen with the ranks.
+
+    Raises:
+        SurgeryError: the budget is impossible.
+    """
+    first = opened.anatomy(0)
+    blocks = blocks_for(settings.method, first, first.kv_width)
+    trial = _Trial(opened, library, held_out, (blocks,) * opened.layers, settings)
+    scale_bits = 8 * first.q.dtype.itemsize
+    ratio = 0.25 if settings.kv_ratio is None else settings.kv_ratio
+    budget = ratio * first.kv_width * scale_bits * opened.layers
+    try:
+        codes = allocate_bits(trial.spectra(), budget, settings.group, scale_bits)
+    except ValueError as error:
+        raise SurgeryError(f"--kv-ratio {ratio}: {error}; raise it") from None
+    return trial.with_ranks([sum(count for _, count in spans) for spans in codes]), tuple(codes)
 
 
 class _Trial:

@@ -65,7 +65,75 @@ class ConversionSettings(FileSettings):
 
 
 @dataclass(frozen=True)
-class ConvertSettings(ConversionSettings):
+class StructureSettings(ConversionSettings):
+    """What conversions can be asked for whose result may keep its cache as codes of a few bits.
+
+    Attributes:
+        bits: of a cached number: 8, 4, 2, or "fp8" (e4m3); None: those of the weights. ``kv_ratio`` and what else fixes
+            the structure count numbers, so the bytes are less by these bits.
+        sinks: first tokens that stay exact.
+        group, keys, hadamard: as for ``--to quantized``, :class:`QuantizedSettings`; with bits only. A group of None is
+            32, and 64 where bits are "auto", whose scales would otherwise take as much as many of the codes.
+    """
+
+    bits: int | str | None = None
+    group: int | None = None
+    keys: str = "channel"
+    hadamard: bool = False
+    sinks: int | None = 0
+
+    BITS: ClassVar[tuple[str, ...]] = ("8", "4", "2", "fp8")
+    SINKS_OF_CODES: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group is None:
+            object.__setattr__(self, "group", 64 if self.bits == "auto" else 32)
+        self._check_choice("keys", ("channel", "token"))
+        self._check_positive("group")
+        if self.sinks is not None and self.sinks < 0:
+            raise SurgeryError(f"sinks must be at least 0, not {self.sinks}")
+        if self.bits is None:
+            if (self.group, self.keys, self.hadamard) != (32, "channel", False):
+                raise SurgeryError("group, keys and hadamard are of a quantised cache: give bits too")
+            if self.sinks and self.SINKS_OF_CODES:
+                raise SurgeryError("sinks are the first tokens that a quantised cache keeps exact: give bits too")
+            return
+        self._check_bits("bits")
+        least = {"fp8": 1, "8": 1, "4": 2}.get(str(self.bits), 4)
+        if self.group % least:
+            raise SurgeryError(f"group {self.group} of {self.bits} bits fills no whole bytes: choose a multiple of 4")
+
+    def _check_bits(self, name: str, *more: str) -> None:
+        allowed = (*(self.BITS if name == "bits" else StructureSettings.BITS), *more)
+        if str(getattr(self, name)) not in allowed:
+            raise SurgeryError(f"{name} {getattr(self, name)!r}: choose {', '.join(allowed[:-1])} or {allowed[-1]}")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the result keeps its cache as codes."""
+        return self.bits is not None
+
+    @property
+    def format(self) -> str:
+        """Of a code, as the cache layers call it."""
+        return _format(self.bits)
+
+    @property
+    def suffix(self) -> str:
+        """What bits add to the default name of the output."""
+        if not self.quantizes:
+            return ""
+        return "-mixed" if self.bits == "auto" else f"-{self.format}"
+
+    def kv_cache(self) -> dict[str, int | str]:
+        """What config.json of the own class says."""
+        said = {"format": self.format, "group": self.group, "window": 0, "keys": self.keys}
+        return {**said, "sinks": self.sinks} if self.sinks and self.SINKS_OF_CODES else said
+
+
+@dataclass(frozen=True)
+class ConvertSettings(StructureSettings):
     """Settings of ``surgery convert --to mla``; configs/mla.yaml holds the same with comments.
 
     Attributes:
@@ -78,6 +146,8 @@ class ConvertSettings(ConversionSettings):
             holds; method fisher with text only.
         carrier: "stock" deepseek_v3, the project's "own" class, or "auto": stock where it can.
         latent_norm: how a stock class's latent norm is neutralised.
+        rope_bits: with bits, those of the rotated numbers, which are quantised by token: 16 leaves them as they are,
+            None takes ``bits``.
         fit_steps, fit_iterations, fit_queries: Gauss-Newton steps of the least-squares fit of each layer (0: none),
             conjugate-gradient iterations in each, and query positions sampled from each sequence; method fisher only.
     """
@@ -90,6 +160,7 @@ class ConvertSettings(ConversionSettings):
     allocate: str = "uniform"
     carrier: str = "auto"
     latent_norm: str = "auto"
+    rope_bits: int | str | None = None
     fit_steps: int = 3
     fit_iterations: int = 8
     fit_queries: int = 256
@@ -104,6 +175,11 @@ class ConvertSettings(ConversionSettings):
         ):
             self._check_choice(name, allowed)
         super().__post_init__()
+        if self.quantizes:
+            if self.carrier == "stock":
+                raise SurgeryError("bits: stock deepseek_v3 keeps a plain cache; drop --carrier stock")
+            object.__setattr__(self, "carrier", "own")
+        _check_rope_bits(self)
         self._check_positive("kv_lora_rank", "freqfold", "fit_iterations", "fit_queries")
         if self.rope_dim is not None and (self.rope_dim < 0 or self.rope_dim % 2):
             raise SurgeryError(f"rope_dim must be even and not negative, not {self.rope_dim}")
@@ -112,9 +188,13 @@ class ConvertSettings(ConversionSettings):
         if self.calibration == NO_CALIBRATION and self.method == "transmla":
             raise SurgeryError("method transmla needs calibration text: drop --calibration none")
 
+    def kv_cache(self) -> dict[str, int | str]:
+        """What config.json of the own class says."""
+        return _with_formats(super().kv_cache(), rope_format=self.rope_bits)
+
 
 @dataclass(frozen=True)
-class KVHeadsSettings(ConversionSettings):
+class KVHeadsSettings(StructureSettings):
     """Settings of ``surgery convert --to gqa``; configs/gqa.yaml holds the same with comments.
 
     Attributes:
@@ -145,12 +225,14 @@ class KVHeadsSettings(ConversionSettings):
             raise SurgeryError("give kv_heads or kv_ratio, not both")
         if self.allocate == "spectrum" and (self.method != "fisher" or self.calibration == NO_CALIBRATION):
             raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
+        if self.quantizes and self.carrier == "decilm":
+            raise SurgeryError("bits: DeciLM keeps a plain cache; drop --carrier decilm")
         if self.method == "key-norm" and self.carrier != "auto":
             raise SurgeryError("method key-norm is written in the source's family: leave carrier auto")
 
 
 @dataclass(frozen=True)
-class LowRankSettings(ConversionSettings):
+class LowRankSettings(StructureSettings):
     """Settings of ``surgery convert --to lowrank``; configs/lowrank.yaml holds the same with comments.
 
     Attributes:
@@ -161,7 +243,9 @@ class LowRankSettings(ConversionSettings):
             compares layers by the loss (fisher, separate) and uniform elsewhere. Method palu has its own way.
         rank_multiple: every rank is one of it.
         window: tokens that a query reads exactly, its own included; 0: none. Counted in the bytes.
-        sinks: first tokens that are read exactly too; need a window.
+        sinks: first tokens that are read exactly too, with a window; with bits and none, whose latents stay exact.
+        bits: "auto" chooses between 8, 4, 2 and none for every latent, by what it is worth, and ``kv_ratio`` is then
+            the share of the bytes; method fisher with text only.
         fit_steps, fit_iterations, fit_queries: as for MLA; method fisher with text only.
     """
 
@@ -170,12 +254,13 @@ class LowRankSettings(ConversionSettings):
     allocate: str = "auto"
     rank_multiple: int = 1
     window: int = 0
-    sinks: int = 0
     fit_steps: int = 3
     fit_iterations: int = 8
     fit_queries: int = 256
 
     METHODS: ClassVar[tuple[str, ...]] = LOW_RANK_METHODS
+    BITS: ClassVar[tuple[str, ...]] = ("8", "4", "2", "fp8", "auto")
+    SINKS_OF_CODES: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._check_choice("method", self.METHODS)
@@ -184,8 +269,23 @@ class LowRankSettings(ConversionSettings):
         self._check_positive("rank", "rank_multiple", "fit_iterations", "fit_queries")
         if self.rank is not None and self.kv_ratio is not None:
             raise SurgeryError("give rank or kv_ratio, not both")
-        if self.window < 0 or self.sinks < 0 or (self.sinks and not self.window):
+        if self.window < 0 or (self.sinks and not self.window and not self.quantizes):
             raise SurgeryError(f"{self.sinks} sinks and a window of {self.window}: sinks need a window of at least 1")
+        if self.bits == "auto":
+            chosen = {"rank": self.rank is not None, "rank_multiple": self.rank_multiple != 1}
+            chosen |= {"allocate": self.allocate not in ("auto", "spectrum"), "method": self.method != "fisher"}
+            chosen |= {"keys": self.keys != "channel", "hadamard": self.hadamard}
+            chosen |= {"calibration": self.calibration == NO_CALIBRATION}
+            if wrong := [name for name, unlike in chosen.items() if unlike]:
+                raise SurgeryError(
+                    f"bits auto chooses ranks and bits by the loss, of method fisher on text, with scales by channel: "
+                    f"leave {', '.join(wrong)} at the default"
+                )
+
+    def kv_cache(self) -> dict[str, int | str]:
+        """What config.json of the own class says."""
+        said = super().kv_cache()
+        return {**said, "sinks": self.sinks} if self.sinks and not self.window else said
 
 
 @dataclass(frozen=True)
@@ -207,10 +307,13 @@ class CrossLayerSettings(LowRankSettings):
     block: int = 64
 
     METHODS: ClassVar[tuple[str, ...]] = CROSS_LAYER_METHODS
+    BITS: ClassVar[tuple[str, ...]] = StructureSettings.BITS
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_positive("block")
+        if self.quantizes and self.method != "cascade":
+            raise SurgeryError(f"bits: the store that layers share in method {self.method} holds no codes; use cascade")
         if self.group_size < 2:
             raise SurgeryError(f"group_size {self.group_size}: a group has two layers at least; --to lowrank has one")
         if self.allocate != "uniform":
@@ -218,7 +321,7 @@ class CrossLayerSettings(LowRankSettings):
 
 
 @dataclass(frozen=True)
-class HybridSettings(ConversionSettings):
+class HybridSettings(StructureSettings):
     """Settings of ``surgery convert --to hybrid``; configs/hybrid.yaml holds the same with comments.
 
     Calibration text serves to measure the loss only; nothing is fitted.
@@ -233,6 +336,7 @@ class HybridSettings(ConversionSettings):
             those that the pattern was made for.
         compensated: share of the streaming heads, the best of them, that also read the mean of what they dropped.
         heads_multiple: every layer's full heads are a multiple of it, for tensor parallelism over so many devices.
+        streaming_bits: of what streaming heads keep; None: as many as of the others.
     """
 
     heads: str | None = None
@@ -242,9 +346,16 @@ class HybridSettings(ConversionSettings):
     recent: int | None = None
     compensated: float = 0.0
     heads_multiple: int = 1
+    streaming_bits: int | str | None = None
+
+    SINKS_OF_CODES: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.streaming_bits is not None:
+            self._check_bits("streaming_bits")
+            if not self.quantizes:
+                raise SurgeryError("streaming_bits are of a quantised cache: give bits too")
         self._check_positive("context", "recent", "heads_multiple")
         if self.kv_ratio is not None and self.streaming is not None:
             raise SurgeryError("give kv_ratio or streaming, not both")
@@ -252,12 +363,14 @@ class HybridSettings(ConversionSettings):
             share = getattr(self, name)
             if share is not None and not 0 <= share <= 1:
                 raise SurgeryError(f"{name} {share}: a share of heads lies between 0 and 1")
-        if self.sinks is not None and self.sinks < 0:
-            raise SurgeryError(f"sinks must be at least 0, not {self.sinks}")
+
+    def kv_cache(self) -> dict[str, int | str]:
+        """What config.json of the own class says."""
+        return _with_formats(super().kv_cache(), streaming_format=self.streaming_bits)
 
 
 @dataclass(frozen=True)
-class QuantizedSettings(ConversionSettings):
+class QuantizedSettings(StructureSettings):
     """Settings of ``surgery convert --to quantized``; configs/quantized.yaml holds the same with comments.
 
     Calibration text serves to measure the loss only; nothing is fitted.
@@ -269,40 +382,46 @@ class QuantizedSettings(ConversionSettings):
         keys: what shares a scale of keys, or of latents in their place: the tokens of a "channel" or the channels of a
             "token". By channel is better for latents too, at fewer bytes: some of them are much larger than others.
         hadamard: fold a rotation into the weights that spreads outliers of values and latents over their channels.
+        sinks: first tokens that stay exact.
         streaming_bits: of hybrid models, bits of what streaming heads keep; None: as many as of the others.
+        rope_bits: of MLA, bits of the rotated numbers, which are quantised by token: 16 leaves them as they are, None
+            takes ``bits``.
     """
 
     bits: int | str = 4
-    group: int = 32
     window: int = 0
-    keys: str = "channel"
-    hadamard: bool = False
     streaming_bits: int | str | None = None
+    rope_bits: int | str | None = None
 
     def __post_init__(self) -> None:
-        for bits in (self.bits, self.bits if self.streaming_bits is None else self.streaming_bits):
-            if str(bits) not in ("8", "4", "2", "fp8"):
-                raise SurgeryError(f"bits {bits!r}: choose 8, 4, 2 or fp8")
-        self._check_choice("keys", ("channel", "token"))
         super().__post_init__()
-        self._check_positive("group")
+        if self.bits is None:
+            raise SurgeryError("bits: choose 8, 4, 2 or fp8")
         if self.kv_ratio is not None:
             raise SurgeryError("kv_ratio: the bytes of a quantised cache follow from bits, group and window")
         if self.window < 0:
             raise SurgeryError(f"window must be at least 0, not {self.window}")
-        if self.group * (8 if self.bits == "fp8" else int(self.bits)) % 8:
-            raise SurgeryError(f"group {self.group} of {self.bits} bits fills no whole bytes: choose a multiple of 4")
-
-    @property
-    def format(self) -> str:
-        """Of a code, as the cache layers call it."""
-        return _format(self.bits)
+        if self.streaming_bits is not None:
+            self._check_bits("streaming_bits")
+        _check_rope_bits(self)
 
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""
-        said = {"format": self.format, "group": self.group, "window": self.window, "keys": self.keys}
-        return said if self.streaming_bits is None else {**said, "streaming_format": _format(self.streaming_bits)}
+        said = {**super().kv_cache(), "window": self.window}
+        return _with_formats(said, streaming_format=self.streaming_bits, rope_format=self.rope_bits)
+
+
+def _check_rope_bits(settings: ConvertSettings | QuantizedSettings) -> None:
+    if settings.rope_bits is not None:
+        settings._check_bits("rope_bits", "16")
+        if not settings.quantizes:
+            raise SurgeryError("rope_bits are of a quantised cache: give bits too")
+
+
+def _with_formats(kv_cache: dict[str, int | str], **bits: int | str | None) -> dict[str, int | str]:
+    return kv_cache | {name: _format(each) for name, each in bits.items() if each is not None}
 
 
 def _format(bits: int | str) -> str:
-    return "fp8" if bits == "fp8" else f"int{bits}"
+    """What the cache layers call it; where formats are chosen by latent, that of all others."""
+    return {"fp8": "fp8", "auto": "int4", "16": "exact"}.get(str(bits), f"int{bits}")

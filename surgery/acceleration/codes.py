@@ -24,7 +24,7 @@ def ask_for_codes(module: nn.Module, args: tuple, call: dict[str, Any]) -> None:
     layer = None if cache is None or module.layer_idx >= len(cache.layers) else cache.layers[module.layer_idx]
     if isinstance(layer, QuantizedKVLayer):
         states = call["hidden_states"] if "hidden_states" in call else args[0]
-        layer.hands_on_codes = is_step(module, states, states.shape[1])
+        layer.hands_on_codes = layer.of_one_format and is_step(module, states, states.shape[1])
 
 
 def coded_attention(query: Tensor, layer: QuantizedKVLayer, mask: Tensor | None, scale: float) -> Tensor:

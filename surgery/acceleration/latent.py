@@ -29,7 +29,8 @@ def latent_kernel(
         return None
     layer = cache.layers[module.layer_idx]
     coded = isinstance(layer, QuantizedKVLayer)
-    if coded and module.key_norm_eps is not None:  # gains are among the codes
+    # With a key norm gains are among the codes.
+    if coded and (module.key_norm_eps is not None or not layer.of_one_format):
         return None
     query = query.transpose(1, 2)
     if coded:

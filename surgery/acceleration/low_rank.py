@@ -61,6 +61,8 @@ def low_rank_kernel(
         beside = {"exact_key": key, "exact_value": value, "exact_slots": filled}
         beside |= {"window": module.window, "sinks": module.sinks}
     elif isinstance(layer, QuantizedKVLayer):
+        if not layer.of_one_format:
+            return None
         layer.append(latent, latent[..., :0])
     else:
         latent, _ = cache.update(latent, latent[..., :0], module.layer_idx)

@@ -14,6 +14,7 @@ from surgery.anatomy import AttentionAnatomy
 from surgery.architectures.own_class import own_config
 from surgery.checkpoint import TensorSpec
 from surgery.families.base import ATTENTION_PREFIX
+from surgery.model.quantized_cache import Spans
 from surgery.transforms.low_rank_layer import Block, LowRankLayer
 
 REASON = "no stock class rebuilds keys and values from latents"
@@ -28,6 +29,7 @@ class OwnLowRank:
         blocks: every layer's latents.
         shared_layers: how many layers before each one hand their latents on to it.
         sinks, window: tokens that are read exactly beside the latents; 0 for none.
+        codes: every layer's formats of adjacent latents; None where all have one.
     """
 
     anatomy: AttentionAnatomy
@@ -35,6 +37,7 @@ class OwnLowRank:
     shared_layers: tuple[int, ...]
     sinks: int = 0
     window: int = 0
+    codes: tuple[Spans, ...] | None = None
 
     def rank(self, layer: int) -> int:
         """Latents of a layer: what it caches of every token."""
@@ -62,6 +65,7 @@ class OwnLowRank:
                 "shared_rank": self.shared_rank(layer),
                 "sinks": self.sinks,
                 "window": self.window,
+                **({"codes": [list(span) for span in self.codes[layer]]} if self.codes else {}),
             }
             for layer, blocks in enumerate(self.blocks)
         ]

@@ -31,6 +31,9 @@ _LAYER_KEYS = {
 
 _HEADS = ("keys", "values")
 
+# What `kv_cache` may say besides.
+_KV_CACHE_OPTIONS = {"streaming_format", "sinks", "rope_format"}
+
 # What `streaming`, which an entry of these kinds may have, must say.
 _STREAMING_KEYS = {"latent": {"sinks", "recent"}, "low_rank": {"blocks", "sinks", "recent"}}
 
@@ -68,6 +71,9 @@ class SurgeryConfig(PreTrainedConfig):
             `"latent"` and `"low_rank"` may have `streaming` (dictionary): `sinks` and `recent` (int) of a latent that
             is kept for those tokens only, in a low-rank layer of the `blocks` (list of int) that are named.
 
+            They may have `codes` (list of format and number of latents), in which `kv_cache` has the first latents, the
+            next ones and so on, in place of its own format.
+
             `"cross_layer"`, `"cross_layer_prompt"`, `"cross_layer_pairs"`: `group_size` (int, adjacent layers that
             share a cache), `place` (int, of the layer among them), and `block`, `sinks` and `window` (int, see
             `group_cache`); `rank` (int, of the shared basis), or `key_rank` and `value_rank` (int, of one that each
@@ -77,7 +83,8 @@ class SurgeryConfig(PreTrainedConfig):
             Has every layer keep its cache quantised: `format` (int8, int4, int2 or fp8), `group` and `window` (int) as
             in `QuantizedKVLayer`, and what shares a scale of `keys`, or of the latents in their place: the
             tokens of a `"channel"` or the channels of a `"token"`. What streams is quantised token by token, in
-            `streaming_format` if that is given.
+            `streaming_format` if that is given. The first `sinks` (int) tokens stay exact, and rotated keys of
+            `"latent"` layers are in `rope_format`, a format or `"exact"`, if these are given.
         kwargs:
             The fields of the source's config.json.
     """
@@ -109,9 +116,10 @@ class SurgeryConfig(PreTrainedConfig):
         if self.attention_layers is not None:
             self._check_attention_layers()
         if self.kv_cache is not None:
-            if set(self.kv_cache) - {"streaming_format"} != {"format", "group", "window", "keys"}:
+            if set(self.kv_cache) - _KV_CACHE_OPTIONS != {"format", "group", "window", "keys"}:
                 raise ValueError(f"kv_cache has keys {sorted(self.kv_cache)}, not format, group, keys, window")
-            self.quantized_layer()
+            for entry in self.attention_layers or [None]:
+                self.quantized_layer(entry)
             self.streaming_codes()
 
     @property
@@ -134,14 +142,17 @@ class SurgeryConfig(PreTrainedConfig):
         """
         return TokenCodes(self.kv_cache.get("streaming_format", self.kv_cache["format"]), self.kv_cache["group"])
 
-    def quantized_layer(self) -> QuantizedKVLayer:
-        """A new cache layer as `kv_cache` says.
+    def quantized_layer(self, entry: dict[str, Any] | None = None) -> QuantizedKVLayer:
+        """A new cache layer as `kv_cache` says, for the attention that an entry of `attention_layers` describes.
 
         Raises:
             ValueError: `kv_cache` says what is impossible.
         """
-        names = ("format", "group", "window", "keys")
-        return QuantizedKVLayer(*(self.kv_cache[name] for name in names))
+        said, entry = self.kv_cache, entry or {}
+        rope_format = said.get("rope_format") if entry.get("kind") == "latent" else None
+        spans = entry.get("codes") or ()
+        whole = (said[name] for name in ("format", "group", "window", "keys"))
+        return QuantizedKVLayer(*whole, said.get("sinks", 0), rope_format, spans)
 
     def _check_attention_layers(self) -> None:
         layers = self.attention_layers
@@ -155,10 +166,12 @@ class SurgeryConfig(PreTrainedConfig):
                 raise ValueError(
                     f"attention_layers[{index}]: kind {layer.get('kind')!r} is none of {list(_LAYER_KEYS)}"
                 )
-            optional = {"streaming"} if layer["kind"] in _STREAMING_KEYS else set()
+            optional = {"streaming", "codes"} if layer["kind"] in _STREAMING_KEYS else set()
             if set(layer) - optional != wanted:
                 raise ValueError(f"attention_layers[{index}] has keys {sorted(layer)}, not {sorted(wanted)}")
             if layer.get("streaming") and (problem := _streaming_problem(layer)):
+                raise ValueError(f"attention_layers[{index}]: {problem}")
+            if layer.get("codes") and (problem := _codes_problem(layer)):
                 raise ValueError(f"attention_layers[{index}]: {problem}")
             # A cache layer with an empty key tensor reports length 0, so a rank of 0 would decode garbage.
             if layer["kind"] == "latent" and layer["kv_lora_rank"] < 1:
@@ -242,6 +255,16 @@ class SurgeryConfig(PreTrainedConfig):
             attn_implementation=self._attn_implementation,
             experts_implementation=self._experts_implementation,
         )
+
+
+def _codes_problem(layer: dict[str, Any]) -> str | None:
+    """What is wrong with the `codes` of a layer of latents."""
+    rank = layer["kv_lora_rank"] if layer["kind"] == "latent" else sum(block["rank"] for block in layer["blocks"])
+    if layer.get("streaming"):
+        return "codes are of latents that are kept for all tokens, and some of these stream"
+    if sum(channels for _, channels in layer["codes"]) != rank or any(channels < 1 for _, channels in layer["codes"]):
+        return f"codes {layer['codes']} are not those of {rank} latents"
+    return None
 
 
 def _streaming_problem(layer: dict[str, Any]) -> str | None:

@@ -260,7 +260,7 @@ def _cache_layers(config: SurgeryConfig, *, training: bool = False, aware: bool 
 
 def _cache_layer(config: SurgeryConfig, entry: dict[str, Any], quantizes: bool, aware: bool) -> CompactLayer:
     """A new layer for the attention that an entry of `attention_layers` describes."""
-    whole = config.quantized_layer() if quantizes else PlainLayer()
+    whole = config.quantized_layer(entry) if quantizes else PlainLayer()
     codes = config.streaming_codes() if quantizes else None
     if quantizes and aware:
         whole, codes = StraightThroughLayer(whole), StraightThroughCodes(codes)

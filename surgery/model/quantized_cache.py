@@ -18,7 +18,7 @@ This file travels beside the weights as remote code: it may import torch, transf
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -30,6 +30,12 @@ from .cache_layer import CompactLayer, check_full_attention
 
 BITS = {"int8": 8, "int4": 4, "int2": 2, "fp8": 8}
 """Bits of a code, by format."""
+
+EXACT = "exact"
+"""In the place of a format: as many bits as the model has."""
+
+Spans = Sequence[tuple[str, int]]
+"""Formats of adjacent channels, and how many have each."""
 
 KEYS = ("channel", "token")
 """What may share a scale of keys: the tokens of a channel, or the channels of a token."""
@@ -73,7 +79,16 @@ class QuantizedKVLayer(CompactLayer):
     hands_on_codes = False
     """Whether `update` returns the layer itself, twice, for an attention that reads its codes as they are."""
 
-    def __init__(self, format: str, group: int = 32, window: int = 0, keys: str = "channel") -> None:
+    def __init__(
+        self,
+        format: str,
+        group: int = 32,
+        window: int = 0,
+        keys: str = "channel",
+        sinks: int = 0,
+        value_format: str | None = None,
+        spans: Spans = (),
+    ) -> None:
         """
         Args:
             format: of a code: int8, int4, int2 or fp8 (e4m3).
@@ -81,25 +96,39 @@ class QuantizedKVLayer(CompactLayer):
                 head whose size it does not divide has the fewest nearly equal groups of at most that many.
             window: of the most recent tokens, how many stay exact at least. KIVI keeps 128.
             keys: "channel", or "token" to quantise the keys as the values are.
+            sinks: first tokens that stay exact.
+            value_format: of the values' codes where it is another, or "exact": they are kept as they come.
+            spans: (format, channels) of the keys' first channels, of the next ones, and so on to the last; none where
+                all have `format`.
 
         Raises:
-            ValueError: another format, a negative window, or a group whose codes fill no whole bytes.
+            ValueError: another format, a negative window or number of sinks, or a group whose codes fill no whole
+                bytes.
         """
         super().__init__()
-        if format not in BITS:
-            raise ValueError(f"a KV cache of {format!r}: {', '.join(BITS)} are possible")
+        coded = [format, *([] if value_format in (None, EXACT) else [value_format]), *(each for each, _ in spans)]
+        for each in coded:
+            if each not in BITS:
+                raise ValueError(f"a KV cache of {each!r}: {', '.join(BITS)} are possible")
+            if group < 1 or group * BITS[each] % 8 or window < 0 or sinks < 0:
+                raise ValueError(
+                    f"a KV cache of {each} with group {group}, window {window} and {sinks} sinks: a group must be a "
+                    f"positive multiple of {8 // BITS[each]}, a window and sinks at least 0"
+                )
         if keys not in KEYS:
             raise ValueError(f"keys quantised by {keys!r}: by {' or '.join(KEYS)} is possible")
-        if group < 1 or group * BITS[format] % 8 or window < 0:
-            raise ValueError(
-                f"a KV cache of {format} with group {group} and window {window}: a group must be a positive "
-                f"multiple of {8 // BITS[format]}, a window at least 0"
-            )
         self.format, self.group, self.window, self.keys_by = format, group, window, keys
+        self.sinks, self.value_format = sinks, value_format or format
+        self.spans = tuple((each, channels) for each, channels in spans)
 
     def settings(self) -> tuple:
-        """Format, group, window, what the keys are quantised by."""
-        return self.format, self.group, self.window, self.keys_by
+        """Format, group, window, what the keys are quantised by, sinks, format of values, spans of keys."""
+        return self.format, self.group, self.window, self.keys_by, self.sinks, self.value_format, self.spans
+
+    @property
+    def of_one_format(self) -> bool:
+        """Whether all tokens but the latest are codes of one format, which kernels read as they are."""
+        return not self.sinks and not self.spans and self.value_format == self.format
 
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
@@ -118,8 +147,16 @@ class QuantizedKVLayer(CompactLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Takes batch, heads, head sizes, dtype and device from the first tokens."""
         self.keys, self.values = key_states[..., :0, :].clone(), value_states[..., :0, :].clone()
-        self.key_codes = GroupedCodes(self.keys, self.format, self.group, by_channel=self.keys_by == "channel")
-        self.value_codes = GroupedCodes(self.values, self.format, self.group, by_channel=False)
+        self.first_keys, self.first_values = self.keys.clone(), self.values.clone()
+        by_channel = self.keys_by == "channel"
+        if self.spans:
+            self.key_codes = SpannedCodes(self.keys, self.spans, self.group, by_channel=by_channel)
+        else:
+            self.key_codes = GroupedCodes(self.keys, self.format, self.group, by_channel=by_channel)
+        if self.value_format == EXACT:
+            self.value_codes = ExactTokens(self.values)
+        else:
+            self.value_codes = GroupedCodes(self.values, self.value_format, self.group, by_channel=False)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -128,14 +165,18 @@ class QuantizedKVLayer(CompactLayer):
         if self.hands_on_codes:
             return self, self
         return (
-            torch.cat([self.key_codes.dequantized(), self.keys], dim=-2),
-            torch.cat([self.value_codes.dequantized(), self.values], dim=-2),
+            torch.cat([self.first_keys, self.key_codes.dequantized(), self.keys], dim=-2),
+            torch.cat([self.first_values, self.value_codes.dequantized(), self.values], dim=-2),
         )
 
     def append(self, key_states: Tensor, value_states: Tensor) -> None:
         """Adds tokens [B, H, n, d]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if missing := self.sinks - self.first_keys.shape[-2]:
+            self.first_keys = torch.cat([self.first_keys, key_states[..., :missing, :]], dim=-2)
+            self.first_values = torch.cat([self.first_values, value_states[..., :missing, :]], dim=-2)
+            key_states, value_states = key_states[..., missing:, :], value_states[..., missing:, :]
         self.keys = torch.cat([self.keys, key_states], dim=-2)
         self.values = torch.cat([self.values, value_states], dim=-2)
         complete = max(0, self.keys.shape[-2] - self.window) // self.group * self.group
@@ -147,7 +188,9 @@ class QuantizedKVLayer(CompactLayer):
 
     def get_seq_length(self) -> int:
         """Tokens kept, in either form."""
-        return self.key_codes.tokens + self.keys.shape[-2] if self.is_initialized else 0
+        if not self.is_initialized:
+            return 0
+        return self.first_keys.shape[-2] + self.key_codes.tokens + self.keys.shape[-2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that `query_length` more tokens will see, and the position of the first."""
@@ -155,12 +198,13 @@ class QuantizedKVLayer(CompactLayer):
 
     def reset(self) -> None:
         """Forgets all tokens."""
-        self.keys = self.values = self.key_codes = self.value_codes = None
+        self.keys = self.values = self.first_keys = self.first_values = self.key_codes = self.value_codes = None
         self.is_initialized = False
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.is_initialized:
             self.keys, self.values = change(self.keys), change(self.values)
+            self.first_keys, self.first_values = change(self.first_keys), change(self.first_values)
             self.key_codes.map_rows(change)
             self.value_codes.map_rows(change)
 
@@ -216,6 +260,65 @@ class GroupedCodes:
         if self.by_channel:
             return tokens.unflatten(-2, (tokens.shape[-2] // self.group, self.group)), -2
         return grouped_channels(tokens, self.group), -1
+
+
+class SpannedCodes:
+    """Tokens [B, H, T, d] as codes of different formats: `GroupedCodes` of adjacent channels, side by side."""
+
+    def __init__(self, like: Tensor, spans: Spans, group: int, *, by_channel: bool) -> None:
+        """No tokens yet, see `GroupedCodes`.
+
+        Raises:
+            ValueError: the spans have other channels than `like`.
+        """
+        self.widths = [channels for _, channels in spans]
+        if sum(self.widths) != like.shape[-1]:
+            raise ValueError(f"codes of {sum(self.widths)} channels, and tokens have {like.shape[-1]}")
+        slices = like.split(self.widths, dim=-1)
+        formats = [format for format, _ in spans]
+        self.parts = [
+            GroupedCodes(part, format, group, by_channel=by_channel)
+            for part, format in zip(slices, formats, strict=True)
+        ]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held."""
+        return self.parts[0].tokens
+
+    def append(self, tokens: Tensor) -> None:
+        """Quantises tokens [B, H, n, d], n a multiple of the group."""
+        for part, own in zip(self.parts, tokens.split(self.widths, dim=-1), strict=True):
+            part.append(own)
+
+    def dequantized(self) -> Tensor:
+        """The tokens [B, H, T, d] as their codes say, in the dtype they had."""
+        return torch.cat([part.dequantized() for part in self.parts], dim=-1)
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Applies `change`, which acts on the batch, to all tensors."""
+        for part in self.parts:
+            part.map_rows(change)
+
+
+class ExactTokens:
+    """Tokens [B, H, T, d] as they came, in the place of codes."""
+
+    def __init__(self, like: Tensor) -> None:
+        """No tokens yet."""
+        self.held = like[..., :0, :].clone()
+
+    def append(self, tokens: Tensor) -> None:
+        """Adds tokens [B, H, n, d]."""
+        self.held = torch.cat([self.held, tokens], dim=-2)
+
+    def dequantized(self) -> Tensor:
+        """The tokens [B, H, T, d]."""
+        return self.held
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Applies `change`, which acts on the batch."""
+        self.held = change(self.held)
 
 
 def quantize(values: Tensor, format: str, dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -285,6 +388,9 @@ def quantized_kv_bytes(
     group: int,
     window: int,
     keys: str = "channel",
+    sinks: int = 0,
+    value_format: str | None = None,
+    spans: Spans = (),
     *,
     batch: int,
     heads: int,
@@ -294,13 +400,18 @@ def quantized_kv_bytes(
     dtype: torch.dtype,
 ) -> int:
     """Bytes that a `QuantizedKVLayer` holds after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
-    quantized = max(0, tokens - window) // group * group
-    codes = quantized * BITS[format] // 8 * (key_dim + value_dim)
-    key_groups = quantized // group * key_dim if keys == "channel" else quantized * token_groups(key_dim, group)
-    groups = key_groups + quantized * token_groups(value_dim, group)
-    exact = (tokens - quantized) * (key_dim + value_dim)
-    numbers = 1 if format == "fp8" else 2
-    return batch * heads * (codes + dtype.itemsize * (numbers * groups + exact))
+    quantized = max(0, tokens - min(sinks, tokens) - window) // group * group
+
+    def held(format: str, width: int, by_channel: bool) -> int:
+        if format == EXACT:
+            return quantized * width * dtype.itemsize
+        groups = quantized // group * width if by_channel else quantized * token_groups(width, group)
+        numbers = 1 if format == "fp8" else 2
+        return quantized * BITS[format] // 8 * width + numbers * groups * dtype.itemsize
+
+    codes = sum(held(each, width, keys == "channel") for each, width in spans or ((format, key_dim),))
+    codes += held(value_format or format, value_dim, by_channel=False)
+    return batch * heads * (codes + (tokens - quantized) * (key_dim + value_dim) * dtype.itemsize)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -7,9 +7,11 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, MistralConfig
 
 from surgery.eval.kv_cache import cache_bytes
+from surgery.eval.tensor_bytes import plain_tensors
 from surgery.model.quantized_cache import (
     BITS,
     QuantizedKVCache,
+    QuantizedKVLayer,
     dequantize,
     pack,
     quantize,
@@ -263,3 +265,52 @@ def test_the_latent_of_stock_deepseek_v3_is_quantised():
     assert cache_bytes(output.past_key_values) == 2 * predicted
     difference = (output.logits - exact).norm() / exact.norm()
     assert 0 < difference < 0.02
+
+
+SPANS = (("int8", 5), ("int4", 7), ("int2", 4))
+MIXED = {
+    "sinks": {"sinks": 3},
+    "values as they are": {"value_format": "exact"},
+    "values in other bits": {"value_format": "int2"},
+    "spans": {"spans": SPANS},
+    "all of them": {"sinks": 3, "value_format": "int8", "spans": SPANS, "window": 9},
+}
+
+
+@pytest.mark.parametrize("keys", ["channel", "token"])
+@pytest.mark.parametrize("more", MIXED.values(), ids=list(MIXED))
+def test_caches_of_several_formats(more, keys):
+    """What is read is what caches of one format read, of the same tokens and channels; bytes are those predicted."""
+    layer = QuantizedKVLayer("int4", 16, keys=keys, **more)
+    tokens, size = 70, {"batch": 2, "heads": 3, "key_dim": 16, "value_dim": 16, "dtype": torch.float32}
+    whole, values = states(tokens=tokens), states(tokens=tokens, seed=1)
+    for first, last in ((0, 2), (2, 40), (40, tokens)):
+        read = layer.update(whole[..., first:last, :], values[..., first:last, :])
+        held = sum(tensor.nbytes for tensor in plain_tensors(layer))
+        assert held == layer.predicted_bytes(last, **size) and layer.get_seq_length() == last
+
+    sinks, window = more.get("sinks", 0), more.get("window", 0)
+
+    def alone(format, keys, states):
+        if format == "exact":
+            return states
+        single = QuantizedKVLayer(format, 16, window, keys=keys)
+        return torch.cat([states[..., :sinks, :], single.update(states[..., sinks:, :], states[..., :0])[0]], dim=-2)
+
+    spans = more.get("spans", (("int4", 16),))
+    parts = whole.split([width for _, width in spans], dim=-1)
+    expected = [alone(form, keys, part) for (form, _), part in zip(spans, parts, strict=True)]
+    torch.testing.assert_close(read[0], torch.cat(expected, dim=-1), rtol=0, atol=1e-6)
+    torch.testing.assert_close(read[1], alone(more.get("value_format", "int4"), "token", values), rtol=0, atol=1e-6)
+    layer.reorder_cache(torch.tensor([1, 0]))
+    again = layer.update(whole[..., :0, :], values[..., :0, :])
+    assert all(torch.equal(new, old[[1, 0]]) for new, old in zip(again, read, strict=True))
+    layer.reset()
+    assert layer.get_seq_length() == 0
+
+
+def test_spans_of_other_channels_are_refused():
+    with pytest.raises(ValueError, match="16 channels, and tokens have 12"):
+        QuantizedKVLayer("int4", 16, spans=SPANS).update(states(dim=12), states(dim=12))
+    with pytest.raises(ValueError, match="int3"):
+        QuantizedKVLayer("int4", spans=(("int3", 4),))
