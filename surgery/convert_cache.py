@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from surgery.architectures.cached import check_quantizable, rotated_names, rotated_tensors
-from surgery.architectures.own_class import ENGINES, MODEL_TYPE, layer_entries, own_config
+from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
 from surgery.conversion import Conversion, Outcome, conclude, settle_output, unchanged_tensors, write_rest
 from surgery.errors import SurgeryError
@@ -127,7 +127,6 @@ def convert_to_quantized(
                 "kv_cache": config["kv_cache"],
                 "hadamard": settings.hadamard,
                 "losses_read": f"through the cache, {PIECE} tokens at a time; the source's in one forward pass",
-                "engines": ENGINES,
             },
             kv_bytes=lambda tokens: quantized.kv_cache_bytes(1, tokens),
             layers=measured.layers,

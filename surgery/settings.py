@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from surgery.engines.limits import ENGINES
 from surgery.errors import SurgeryError
 from surgery.file_settings import FileSettings
 
@@ -78,6 +79,7 @@ class ConvertSettings(ConversionSettings):
             holds; method fisher with text only.
         carrier: "stock" deepseek_v3, the project's "own" class, or "auto": stock where it can.
         latent_norm: how a stock class's latent norm is neutralised.
+        engine: write what this engine carries ("all": each of them): sizes, frequencies and norm follow from it.
         fit_steps, fit_iterations, fit_queries: Gauss-Newton steps of the least-squares fit of each layer (0: none),
             conjugate-gradient iterations in each, and query positions sampled from each sequence; method fisher only.
     """
@@ -90,6 +92,7 @@ class ConvertSettings(ConversionSettings):
     allocate: str = "uniform"
     carrier: str = "auto"
     latent_norm: str = "auto"
+    engine: str | None = None
     fit_steps: int = 3
     fit_iterations: int = 8
     fit_queries: int = 256
@@ -104,6 +107,8 @@ class ConvertSettings(ConversionSettings):
         ):
             self._check_choice(name, allowed)
         super().__post_init__()
+        if self.engine is not None:
+            self._check_engine()
         self._check_positive("kv_lora_rank", "freqfold", "fit_iterations", "fit_queries")
         if self.rope_dim is not None and (self.rope_dim < 0 or self.rope_dim % 2):
             raise SurgeryError(f"rope_dim must be even and not negative, not {self.rope_dim}")
@@ -111,6 +116,14 @@ class ConvertSettings(ConversionSettings):
             raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
         if self.calibration == NO_CALIBRATION and self.method == "transmla":
             raise SurgeryError("method transmla needs calibration text: drop --calibration none")
+
+    def _check_engine(self) -> None:
+        self._check_choice("engine", ENGINES)
+        for name, allowed in (("carrier", ("auto", "stock")), ("allocate", ("uniform",)), ("method", ("fisher",))):
+            if getattr(self, name) not in allowed:
+                raise SurgeryError(f"engine {self.engine} takes {name} {allowed[0]}, not {getattr(self, name)}")
+        # Frozen; a result for an engine is a model of default RoPE, whatever else is asked for.
+        object.__setattr__(self, "rope_frequencies", "grid")
 
 
 @dataclass(frozen=True)
@@ -124,6 +137,7 @@ class KVHeadsSettings(ConversionSettings):
             kv_heads or the ratio is the average; method fisher with text only.
         carrier: "own": the project's class; "decilm": DeciLM, whose layers may differ too (Llama only); "auto": the
             source's family if all layers keep the same number of heads, otherwise own.
+        engine: refuse what this engine ("all": each of them) does not carry; layers that differ become DeciLM's.
         fit_steps, fit_iterations, fit_queries: as for MLA; method fisher with text only.
     """
 
@@ -131,6 +145,7 @@ class KVHeadsSettings(ConversionSettings):
     kv_heads: int | None = None
     allocate: str = "uniform"
     carrier: str = "auto"
+    engine: str | None = None
     fit_steps: int = 3
     fit_iterations: int = 8
     fit_queries: int = 256
@@ -147,6 +162,10 @@ class KVHeadsSettings(ConversionSettings):
             raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
         if self.method == "key-norm" and self.carrier != "auto":
             raise SurgeryError("method key-norm is written in the source's family: leave carrier auto")
+        if self.engine is not None:
+            self._check_choice("engine", ENGINES)
+            if self.carrier == "own":
+                raise SurgeryError(f"engine {self.engine} knows no own class: leave carrier auto")
 
 
 @dataclass(frozen=True)
