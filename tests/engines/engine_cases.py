@@ -117,11 +117,10 @@ def assert_same(got: dict, reference: Path, prompts: list, tolerance: float, dty
         said = iter(zip(got["tokens"][row], got["logprobs"][row], strict=True))
         known = next(said, None)
         for token, logprob in zip(tokens, logprobs, strict=True):
-            if known is not None and known[0] == token:
-                assert abs(known[1] - logprob) < tolerance
+            if known is not None and known[0] == token and abs(known[1] - logprob) < tolerance:
                 known = next(said, None)
             else:
-                assert token in partial, f"{got['tokens'][row]} is not {tokens}"
+                assert token in partial, f"{known} is not {(token, logprob)}"
         assert known is None
         assert got["counts"][row] == NEW_TOKENS
 
