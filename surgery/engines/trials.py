@@ -1,4 +1,7 @@
-"""What was tried: the kinds of checkpoints that tests/engines ran in each engine, greedy tokens compared.
+"""What was tried: the kinds of checkpoints that tests ran in each engine.
+
+transformers, without this package, in tests/test_convert*.py; llama.cpp in tests/engines, greedy tokens and
+log-probabilities compared with transformers'. vLLM's CPU build is installed by tests/engines for its check alone.
 
 A kind is :attr:`surgery.engines.facts.Facts.kind`. Nothing gets in here without a test; a test fails if a kind that is
 in here has no case of its own.
@@ -38,8 +41,8 @@ TRANSFORMERS = Trial(
     ),
 )
 LLAMA_CPP = Trial("b11549", "CPU", frozenset({"mla", "llama", "mistral", "nemotron-nas"}))
-VLLM_CPU = Trial("0.32.0", "CPU", frozenset({"mla", "llama", "mistral", "qwen2"}))
+VLLM_CPU = Trial("0.32.0", "CPU", frozenset())
 
-# What vLLM's own check, FlashAttnPrefillBackend.supports_mla_dimensions, accepts; a test calls it.
+# All that vLLM's own check, FlashAttnPrefillBackend.supports_mla_dimensions, accepts; a test calls it.
 VLLM_MLA_HEADS = ((64, 64, 128), (128, 64, 128), (192, 64, 256), (256, 0, 256))
 VLLM_CHECKED = "0.32.0"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from environments import NotInstallable, interpreter
-from tiny_models import CONFIGS, DEMO, LLAMA3_ROPE, SHAPE, make_checkpoint
+from tiny_models import CONFIGS, DEMO, HELD_OUT, LLAMA3_ROPE, SHAPE, make_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from surgery.convert import convert_to_mla
@@ -33,6 +33,14 @@ SOURCES = {
 }
 # Without text a layer is converted by its weights alone, in a second; what is compared is engines, not quality.
 FAST = {"calibration": "none"}
+# Numbers of heads by layer are chosen on text.
+TEXT = {
+    "calibration": str(HELD_OUT),
+    "calibration_tokens": 1024,
+    "calibration_length": 128,
+    "held_out": 2,
+    "fit_steps": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,8 @@ class Case:
 
     def _convert(self, source: Path, out: Path, settings: dict) -> Path:
         if "engine" in settings and "kv_heads" not in settings:
-            return convert_to_mla(source, out, ConvertSettings(**FAST, **settings)).path
-        return convert_to_gqa(source, out, KVHeadsSettings(**FAST, **settings)).path
+            return convert_to_mla(source, out, ConvertSettings(**{**FAST, **settings})).path
+        return convert_to_gqa(source, out, KVHeadsSettings(**{**FAST, **settings})).path
 
 
 def greedy(

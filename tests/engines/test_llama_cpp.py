@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_cases import NEW_TOKENS, PROMPTS, Case, assert_same, demo, greedy, run
+from engine_cases import NEW_TOKENS, PROMPTS, TEXT, Case, assert_same, demo, greedy, run
 from transformers import AutoTokenizer
 
 from surgery.convert import convert_to_mla
@@ -25,8 +25,8 @@ CASES = [
     Case(
         "nemotron-nas",
         "llama_deci",
-        {"kv_heads": 3, "allocate": "spectrum", "carrier": "decilm", "calibration": "builtin"},
-        {"kv_heads": 3, "allocate": "spectrum", "calibration": "builtin"},
+        {**TEXT, "kv_heads": 3, "allocate": "spectrum", "carrier": "decilm"},
+        {**TEXT, "kv_heads": 3, "allocate": "spectrum"},
     ),
 ]
 TEXTS = ["def main():\n    return 1\n\n\nclass  A:\n", "It's 1234567 o'clock, naïve café ☕ \t tabs  and   spaces"]
