@@ -185,7 +185,10 @@ def test_a_grid_is_known_to_load_everywhere_and_a_free_list_is_not(checkpoints, 
         )
         for kind in ("grid", "free")
     }
-    assert plans["grid"].target["frequencies_known"] and plans["grid"].target["engines"]["llama.cpp"]["status"] == LOADS_WITH
+    assert (
+        plans["grid"].target["frequencies_known"]
+        and plans["grid"].target["engines"]["llama.cpp"]["status"] == LOADS_WITH
+    )
     assert not plans["free"].target["frequencies_known"]
     assert plans["free"].target["engines"]["llama.cpp"]["status"] == REFUSED
     assert plans["free"].target["engines"]["transformers"]["status"] == LOADS

@@ -4,8 +4,8 @@ import json
 
 import pytest
 from command_line import run_main
-from loading import run_elsewhere
-from tiny_models import HELD_OUT, LLAMA3_ROPE
+from tiny_models import CONFIGS, LLAMA3_ROPE, SHAPE, make_checkpoint
+from transformers import LlamaConfig
 
 from surgery.convert import convert_to_mla
 from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, engine_table, mla_limits, refuse_unless_loadable
@@ -74,22 +74,24 @@ def test_limits():
         mla_limits("vllm", 256, 256)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama3"])
-def test_zeros_change_nothing(name, checkpoints, tmp_path):
-    """Heads of 8 and 16 as (64, 64, 128), rotated zeros behind what is rotated: the function of the simulation.
-
-    The conversion compares both and would refuse; another process loads it too.
-    """
-    settings = {"calibration": str(HELD_OUT), "calibration_tokens": 1024, "calibration_length": 128, "held_out": 2}
-    sizes = {"kv_lora_rank": 12, "rope_dim": 4, "fit_steps": 0, "engine": "vllm"}
-    if name == "llama":
-        with pytest.raises(SurgeryError, match="too small"):
-            convert_to_mla(checkpoints(name), tmp_path / "out", ConvertSettings(**settings, **sizes))
-    assert LLAMA3_ROPE["rope_type"] == "llama3" and run_elsewhere
+def test_zeros_change_nothing(tmp_path, monkeypatch):
+    """Heads of 16 as (64, 64, 128), with zeros among the rotated numbers: llama3 bends the lower frequencies."""
+    shape = {**SHAPE, "num_attention_heads": 4, "num_key_value_heads": 4}
+    llama3 = LlamaConfig(**shape, rms_norm_eps=1e-5, head_dim=16, rope_parameters=LLAMA3_ROPE)
+    monkeypatch.setitem(CONFIGS, "wide", lambda: llama3)
+    source = make_checkpoint(tmp_path / "source", "wide")
+    settings = ConvertSettings(engine="vllm", kv_ratio=0.75, calibration="none")
+    report = convert_to_mla(source, tmp_path / "out", settings).report
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert Facts.of(config).head_sizes == (64, 64, 128) and config["kv_lora_rank"] == 96 - 64
+    assert config["rope_parameters"]["rope_type"] == "default" and 0 < report.target["rope_dim"] < 16
+    # The written checkpoint, loaded by the stock class, against the layers without zeros.
+    assert report.verification["logit_difference_to_simulation"] < 1e-4
+    assert report.kv["measured_bytes_per_token"] == report.kv["predicted_bytes_per_token"] == 2 * 96 * 4
+    assert report.target["engines"]["vLLM on CUDA"]["status"] == LOADS_WITH
 
 
 def test_doctor_speaks_of_the_demo(checkpoints, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["surgery", "doctor", str(checkpoints("llama")), "--json"])
     code, out, _ = run_main(monkeypatch, capsys, "doctor", str(checkpoints("llama")), "--json")
     assert code == 0 and json.loads(out)["kind"] == "llama"
 

@@ -1,6 +1,6 @@
 """Which (nope, rope, value) sizes vLLM's FlashAttention prefill takes; run by the interpreter of its environment.
 
-    python ask_vllm.py REQUEST ANSWER
+python ask_vllm.py REQUEST ANSWER
 """
 
 import json
