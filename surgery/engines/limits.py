@@ -38,9 +38,9 @@ def mla_limits(engine: str, head_dim: int, value_dim: int) -> MLALimits:
     Raises:
         SurgeryError: the heads are wider than any that it takes.
     """
-    if engine == "mlx":
+    if engine in ("llama.cpp", "mlx"):
         return MLALimits()
-    if engine in ("llama.cpp", "sglang"):
+    if engine == "sglang":
         return MLALimits(width=FAST_WIDTH)
     fitting = [
         sizes for sizes in VLLM_MLA_HEADS if sizes[1] == FAST_ROPE and sizes[0] >= head_dim and sizes[2] >= value_dim

@@ -40,7 +40,7 @@ TRANSFORMERS = Trial(
         }
     ),
 )
-LLAMA_CPP = Trial("b11549", "CPU", frozenset({"mla", "llama", "mistral", "nemotron-nas"}))
+LLAMA_CPP = Trial("b11549", "CPU", frozenset({"mla", "llama", "mistral"}))
 VLLM_CPU = Trial("0.32.0", "CPU", frozenset())
 
 # All that vLLM's own check, FlashAttnPrefillBackend.supports_mla_dimensions, accepts; a test calls it.
