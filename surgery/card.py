@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from surgery.engines import spoken
 from surgery.healing_table import gap_closed, quality_table, stage_facts, stages
 from surgery.human import loss_of_stage
 
@@ -40,7 +41,7 @@ def model_card(report, name: str) -> str:
     """README.md of a converted checkpoint."""
     source, target, kv = report.source, report.target, report.kv
     measured = kv["measured_bytes_per_token"]
-    engines = "\n".join(f"| {engine} | {verdict} |" for engine, verdict in target["engines"].items())
+    engines = "\n".join(f"| {engine} | {said} |" for engine, said in spoken(target["engines"]).items())
     return f"""---
 library_name: transformers
 base_model: {source["path"]}

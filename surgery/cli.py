@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from surgery import cli_bench, cli_convert, cli_evaluation, cli_heads, cli_heal, cli_slice
+from surgery import cli_bench, cli_convert, cli_engines, cli_evaluation, cli_heads, cli_heal, cli_slice
 from surgery.cli_options import (
     BatchOption,
     CalibrationOption,
@@ -134,6 +134,7 @@ def demo(
 
 cli_convert.register(app)
 cli_slice.register(app)
+cli_engines.register(app)
 cli_evaluation.register(app)
 cli_heads.register(app)
 cli_heal.register(app)

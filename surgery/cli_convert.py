@@ -27,6 +27,7 @@ from surgery.cli_options import (
     ShardSizeOption,
     TokensOption,
 )
+from surgery.engines.limits import cache_dtype_flags
 from surgery.errors import SurgeryError
 
 
@@ -287,6 +288,15 @@ def convert(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            metavar="vllm|sglang|llama.cpp|mlx|all",
+            help="Write what this engine carries, best within its limits (mla, gqa); quantized: name its own cache.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     latent_norm: Annotated[
         str | None,
         typer.Option(
@@ -339,6 +349,8 @@ def convert(
 
         surgery convert --to mla org/name --kv-lora-rank 512 --rope-dim 64 --rope-frequencies grid
 
+        surgery convert --to mla ckpt/ --engine vllm
+
         surgery convert --to gqa ckpt/ --kv-heads 4
 
         surgery convert --to lowrank ckpt/ --kv-ratio 0.125 --window 32 --sinks 4
@@ -356,6 +368,10 @@ def convert(
     from surgery.targets import find_target
 
     target = find_target(to)
+    if to == "quantized" and engine is not None:
+        # Engines quantise plain caches by themselves; one of ours would load in none of them.
+        print(f"nothing to convert, {engine} quantises its cache itself: {cache_dtype_flags(engine, _bits(bits) or 4)}")
+        return
     given = {
         "method": method,
         "kv_ratio": kv_ratio,
@@ -386,6 +402,7 @@ def convert(
         "hadamard": hadamard or None,
         "carrier": carrier,
         "latent_norm": latent_norm,
+        "engine": engine,
         "calibration": calibration,
         "calibration_tokens": calibration_tokens,
         "calibration_length": calibration_length,

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from surgery.engines import spoken
 from surgery.human import count, decimal, duration, loss_of_stage, per_token, share, size
 
 # Where nobody says how wide the page is: a file, a pipe.
@@ -155,7 +156,7 @@ def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = Fal
             page.print(f"  does not apply: {plain('; '.join(target['reasons']))}\n", soft_wrap=True)
             continue
         page.print(f"  {_class_and_why(target['class'], target['reasons'])}", soft_wrap=True)
-        page.print(make_table(["engine", "loads the result"], target["engines"].items()))
+        page.print(make_table(["engine", "the result"], spoken(target["engines"]).items()))
         # Variants of one target that differ in their class only take the same time.
         if target["speed"] != shown:
             show_speed(page, target["speed"])
@@ -163,6 +164,33 @@ def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = Fal
     if inspection.spectra is not None:
         _show_spectra(page, inspection.spectra)
         page.print(f"drawn in {plain(drawn)}", soft_wrap=True)
+
+
+def show_doctor(diagnosis, *, as_json: bool = False) -> None:
+    """Prints what engines do with a checkpoint (:class:`surgery.engines.diagnosis.Diagnosis`)."""
+    if as_json:
+        print_json(diagnosis.to_dict())
+        return
+    page = new_page()
+    page.print(f"\n[bold]{plain(diagnosis.path)}[/bold] ({plain(diagnosis.facts.kind)})")
+    rows = []
+    for verdict in diagnosis.verdicts:
+        held = verdict.cache_bytes_per_token
+        why = f"{verdict.reason}; {verdict.remedy}" if verdict.remedy else verdict.reason
+        rows.append((verdict.engine, verdict.version, verdict.status, per_token(held) if held else "-", why))
+    page.print(make_table(["engine", "version", "", "KV cache per token", "because"], rows, right=(3,)))
+    _show_commands(page, {verdict.engine: verdict.to_dict() for verdict in diagnosis.verdicts})
+
+
+def show_export(exported, *, as_json: bool = False) -> None:
+    """Prints what was written for an engine (:class:`surgery.export.Exported`)."""
+    if as_json:
+        print_json(exported.to_dict())
+        return
+    page = new_page()
+    page.print(f"{plain(exported.architecture)} in {exported.weights}, {size(exported.bytes)}, {exported.tokenizer}")
+    page.print(f"[bold]{plain(exported.path)}[/bold]", soft_wrap=True)
+    page.print(plain(exported.command), soft_wrap=True, highlight=False)
 
 
 def show_demo(demo, *, as_json: bool = False) -> None:
@@ -336,7 +364,26 @@ def _show_splits(page: Console, splits: list[dict], chosen: tuple[int, int] | No
 
 def _show_carrier(page: Console, target: dict) -> None:
     page.print(_class_and_why(target["model_type"], target["reasons"]), soft_wrap=True)
-    page.print(make_table(["engine", "loads it"], target["engines"].items()))
+    show_engines(page, target["engines"])
+    limits = target.get("engine_limits")
+    if limits:
+        cost = limits["held_out_loss"] - limits["free_held_out_loss"]
+        free = " + ".join(map(str, limits["free_split"]))
+        page.print(
+            f"--engine {limits['engine']} costs {cost:+.4f} nats before the fit, against {free} with any frequency"
+        )
+
+
+def show_engines(page: Console, engines: dict) -> None:
+    """A report's table of engines, and the commands that serve."""
+    page.print(make_table(["engine", "the result"], spoken(engines).items()))
+    _show_commands(page, engines)
+
+
+def _show_commands(page: Console, engines: dict) -> None:
+    for said in engines.values():
+        if not isinstance(said, str) and said["command"]:
+            page.print(f"{plain(said['engine'])}: {plain(said['command'])}", soft_wrap=True, highlight=False)
 
 
 def _class_and_why(model_type: str, reasons: list[str]) -> str:

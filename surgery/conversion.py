@@ -11,6 +11,7 @@ from torch import Tensor
 
 from surgery.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, check_output, verify_files
+from surgery.engines import engine_table
 from surgery.errors import SurgeryError
 from surgery.flow_verification import Flow
 from surgery.held_out import Score
@@ -39,7 +40,7 @@ class Outcome:
     Attributes:
         config: the config.json of the result.
         replaced: names of the source's tensors that are not copied.
-        target: what it became, for the report; "dtype" and "bytes_per_token" are added here.
+        target: what it became, for the report; "bytes_per_token" and "engines" are added here.
         kv_bytes: predicted bytes of the caches of all layers, of one sequence by its tokens.
         layers: a dataclass a layer for the report, with the errors of each stage as ``measured``.
         scores: loss and recall after each stage.
@@ -230,11 +231,12 @@ def conclude(
 ) -> Report:
     """Reports on what was written and verified, and gives it its final name."""
     predicted = outcome.kv_bytes(verification.kv_tokens) / verification.kv_tokens
+    engines = engine_table(outcome.final_config or outcome.config, writer.out.name)
     report = build_report(
         opened,
         settings,
         command,
-        {**outcome.target, "bytes_per_token": predicted},
+        {**outcome.target, "bytes_per_token": predicted, "engines": engines},
         outcome.splits,
         texts,
         outcome.scores,

@@ -8,7 +8,7 @@ before they get their final name.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.checkpoint import CheckpointWriter
 from surgery.conversion import Conversion, Outcome, finish, open_request, planned_tensors, replaced_names
+from surgery.forecast import forecast
 from surgery.held_out import HeldOut
 from surgery.ladder import Form, Ladder
 from surgery.layer_stream import LayerStream
@@ -52,7 +53,10 @@ def check_request(
     """
     opened, out = open_request(source, out, "mla", settings, overwrite=overwrite, allow_pickle=allow_pickle)
     first = opened.anatomy(0)
-    return opened, out, candidate_splits(settings, first, reserved_numbers(opened, settings, first))
+    splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
+    if settings.engine is not None:
+        forecast(opened, splits[0], settings)  # refuses what the engine does not take
+    return opened, out, splits
 
 
 def convert_to_mla(
@@ -94,7 +98,7 @@ def convert_to_mla(
             gradients=method.gradients,
             basis_of=mla.lag_basis(method),
         )
-        plan, tried = _choose_plan(splits, opened, library, texts.held_out, settings, progress)
+        plan, tried, engine_cost = _choose_plan(splits, opened, library, texts.held_out, settings, progress)
         if settings.allocate == "spectrum":
             plan = plan.with_ranks_by_spectrum(opened.anatomy, library, opened.layers, progress)
         carrier = carrier_of(opened, plan, settings)
@@ -117,7 +121,7 @@ def convert_to_mla(
             alternatives.write(result, opened.layers, writer)
             layers = reports[result]
             kept = [name for name in opened.reader.names() if name not in replaced]
-            target = {**mla_target(opened, carrier, plan.method.name, layers), "result": result}
+            target = {**mla_target(carrier, plan.method.name, layers), **engine_cost, "result": result}
             width = sum(carrier.writer.kv_width(layer) for layer in range(opened.layers))
             outcome = Outcome(
                 config=carrier.writer.config(opened.reader.config),
@@ -142,24 +146,47 @@ def _choose_plan(
     held_out: HeldOut,
     settings: ConvertSettings,
     progress: Progress,
-) -> tuple[MLAPlan, list[tuple[mla.Split, float | None]]]:
-    """The plan of least held-out loss, and the loss of every candidate."""
+) -> tuple[MLAPlan, list[tuple[mla.Split, float | None]], dict]:
+    """The plan of least held-out loss, the loss of every candidate, and what an engine's limits cost, for the report.
+
+    The free choice that an engine's is compared with is that of the same budget without limits.
+    """
     method = mla.METHODS[settings.method]
-    plans = [
-        mla_split.plan_for(split, method, opened.anatomy, library, opened.layers, settings.rope_frequencies)
-        for split in splits
-    ]
-    if len(plans) == 1:
-        return plans[0], [(splits[0], None)]
+
+    def planned(splits: list[mla.Split], frequencies: str) -> list[MLAPlan]:
+        return [
+            mla_split.plan_for(split, method, opened.anatomy, library, opened.layers, frequencies) for split in splits
+        ]
+
+    plans, free = planned(splits, settings.rope_frequencies), []
+    if settings.engine is not None and held_out.texts:
+        unlimited = replace(settings, engine=None, rope_frequencies="free")
+        first = opened.anatomy(0)
+        free = candidate_splits(unlimited, first, reserved_numbers(opened, unlimited, first))
+    if len(plans) == 1 and not free:
+        return plans[0], [(splits[0], None)], {}
     if not held_out.texts:
         # Nothing to try them on: a third for rotated numbers, the middle of what calibrated conversions choose.
         middle = min(
             range(len(splits)), key=lambda i: abs(splits[i].rope_dim - (splits[i].rope_dim + splits[i].rank) / 3)
         )
-        return plans[middle], [(splits[middle], None)]
-    losses = mla_split.try_plans(plans, opened.stream, opened.anatomy, library, held_out, settings.batch_size, progress)
+        return plans[middle], [(splits[middle], None)], {}
+    losses = mla_split.try_plans(
+        [*plans, *planned(free, "free")],
+        opened.stream,
+        opened.anatomy,
+        library,
+        held_out,
+        settings.batch_size,
+        progress,
+    )
     best = min(range(len(plans)), key=losses.__getitem__)
-    return plans[best], list(zip(splits, losses, strict=True))
+    tried = list(zip(splits, losses[: len(plans)], strict=True))
+    if not free:
+        return plans[best], tried, {}
+    unlimited_loss, split = min(zip(losses[len(plans) :], free, strict=True), key=lambda found: found[0])
+    cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": unlimited_loss}
+    return plans[best], tried, {"engine_limits": {**cost, "free_split": [split.rope_dim, split.rank]}}
 
 
 def _sequential_fit(

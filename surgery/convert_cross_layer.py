@@ -18,7 +18,7 @@ import torch
 
 from surgery import layer_statistics
 from surgery.architectures.cross_layer import REASON, OwnCrossLayer
-from surgery.architectures.own_class import ENGINES, MODEL_TYPE
+from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
@@ -145,7 +145,6 @@ def convert_cross_layer(
                     "method": settings.method,
                     "model_type": MODEL_TYPE,
                     "reasons": [REASON],
-                    "engines": ENGINES,
                     "groups": [list(span) for span in groups],
                     "ranks": [report.ranks[0] for report in reports],
                     "sinks": settings.sinks,

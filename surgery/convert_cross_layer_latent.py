@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.architectures.cross_layer import REASON
-from surgery.architectures.own_class import ENGINES, MODEL_TYPE
+from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.sweep import BoundaryStore, forward_sweep
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.conversion import Conversion, Outcome, finish, settle_output
@@ -120,7 +120,6 @@ def convert_cross_layer_latents(
                     "method": settings.method,
                     "model_type": MODEL_TYPE,
                     "reasons": [REASON],
-                    "engines": ENGINES,
                     "groups": [list(span) for span in groups],
                     "ranks": ranks,
                     "sinks": settings.sinks,

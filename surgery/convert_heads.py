@@ -32,6 +32,7 @@ from surgery.calibration.statistics import LayerStatistics
 from surgery.calibration.sweep import BoundaryStore
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.conversion import Conversion, Outcome, finish, open_request
+from surgery.engines import refuse_unless_loadable
 from surgery.errors import SurgeryError
 from surgery.ladder import Ladder
 from surgery.layer_stream import LayerStream
@@ -108,7 +109,7 @@ def convert_to_gqa(
     opened, out = open_request(source, out, target, settings, overwrite=overwrite, allow_pickle=allow_pickle)
     first = opened.anatomy(0)
     budget = wanted_heads(settings, first, opened.layers)
-    if settings.carrier == "decilm":
+    if settings.carrier == "decilm" or (settings.engine is not None and settings.allocate == "spectrum"):
         decilm.check(opened.reader.config)
     if settings.method == "key-norm" and budget > opened.layers and not has_head_dim(opened.config):
         raise SurgeryError(
@@ -125,7 +126,9 @@ def convert_to_gqa(
         config = opened.reader.config
         if plan.heads != first.heads:
             config = config_with_query_heads(config, plan.heads, first.head_dim)
-        carrier = choose_carrier(config, kv_heads, settings.carrier)
+        carrier = choose_carrier(config, kv_heads, _wanted_carrier(settings, kv_heads))
+        if settings.engine is not None:
+            refuse_unless_loadable(settings.engine, carrier.final_config or carrier.config)
         tensors = _planned_tensors(opened, plan, first.head_dim)
         with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
             fit = None
@@ -147,7 +150,6 @@ def convert_to_gqa(
                     "model_type": carrier.model_type,
                     "reasons": [carrier.reason],
                     "kv_heads": kv_heads[0] if len(set(kv_heads)) == 1 else kv_heads,
-                    "engines": carrier.engines,
                     "result": result,
                 },
                 kv_bytes=lambda tokens: width * tokens,
@@ -160,6 +162,11 @@ def convert_to_gqa(
             )
             report = finish(writer, tensors, opened, settings, texts, outcome, command, progress)
     return Conversion(writer.out, report)
+
+
+def _wanted_carrier(settings: KVHeadsSettings, kv_heads: list[int]) -> str:
+    """DeciLM for layers that differ where an engine is asked for."""
+    return "decilm" if settings.engine is not None and len(set(kv_heads)) > 1 else settings.carrier
 
 
 def wanted_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: int) -> int:

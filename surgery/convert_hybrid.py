@@ -22,7 +22,7 @@ from surgery.architectures.hybrid import (
     moved_names,
     moved_tensors,
 )
-from surgery.architectures.own_class import ENGINES, MODEL_TYPE, layer_entries, own_config
+from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.attention_tap import AttentionCall, tapped
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
 from surgery.conversion import Conversion, Outcome, finish, settle_output, unchanged_tensors
@@ -134,7 +134,6 @@ def convert_to_hybrid(
                 "method": "streaming-llm" if pattern is None else pattern.method,
                 "model_type": MODEL_TYPE,
                 "reasons": [REASON],
-                "engines": ENGINES,
                 **_facts(plan, pattern, planned, whole, context, settings),
             },
             kv_bytes=lambda tokens: planned.kv_cache_bytes(1, tokens),

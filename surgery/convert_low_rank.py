@@ -20,7 +20,7 @@ from surgery import layer_statistics
 from surgery.alternatives import Alternatives, least_loss
 from surgery.anatomy import AttentionAnatomy
 from surgery.architectures.low_rank import REASON, OwnLowRank
-from surgery.architectures.own_class import ENGINES, MODEL_TYPE
+from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.statistics import LayerStatistics
 from surgery.calibration.sweep import BoundaryStore
@@ -159,7 +159,6 @@ def convert_to_low_rank(
                     "method": settings.method,
                     "model_type": MODEL_TYPE,
                     "reasons": [REASON],
-                    "engines": ENGINES,
                     "ranks": [writes.rank(layer) for layer in range(opened.layers)],
                     "shared_layers": list(earlier),
                     "sinks": sinks,

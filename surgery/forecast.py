@@ -2,7 +2,7 @@
 
 One thing is open then: which frequencies keep RoPE, where they are free to be chosen. Many engines load the grid of
 default RoPE only. Small budgets often choose just that (the highest frequencies, once each), larger ones do not, so
-both outcomes are foreseen, and an engine's verdict names both where they differ.
+both outcomes are foreseen, and an engine's verdict is that of the list of frequencies.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from surgery.architectures.choose import Carrier, engines
+from surgery.architectures.choose import Carrier
+from surgery.engines import engine_table, refuse_unless_loadable
 from surgery.mla_output import carrier_of
 from surgery.mla_split import MLAPlan
 from surgery.settings import ConvertSettings
@@ -28,21 +29,21 @@ class Forecast:
         kv_bytes_per_token: of the result, all layers, at an infinite window; the most that it can be. Of a quantised
             cache, once all tokens are codes.
         frequencies_known: whether the rotary frequencies are settled already.
-        engines: what each will say of the result.
+        engines: what each will say of the result, :func:`surgery.engines.engine_table`.
     """
 
     split: mla.Split
     carrier: Carrier
     kv_bytes_per_token: float
     frequencies_known: bool
-    engines: dict[str, str]
+    engines: dict[str, dict]
 
 
 def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> Forecast:
     """Foresees the conversion of an opened source with one split.
 
     Raises:
-        SurgeryError: the wanted carrier cannot hold it.
+        SurgeryError: the wanted carrier cannot hold it, or the engine asked for does not take it.
     """
     config = opened.reader.config
     outcomes = [
@@ -51,21 +52,15 @@ def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> For
     ]
     # The last is the one without a grid: the class is the same, and what a norm needs besides is in it.
     carrier = outcomes[-1]
-    verdicts = [engines(outcome, config) for outcome in outcomes]
+    if settings.engine is not None:
+        refuse_unless_loadable(settings.engine, carrier.writer.config(config))
     return Forecast(
         split,
         carrier,
         max(_kv_bytes(outcome, opened, settings) for outcome in outcomes),
         len(outcomes) == 1,
-        verdicts[0] if len(verdicts) == 1 else {name: _either(name, *verdicts) for name in verdicts[0]},
+        engine_table(carrier.writer.config(config)),
     )
-
-
-def _either(engine: str, with_grid: dict[str, str], without: dict[str, str]) -> str:
-    """One verdict of two that depend on the frequencies."""
-    if with_grid[engine] == without[engine]:
-        return with_grid[engine]
-    return f"{with_grid[engine]}, if the highest frequencies are chosen; otherwise {without[engine]}"
 
 
 def _kv_bytes(carrier: Carrier, opened: Source, settings: ConvertSettings) -> float:

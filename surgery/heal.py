@@ -28,6 +28,7 @@ from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.staging import Staging
 from surgery.conversion import default_output
+from surgery.engines import engine_table
 from surgery.errors import SurgeryError
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
@@ -325,7 +326,9 @@ def _write_report(folder: Path, student: Path, healing: dict[str, Any], name: st
     if found is None:
         (folder / HEALING).write_text(json.dumps(healing, indent=1) + "\n", encoding="utf-8")
         return
-    report = {**found, "healing": healing}
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    target = {**found["target"], "engines": engine_table(config, name)}
+    report = {**found, "target": target, "healing": healing}
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     known = {each.name for each in fields(Report)}
     card = Report(**{key: value for key, value in report.items() if key in known}).card(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -11,12 +10,14 @@ from pathlib import Path
 from surgery import attention_structures as structures
 from surgery import layer_statistics
 from surgery.architectures import hybrid, low_rank, own_class
-from surgery.architectures.own_family import ENGINES, OWN_FAMILY
+from surgery.architectures.own_class import own_config
+from surgery.architectures.own_family import OWN_FAMILY
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.checkpoint.reader import CheckpointReader
 from surgery.convert_heads import wanted_heads
 from surgery.converted_inspection import MODEL_TYPES, converted_facts, original
+from surgery.engines import engine_table
 from surgery.errors import SurgeryError
 from surgery.families import head_shape
 from surgery.forecast import Forecast, forecast
@@ -39,7 +40,8 @@ HYBRID_SHARE = 0.5  # of the heads that stream in the hybrid whose speed is fore
 # The settings under which a conversion is foreseen: what a user gets who asks for nothing, and who asks for engines.
 VARIANTS = {
     "mla": {},
-    "mla --rope-frequencies grid": {"rope_frequencies": "grid"},
+    "mla --engine vllm": {"engine": "vllm"},
+    "mla --engine llama.cpp": {"engine": "llama.cpp"},
     "mla --carrier own": {"carrier": "own"},
 }
 
@@ -175,9 +177,10 @@ def _targets(opened: Source, settings: ConvertSettings, speed: Callable[[list[At
         if target["applies"] and target["class"] == "surgery" and any(t["class"] == "surgery" for t in found):
             continue  # the default goes to the own class already
         found.append({"command": f"surgery convert --to {command}", **target})
-        if not target["applies"]:
+        if not target["applies"] and "engine" not in variant:
             return found  # what stands in the way of the default stands in the way of all
-    carrier = {"applies": True, "class": own_class.MODEL_TYPE, "engines": own_class.ENGINES}
+    config = own_config(opened.reader.config, [None] * opened.layers)
+    carrier = {"applies": True, "class": own_class.MODEL_TYPE, "engines": engine_table(config)}
     reasons = {"lowrank": low_rank.REASON, "crosslayer": low_rank.REASON, "hybrid": hybrid.REASON}
     results = _other_structures(opened)
     others = [
@@ -221,7 +224,7 @@ def _fewer_heads(opened: Source, speed: Callable[[list[Attention]], list[dict]])
         "applies": True,
         "class": opened.reader.config["model_type"],
         "reasons": [OWN_FAMILY],
-        "engines": ENGINES,
+        "engines": engine_table({**opened.reader.config, "num_key_value_heads": heads // opened.layers}),
         "speed": speed(structures.of_fewer_heads(_layers(opened), heads)),
     }
 
@@ -239,7 +242,7 @@ def _target(opened: Source, settings: ConvertSettings, speed: Callable[[list[Att
         "applies": True,
         "class": "deepseek_v3" if stock else "surgery",
         "reasons": reasons,
-        "engines": {engine: _any_width(verdict) for engine, verdict in outcome.engines.items()},
+        "engines": outcome.engines,
         "speed": speed(_latents(opened, outcome)),
     }
 
@@ -250,11 +253,6 @@ def _latents(opened: Source, outcome: Forecast) -> list[Attention]:
     widths = [writer.kv_width(layer) for layer in range(opened.layers)]
     gains = 0 if first.k_norm is None else first.kv_heads
     return structures.of_mla(_layers(opened), widths, outcome.split.rope_dim, gains, _attention_dtype(opened).itemsize)
-
-
-def _any_width(verdict: str) -> str:
-    """An engine's verdict without the width of one split: the budget is not chosen yet."""
-    return re.sub(r", this is \d+\)", ")", verdict)
 
 
 def _spectra(opened: Source, settings: ConvertSettings, progress: Progress) -> tuple[list[LayerSpectrum], dict]:

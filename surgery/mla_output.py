@@ -7,6 +7,7 @@ import torch
 from surgery.anatomy import AttentionAnatomy
 from surgery.architectures.choose import Carrier, choose_carrier
 from surgery.architectures.spec import MLASpec
+from surgery.engines import mla_limits
 from surgery.mla_split import MLAPlan
 from surgery.settings import ConvertSettings
 from surgery.source import Source
@@ -19,6 +20,8 @@ def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: Attenti
     """
     if anatomy.k_norm is not None:
         return anatomy.kv_heads
+    if settings.engine is not None:
+        return 0  # engines take no bias, and so no constant channel
     stock = settings.carrier != "own" and settings.allocate == "uniform" and not opened.family.experts
     eps = opened.reader.config.get("rms_norm_eps", 1e-6)
     constant = settings.latent_norm == "constant" or (
@@ -64,4 +67,11 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         mlp_bias=opened.family.mlp_bias(opened.config),
         wanted=settings.carrier,
         latent_norm=settings.latent_norm,
+        head_sizes=_head_sizes(settings, anatomy),
     )
+
+
+def _head_sizes(settings: ConvertSettings, anatomy: AttentionAnatomy) -> tuple[int, int, int] | None:
+    if settings.engine is None:
+        return None
+    return mla_limits(settings.engine, anatomy.head_dim, anatomy.value_dim).head_sizes

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from surgery.architectures.choose import Carrier, engines
-from surgery.source import Source
+from surgery.architectures.choose import Carrier
 from surgery.transforms.mla import ConvertedLayer
 
 EXACT_STAGES, LOSSY_STAGES = ("merged", "rotated"), ("partial RoPE", "truncated", "fitted")
@@ -50,7 +49,7 @@ class LayerReport:
         )
 
 
-def mla_target(opened: Source, carrier: Carrier, method: str, layers: list[LayerReport]) -> dict:
+def mla_target(carrier: Carrier, method: str, layers: list[LayerReport]) -> dict:
     """The target of :class:`surgery.conversion.Outcome`."""
     writer = carrier.writer
     return {
@@ -65,5 +64,4 @@ def mla_target(opened: Source, carrier: Carrier, method: str, layers: list[Layer
         "default_rope_theta": writer.theta if carrier.stock else None,
         "latent_norm": writer.norm.kind if carrier.stock else None,
         "residual_rescale": writer.rescale if carrier.stock else None,
-        "engines": engines(carrier, opened.reader.config),
     }

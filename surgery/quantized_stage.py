@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from surgery.architectures.cached import check_quantizable, rotated_tensors
-from surgery.architectures.own_class import ENGINES, MODEL_TYPE, layer_entries, own_config
+from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
 from surgery.errors import SurgeryError
 from surgery.flow_verification import predicted_flow
@@ -216,7 +216,7 @@ def in_own_class(outcome: Outcome) -> Outcome:
     target = outcome.target
     if target["model_type"] != MODEL_TYPE:
         reasons = ["no stock class keeps a quantised cache by itself"]
-        target = {**target, "model_type": MODEL_TYPE, "reasons": reasons, "engines": ENGINES}
+        target = {**target, "model_type": MODEL_TYPE, "reasons": reasons}
     config = own_config(outcome.config, layer_entries(outcome.config))
     return replace(outcome, config=config, target=target, own_class=True)
 

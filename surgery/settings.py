@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from surgery.engines.limits import ENGINES
 from surgery.errors import SurgeryError
 from surgery.file_settings import FileSettings
 
@@ -148,6 +149,7 @@ class ConvertSettings(StructureSettings):
         latent_norm: how a stock class's latent norm is neutralised.
         rope_bits: with bits, those of the rotated numbers, which are quantised by token: 16 leaves them as they are,
             None takes ``bits``.
+        engine: write what this engine carries ("all": each of them): sizes, frequencies and norm follow from it.
         fit_steps, fit_iterations, fit_queries: Gauss-Newton steps of the least-squares fit of each layer (0: none),
             conjugate-gradient iterations in each, and query positions sampled from each sequence; method fisher only.
     """
@@ -161,6 +163,7 @@ class ConvertSettings(StructureSettings):
     carrier: str = "auto"
     latent_norm: str = "auto"
     rope_bits: int | str | None = None
+    engine: str | None = None
     fit_steps: int = 3
     fit_iterations: int = 8
     fit_queries: int = 256
@@ -176,9 +179,12 @@ class ConvertSettings(StructureSettings):
             self._check_choice(name, allowed)
         super().__post_init__()
         if self.quantizes:
+            _refuse_engine(self)
             if self.carrier == "stock":
                 raise SurgeryError("bits: stock deepseek_v3 keeps a plain cache; drop --carrier stock")
             object.__setattr__(self, "carrier", "own")
+        elif self.engine is not None:
+            self._check_engine()
         _check_rope_bits(self)
         self._check_positive("kv_lora_rank", "freqfold", "fit_iterations", "fit_queries")
         if self.rope_dim is not None and (self.rope_dim < 0 or self.rope_dim % 2):
@@ -192,6 +198,14 @@ class ConvertSettings(StructureSettings):
         """What config.json of the own class says."""
         return _with_formats(super().kv_cache(), rope_format=self.rope_bits)
 
+    def _check_engine(self) -> None:
+        self._check_choice("engine", ENGINES)
+        for name, allowed in (("carrier", ("auto", "stock")), ("allocate", ("uniform",)), ("method", ("fisher",))):
+            if getattr(self, name) not in allowed:
+                raise SurgeryError(f"engine {self.engine} takes {name} {allowed[0]}, not {getattr(self, name)}")
+        # Frozen; a result for an engine is a model of default RoPE, whatever else is asked for.
+        object.__setattr__(self, "rope_frequencies", "grid")
+
 
 @dataclass(frozen=True)
 class KVHeadsSettings(StructureSettings):
@@ -204,6 +218,7 @@ class KVHeadsSettings(StructureSettings):
             kv_heads or the ratio is the average; method fisher with text only.
         carrier: "own": the project's class; "decilm": DeciLM, whose layers may differ too (Llama only); "auto": the
             source's family if all layers keep the same number of heads, otherwise own.
+        engine: refuse what this engine ("all": each of them) does not carry; layers that differ become DeciLM's.
         fit_steps, fit_iterations, fit_queries: as for MLA; method fisher with text only.
     """
 
@@ -211,6 +226,7 @@ class KVHeadsSettings(StructureSettings):
     kv_heads: int | None = None
     allocate: str = "uniform"
     carrier: str = "auto"
+    engine: str | None = None
     fit_steps: int = 3
     fit_iterations: int = 8
     fit_queries: int = 256
@@ -225,10 +241,16 @@ class KVHeadsSettings(StructureSettings):
             raise SurgeryError("give kv_heads or kv_ratio, not both")
         if self.allocate == "spectrum" and (self.method != "fisher" or self.calibration == NO_CALIBRATION):
             raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
+        if self.quantizes:
+            _refuse_engine(self)
         if self.quantizes and self.carrier == "decilm":
             raise SurgeryError("bits: DeciLM keeps a plain cache; drop --carrier decilm")
         if self.method == "key-norm" and self.carrier != "auto":
             raise SurgeryError("method key-norm is written in the source's family: leave carrier auto")
+        if self.engine is not None:
+            self._check_choice("engine", ENGINES)
+            if self.carrier == "own":
+                raise SurgeryError(f"engine {self.engine} knows no own class: leave carrier auto")
 
 
 @dataclass(frozen=True)
@@ -409,6 +431,14 @@ class QuantizedSettings(StructureSettings):
         """What config.json of the own class says."""
         said = {**super().kv_cache(), "window": self.window}
         return _with_formats(said, streaming_format=self.streaming_bits, rope_format=self.rope_bits)
+
+
+def _refuse_engine(settings: ConvertSettings | KVHeadsSettings) -> None:
+    if settings.engine is not None:
+        raise SurgeryError(
+            f"bits: {settings.engine} cannot read a quantised cache of ours; drop --bits and give the engine its own "
+            "cache dtype, which surgery doctor names"
+        )
 
 
 def _check_rope_bits(settings: ConvertSettings | QuantizedSettings) -> None:

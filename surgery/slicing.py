@@ -171,8 +171,6 @@ def _target(smaller: LatentModel, origin: Origin, bytes_per_token: float) -> dic
     else:
         target["kv_lora_ranks"] = ranks
         target["kv_lora_rank"] = ranks[0] if len(set(ranks)) == 1 else None
-    if smaller.stock:
-        target["engines"] = smaller.engines(target["inverse_frequencies"])
     return target
 
 

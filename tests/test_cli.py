@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from surgery import cli
 from surgery import model as own_model
 from surgery.dry_run import plan_conversion
+from surgery.engines import LOADS, LOADS_WITH, REFUSED
 from surgery.errors import SurgeryError
 from surgery.settings import ConvertSettings
 from surgery.version import __version__
@@ -184,10 +185,13 @@ def test_a_grid_is_known_to_load_everywhere_and_a_free_list_is_not(checkpoints, 
         )
         for kind in ("grid", "free")
     }
-    assert plans["grid"].target["frequencies_known"] and plans["grid"].target["engines"]["llama.cpp"] == "yes"
+    assert (
+        plans["grid"].target["frequencies_known"]
+        and plans["grid"].target["engines"]["llama.cpp"]["status"] == LOADS_WITH
+    )
     assert not plans["free"].target["frequencies_known"]
-    assert "otherwise no" in plans["free"].target["engines"]["llama.cpp"]
-    assert plans["free"].target["engines"]["transformers"] == "yes"
+    assert plans["free"].target["engines"]["llama.cpp"]["status"] == REFUSED
+    assert plans["free"].target["engines"]["transformers"]["status"] == LOADS
 
 
 def test_a_conversion_is_shown_with_its_reasons(checkpoints, tmp_path, monkeypatch, capsys):

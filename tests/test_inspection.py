@@ -100,9 +100,9 @@ def test_architecture(checkpoints):
 )
 def test_what_stock_cannot_carry_goes_to_the_own_class_with_the_reason(name, reason, checkpoints):
     targets = inspect_checkpoint(checkpoints(name)).targets
-    assert [target["class"] for target in targets if "mla" in target["command"]] == ["surgery"]
+    assert [target["class"] for target in targets if "mla" in target["command"] and target["applies"]] == ["surgery"]
     assert reason in " ".join(targets[0]["reasons"])
-    assert targets[0]["engines"]["vLLM"].startswith("no")
+    assert targets[0]["engines"]["vLLM on CUDA"]["status"] == "refused"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_fewer_heads_are_a_target_unless_a_norm_stands_between(name, model_class
 def test_stock_targets(checkpoints):
     targets = {target["command"]: target for target in inspect_checkpoint(checkpoints("llama")).targets}
     assert targets["surgery convert --to mla"]["class"] == "deepseek_v3"
-    assert targets["surgery convert --to mla --rope-frequencies grid"]["engines"]["llama.cpp"] == "yes"
+    assert targets["surgery convert --to mla --engine llama.cpp"]["engines"]["llama.cpp"]["command"].endswith(".gguf")
     assert targets["surgery convert --to mla --carrier own"]["class"] == "surgery"
 
 

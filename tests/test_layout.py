@@ -51,7 +51,9 @@ ROOMS = {
     },
     "surgery/calibration": {"anatomy", "attention", "errors", "eval", "layer_stream", "rope"},
     "surgery/heads": {"attention_tap", "checkpoint", "errors", "eval", "file_settings"},
-    "surgery/transforms": {"anatomy", "attention", "calibration", "errors", "kernels", "rope", "settings"},
+    "surgery/engines": {"checkpoint", "errors"},
+    "surgery/export": {"architectures", "checkpoint", "engines", "errors"},
+    "surgery/transforms": {"anatomy", "attention", "calibration", "engines", "errors", "kernels", "rope", "settings"},
     "surgery/architectures": {"anatomy", "checkpoint", "errors", "families", "model", "rope", "transforms"},
 }
 

@@ -8,7 +8,6 @@ import torch
 from tiny_models import HELD_OUT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from surgery.architectures.neutral_norm import tiny_norm
 from surgery.architectures.sliced import LatentModel
 from surgery.carry_over import REPORT
 from surgery.checkpoint import CheckpointReader
@@ -292,22 +291,6 @@ def test_a_stock_checkpoint_stays_stock(converted, sliced, kind):
     assert not list(path.glob("*.py"))
     targets = [conversion.report.target for conversion in (sliced(kind), converted(kind))]
     assert targets[0]["engines"] == targets[1]["engines"] and targets[0]["latent_norm"] == targets[1]["latent_norm"]
-
-
-def test_engines_are_told_the_new_width():
-    """Kernels are built for some widths only: an answer that depends on the rank must follow it."""
-    norm = tiny_norm()
-    config = {
-        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
-        **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 128),
-        **{"hidden_size": 512, "num_hidden_layers": 2, "q_lora_rank": None, "attention_bias": False},
-        **{"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64},
-    }
-    frequencies = (10_000.0 ** -(torch.arange(32, dtype=torch.float64) / 32)).tolist()
-    whole = LatentModel(config, norm)
-    assert whole.engines(frequencies)["vLLM"] == "yes"
-    assert "this is 400" in whole.sliced(((336,), (336,))).engines(frequencies)["vLLM"]
-    assert whole.sliced(((256,), (256,))).engines(frequencies)["vLLM"] == "yes"
 
 
 def test_the_own_class_keeps_its_code(converted, sliced):

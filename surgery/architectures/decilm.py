@@ -16,13 +16,6 @@ from surgery.errors import SurgeryError
 
 MODEL_TYPE = "nemotron-nas"
 CONFIG_CODE = Path(model.__file__).with_name("configuration_decilm.py")
-ENGINES = {
-    "transformers": "no: it has no such class (write --carrier own)",
-    "vLLM": "yes, with --trust-remote-code",
-    "SGLang": "no: one number of KV heads only",
-    "llama.cpp": "yes, if its DeciLM converter knows the tokenizer: SentencePiece, or Llama 3's 128,256 tokens",
-}
-
 # Feed-forward widths are rounded up to a multiple of it.
 WIDTH_MULTIPLE = 256
 

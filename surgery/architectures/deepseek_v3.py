@@ -7,13 +7,14 @@ What the stock class fixes, and how a converted layer meets it:
 - rotary pairs interleaved: rows permuted;
 - one frequency grid: default RoPE of another base where that fits, otherwise the list itself, as longrope factors;
 - no bias on queries: carried by a full-rank query latent with a constant channel;
-- ``rms_norm_eps`` 1e-6 for the tiny-latent norm: any other is met by rescaling the residual stream, exactly.
+- ``rms_norm_eps`` 1e-6 for the tiny-latent norm: any other is met by rescaling the residual stream, exactly;
+- head sizes that an engine's kernels are built for: zero rows and columns, which cost weights and, among the rotated
+  numbers only, cache.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,14 +61,23 @@ class StockMLA:
     Attributes:
         norm: how the latent's norm is neutralised.
         rescale: what the residual stream is multiplied by, 1.0 if the source's eps serves.
+        head_sizes: unrotated, rotated and value numbers of a head as they are written, zeros behind the model's own;
+            None: no zeros.
     """
 
     spec: MLASpec
     norm: NeutralNorm
     rescale: float = 1.0
+    head_sizes: tuple[int, int, int] | None = None
 
     @classmethod
-    def choose(cls, config: dict, spec: MLASpec, latent_norm: str = "auto") -> StockMLA:
+    def choose(
+        cls,
+        config: dict,
+        spec: MLASpec,
+        latent_norm: str = "auto",
+        head_sizes: tuple[int, int, int] | None = None,
+    ) -> StockMLA:
         """The variant that loads in the most engines.
 
         ``auto``: tiny latent where the eps is 1e-6 already; where it is not, tiny latent with a rescaled residual
@@ -82,33 +92,8 @@ class StockMLA:
             tiny = spec.dtype != torch.float16 and (same_eps or portable)
             latent_norm = "tiny" if tiny else "constant"
         norm = neutral_norm(latent_norm, spec.ranks[0], spec.dtype)
-        return cls(spec, norm, 1.0 if same_eps or norm.kind == "constant" else math.sqrt(TINY_EPS / eps))
-
-    @classmethod
-    def of_config(cls, config: dict, inv_freq: Sequence[float], norm: NeutralNorm) -> StockMLA:
-        """What wrote a checkpoint, from its config.json; which of its projections have biases is not told apart.
-
-        Args:
-            inv_freq: the rotated frequencies [ρ/2], radians per token.
-            norm: how its latent's norm is neutralised.
-        """
-        layers, bias = config["num_hidden_layers"], bool(config["attention_bias"])
-        spec = MLASpec(
-            heads=config["num_attention_heads"],
-            kv_heads=config["num_key_value_heads"],
-            head_dim=config["qk_nope_head_dim"],
-            value_dim=config["v_head_dim"],
-            hidden=config["hidden_size"],
-            ranks=(config["kv_lora_rank"] - norm.extra,) * layers,
-            inv_freq=(torch.tensor(inv_freq, dtype=torch.float64),) * layers,
-            dtype=torch.float32,
-            query_bias=config["q_lora_rank"] is not None,
-            latent_bias=bias,
-            output_bias=bias,
-            key_norm_eps=None,
-            windows=(None,) * layers,
-        )
-        return cls(spec, norm)
+        rescale = 1.0 if same_eps or norm.kind == "constant" else math.sqrt(TINY_EPS / eps)
+        return cls(spec, norm, rescale, head_sizes)
 
     @property
     def attention_bias(self) -> bool:
@@ -120,13 +105,30 @@ class StockMLA:
         return self.spec.ranks[0] + self.norm.extra
 
     @property
+    def nope_dim(self) -> int:
+        return self.head_sizes[0] if self.head_sizes else self.spec.head_dim
+
+    @property
     def rope_dim(self) -> int:
+        return self.head_sizes[1] if self.head_sizes else self._rotated
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_sizes[2] if self.head_sizes else self.spec.value_dim
+
+    @property
+    def _rotated(self) -> int:
+        """Rotated numbers that are not zeros."""
         return 2 * len(self.spec.inv_freq[0])
 
     @property
     def theta(self) -> float | None:
-        """The base that makes the frequencies default RoPE, or None if they are a list."""
-        return default_theta(self.spec.inv_freq[0])
+        """The base that makes the frequencies default RoPE, or None if they are a list.
+
+        The grid goes on over rotated zeros.
+        """
+        theta = default_theta(self.spec.inv_freq[0])
+        return None if theta is None else theta ** (self.rope_dim / self._rotated)
 
     def kv_width(self, layer: int) -> int:
         """Numbers cached per token by one layer."""
@@ -140,7 +142,8 @@ class StockMLA:
             rope = {"rope_type": "default", "rope_theta": self.theta}
         else:
             base = 10_000.0
-            factors = _frequency_factors(spec.inv_freq[0], base)
+            still = torch.zeros((self.rope_dim - self._rotated) // 2, dtype=torch.float64) + spec.inv_freq[0][-1]
+            factors = _frequency_factors(torch.cat([spec.inv_freq[0], still]), base)
             rope = {
                 "rope_type": "longrope",
                 "rope_theta": base,
@@ -166,19 +169,20 @@ class StockMLA:
             "num_key_value_heads": spec.heads,
             "kv_lora_rank": self.rank,
             "q_lora_rank": spec.hidden + 1 if spec.query_bias else None,
-            "qk_nope_head_dim": spec.head_dim,
+            "qk_nope_head_dim": self.nope_dim,
             "qk_rope_head_dim": self.rope_dim,
-            "v_head_dim": spec.value_dim,
+            "v_head_dim": self.value_dim,
             "attention_bias": self.attention_bias,
             "rms_norm_eps": TINY_EPS if self.rescale != 1.0 else source.get("rms_norm_eps", TINY_EPS),
             "rope_interleave": True,
             "rope_theta": rope["rope_theta"],
             "rope_parameters": rope,
             # Dense: every layer comes before the first mixture of experts, whose fields loaders want all the same.
+            # llama.cpp aborts unless groups of experts are fewer than experts.
             "first_k_dense_replace": spec.layers,
             "moe_layer_freq": 1,
             "moe_intermediate_size": source["intermediate_size"],
-            "n_routed_experts": 1,
+            "n_routed_experts": 2,
             "n_shared_experts": 1,
             "num_experts_per_tok": 1,
             "n_group": 1,
@@ -197,7 +201,7 @@ class StockMLA:
     def plan(self, layer: int) -> dict[str, TensorSpec]:
         """Names, dtypes and shapes of a layer's attention tensors."""
         spec, rank, rope = self.spec, self.rank, self.rope_dim
-        query_rows = spec.heads * (spec.head_dim + rope)
+        query_rows = spec.heads * (self.nope_dim + rope)
         shapes: dict[str, tuple[int, ...]] = {}
         if spec.query_bias:
             width = spec.hidden + 1
@@ -212,8 +216,8 @@ class StockMLA:
         shapes |= {
             "kv_a_proj_with_mqa.weight": (rank + rope, spec.hidden),
             "kv_a_layernorm.weight": (rank,),
-            "kv_b_proj.weight": (spec.heads * (spec.head_dim + spec.value_dim), rank),
-            "o_proj.weight": (spec.hidden, spec.heads * spec.value_dim),
+            "kv_b_proj.weight": (spec.heads * (self.nope_dim + self.value_dim), rank),
+            "o_proj.weight": (spec.hidden, spec.heads * self.value_dim),
         }
         if self.attention_bias:
             shapes |= {"kv_a_proj_with_mqa.bias": (rank + rope,), "o_proj.bias": (spec.hidden,)}
@@ -225,37 +229,42 @@ class StockMLA:
         spec, rank = self.spec, converted.rank
         source = converted.source
         # Stock multiplies logits by (nope + rope)^-1/2 where the source has its own scale.
-        scale = source.scale * math.sqrt(spec.head_dim + self.rope_dim)
-        pairs = interleaving(self.rope_dim)
+        scale = source.scale * math.sqrt(self.nope_dim + self.rope_dim)
+        pairs = interleaving(self._rotated)
+        nope, rope, value = self.nope_dim, self.rope_dim, self.value_dim
 
-        key_up = converted.query_up[..., :rank] * scale  # [H, d, r]
+        key_up = zero_rows(converted.query_up[..., :rank] * scale, nope)  # [H, nope, r]
         rope_query = (converted.query_up[..., rank:] * scale)[..., pairs].mT  # [H, ρ, d]
-        query = torch.cat([source.q, rope_query @ source.q], dim=1)  # [H, d + ρ, D]
-        up = torch.cat([key_up, converted.value_up], dim=1).flatten(0, 1)
+        query = self._query(source.q, rope_query @ source.q)  # [H, nope + ρ, D]
+        up = torch.cat([key_up, zero_rows(converted.value_up, value)], dim=1).flatten(0, 1)
 
         bias = converted.down_bias
         latent, latent_bias = self.norm.down(converted.down[:rank], None if bias is None else bias[:rank])
-        down = torch.cat([latent, converted.down[rank:][pairs]])
+        down = torch.cat([latent, zero_rows(converted.down[rank:][pairs], rope)])
         result = {
             "kv_a_proj_with_mqa.weight": down,
             "kv_a_layernorm.weight": torch.full((self.rank,), self.norm.weight),
             "kv_b_proj.weight": self.norm.up(up),
-            "o_proj.weight": converted.o.flatten(1) * self.rescale,
+            "o_proj.weight": zero_rows(converted.o.mT, value).mT.flatten(1) * self.rescale,
         }
         if self.attention_bias:
-            zeros = torch.zeros(rank + self.rope_dim, dtype=down.dtype)
-            rope_bias = (zeros if bias is None else bias)[rank:][pairs]
+            zeros = torch.zeros(rank + self._rotated, dtype=down.dtype)
+            rope_bias = zero_rows((zeros if bias is None else bias)[rank:][pairs, None], rope)[:, 0]
             latent_bias = zeros[:rank] if latent_bias is None else latent_bias
             result["kv_a_proj_with_mqa.bias"] = torch.cat([latent_bias, rope_bias])
             o_bias = torch.zeros(spec.hidden, dtype=down.dtype) if source.o_bias is None else source.o_bias
             result["o_proj.bias"] = o_bias * self.rescale
         if spec.query_bias:
-            query_bias = torch.cat([source.q_bias[..., None], rope_query @ source.q_bias[..., None]], dim=1)
+            query_bias = self._query(source.q_bias[..., None], rope_query @ source.q_bias[..., None])
             result |= self._query_latent(torch.cat([query, query_bias], dim=-1).flatten(0, 1))
         else:
             result["q_proj.weight"] = query.flatten(0, 1)
         prefix = ATTENTION_PREFIX.format(layer=layer)
         return {prefix + name: tensor.to(spec.dtype).contiguous() for name, tensor in result.items()}
+
+    def _query(self, unrotated: Tensor, rotated: Tensor) -> Tensor:
+        """Both parts of every head's query, [H, d, n] and [H, ρ, n], as they are written, [H, nope + rope, n]."""
+        return torch.cat([zero_rows(unrotated, self.nope_dim), zero_rows(rotated, self.rope_dim)], dim=1)
 
     def _query_latent(self, query: Tensor) -> dict[str, Tensor]:
         """Queries with biases [n, D + 1] through a query latent [x ; 1], its norm neutralised in turn.
@@ -297,6 +306,11 @@ class StockMLA:
         if "lm_head.weight" not in names:
             factors["model.norm.weight"] = 1 / self.rescale
         return factors
+
+
+def zero_rows(tensor: Tensor, rows: int) -> Tensor:
+    """``tensor`` [..., n, m] with zeros behind its rows, [..., rows, m]."""
+    return torch.nn.functional.pad(tensor, (0, 0, 0, rows - tensor.shape[-2]))
 
 
 def interleaving(rope_dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The project's own model class as conversions write it: its config.json, and which engines load it."""
+"""The project's own model class as conversions write it: its config.json."""
 
 from __future__ import annotations
 
@@ -6,13 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 MODEL_TYPE = "surgery"
-
-ENGINES = {
-    "transformers": "yes, with this package imported or trust_remote_code=True",
-    "vLLM": "no: own model class",
-    "SGLang": "no: own model class",
-    "llama.cpp": "no: own model class",
-}
 
 
 def own_config(source: dict[str, Any], attention_layers: Sequence[dict | None], **more: Any) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.families.base import ATTENTION_PREFIX
 
 OWN_FAMILY = "a plain checkpoint of the source's own family"
-ENGINES = {engine: "yes, as the source" for engine in ("transformers", "vLLM", "SGLang", "llama.cpp")}
 DIFFERENT_LAYERS = "no class of the family holds layers with different numbers of KV heads"
 ASKED_FOR = "asked for"
 OUTPUT = ("o_proj", "weight")
@@ -39,7 +38,6 @@ class Carrier:
 
     model_type: str
     reason: str
-    engines: dict[str, str]
     config: dict[str, Any]
     own_class: bool = False
     final_config: dict[str, Any] | None = None
@@ -59,15 +57,13 @@ def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -
     """
     uniform = len(set(heads)) == 1
     if carrier == "auto" and uniform:
-        return Carrier(source["model_type"], OWN_FAMILY, ENGINES, {**source, "num_key_value_heads": heads[0]})
+        return Carrier(source["model_type"], OWN_FAMILY, {**source, "num_key_value_heads": heads[0]})
     reason = ASKED_FOR if uniform else DIFFERENT_LAYERS
     own = config_of_own_class(source, heads)
     if carrier == "decilm":
         final = decilm.config_with_heads(source, heads)
-        return Carrier(
-            decilm.MODEL_TYPE, reason, decilm.ENGINES, own, final_config=final, final_code=(decilm.CONFIG_CODE,)
-        )
-    return Carrier(own_class.MODEL_TYPE, reason, own_class.ENGINES, own, own_class=True)
+        return Carrier(decilm.MODEL_TYPE, reason, own, final_config=final, final_code=(decilm.CONFIG_CODE,))
+    return Carrier(own_class.MODEL_TYPE, reason, own, own_class=True)
 
 
 def has_head_dim(config: object) -> bool:

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from surgery.architectures import deepseek_v3
-from surgery.architectures.choose import Carrier, engines
-from surgery.architectures.deepseek_v3 import StockMLA
 from surgery.architectures.neutral_norm import NeutralNorm, neutral_norm, recognised_norm
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.errors import SurgeryError
@@ -149,11 +147,6 @@ class LatentModel:
             shared_rank = sum(sum(other) for other in ranks[layer - shared : layer])
             entries.append({**entry, "blocks": blocks, "shared_rank": shared_rank})
         return LatentModel({**self.config, "attention_layers": entries}, None)
-
-    def engines(self, inv_freq: Sequence[float]) -> dict[str, str]:
-        """For every engine whether it loads the stock class at this rank; ``inv_freq`` are the rotated frequencies."""
-        writer = StockMLA.of_config(self.config, inv_freq, self.norm)
-        return engines(Carrier(writer, ()), self.config)
 
     def kept_rows(self, layer: int, ranks: Ranks) -> tuple[int, ...]:
         """The rows of a layer's down projection that a cut keeps, rotated ones included."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from surgery.anatomy import AttentionAnatomy
+from surgery.engines.limits import FAST_ROPE, mla_limits
 from surgery.errors import SurgeryError
+from surgery.rope import default_theta
 from surgery.settings import ConvertSettings
 from surgery.transforms.mla import METHODS, Split
 
@@ -44,13 +46,43 @@ def candidate_splits(settings: ConvertSettings, anatomy: AttentionAnatomy, reser
             raise SurgeryError(
                 f"kv_ratio {ratio:g} leaves {budget} of {full} numbers per token and layer: ask for more"
             )
-    if settings.rope_frequencies == "grid":
+    if settings.engine is not None:
+        sizes = _engine_sizes(settings, anatomy, sizes)
+    elif settings.rope_frequencies == "grid":
         sizes = list(dict.fromkeys((min(rope, 2 * pairs), rank + max(0, rope - 2 * pairs)) for rope, rank in sizes))
     for rope, rank in sizes:
         _check(rope, rank, reserved, full, max_rope)
     if not METHODS[settings.method].folds:
         return [Split(rope, rank) for rope, rank in sizes]
     return [Split(rope, rank, fold) for rope, rank in sizes for fold in _folds(settings, rope, pairs)]
+
+
+def _engine_sizes(
+    settings: ConvertSettings, anatomy: AttentionAnatomy, sizes: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The nearest sizes that an engine carries, of no more bytes: rotated numbers that are no zeros, and rank."""
+    limits = mla_limits(settings.engine, anatomy.head_dim, anatomy.value_dim)
+    grid = 2 * default_pairs(anatomy)
+    found = []
+    for rope, rank in sizes:
+        width = rope + rank
+        if limits.head_sizes is None and limits.width is not None and grid < FAST_ROPE:
+            fast = False  # no zeros are added to what is rotated
+        else:
+            fast = limits.width is not None and width >= limits.width
+        if fast and settings.kv_lora_rank is None:
+            width = limits.width
+        cached = FAST_ROPE if limits.head_sizes or fast else min(rope, grid)
+        found.append((min(cached, grid), width - cached))
+    return list(dict.fromkeys(found))
+
+
+def default_pairs(anatomy: AttentionAnatomy) -> int:
+    """How many of the highest frequencies are a grid of default RoPE: all, unless a scaling bends the lower ones."""
+    count = anatomy.head_dim // 2
+    while count > 1 and default_theta(anatomy.inv_freq[:count]) is None:
+        count -= 1
+    return count
 
 
 def _check(rope: int, rank: int, reserved: int, full: int, max_rope: int) -> None:

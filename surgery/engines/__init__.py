@@ -1,0 +1,27 @@
+"""What serving engines do with a checkpoint: one model of them, from which every report, card and verb speaks.
+
+A verdict is "loads" only where a test of ours ran that kind of checkpoint in that engine, or where the engine's own
+check function accepts it; what nobody tried is "not tried" (:mod:`surgery.engines.trials`).
+"""
+
+from surgery.engines.facts import Facts
+from surgery.engines.limits import ENGINES, MLALimits, cache_dtype_flags, mla_limits
+from surgery.engines.table import engine_table, refuse_unless_loadable, spoken, verdicts
+from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict
+
+__all__ = [
+    "ENGINES",
+    "LOADS",
+    "LOADS_WITH",
+    "NOT_TRIED",
+    "REFUSED",
+    "Facts",
+    "MLALimits",
+    "Verdict",
+    "cache_dtype_flags",
+    "engine_table",
+    "mla_limits",
+    "refuse_unless_loadable",
+    "spoken",
+    "verdicts",
+]

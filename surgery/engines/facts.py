@@ -1,0 +1,94 @@
+"""What of a checkpoint decides whether an engine loads it, read from its config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+MLA, HEADS, DECILM, OWN = "deepseek_v3", "heads", "nemotron-nas", "surgery"
+
+BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A checkpoint as engines see it.
+
+    Attributes:
+        structure: MLA (stock ``deepseek_v3``), HEADS (a family's own class), DECILM, or OWN, this package's class.
+        family: model_type of the config.
+        cached_numbers: per token, all layers, at an infinite window; None for the own class, whose layers differ.
+        number_bytes: of a weight.
+        head_sizes: of MLA, (nope, rope, value) numbers of a head.
+        width: of MLA, numbers that a layer caches per token, rank and rope.
+        biases: of MLA, on the attention's projections.
+        frequency_list: of MLA, rotation by frequencies that are no grid of default RoPE.
+        real_experts: of MLA, some layers are mixtures of experts: DeepSeek's own models, not ours.
+        windowed: some layers have an attention window.
+    """
+
+    structure: str
+    family: str
+    cached_numbers: int | None
+    number_bytes: int
+    activation: str
+    head_sizes: tuple[int, int, int] | None = None
+    width: int | None = None
+    biases: bool = False
+    frequency_list: bool = False
+    real_experts: bool = False
+    windowed: bool = False
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Facts:
+        """Reads a config.json."""
+        family = config.get("model_type", "")
+        structure = family if family in (MLA, DECILM, OWN) else HEADS
+        common = {
+            "structure": structure,
+            "family": family,
+            "number_bytes": BYTES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), 2),
+            "activation": config.get("hidden_act", "silu"),
+        }
+        layers = config["num_hidden_layers"]
+        if structure == OWN:
+            return cls(cached_numbers=None, **common)
+        if structure == MLA:
+            rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+            width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+            return cls(
+                cached_numbers=layers * width,
+                head_sizes=(config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]),
+                width=width,
+                biases=bool(config.get("attention_bias")),
+                frequency_list=rope.get("rope_type", rope.get("type", "default")) != "default",
+                real_experts=config.get("first_k_dense_replace", 0) < layers,
+                **common,
+            )
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        if structure == DECILM:
+            counts = [heads // block["attention"]["n_heads_in_group"] for block in config["block_configs"]]
+        else:
+            counts = [config.get("num_key_value_heads") or heads] * layers
+        return cls(cached_numbers=2 * sum(counts) * head_dim, windowed=_windowed(config), **common)
+
+    @property
+    def kind(self) -> str:
+        """The name under which trials of such checkpoints are kept."""
+        if self.structure == MLA:
+            return "mla" + " with biases" * self.biases + " with a frequency list" * self.frequency_list
+        if self.structure == HEADS:
+            return f"{self.family} with a window" if self.windowed else self.family
+        return self.structure
+
+    def cache_bytes(self, number_bytes: int) -> int | None:
+        """Bytes per token of all layers at so many bytes a number."""
+        return None if self.cached_numbers is None else self.cached_numbers * number_bytes
+
+
+def _windowed(config: dict[str, Any]) -> bool:
+    if config.get("use_sliding_window") is False:
+        return False
+    window = config.get("sliding_window")
+    return window is not None and window < (config.get("max_position_embeddings") or 0)

@@ -1,0 +1,25 @@
+"""transformers: loads everything that conversions write but DeciLM."""
+
+from __future__ import annotations
+
+from surgery.engines.facts import DECILM, OWN, Facts
+from surgery.engines.trials import TRANSFORMERS
+from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict
+
+NAME = "transformers"
+
+
+def verdict(facts: Facts, path: str) -> Verdict:
+    """A plain ``from_pretrained``; the cache is in the dtype of the weights."""
+    said = {"engine": NAME, "version": TRANSFORMERS.version, "device": TRANSFORMERS.device}
+    if facts.structure == DECILM:
+        reason, remedy = "it has no such class", "convert with --carrier own"
+        return Verdict(**said, status=REFUSED, command=None, reason=reason, remedy=remedy)
+    own = facts.structure == OWN
+    code = ", trust_remote_code=True" if own else ""
+    said["command"] = f'AutoModelForCausalLM.from_pretrained("{path}", dtype="auto"{code})'
+    said["cache_bytes_per_token"] = facts.cache_bytes(facts.number_bytes)
+    if facts.kind not in TRANSFORMERS.kinds:
+        return Verdict(**said, status=NOT_TRIED, reason="a class of its own")
+    reason = f"ran in {TRANSFORMERS}" + ", from the code beside the weights" * own
+    return Verdict(**said, status=LOADS_WITH if own else LOADS, reason=reason)

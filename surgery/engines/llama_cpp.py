@@ -1,0 +1,47 @@
+"""llama.cpp, through the GGUF that ``surgery export`` writes."""
+
+from __future__ import annotations
+
+from surgery.engines.facts import DECILM, MLA, OWN, Facts
+from surgery.engines.limits import FAST_WIDTH
+from surgery.engines.trials import LLAMA_CPP
+from surgery.engines.verdict import LOADS_WITH, NOT_TRIED, REFUSED, Verdict
+
+NAME = "llama.cpp"
+LLAMAS = ("llama", "mistral")
+
+
+def obstacle(facts: Facts) -> str | None:
+    """Why a checkpoint cannot become a GGUF that computes the same; None if it can."""
+    if facts.structure == OWN:
+        return "the model class of this package"
+    if facts.structure == MLA:
+        found = ["it has no biases in deepseek2"] * facts.biases
+        found += ["it ignores the frequency list"] * facts.frequency_list
+        found += [f"it takes SiLU only, not {facts.activation}"] * (facts.activation != "silu")
+        found += ["a mixture of experts of DeepSeek's own: use llama.cpp's converter"] * facts.real_experts
+        return " and ".join(found) or None
+    if facts.family in LLAMAS and facts.windowed:
+        return "its llama class has no attention windows"
+    return None
+
+
+def verdict(facts: Facts, path: str) -> Verdict:
+    """The cache is in f16 unless told otherwise, of MLA the latents alone."""
+    said = {"engine": NAME, "version": LLAMA_CPP.version, "device": LLAMA_CPP.device}
+    found = obstacle(facts)
+    if found:
+        remedy = "convert with --engine llama.cpp" if facts.structure in (MLA, OWN) else None
+        return Verdict(**said, status=REFUSED, command=None, reason=found, remedy=remedy)
+    said["cache_bytes_per_token"] = facts.cache_bytes(2)
+    if facts.structure not in (MLA, DECILM) and facts.family not in LLAMAS:
+        command = f"convert_hf_to_gguf.py {path} --outfile {path}.gguf && llama-server -m {path}.gguf"
+        reason = "surgery export writes Llama-class models only; llama.cpp's own converter was not tried"
+        return Verdict(**said, status=NOT_TRIED, command=command, reason=reason)
+    command = f"surgery export {path} --engine llama.cpp && llama-server -m {path}.gguf"
+    if facts.structure == DECILM or facts.width == FAST_WIDTH:
+        reason = "a test's tokens differed from transformers', the cause is not found"
+        return Verdict(**said, status=NOT_TRIED, command=command, reason=reason)
+    if facts.kind not in LLAMA_CPP.kinds:
+        return Verdict(**said, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")
+    return Verdict(**said, status=LOADS_WITH, command=command, reason=f"ran in llama.cpp {LLAMA_CPP}")

@@ -1,0 +1,27 @@
+"""mlx-lm, whose code was read; nothing was run."""
+
+from __future__ import annotations
+
+from surgery.engines.facts import MLA, OWN, Facts
+from surgery.engines.verdict import NOT_TRIED, REFUSED, Verdict
+
+NAME, VERSION = "mlx-lm", "0.32.2"
+
+
+def verdict(facts: Facts, path: str) -> Verdict:
+    """Its ``deepseek_v3.py`` honours biases and reads frequency lists from another key."""
+    said = {"engine": NAME, "version": VERSION, "device": "Apple silicon"}
+    reason = None
+    if facts.structure == OWN:
+        reason = "the model class of this package"
+    elif facts.structure == MLA and facts.frequency_list:
+        reason = "it does not read the frequency list"
+    if reason:
+        return Verdict(**said, status=REFUSED, command=None, reason=reason, remedy="convert with --engine mlx")
+    return Verdict(
+        **said,
+        status=NOT_TRIED,
+        command=f"mlx_lm.server --model {path}",
+        reason="read in its source, never run",
+        cache_bytes_per_token=facts.cache_bytes(facts.number_bytes),
+    )

@@ -1,0 +1,34 @@
+"""SGLang, whose code was read; nothing was run."""
+
+from __future__ import annotations
+
+from surgery.engines.facts import DECILM, MLA, OWN, Facts
+from surgery.engines.limits import FAST_WIDTH
+from surgery.engines.verdict import NOT_TRIED, REFUSED, Verdict
+
+NAME, VERSION = "SGLang", "0.5.23"
+
+
+def verdict(facts: Facts, path: str) -> Verdict:
+    """Its ``deepseek_v2.py`` has no biases and makes every rotation but the default one YaRN."""
+    said = {"engine": NAME, "version": VERSION, "device": "CUDA"}
+    obstacles = []
+    if facts.structure == OWN:
+        obstacles.append("the model class of this package")
+    if facts.structure == DECILM:
+        obstacles.append("one number of KV heads for all layers only")
+    if facts.structure == MLA:
+        obstacles += ["drops the biases"] * facts.biases
+        obstacles += ["turns the frequency list into YaRN"] * facts.frequency_list
+        obstacles += [f"takes SiLU only, not {facts.activation}"] * (facts.activation != "silu")
+    if obstacles:
+        remedy = "convert with --engine sglang" if facts.structure in (MLA, OWN) else None
+        return Verdict(**said, status=REFUSED, command=None, reason=" and ".join(obstacles), remedy=remedy)
+    triton = " --attention-backend triton" if facts.structure == MLA and facts.width != FAST_WIDTH else ""
+    return Verdict(
+        **said,
+        status=NOT_TRIED,
+        command=f"python -m sglang.launch_server --model-path {path}{triton}",
+        reason="read in its source, never run",
+        cache_bytes_per_token=facts.cache_bytes(2),
+    )

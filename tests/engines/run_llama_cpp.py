@@ -1,0 +1,50 @@
+"""Greedy generation by llama.cpp, run by the interpreter of its environment: a request in JSON, an answer in JSON.
+
+    python run_llama_cpp.py REQUEST ANSWER
+
+The request holds the GGUF (``model``), each prompt as text or as token ids (``prompts``), ``new_tokens``, the
+``context`` and the cache's type (``cache``, "f32" or "f16"). The answer holds by prompt the new tokens, their
+log-probabilities, how many were generated and how many tokens the prompt has.
+"""
+
+import json
+import sys
+
+import xllamacpp
+
+
+def main(request_path: str, answer_path: str) -> None:
+    with open(request_path, encoding="utf-8") as file:
+        request = json.load(file)
+    params = xllamacpp.CommonParams()
+    params.model.path = request["model"]
+    params.n_ctx, params.n_parallel, params.warmup = request["context"], 1, False
+    params.n_gpu_layers, params.cpuparams.n_threads, params.cpuparams_batch.n_threads = 0, 1, 1
+    # Its flash attention rounds on the CPU: 5e-3 in log-probabilities of float32 weights.
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    kind = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{request['cache'].upper()}")
+    params.cache_type_k = params.cache_type_v = kind
+    server = xllamacpp.Server(params)
+    answer = {"tokens": [], "logprobs": [], "prompt_tokens": [], "counts": []}
+    for prompt in request["prompts"]:
+        said = server.handle_completions(
+            {
+                "prompt": prompt,
+                "n_predict": request["new_tokens"],
+                "temperature": 0.0,
+                "n_probs": 1,
+                "cache_prompt": False,
+                "ignore_eos": True,
+            }
+        )
+        steps = said["choices"][0]["logprobs"]["content"]
+        answer["tokens"].append([step["id"] for step in steps])
+        answer["logprobs"].append([step["logprob"] for step in steps])
+        answer["prompt_tokens"].append(said["usage"]["prompt_tokens"])
+        answer["counts"].append(said["usage"]["completion_tokens"])
+    with open(answer_path, "w", encoding="utf-8") as file:
+        json.dump(answer, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,103 @@
+"""What is said of engines, and conversions that keep to their limits."""
+
+import json
+
+import pytest
+from command_line import run_main
+from tiny_models import CONFIGS, LLAMA3_ROPE, SHAPE, make_checkpoint
+from transformers import LlamaConfig
+
+from surgery.convert import convert_to_mla
+from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, engine_table, mla_limits, refuse_unless_loadable
+from surgery.engines.facts import Facts
+from surgery.errors import SurgeryError
+from surgery.export import export_checkpoint
+from surgery.settings import ConvertSettings
+
+MLA = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 2,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+    "attention_bias": False,
+    "rope_parameters": {"rope_type": "default"},
+    "dtype": "bfloat16",
+}
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+}
+
+
+def said(config: dict, engine: str) -> dict:
+    return engine_table(config, "ckpt")[engine]
+
+
+def test_vllm_takes_its_sizes_only():
+    whole = said(MLA, "vLLM on CUDA")
+    assert (whole["status"], whole["command"]) == (LOADS, "vllm serve ckpt")
+    assert whole["cache_bytes_per_token"] == 2 * 576 * 2
+    narrow = said({**MLA, "kv_lora_rank": 400}, "vLLM on CUDA")
+    assert narrow["status"] == LOADS_WITH and "--attention-backend TRITON_MLA" in narrow["command"]
+    for change in ({"qk_rope_head_dim": 32}, {"qk_nope_head_dim": 64, "v_head_dim": 64}):
+        refused = said({**MLA, **change}, "vLLM on CUDA")
+        assert refused["status"] == REFUSED and refused["remedy"] == "convert with --engine vllm"
+
+
+def test_biases_and_frequency_lists_are_no_yes_in_native_classes():
+    for change in ({"attention_bias": True}, {"rope_parameters": {"rope_type": "longrope"}}):
+        table = engine_table({**MLA, **change})
+        assert table["transformers"]["status"] == LOADS and table["llama.cpp"]["status"] == REFUSED
+        assert table["SGLang"]["status"] == REFUSED
+        with pytest.raises(SurgeryError, match="--engine vllm"):
+            refuse_unless_loadable("vllm", {**MLA, **change})
+    refuse_unless_loadable("all", MLA)
+
+
+def test_heads_of_a_family():
+    assert Facts.of(LLAMA).cached_numbers == 2 * 2 * 2 * 8
+    assert said(LLAMA, "llama.cpp")["status"] == LOADS_WITH
+    assert said({**LLAMA, "model_type": "qwen3"}, "llama.cpp")["status"] == NOT_TRIED
+    assert said(LLAMA, "vLLM on CUDA")["status"] == NOT_TRIED
+
+
+def test_limits():
+    assert mla_limits("vllm", 64, 64).head_sizes == (64, 64, 128)
+    assert mla_limits("vllm", 96, 96).head_sizes == mla_limits("all", 128, 128).head_sizes == (128, 64, 128)
+    with pytest.raises(SurgeryError, match="heads of 256 numbers"):
+        mla_limits("vllm", 256, 256)
+
+
+def test_zeros_change_nothing(tmp_path, monkeypatch):
+    """Heads of 16 as (64, 64, 128), with zeros among the rotated numbers: llama3 bends the lower frequencies."""
+    shape = {**SHAPE, "num_attention_heads": 4, "num_key_value_heads": 4}
+    llama3 = LlamaConfig(**shape, rms_norm_eps=1e-5, head_dim=16, rope_parameters=LLAMA3_ROPE)
+    monkeypatch.setitem(CONFIGS, "wide", lambda: llama3)
+    source = make_checkpoint(tmp_path / "source", "wide")
+    settings = ConvertSettings(engine="vllm", kv_ratio=0.75, calibration="none")
+    report = convert_to_mla(source, tmp_path / "out", settings).report
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert Facts.of(config).head_sizes == (64, 64, 128) and config["kv_lora_rank"] == 96 - 64
+    assert config["rope_parameters"]["rope_type"] == "default" and 0 < report.target["rope_dim"] < 16
+    # The written checkpoint, loaded by the stock class, against the layers without zeros.
+    assert report.verification["logit_difference_to_simulation"] < 1e-4
+    assert report.kv["measured_bytes_per_token"] == report.kv["predicted_bytes_per_token"] == 2 * 96 * 4
+    assert report.target["engines"]["vLLM on CUDA"]["status"] == LOADS_WITH
+
+
+def test_doctor_speaks_of_the_demo(checkpoints, monkeypatch, capsys):
+    code, out, _ = run_main(monkeypatch, capsys, "doctor", str(checkpoints("llama")), "--json")
+    assert code == 0 and json.loads(out)["kind"] == "llama"
+
+
+@pytest.mark.parametrize(("name", "told"), [("qwen2", "not exported"), ("mistral_window", "attention windows")])
+def test_export_refuses_by_name(name, told, checkpoints, tmp_path):
+    with pytest.raises(SurgeryError, match=told):
+        export_checkpoint(checkpoints(name), "llama.cpp", tmp_path / "x.gguf")
+    assert not list(tmp_path.iterdir())
