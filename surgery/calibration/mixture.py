@@ -227,6 +227,7 @@ def _chat_part(
         found = conversations(unseen, wanted * length) if wanted else []
         ids = [token for conversation in found for token in conversation]
         bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        ids = ids[1:] if ids[:1] == bos else ids
         size = length - len(bos)
         cut = [bos + ids[index * size : (index + 1) * size] for index in range(wanted)]
         rows.append(torch.tensor(cut, dtype=torch.long).reshape(wanted, length))
