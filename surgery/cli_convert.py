@@ -301,6 +301,15 @@ def convert(
             rich_help_panel=CALIBRATION,
         ),
     ] = None,
+    held_out_text: Annotated[
+        str | None,
+        typer.Option(
+            "--held-out-text",
+            metavar="FILE|DATASET",
+            help="Where they are from [other documents than the calibration's].",
+            rich_help_panel=CALIBRATION,
+        ),
+    ] = None,
     seed: SeedOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
@@ -374,6 +383,7 @@ def convert(
         "text_field": text_field,
         "recall": recall,
         "held_out": held_out,
+        "held_out_text": held_out_text,
         "seed": seed,
         "device": device,
         "dtype": dtype,

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from surgery.eval.tasks.loss import MEMORISED
 from surgery.layer_stream import LayerStream
 from surgery.progress import Progress
+from surgery.verification import blocks_of
 
-MEMORISED = 0.1
-"""Nats: a token that the source predicts at less is taken for known by heart."""
 SEQUENCES = 4
 """Sequences of each kind of use that are read, the first ones."""
 FAR_OFF, BY_HEART = 5.0, 0.3
@@ -34,10 +34,13 @@ def measure_fit(
     kinds = list(order or ["text"] * len(tokens))[: len(tokens)]
     hidden = stream.embed(tokens)
     with progress.phase("source's loss on the text", stream.num_layers) as advance:
-        for index in range(stream.num_layers):
-            with stream.layer(index) as layer:
-                stream.run_layer(layer, hidden, batch_size)
-            advance()
+        # Layers of a converted source that share something run together only.
+        own_class = bool(getattr(stream.config, "attention_layers", None))
+        singles = [(index, index + 1) for index in range(stream.num_layers)]
+        for start, stop in blocks_of(stream.config) if own_class else singles:
+            with stream.block(start, stop) as layers:
+                stream.run_layer(layers, hidden, batch_size)
+            advance(stop - start)
     losses = stream.token_losses(hidden, tokens).view(len(tokens), -1).cpu()
     fit = {}
     for kind in dict.fromkeys(kinds):

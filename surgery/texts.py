@@ -50,6 +50,8 @@ def load_texts(opened, settings: ConversionSettings, progress: Progress, *, run_
 
     tokenizer = load_tokenizer(opened.reader.path)
     build = _builder(opened, tokenizer, settings, progress, run_source)
+    if settings.held_out_text is not None:
+        build = _with_held_out(build, tokenizer, settings, opened.config.max_position_embeddings)
     built = build(settings.recall)
     # The prompts plant facts of their own: the text between them must hold no others.
     filler = built.held_out if settings.recall == 0 else build(0.0).held_out
@@ -104,6 +106,35 @@ def _builder(
         shares = without_chat(shares)
     conversations = _own_conversations(opened, tokenizer, settings, progress)
     return lambda recall: build_mixture(tokenizer, shares, conversations, recall=recall, **request)
+
+
+def _with_held_out(
+    build: Callable[[float], CalibrationSet], tokenizer, settings: ConversionSettings, max_positions: int
+) -> Callable[[float], CalibrationSet]:
+    """The same with held-out sequences of a text of one's own."""
+    from surgery.calibration.sequences import CalibrationSet, build_calibration, token_hash
+
+    def replaced(recall: float) -> CalibrationSet:
+        built = build(recall)
+        length = built.tokens.shape[1]
+        tokens = build_calibration(
+            tokenizer,
+            settings.held_out_text,
+            tokens=settings.held_out * length,
+            length=length,
+            recall=recall,
+            seed=settings.seed,
+            held_out=0,
+            max_positions=max_positions,
+            text_field=settings.text_field,
+        ).tokens
+        order = built.description.get("order")
+        told = {"held_out_source": settings.held_out_text, "held_out_sha256": token_hash(tokens)}
+        if order:
+            told["order"] = {**order, "held_out": ["text"] * len(tokens)}
+        return CalibrationSet(built.tokens, tokens, {**built.description, **told})
+
+    return replaced
 
 
 def _measure(opened, tokenizer, built: CalibrationSet, settings: ConversionSettings, progress: Progress) -> dict:

@@ -11,7 +11,7 @@ from surgery.calibration.self_samples import sample_replies
 from surgery.errors import SurgeryError
 from surgery.eval.sequences import tokenize
 
-REPLY = 192
+REPLY = 160
 """Tokens of a reply at most."""
 
 PROMPTS = (
