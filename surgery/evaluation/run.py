@@ -305,7 +305,7 @@ def _common_tokenizer(checkpoints: Sequence[Checkpoint]) -> Any:
 def _conversations(
     checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, device: torch.device, settings: EvalSettings
 ) -> list[str]:
-    """Conversations with a model on the held-out prompts, in its template; half as long as the windows, for their cost."""
+    """Conversations with a model on the held-out prompts, in its template; half of what the windows hold: they cost."""
     model = checkpoint.load(device)
     if device.type == "cpu":
         cast(model, torch.float32)
