@@ -233,14 +233,16 @@ HEADLINE: tuple[Column, ...] = (
         "memorised",
         "by heart",
         "Share of tokens that the baseline predicts at less than 0.1 nats: they hide damage to attention",
-        lambda row, report: dig(row, "results", "loss", "memorised", "share") if report["baseline"] else None,
+        lambda row, report: dig(row, "results", "loss", "memorised", "share") if report.get("baseline") else None,
         share,
     ),
     Column(
         "loss_of_others",
         "loss, others",
         "Loss of the tokens that the baseline does not know by heart, nats a token",
-        lambda row, report: dig(row, "results", "loss", "memorised", "loss_of_others") if report["baseline"] else None,
+        lambda row, report: (
+            dig(row, "results", "loss", "memorised", "loss_of_others") if report.get("baseline") else None
+        ),
         _digits(4),
         "low",
         compared="loss_of_others",
