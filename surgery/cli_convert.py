@@ -326,6 +326,15 @@ def convert(
             rich_help_panel=CALIBRATION,
         ),
     ] = None,
+    held_out_text: Annotated[
+        str | None,
+        typer.Option(
+            "--held-out-text",
+            metavar="FILE|DATASET",
+            help="Where they are from [other documents than the calibration's].",
+            rich_help_panel=CALIBRATION,
+        ),
+    ] = None,
     seed: SeedOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
@@ -409,6 +418,7 @@ def convert(
         "text_field": text_field,
         "recall": recall,
         "held_out": held_out,
+        "held_out_text": held_out_text,
         "seed": seed,
         "device": device,
         "dtype": dtype,

@@ -37,8 +37,8 @@ def evaluate(
         _option(
             "--tasks",
             metavar="A,B",
-            help="loss, recall, needle, ruler, generate, memory, speed, or all of these; kernels; lm-eval:TASK "
-            "[loss,recall]. KV bytes are always measured.",
+            help="loss, recall, needle, ruler, generate, memory, speed, or all of these; repeat, match, kernels; "
+            "lm-eval:TASK [loss,recall]. KV bytes are always measured.",
             panel=TASKS,
         ),
     ] = None,
@@ -59,7 +59,7 @@ def evaluate(
         list[str] | None,
         _option(
             "--data",
-            metavar="FILE|DATASET|builtin",
+            metavar="FILE|DATASET|prose|code|chat|builtin",
             help="Held-out text, more than once for several [builtin, standard-library source that ships].",
             panel=DATA,
         ),

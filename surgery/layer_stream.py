@@ -131,6 +131,11 @@ class LayerStream:
     @torch.no_grad()
     def loss(self, hidden: Tensor, tokens: Tensor) -> float:
         """Mean cross-entropy in nats per predicted token, of final hidden states [N, T, D] before the norm."""
+        return self.token_losses(hidden, tokens).mean().item()
+
+    @torch.no_grad()
+    def token_losses(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Cross-entropies [N (T - 1)] in nats, fp64, of final hidden states [N, T, D] before the norm."""
         normed = self.final_norm(hidden[:, :-1].to(self.device, self.dtype)).flatten(0, 1)
         labels = tokens[:, 1:].flatten().to(self.device)
         normaliser = torch.full((len(labels),), -torch.inf, device=self.device)
@@ -142,7 +147,7 @@ class LayerStream:
                 local = labels[rows] - first
                 inside = (local >= 0) & (local < len(weight))
                 chosen[rows[inside]] = logits[inside].gather(1, local[inside, None])[:, 0]
-        return (normaliser.double() - chosen.double()).mean().item()
+        return normaliser.double() - chosen.double()
 
     @torch.no_grad()
     def sampled_loss_gradient(self, hidden: Tensor, generator: torch.Generator) -> Tensor:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from surgery.calibration.sequences import plant
+from surgery.calibration.planted import plant
 from surgery.errors import SurgeryError
 from surgery.training.data import IGNORED, Row
 from surgery.training.shuffling import shuffled

@@ -22,7 +22,9 @@ Row = dict[str, Any]
 SAMPLES: dict[str, Callable[[dict], Sequence[float]]] = {
     "loss": lambda results: results["loss"]["per_sequence"],
     "cached_loss": lambda results: results["loss"]["cached"]["per_sequence"],
+    "loss_of_others": lambda results: results["loss"]["memorised"]["per_sequence"],
     "recall": lambda results: results["recall"]["hits"],
+    "repeat": lambda results: [loss for lag in results["repeat"]["lags"].values() for loss in lag["per_row"]],
     "needle": lambda results: results["needle"]["hits"],
     "ruler": lambda results: [
         score
@@ -54,7 +56,31 @@ def finish(report: Report) -> Report:
         row["kv"]["peak_ratio"] = peaks[0] / peaks[1] if all(peaks) else None
         compares = baseline is not None and row is not baseline
         row["comparison"] = compare_with_baseline(row, baseline, report["settings"]["seed"]) if compares else None
+        ruler, floor = row["results"].get("ruler"), report["settings"].get("ruler_floor")
+        if ruler and floor is not None:
+            ruler["able"] = able_average(ruler, baseline["results"].get("ruler") if baseline else None, floor)
     return report
+
+
+def able_average(result: dict, baseline: dict | None, floor: float) -> dict[str, Any] | None:
+    """Mean score over the RULER-style tasks and lengths in which the baseline scores at least `floor`, and how many
+    they are: where the source fails too, nothing can be lost. None where there is no such result."""
+    pairs = [
+        (score["score"], dig(baseline, "lengths", length, "tasks", task, "score"))
+        for length, part in result["lengths"].items()
+        for task, score in part["tasks"].items()
+    ]
+    able = [own for own, source in pairs if source is not None and source >= floor]
+    return {"average": sum(able) / len(able), "tasks": len(able), "of": len(pairs)} if able else None
+
+
+def dig(value: Any, *path: str) -> Any:
+    """What lies at a path of keys in nested dicts; None if any step is missing."""
+    for key in path:
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
+    return value
 
 
 def read_report(path: str | Path) -> Report:

@@ -12,7 +12,7 @@ from pathlib import Path
 from surgery.eval.report.figures import PLOTS
 from surgery.eval.report.markup import Markup, svg, tag
 from surgery.eval.report.page_details import completions, conversions, settings
-from surgery.eval.report.page_tables import by_source, headline, lm_eval, memory, recall, ruler, speed
+from surgery.eval.report.page_tables import by_source, headline, lm_eval, memory, recall, repeat, ruler, speed
 from surgery.eval.report.tables import Report, dig
 
 POLICY = (
@@ -60,6 +60,7 @@ def _sections(report: Report) -> list[Section]:
         ("pareto", "Quality against KV bytes", [plot("pareto-loss"), plot("pareto-recall")]),
         ("loss", "Loss", [plot("loss-by-position"), by_source(report)]),
         ("recall", "Recall of planted keys", [recall(report)]),
+        ("repeats", "Spans that come again", [repeat(report)]),
         ("needles", "Needle in a haystack, % found", [plot("needle")]),
         ("ruler-style", "RULER-style tasks", [plot("ruler"), ruler(report)]),
         ("lm-eval", "lm-evaluation-harness", [lm_eval(report)]),

@@ -142,6 +142,18 @@ def ruler(report: Report) -> Markup | None:
     return joined(tag("p", star, class_="note"), table(report, [*heads, "all"], lines, "Average score"))
 
 
+def repeat(report: Report) -> Markup | None:
+    """Losses of both occurrences of a span, by lag."""
+    lines = []
+    for row in report["rows"]:
+        for lag, part in (dig(row, "results", "repeat", "lags") or {}).items():
+            losses = [(part[key], decimal(part[key], 4)) for key in ("first", "second")]
+            change = part["change"]
+            lines.append((row, [int(lag), *losses, (change["difference"], interval(change, percent=False))]))
+    heads = ["lag, tokens", "first time", "second time", "second minus first, 95% interval"]
+    return table(report, heads, lines, "Loss of a span of text, nats a token") if lines else None
+
+
 def lm_eval(report: Report) -> Markup | None:
     """Every metric of every lm-eval task, with its standard error."""
     lines = []

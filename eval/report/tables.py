@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from surgery.eval.report.document import dig
 from surgery.human import decimal, share
 
 Row = dict[str, Any]
@@ -80,15 +81,6 @@ def columns(report: Report) -> list[Column]:
     return [column for column in every if any(column.value(row, report) is not None for row in report["rows"])]
 
 
-def dig(value: Any, *path: str) -> Any:
-    """What lies at a path of keys in nested dicts; None if any step is missing."""
-    for key in path:
-        if not isinstance(value, dict):
-            return None
-        value = value.get(key)
-    return value
-
-
 def signed(value: float, digits: int = 4) -> str:
     """A difference with its sign, a true minus: ``+0.0600``, ``−0.0012``."""
     text = f"{abs(value):.{digits}f}"
@@ -131,6 +123,11 @@ def scalars(row: Row) -> dict[str, float]:
         for task, score in (part.get("tasks") or {}).items():
             found[f"ruler.{length}.{task}"] = score.get("score")
         found[f"ruler.{length}.average"] = part.get("average")
+    for lag, part in (dig(results, "repeat", "lags") or {}).items():
+        for key in ("first", "second"):
+            found[f"repeat.{lag}.{key}"] = part.get(key)
+    for key in ("of", "same"):
+        found[f"match.{key}"] = dig(results, "match", key)
     for task in lm_eval_tasks(row):
         for metric, measured in (results[task].get("metrics") or {}).items():
             found[f"{task}.{metric}"] = measured.get("value")
@@ -233,6 +230,41 @@ HEADLINE: tuple[Column, ...] = (
         "high",
     ),
     Column(
+        "memorised",
+        "by heart",
+        "Share of tokens that the baseline predicts at less than 0.1 nats: they hide damage to attention",
+        lambda row, report: dig(row, "results", "loss", "memorised", "share") if report.get("baseline") else None,
+        share,
+    ),
+    Column(
+        "loss_of_others",
+        "loss, others",
+        "Loss of the tokens that the baseline does not know by heart, nats a token",
+        lambda row, report: (
+            dig(row, "results", "loss", "memorised", "loss_of_others") if report.get("baseline") else None
+        ),
+        _digits(4),
+        "low",
+        compared="loss_of_others",
+    ),
+    Column(
+        "repeat",
+        "repeat",
+        "Loss of a span of text that came before, mean over the lags, nats a token",
+        _at("results", "repeat", "loss"),
+        _digits(4),
+        "low",
+        compared="repeat",
+    ),
+    Column(
+        "match",
+        "match",
+        "Mean number of tokens that are written greedily as the baseline writes them",
+        _at("results", "match", "tokens"),
+        _digits(1),
+        "high",
+    ),
+    Column(
         "recall",
         "recall",
         "Share of planted keys given back, all digits right",
@@ -258,6 +290,14 @@ HEADLINE: tuple[Column, ...] = (
         share,
         "high",
         compared="ruler",
+    ),
+    Column(
+        "ruler_able",
+        "RULER-style, able",
+        "Mean score of the RULER-style tasks and lengths in which the baseline scores enough to lose something",
+        _at("results", "ruler", "able", "average"),
+        share,
+        "high",
     ),
     Column(
         "kernels",

@@ -16,6 +16,8 @@ from surgery.eval.loss import LogitReader, check_batch, evaluation_mode
 from surgery.eval.session import Session
 from surgery.eval.token_losses import divergence, losses_of_states, losses_through_cache
 
+MEMORISED = 0.1
+"""Nats: a token that the baseline predicts at less is taken for known by heart, which hides damage to attention."""
 FIRST_BUCKET = 32
 """Tokens in the first position bucket; every later one is as long as all before it."""
 
@@ -27,10 +29,12 @@ class KeptPredictions:
     Attributes:
         head: None where the states are the logits.
         states: [B, T - 1, ...] of each batch by its number, on the CPU; only of the batches of this process.
+        losses: [B, T - 1] in nats of the same batches.
     """
 
     head: nn.Module | None
     states: dict[int, Tensor]
+    losses: dict[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class LossTask:
         """What later models are compared with."""
         batches = self._batches(session)
         kept: dict[int, Tensor] = {}
+        losses: dict[int, Tensor] = {}
         with (
             evaluation_mode(model),
             session.progress.phase("loss: baseline's predictions", len(batches), "batch") as done,
@@ -69,10 +74,12 @@ class LossTask:
             reader = LogitReader(model, batches[0][1])
 
             def run(batch: tuple[int, LongTensor]) -> None:
-                kept[batch[0]] = reader.states(batch[1])[:, :-1].cpu()
+                index, tokens = batch
+                states = reader.states(tokens)[:, :-1]
+                kept[index], losses[index] = states.cpu(), losses_of_states(reader, states, tokens[:, 1:])
 
             session.processes.map(run, batches, done)
-        return KeptPredictions(reader.frozen_head(), kept)
+        return KeptPredictions(reader.frozen_head(), kept, losses)
 
     @torch.no_grad()
     def run(self, model: PreTrainedModel, session: Session, kept: KeptPredictions | None) -> dict[str, Any]:
@@ -89,6 +96,7 @@ class LossTask:
                     found["cached"] = losses_through_cache(reader, tokens, self.decoded)
                 if kept is not None:
                     found["kl"], found["same"] = divergence(reader, states, kept.head, kept.states[index])
+                    found["baseline"] = kept.losses[index]
                 return {name: value.numpy() for name, value in found.items()}
 
             found = session.processes.map(measure, batches, done)
@@ -117,6 +125,7 @@ class LossTask:
                 {"start": start, "end": end, **_totals(losses[:, start - 1 : end - 1], size[:, start - 1 : end - 1])}
                 for start, end in position_buckets(text.tokens.shape[1])
             ],
+            "memorised": _memorised(losses, found.get("baseline", losses)),
             "cached": None,
             "divergence": None,
         }
@@ -159,6 +168,19 @@ def _totals(losses: np.ndarray, size: np.ndarray) -> dict[str, Any]:
         "loss": nats / losses.size,
         "tokens": losses.size,
         "bits_per_byte": nats / math.log(2) / bytes_ if bytes_ else None,
+    }
+
+
+def _memorised(losses: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
+    """Losses [N, T - 1] of tokens that the baseline (the model itself, where there is none) knows by heart, and of the
+    others. "per_sequence" are the others' shares of their mean: their mean is "loss_of_others"."""
+    known = baseline < MEMORISED
+    others = int((~known).sum())
+    return {
+        "share": float(known.mean()),
+        "loss": float(losses[known].mean()) if known.any() else None,
+        "loss_of_others": float(losses[~known].mean()) if others else None,
+        "per_sequence": (np.where(known, 0.0, losses).sum(1) * len(losses) / others).tolist() if others else None,
     }
 
 

@@ -1,11 +1,16 @@
 """The model's own samples as calibration text: no data needed, and just what the model expects to see."""
 
+from collections.abc import Collection, Sequence
+
 import torch
 from torch import LongTensor, Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import SurgeryError
 from surgery.eval.loss import evaluation_mode
+
+FREE = -1
+"""In the place of a token that is to be drawn."""
 
 
 @torch.no_grad()
@@ -55,17 +60,61 @@ def sample_from_model(
     return torch.cat(batches)
 
 
+@torch.no_grad()
+def sample_replies(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    ends: Collection[int],
+    seed: int = 0,
+) -> list[list[int]]:
+    """Continues prompts at temperature 1, all of them at once, each up to the first token that ends it.
+
+    Args:
+        prompts: token ids of each, at least one.
+        new_tokens: tokens after the longest prompt at most; those after a shorter one can be a few more.
+        ends: tokens that end a reply, which keeps the one that does.
+
+    Returns:
+        Prompts with their replies.
+    """
+    starts = [len(prompt) for prompt in prompts]
+    length = max(starts) + new_tokens
+    given = torch.full((len(prompts), length), FREE)
+    for row, prompt in zip(given, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    with evaluation_mode(model):
+        drawn = _sample(model, given, length, 1.0, torch.Generator().manual_seed(seed), frozenset(ends))
+    replies = []
+    for row, start in zip(drawn.tolist(), starts, strict=True):
+        stop = next((place for place in range(start, len(row)) if row[place] in ends), len(row))
+        replies.append(row[: stop + 1])
+    return replies
+
+
 def _sample(
-    model: PreTrainedModel, start: LongTensor, length: int, temperature: float, generator: torch.Generator
+    model: PreTrainedModel,
+    given: LongTensor,
+    length: int,
+    temperature: float,
+    generator: torch.Generator,
+    ends: frozenset[int] = frozenset(),
 ) -> LongTensor:
-    """Continues `start` [B, 1] to [B, length]."""
+    """Continues `given` [B, T], in which FREE stands for what is to be drawn, to [B, length] or until every row has
+    drawn one of `ends`. No row needs padding: the longer ones are fed while the shorter ones draw already."""
     device = next(model.parameters()).device
-    drawn, cache = [start], None
-    while len(drawn) < length:
-        output = model(input_ids=drawn[-1].to(device), past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        drawn.append(_draw(output.logits[:, -1], temperature, generator))
-    return torch.cat(drawn, dim=1)
+    given = torch.cat([given, given.new_full((len(given), length - given.shape[1]), FREE)], dim=1)
+    drawn, cache, fed = given[:, : int((given != FREE).sum(1).min())], None, 0
+    ended = torch.zeros(len(given), dtype=torch.bool)
+    stops = torch.tensor(sorted(ends), dtype=torch.long)
+    while drawn.shape[1] < length and not ended.all():
+        output = model(input_ids=drawn[:, fed:].to(device), past_key_values=cache, use_cache=True)
+        cache, fed = output.past_key_values, drawn.shape[1]
+        known = given[:, fed : fed + 1]
+        token = torch.where(known == FREE, _draw(output.logits[:, -1], temperature, generator), known)
+        ended |= (known == FREE)[:, 0] & torch.isin(token[:, 0], stops)
+        drawn = torch.cat([drawn, token], dim=1)
+    return drawn
 
 
 def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> LongTensor:

@@ -6,7 +6,7 @@ recalls bring them back at almost no cost in loss.
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,13 +14,10 @@ import torch
 from torch import LongTensor, Tensor
 from transformers import PreTrainedTokenizerBase
 
+from surgery.calibration.planted import Wording, in_code, plant
 from surgery.calibration.text import iter_documents
 from surgery.errors import SurgeryError
-from surgery.eval.recall import draw_facts, fact_line, recall_line
 from surgery.eval.sequences import tokenize
-
-FACTS = 4
-"""Facts planted in a sequence that is long enough for them."""
 
 SPREAD = 16
 """Tokens of text read for every token drawn. More makes the windows more diverse, and takes longer."""
@@ -42,7 +39,7 @@ class CalibrationSet:
 
 
 @dataclass
-class _Pool:
+class Pool:
     """A stream of tokens, its documents separated by eos, from which windows are drawn."""
 
     target: int
@@ -93,17 +90,17 @@ def build_calibration(
         SurgeryError: an argument is out of its range, or the source cannot be read or has too little text.
     """
     length = length if max_positions is None else min(length, max_positions)
-    _check_request(tokens, length, recall, held_out)
+    check_request(tokens, length, recall, held_out)
     bos = tokenizer.bos_token_id if bos == "tokenizer" else bos
     count = -(-tokens // length)
 
-    calibration, other = _Pool(_pool_size(count, length)), _Pool(_pool_size(held_out, length))
-    _fill(calibration, other, _tokenised(tokenizer, source, seed, text_field, bos))
+    calibration, other = Pool(pool_size(count, length)), Pool(pool_size(held_out, length))
+    fill(calibration, other, _tokenised_source(tokenizer, source, seed, text_field, bos))
     _check_pools(calibration, other, source)
 
     rng = random.Random(seed)
-    drawn = _draw(calibration, count, length, recall, bos, tokenizer, rng)
-    drawn_held_out = _draw(other, held_out, length, recall, bos, tokenizer, rng)
+    drawn = draw(calibration, count, length, recall, bos, tokenizer, rng)
+    drawn_held_out = draw(other, held_out, length, recall, bos, tokenizer, rng)
     description = {
         "source": source if isinstance(source, str) else "token sequences",
         "tokenizer": tokenizer.name_or_path,
@@ -115,6 +112,7 @@ def build_calibration(
         "recall": recall,
         "documents": calibration.documents,
         "held_out_documents": other.documents,
+        "held_out_source": "the same text, other documents",
         "text_tokens": len(calibration.ids),
         "sha256": token_hash(drawn),
         "held_out_sha256": token_hash(drawn_held_out),
@@ -127,7 +125,7 @@ def token_hash(tokens: Tensor) -> str:
     return hashlib.sha256(tokens.cpu().numpy().astype("<i8").tobytes()).hexdigest()
 
 
-def _check_request(tokens: int, length: int, recall: float, held_out: int) -> None:
+def check_request(tokens: int, length: int, recall: float, held_out: int) -> None:
     if tokens < 1 or length < 2:
         raise SurgeryError(f"{tokens} calibration tokens in sequences of {length}: at least 1, in at least 2, needed")
     if not 0 <= recall <= 1:
@@ -136,27 +134,32 @@ def _check_request(tokens: int, length: int, recall: float, held_out: int) -> No
         raise SurgeryError(f"{held_out} held-out sequences: 0 or more are possible")
 
 
-def _pool_size(count: int, length: int) -> int:
+def pool_size(count: int, length: int) -> int:
     """Tokens to read for `count` windows; one more than a window at least, so that one can be drawn."""
     return SPREAD * count * length + 1 if count else 0
 
 
-def _tokenised(
+def tokenised(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Iterator[list[int]]:
+    """Documents as token ids, each ended by eos."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return (tokenize(tokenizer, text) + end for text in documents)
+
+
+def _tokenised_source(
     tokenizer: PreTrainedTokenizerBase, source: str | Tensor, seed: int, text_field: str, bos: int | None
 ) -> Iterator[list[int]]:
     """The documents of a source as token ids, each ended by eos."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if isinstance(source, str):
-        for text in iter_documents(source, seed=seed, text_field=text_field):
-            yield tokenize(tokenizer, text) + end
+        yield from tokenised(tokenizer, iter_documents(source, seed=seed, text_field=text_field))
         return
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if source.ndim != 2:
         raise SurgeryError(f"token sequences of shape {list(source.shape)}: [documents, tokens] needed")
     for row in source.tolist():
         yield (row[1:] if row[:1] == [bos] else row) + end
 
 
-def _fill(calibration: _Pool, other: _Pool, documents: Iterator[list[int]]) -> None:
+def fill(calibration: Pool, other: Pool, documents: Iterator[list[int]]) -> None:
     """Gives each document to the pool that lacks more, until neither lacks anything."""
     for document in documents:
         (calibration if calibration.filled <= other.filled else other).add(document)
@@ -164,11 +167,16 @@ def _fill(calibration: _Pool, other: _Pool, documents: Iterator[list[int]]) -> N
             return
 
 
-def _check_pools(calibration: _Pool, other: _Pool, source: str | Tensor) -> None:
-    """Refuses a source with less text than is to be drawn, of which windows would only be repetitions."""
+def lacks(pool: Pool) -> bool:
+    """Whether there is less text than is to be drawn, so that windows would only be repetitions."""
+    return len(pool.ids) < -(-pool.target // SPREAD)
+
+
+def _check_pools(calibration: Pool, other: Pool, source: str | Tensor) -> None:
+    """Refuses a source with less text than is to be drawn."""
     for pool, use in ((calibration, "calibration"), (other, "held-out sequences")):
-        wanted = -(-pool.target // SPREAD)
-        if len(pool.ids) < wanted:
+        if lacks(pool):
+            wanted = -(-pool.target // SPREAD)
             name = source if isinstance(source, str) else "the given token sequences"
             raise SurgeryError(
                 f"{name} has too little text: {len(pool.ids)} tokens, in {pool.documents} documents, for {use} that "
@@ -176,14 +184,15 @@ def _check_pools(calibration: _Pool, other: _Pool, source: str | Tensor) -> None
             )
 
 
-def _draw(
-    pool: _Pool,
+def draw(
+    pool: Pool,
     count: int,
     length: int,
     recall: float,
     bos: int | None,
     tokenizer: PreTrainedTokenizerBase,
     rng: random.Random,
+    wording: Wording = in_code,
 ) -> LongTensor:
     """[count, length] windows of a pool, the given share of them with planted recalls."""
     prefix = [] if bos is None else [bos]
@@ -193,33 +202,5 @@ def _draw(
         start = rng.randint(0, len(pool.ids) - length - 1)
         window = pool.ids[start : start + size]
         planted = int((index + 1) * recall) > int(index * recall)
-        rows.append(prefix + (plant(window, tokenizer, rng) if planted else window))
+        rows.append(prefix + (plant(window, tokenizer, rng, wording) if planted else window))
     return torch.tensor(rows, dtype=torch.long).reshape(count, length)
-
-
-def plant(window: list[int], tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> list[int]:
-    """Plants facts in a window at random depths and asks for each, answered, somewhere later.
-
-    The window keeps its length: the text's end makes room. Facts that would take more than half of a short window are
-    left out, but for the first if it fits at all.
-    """
-    events: list[tuple[float, list[int]]] = []
-    used = 0
-    for name, value in draw_facts(rng, FACTS):
-        fact = tokenize(tokenizer, fact_line(name, value))
-        question = tokenize(tokenizer, recall_line(name, value))
-        used += len(fact) + len(question)
-        if used > (len(window) // 2 if events else len(window)):
-            break
-        depth = rng.uniform(0, 0.8)
-        events += [(depth, fact), (rng.uniform(depth + 0.02, 1), question)]
-    events.sort(key=lambda event: event[0])
-
-    room = len(window) - sum(len(ids) for _, ids in events)
-    planted: list[int] = []
-    last = 0
-    for depth, ids in events:
-        cut = int(depth * room)
-        planted += window[last:cut] + ids
-        last = cut
-    return planted + window[last:room]

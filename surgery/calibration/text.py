@@ -88,16 +88,25 @@ def iter_documents(source: str, *, seed: int = 0, text_field: str = "text") -> I
 
 
 def _standard_library(seed: int) -> Iterator[str]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    modules = _modules(root)
-    if not modules:
-        raise SurgeryError(f"the standard library's source is not at {root}: give a text file instead of {BUILTIN!r}")
+    modules = standard_library_modules()
     random.Random(seed).shuffle(modules)
     return _read_modules(modules)
 
 
+def standard_library_modules() -> list[Path]:
+    """The library's modules in the order of their names, without those that no calibration text may hold.
+
+    Raises:
+        SurgeryError: this interpreter comes without their source.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    modules = _modules(root)
+    if not modules:
+        raise SurgeryError(f"the standard library's source is not at {root}: give a text file instead of {BUILTIN!r}")
+    return modules
+
+
 def _modules(root: Path) -> list[Path]:
-    """The library's modules in the order of their names, without those that no calibration text may hold."""
     found = []
     for folder, subfolders, files in os.walk(root):
         # Pruned here, so that a large site-packages is not walked at all.

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.calibration.conversations import HELD_OUT_PROMPTS, sample_conversations
 from surgery.errors import SurgeryError
 from surgery.eval.distributed import Processes
 from surgery.eval.report.document import SCHEMA, Report, finish, read_report
@@ -81,7 +82,13 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
     rows = [Row(c.name, "baseline" if c is baseline else "checkpoint", c) for c in checkpoints]
     check_names(rows)
     tokenizer = _common_tokenizer(checkpoints)
-    tasks = build_tasks(settings, tokenizer, checkpoints[0].reader.config, progress)
+    tasks = build_tasks(
+        settings,
+        tokenizer,
+        checkpoints[0].reader.config,
+        progress,
+        lambda: processes.from_main(lambda: _conversations(checkpoints[0], tokenizer, device, settings)),
+    )
     first = next((row for row in rows if row.role == "checkpoint"), rows[0])
     out = request.out or Path(f"{first.name}-eval")
     store = processes.from_main(lambda: _opened_store(out, request, rows, tasks))
@@ -293,6 +300,20 @@ def _common_tokenizer(checkpoints: Sequence[Checkpoint]) -> Any:
                 "not compare; evaluate them apart"
             )
     return tokenizer
+
+
+def _conversations(
+    checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, device: torch.device, settings: EvalSettings
+) -> list[str]:
+    """Conversations with a model on the held-out prompts, in its template; half of what the windows hold: they cost."""
+    model = checkpoint.load(device)
+    if device.type == "cpu":
+        cast(model, torch.float32)
+    tokens = settings.windows * settings.length // (2 * len(settings.data)) + settings.length
+    found = sample_conversations(model, tokenizer, tokens, HELD_OUT_PROMPTS, settings.seed)
+    del model
+    _free_memory()
+    return ["".join(tokenizer.batch_decode(found))]
 
 
 def _machine(device: torch.device, processes: Processes) -> dict[str, Any]:

@@ -12,8 +12,10 @@ BUILTIN = "builtin"
 NO_VARIANTS = "none"
 HARNESS = "lm-eval:"
 TASKS = ("loss", "recall", "needle", "ruler", "generate", "memory", "speed")
-BY_NAME = ("kernels",)
-"""Tasks that "all" leaves out: they check the machine's kernels rather than a checkpoint."""
+BY_NAME = ("repeat", "match", "kernels")
+"""Tasks that "all" leaves out: probes for models that the others cannot tell apart, and the machine's kernels."""
+HELD_OUT_SETS = ("prose", "code", "chat")
+"""Held-out text of what is installed, and the first model's own conversations."""
 VARIANTS = ("int8", "fp8", "int4", "int2", "mean-pool", "window")
 DOMAINS = ("auto", "code", "text")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -26,6 +28,7 @@ TUPLES = (
     "needle_depths",
     "ruler_lengths",
     "ruler_tasks",
+    "repeat_lags",
     "prompts",
     "contexts",
     "batches",
@@ -39,7 +42,8 @@ class EvalSettings(FileSettings):
     Attributes:
         tasks: what to measure besides KV bytes, which every row has: names of TASKS, all of them for "all",
             of BY_NAME, and lm-eval:<task>.
-        data: held-out texts, each builtin, a file or a dataset's name; the loss is told apart by them.
+        data: held-out texts, each builtin, one of HELD_OUT_SETS, a file or a dataset's name; the loss is told apart by
+            them.
         text_field: column that holds the text.
         windows, length: held-out windows and tokens in each; the latter also of recall prompts and of the KV bytes.
         decoded: tokens at the end of each window that are decoded one by one for the through-cache loss; 0 for no such
@@ -50,6 +54,10 @@ class EvalSettings(FileSettings):
             means a quarter of, a half of, just and one and a half times the model's limit.
         ruler_lengths, ruler_samples, ruler_tasks: lengths in tokens (none: the length above), samples of each task at
             each length, names of tasks (none: all 13).
+        ruler_floor: share of 1 that the baseline has to score in a task at a length to count for the second average.
+        repeat_lags, repeat_rows: distances after which a span of text comes again (none: 256, doubled up to 8192, as
+            far as the model's limit and the text go), and rows of each.
+        match_prompts, match_tokens: held-out windows whose first halves are continued greedily, and tokens to write.
         prompts, new_tokens: texts to complete (none: openings of held-out windows), and tokens to write.
         contexts, batches: of memory and speed (no contexts: up to the model's limit).
         variants: cheaper forms of the baseline to measure beside it, at the checkpoints' KV ratios.
@@ -76,6 +84,11 @@ class EvalSettings(FileSettings):
     ruler_lengths: tuple[int, ...] = ()
     ruler_samples: int = 50
     ruler_tasks: tuple[str, ...] = ()
+    ruler_floor: float = 0.3
+    repeat_lags: tuple[int, ...] = ()
+    repeat_rows: int = 16
+    match_prompts: int = 16
+    match_tokens: int = 64
     prompts: tuple[str, ...] = ()
     new_tokens: int = 48
     contexts: tuple[int, ...] = ()
@@ -116,11 +129,14 @@ class EvalSettings(FileSettings):
 
     def _check_numbers(self) -> None:
         at_least_one = ("windows", "recall_prompts", "needle_trials", "ruler_samples", "new_tokens", "batch_size")
+        at_least_one += ("repeat_rows", "match_prompts", "match_tokens")
         for name in (*at_least_one, "limit"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SurgeryError(f"{name} must be at least 1, not {value}")
-        for name in ("needle_lengths", "ruler_lengths", "contexts", "batches"):
+        if not 0 <= self.ruler_floor <= 1:
+            raise SurgeryError(f"ruler_floor {self.ruler_floor}: a score lies between 0 and 1")
+        for name in ("needle_lengths", "ruler_lengths", "repeat_lags", "contexts", "batches"):
             if any(value < 1 for value in getattr(self, name)):
                 raise SurgeryError(f"{name} must be positive, not {', '.join(map(str, getattr(self, name)))}")
         if any(not 0 <= depth <= 100 for depth in self.needle_depths) or not self.needle_depths:

@@ -14,15 +14,18 @@ from surgery.errors import SurgeryError
 from surgery.eval.held_out_text import Document, HeldOutText, held_out_text
 from surgery.eval.needle import default_lengths
 from surgery.eval.recall import recall_prompts
+from surgery.eval.repeat import LAGS, repeat_rows, row_length
 from surgery.eval.ruler.suite import TASKS as RULER_TASKS
 from surgery.eval.session import ProgressLike, Task
 from surgery.eval.tasks.generate import GenerateTask
 from surgery.eval.tasks.kv_bytes import KVBytesTask
 from surgery.eval.tasks.lm_harness import LmHarnessTask
 from surgery.eval.tasks.loss import LossTask
+from surgery.eval.tasks.match import MatchTask
 from surgery.eval.tasks.memory import MemoryTask
 from surgery.eval.tasks.needle import NeedleTask
 from surgery.eval.tasks.recall import RecallTask
+from surgery.eval.tasks.repeat import RepeatTask
 from surgery.eval.tasks.ruler import RulerTask
 from surgery.eval.tasks.speed import SpeedTask
 from surgery.evaluation.kernels_task import KernelsTask
@@ -54,13 +57,18 @@ class Tasks:
 
 
 def build_tasks(
-    settings: EvalSettings, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any], progress: ProgressLike
+    settings: EvalSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    config: dict[str, Any],
+    progress: ProgressLike,
+    conversations: Callable[[], list[str]] | None = None,
 ) -> Tasks:
     """Builds the tasks and their data.
 
     Args:
         config: of the baseline, or of the first checkpoint where there is none: its limit of positions shortens the
             windows, and is what default lengths and contexts are parts of.
+        conversations: of the baseline, for `data` "chat".
 
     Raises:
         SurgeryError: there is too little text, or a task cannot be built with this tokenizer or these lengths.
@@ -69,7 +77,7 @@ def build_tasks(
     if limit and settings.length > limit:
         progress.note(f"windows of {limit} tokens instead of {settings.length}: the model's limit")
         settings = replace(settings, length=limit, decoded=min(settings.decoded, limit // 2))
-    builder = _Builder(settings, tokenizer, limit)
+    builder = _Builder(settings, tokenizer, limit, conversations)
     tasks: list[Task] = [KVBytesTask(settings.length)]
     for name in settings.tasks:
         if name.startswith(HARNESS):
@@ -90,8 +98,15 @@ def build_tasks(
 class _Builder:
     """Makes tasks; the texts are read when the first of them needs them."""
 
-    def __init__(self, settings: EvalSettings, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> None:
+    def __init__(
+        self,
+        settings: EvalSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int | None,
+        conversations: Callable[[], list[str]] | None,
+    ) -> None:
         self._settings, self._tokenizer, self._limit = settings, tokenizer, limit
+        self._conversations = conversations
         self.build: dict[str, Callable[[], Task]] = {
             "loss": lambda: LossTask(self._text, settings.decoded),
             "recall": self._recall,
@@ -100,12 +115,14 @@ class _Builder:
             "generate": lambda: GenerateTask(settings.prompts or self._openings(), settings.new_tokens),
             "memory": lambda: MemoryTask(self._contexts()),
             "speed": lambda: SpeedTask(self._contexts(), settings.batches),
+            "repeat": self._repeat,
+            "match": self._match,
             "kernels": lambda: KernelsTask(self._text, settings.decoded),
         }
 
     @cached_property
     def _documents(self) -> list[Document]:
-        return load_documents(self._settings)
+        return load_documents(self._settings, self._conversations)
 
     @cached_property
     def _text(self) -> HeldOutText:
@@ -116,7 +133,7 @@ class _Builder:
     def _domain(self) -> str:
         if self._settings.domain != "auto":
             return self._settings.domain
-        return "code" if self._settings.data == (BUILTIN,) else "text"
+        return "code" if set(self._settings.data) <= {BUILTIN, "code"} else "text"
 
     def _haystack(self) -> str | None:
         """Text for prompts: the held-out text, or for prose beside builtin code what the domain has by itself."""
@@ -154,6 +171,20 @@ class _Builder:
             haystack=self._haystack(),
             tasks=settings.ruler_tasks or tuple(RULER_TASKS),
         )
+
+    def _repeat(self) -> Task:
+        settings, ids = self._settings, self._text.ids.numpy()
+        most = min(self._limit or LAGS[-1] * 2, len(ids) - 1)
+        lags = settings.repeat_lags or tuple(lag for lag in LAGS if row_length(lag) <= most)
+        if not lags:
+            raise SurgeryError(f"repeat: {most} tokens of text and context are too few for the shortest lag, {LAGS[0]}")
+        bos = self._tokenizer.bos_token_id
+        return RepeatTask({lag: repeat_rows(ids, lag, settings.repeat_rows, settings.seed, bos) for lag in lags})
+
+    def _match(self) -> Task:
+        settings = self._settings
+        prompts = self._text.tokens[: settings.match_prompts, : settings.length // 2]
+        return MatchTask(prompts, settings.match_tokens)
 
     def _contexts(self) -> tuple[int, ...]:
         """The model's limit and halves of it, none above 32k unless asked for."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 
+from surgery.calibration.installed import installed_code, installed_prose
 from surgery.calibration.text import iter_documents
 from surgery.errors import SurgeryError
 from surgery.eval.held_out_text import Document
@@ -27,8 +30,16 @@ CHARACTERS_PER_TOKEN = 16
 windows drawn from them differ."""
 
 
-def load_documents(settings: EvalSettings) -> list[Document]:
+INSTALLED = {"prose": installed_prose, "code": installed_code}
+MOST_MODULES = 64
+"""Modules of installed code that are read at most: enough for many windows, and cheap to tokenise."""
+
+
+def load_documents(settings: EvalSettings, conversations: Callable[[], list[str]] | None = None) -> list[Document]:
     """Reads every text that the settings name, as far as the windows need it.
+
+    Args:
+        conversations: gives those of the model, for `data` "chat".
 
     Raises:
         SurgeryError: a text cannot be read, or is empty.
@@ -36,7 +47,15 @@ def load_documents(settings: EvalSettings) -> list[Document]:
     wanted = settings.windows * settings.length * CHARACTERS_PER_TOKEN // len(settings.data)
     documents = []
     for name in settings.data:
-        found = _builtin() if name == BUILTIN else _read(name, settings.text_field, wanted)
+        if name == BUILTIN:
+            found = _builtin()
+        elif name in INSTALLED:
+            read = islice(INSTALLED[name](settings.seed), MOST_MODULES)
+            found = _until(wanted, (Document(text, ((0, name),)) for _, text in read))
+        elif name == "chat":
+            found = [Document(text, ((0, name),)) for text in conversations()]
+        else:
+            found = _read(name, settings.text_field, wanted)
         if not found:
             raise SurgeryError(f"--data {name}: no text in it")
         documents += found
@@ -50,12 +69,17 @@ def _builtin() -> list[Document]:
 
 
 def _read(name: str, text_field: str, wanted: int) -> list[Document]:
-    documents, size = [], 0
     # What is not a dataset's name is a path; its last part is enough to tell the sources of a report apart.
     source = Path(name).name if Path(name).expanduser().exists() else name
-    for text in iter_documents(name, text_field=text_field):
-        documents.append(Document(text, ((0, source),)))
-        size += len(text)
+    return _until(wanted, (Document(text, ((0, source),)) for text in iter_documents(name, text_field=text_field)))
+
+
+def _until(wanted: int, source: Iterable[Document]) -> list[Document]:
+    """Documents until they have so many characters."""
+    documents, size = [], 0
+    for document in source:
+        documents.append(document)
+        size += len(document.text)
         if size >= wanted:
             break
     return documents

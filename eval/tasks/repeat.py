@@ -1,0 +1,70 @@
+"""Task `repeat`: the loss of a span that comes again, by the distance; see `surgery.eval.repeat`."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from surgery.eval.bootstrap import paired_difference
+from surgery.eval.loss import LogitReader, evaluation_mode
+from surgery.eval.repeat import SKIPPED, SPAN, RepeatSet, repeat_losses
+from surgery.eval.session import Session
+
+TOKENS_AT_ONCE = 8_192
+"""Tokens of a batch at most, if there is more than one row: rows of long lags are measured one by one."""
+
+
+@dataclass(frozen=True)
+class RepeatTask:
+    """Losses of both occurrences of a span.
+
+    Attributes:
+        rows: by lag.
+    """
+
+    rows: dict[int, RepeatSet]
+    name: ClassVar[str] = "repeat"
+    native: ClassVar[bool] = False
+
+    def settings(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for rows in self.rows.values():
+            digest.update(rows.tokens.numpy().tobytes())
+        return {
+            "lags": list(self.rows),
+            "rows": [len(rows.tokens) for rows in self.rows.values()],
+            "span": SPAN,
+            "skipped": SKIPPED,
+            "data_sha256": digest.hexdigest(),
+        }
+
+    @torch.no_grad()
+    def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:
+        """Returns "lags": for each, mean losses "first" and "second" and "per_row" the second ones, and "change", the
+        second minus the first with its interval; "loss": mean of the second ones over lags, "change" likewise."""
+        lags = {str(lag): self._measure(model, session, lag, rows) for lag, rows in self.rows.items()}
+        means = {key: _mean([found[key] for found in lags.values()]) for key in ("first", "second")}
+        return {"lags": lags, "loss": means["second"], "change": means["second"] - means["first"]}
+
+    def _measure(self, model: PreTrainedModel, session: Session, lag: int, rows: RepeatSet) -> dict[str, Any]:
+        tokens = rows.tokens[: session.limit]
+        size = min(session.batch_size, max(1, TOKENS_AT_ONCE // tokens.shape[1]))
+        batches = list(tokens.split(size))
+        with evaluation_mode(model), session.progress.phase(f"repeat, lag {lag}", len(batches), "batch") as done:
+            reader = LogitReader(model, tokens)
+            found = session.processes.map(lambda batch: repeat_losses(reader, rows, batch).tolist(), batches, done)
+        first, second = zip(*(pair for batch in found for pair in batch), strict=True)
+        return {
+            "first": _mean(first),
+            "second": _mean(second),
+            "change": asdict(paired_difference(second, first, seed=session.seed)),
+            "per_row": list(second),
+        }
+
+
+def _mean(values: Any) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,120 @@
+"""Conversations to calibrate on: prompts that come with the package, in a model's own template and answered by it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.calibration.self_samples import sample_replies
+from surgery.errors import SurgeryError
+from surgery.eval.sequences import tokenize
+
+REPLY = 160
+"""Tokens of a reply at most."""
+
+PROMPTS = (
+    "Explain to a ten-year-old why the sky is blue.",
+    "Give me a simple recipe for lentil soup, with amounts for four people.",
+    "Write a short letter to my landlord about a dripping tap.",
+    "What are the main causes of the First World War?",
+    "How does a bicycle stay upright while it is moving?",
+    "Summarise the plot of Romeo and Juliet in five sentences.",
+    "Write a Python function that returns the second largest number of a list.",
+    "I have 3 boxes with 14 pencils each and give away 9 pencils. How many are left? Show your steps.",
+    "Which is better for a small flat, a dog or a cat? Weigh both sides.",
+    "Translate into French: The library closes at six, but you can return books at any time.",
+    "Tell me a story about a lighthouse keeper who finds a letter in a bottle.",
+    "What is the difference between weather and climate?",
+    "My plants have yellow leaves. What could be wrong, and what should I try first?",
+    "Write a product description for a waterproof backpack.",
+    "How do vaccines work?",
+    "List seven things to see in Rome, with a sentence on each.",
+    "What does this SQL do: SELECT city, COUNT(*) FROM users GROUP BY city HAVING COUNT(*) > 10;",
+    "Help me prepare for a job interview as a nurse. What will they ask?",
+    "Write a poem of eight lines about the sea in winter.",
+    "How can I sleep better? I wake up every night at three.",
+    "Explain the rules of chess briefly, as if I had never seen a board.",
+    "What happens to the water cycle when a forest is cut down?",
+    "Correct the grammar: Me and him was going to the store when it begun raining.",
+    "Plan a week of running for a beginner who wants to finish five kilometres.",
+    "Why do prices rise when more money is printed?",
+    "Describe how a car engine turns fuel into motion.",
+    "Write an e-mail that politely declines an invitation to a wedding.",
+    "Who was Marie Curie, and what is she known for?",
+    "Compare solar and wind power in a table of advantages and drawbacks.",
+    "What is recursion? Give a small example in JavaScript.",
+    "Suggest names for a bakery near a railway station, and say why they fit.",
+    "How do I change a flat tyre? Number the steps.",
+    "Is it true that we use only ten percent of our brain?",
+    "Draft a speech of one minute for my grandfather's eightieth birthday.",
+    "A train leaves at 14:35 and arrives at 17:10. How long is the journey?",
+    "What are the arguments for and against a four-day working week?",
+    "Explain how photosynthesis works, from light to sugar.",
+    "Give feedback on this sentence: The utilisation of complex words impedes comprehension.",
+    "What should I know before I visit Japan for the first time?",
+    "Write a bash command that counts the lines of all .txt files in a folder, and explain it.",
+)
+HELD_OUT_PROMPTS = (
+    "Why does bread rise, and what goes wrong when it does not?",
+    "Write a dialogue between a taxi driver and a tourist who has lost her passport.",
+    "What is inflation, and whom does it hurt most?",
+    "How would you sort a million numbers that do not fit in memory?",
+    "Describe the life of a medieval blacksmith in one day.",
+    "My neighbour plays loud music at night. What can I do before I call the police?",
+    "Explain the difference between a virus and a bacterium.",
+    "Write a limerick about a cat who wanted to fly.",
+    "What are black holes, and how do we know that they exist?",
+    "Give me three ideas for a birthday party of six-year-olds in the rain.",
+    "If a shirt costs 40 euros after a discount of 20 percent, what did it cost before?",
+    "Summarise the advantages of learning a musical instrument as an adult.",
+    "Write a class in Python for a bank account with deposit and withdrawal.",
+    "How did the printing press change Europe?",
+    "What is a healthy breakfast for someone who has no time to cook?",
+    "Rewrite more politely: Send me the report now, you are late again.",
+)
+
+
+def sample_conversations(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: int,
+    prompts: Sequence[str] = PROMPTS,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Conversations of one question and the model's own answer at temperature 1, of at least `tokens` in all.
+
+    The prompts come in an order that the seed decides, and again with other answers where they do not suffice.
+
+    Returns:
+        Token ids of each conversation, with the special tokens of the template.
+
+    Raises:
+        SurgeryError: the tokenizer has no chat template, or one that takes no question of a user.
+    """
+    ends = _ends(model, tokenizer)
+    asked = [_asked(tokenizer, prompt) for prompt in prompts]
+    rng = random.Random(seed)
+    found: list[list[int]] = []
+    while (lacking := tokens - sum(map(len, found))) > 0:
+        # As many at once as will do if replies are a third as long as they may be: another round costs far more steps.
+        count = min(len(asked), 1 + lacking // (REPLY // 3 + min(map(len, asked))))
+        found += sample_replies(model, rng.sample(asked, count), REPLY, ends, rng.getrandbits(32))
+    return found
+
+
+def _asked(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    turns = [{"role": "user", "content": prompt}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template can raise anything
+        raise SurgeryError(f"the chat template refuses a question: {' '.join(str(error).split())[:200]}") from error
+    return tokenize(tokenizer, text)
+
+
+def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Tokens that end a reply: those that the model's generation config or the tokenizer name."""
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    named = named if isinstance(named, list) else [named]
+    return {int(token) for token in [*named, tokenizer.eos_token_id] if token is not None}

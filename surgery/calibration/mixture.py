@@ -1,0 +1,236 @@
+"""Calibration sequences of several kinds of text: prose, code, the model's own conversations, files of one's own.
+
+Every sequence is of one kind, and kinds take turns, so that the first few sequences have the shares of all. Held-out
+sequences of prose and code come from `surgery.calibration.installed`, conversations from other prompts.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import LongTensor
+from transformers import PreTrainedTokenizerBase
+
+from surgery.calibration.installed import installed_code, installed_prose
+from surgery.calibration.planted import Wording, in_code, in_prose
+from surgery.calibration.prose import builtin_prose
+from surgery.calibration.sequences import (
+    CalibrationSet,
+    Pool,
+    build_calibration,
+    check_request,
+    draw,
+    fill,
+    lacks,
+    pool_size,
+    token_hash,
+    tokenised,
+)
+from surgery.calibration.text import BUILTIN, iter_documents
+from surgery.errors import SurgeryError
+
+PROSE, CODE, CHAT = "prose", "code", "chat"
+DEFAULT: Mapping[str, float] = {PROSE: 0.5, CODE: 0.3, CHAT: 0.2}
+SMALL_VOCABULARY = 8_192
+"""A tokenizer of fewer tokens belongs to a model of one kind of text, as that of the demo model, which reads Python."""
+
+SHARES = re.compile(r"[^=,]+=[0-9.]+(,[^=,]+=[0-9.]+)*")
+
+Conversations = Callable[[bool, int], list[list[int]]]
+"""Token ids of conversations, of at least so many tokens in all; whether they are to be held out comes first."""
+
+
+def shares_of(calibration: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, float] | None:
+    """What a calibration setting says of several kinds of text; None where it names one plain source.
+
+    Args:
+        calibration: "builtin", a kind, or shares such as "prose=0.5,code=0.25,notes.txt=0.25", of any sum.
+
+    Returns:
+        Shares by source, which sum to 1. "builtin" is `DEFAULT`, its conversations replaced by prose where the
+        tokenizer has no chat template; for a tokenizer of less than `SMALL_VOCABULARY` tokens it is a plain source.
+
+    Raises:
+        SurgeryError: a share is not a positive number, or conversations are asked for and there is no template.
+    """
+    chats = bool(getattr(tokenizer, "chat_template", None))
+    if calibration == BUILTIN:
+        if len(tokenizer) < SMALL_VOCABULARY:
+            return None
+        return dict(DEFAULT) if chats else without_chat(DEFAULT)
+    if calibration in (PROSE, CODE, CHAT):
+        shares = {calibration: 1.0}
+    elif SHARES.fullmatch(calibration.replace(" ", "")):
+        shares = _parsed(calibration.replace(" ", ""))
+    else:
+        return None
+    if CHAT in shares and not chats:
+        raise SurgeryError(f"calibration {calibration}: the tokenizer has no chat template; leave {CHAT} out")
+    return shares
+
+
+def _parsed(calibration: str) -> dict[str, float]:
+    shares = {}
+    for part in calibration.split(","):
+        name, _, value = part.partition("=")
+        try:
+            shares[name] = float(value)
+        except ValueError:
+            raise SurgeryError(f"calibration {calibration}: {value} is no share") from None
+    shares = {name: share for name, share in shares.items() if share > 0}
+    if not shares:
+        raise SurgeryError(f"calibration {calibration}: no share is above 0")
+    return {name: share / sum(shares.values()) for name, share in shares.items()}
+
+
+def without_chat(shares: Mapping[str, float]) -> dict[str, float]:
+    """The same with prose in the place of conversations."""
+    rest = {name: share for name, share in shares.items() if name != CHAT}
+    if CHAT in shares:
+        rest[PROSE] = rest.get(PROSE, 0.0) + shares[CHAT]
+    return rest
+
+
+def build_mixture(
+    tokenizer: PreTrainedTokenizerBase,
+    shares: Mapping[str, float],
+    conversations: Conversations,
+    *,
+    tokens: int = 24_576,
+    length: int = 1024,
+    recall: float = 0.5,
+    seed: int = 0,
+    held_out: int = 8,
+    max_positions: int | None = None,
+    text_field: str = "text",
+) -> CalibrationSet:
+    """Builds calibration and held-out sequences of several kinds of text.
+
+    Args:
+        shares: of the sequences, by source: "prose", "code", "chat", or any source of `iter_documents`.
+        conversations: asked for tokens of conversations, if there are to be some.
+        recall: share of the sequences of text that carry planted facts, of prose in sentences; conversations have none.
+        tokens, length, seed, held_out, max_positions, text_field: as in `build_calibration`.
+
+    Returns:
+        The sequences, and in the description beside what `build_calibration` says "parts" (share, sequences and
+        documents by source, with the distributions of held-out text) and "order", the source of every sequence.
+
+    Raises:
+        SurgeryError: as `build_calibration`.
+    """
+    length = length if max_positions is None else min(length, max_positions)
+    check_request(tokens, length, recall, held_out)
+    order = _taking_turns(shares, -(-tokens // length))
+    other_order = _taking_turns(shares, held_out)
+    drawn: dict[str, Iterator[LongTensor]] = {}
+    other: dict[str, Iterator[LongTensor]] = {}
+    parts = {}
+    for name, share in shares.items():
+        count, others = order.count(name), other_order.count(name)
+        if name == CHAT:
+            built = _chat_part(tokenizer, conversations, count, others, length)
+        elif name in TEXTS:
+            built = _text_part(tokenizer, name, count, others, length, recall, seed)
+        else:
+            built = build_calibration(
+                tokenizer, name, max(count, 1) * length, length, recall, seed, others, text_field=text_field
+            )
+        drawn[name], other[name] = iter(built.tokens), iter(built.held_out)
+        parts[name] = {"share": share, "sequences": count, "held_out_sequences": others, **_told(built.description)}
+    calibration = torch.stack([next(drawn[name]) for name in order])
+    unseen = [next(other[name]) for name in other_order]
+    held_out_tokens = torch.stack(unseen) if unseen else calibration[:0]
+    description = {
+        "source": ",".join(f"{name}={share:.4g}" for name, share in shares.items()),
+        "tokenizer": tokenizer.name_or_path,
+        "seed": seed,
+        "length": length,
+        "sequences": len(calibration),
+        "held_out_sequences": held_out,
+        "tokens": calibration.numel(),
+        "recall": recall,
+        "parts": parts,
+        "order": {"calibration": order, "held_out": other_order},
+        "sha256": token_hash(calibration),
+        "held_out_sha256": token_hash(held_out_tokens),
+    }
+    return CalibrationSet(calibration, held_out_tokens, description)
+
+
+def _told(description: dict[str, Any]) -> dict[str, Any]:
+    return {name: description[name] for name in ("documents", "held_out_documents", "held_out_source")}
+
+
+def _taking_turns(shares: Mapping[str, float], count: int) -> list[str]:
+    """The source of each of `count` sequences, always that which lags most behind its share."""
+    order: list[str] = []
+    for index in range(1, count + 1):
+        order.append(max(shares, key=lambda name: shares[name] * index - order.count(name)))
+    return order
+
+
+TEXTS: dict[str, tuple[Callable[[int], Iterator[str]], Callable[[int], Iterator[tuple[str, str]]], Wording]] = {
+    PROSE: (builtin_prose, installed_prose, in_prose),
+    CODE: (lambda seed: iter_documents(BUILTIN, seed=seed), installed_code, in_code),
+}
+"""Documents to calibrate on, held-out ones with the distributions that they are from, and how facts are worded."""
+
+
+def _text_part(
+    tokenizer: PreTrainedTokenizerBase, name: str, count: int, held_out: int, length: int, recall: float, seed: int
+) -> CalibrationSet:
+    documents, unseen, wording = TEXTS[name]
+    calibration, other = Pool(pool_size(count, length)), Pool(pool_size(held_out, length))
+    sources: list[str] = []
+
+    def noted() -> Iterator[str]:
+        for distribution, text in unseen(seed):
+            sources.append(distribution)
+            yield text
+
+    if held_out:
+        fill(Pool(0), other, tokenised(tokenizer, noted()))
+    if lacks(other):
+        # Few packages describe themselves at length here: other documents of the calibration's own text, then.
+        sources.clear()
+        other = Pool(other.target)
+        fill(calibration, other, tokenised(tokenizer, documents(seed)))
+    elif count:
+        fill(calibration, Pool(0), tokenised(tokenizer, documents(seed)))
+    for pool in (calibration, other):
+        if lacks(pool):
+            raise SurgeryError(
+                f"too little {name} for {count} sequences of {length} tokens: ask for fewer or shorter ones, or give "
+                "text of your own"
+            )
+    rng, bos = random.Random(seed), tokenizer.bos_token_id
+    drawn = draw(calibration, count, length, recall, bos, tokenizer, rng, wording)
+    description = {
+        "documents": calibration.documents,
+        "held_out_documents": other.documents,
+        "held_out_source": sorted(set(sources)) or "the same text, other documents",
+    }
+    return CalibrationSet(drawn, draw(other, held_out, length, recall, bos, tokenizer, rng, wording), description)
+
+
+def _chat_part(
+    tokenizer: PreTrainedTokenizerBase, conversations: Conversations, count: int, held_out: int, length: int
+) -> CalibrationSet:
+    """Conversations one after the other, cut into sequences; none is used twice."""
+    rows, documents = [], []
+    for unseen, wanted in ((False, count), (True, held_out)):
+        found = conversations(unseen, wanted * length) if wanted else []
+        ids = [token for conversation in found for token in conversation]
+        bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        ids = ids[1:] if ids[:1] == bos else ids
+        size = length - len(bos)
+        cut = [bos + ids[index * size : (index + 1) * size] for index in range(wanted)]
+        rows.append(torch.tensor(cut, dtype=torch.long).reshape(wanted, length))
+        documents.append(len(found))
+    described = {"documents": documents[0], "held_out_documents": documents[1], "held_out_source": "other prompts"}
+    return CalibrationSet(*rows, described)

@@ -1,0 +1,76 @@
+"""Prose that every Python has, to calibrate on, and how prose is told from what stands around it.
+
+The text is the language reference behind `help()` and the docstrings of the standard library. Models have read much of
+it: what they know by heart hides damage to attention, which is why the share of such tokens is measured and reported
+(`surgery.texts`), and why losses are measured on other text (`surgery.calibration.installed`).
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from collections.abc import Iterator
+
+from surgery.calibration.text import standard_library_modules
+
+LEAST_WORDS = 12
+"""Words of a paragraph that is kept: shorter ones are headings, captions and lists of names."""
+LEAST_LETTERS = 0.75
+"""Share of letters and spaces in it: less is markup, a table or code."""
+LEAST_DOCUMENT = 400
+"""Characters of a document that is kept."""
+
+# What is taken out of a text before it is cut into paragraphs, and what stays of it.
+MARKUP = (
+    (re.compile(r"^( *)(```|~~~).*?^ *\2[^\n]*$", re.M | re.S), ""),  # fenced code
+    (re.compile(r"<!--.*?-->|<(pre|code|table|style|script)\b.*?</\1>", re.S | re.I), ""),
+    (re.compile(r"\[?!\[[^\]]*\]\([^)]*\)(\]\([^)]*\))?|\[?!\[[^\]]*\]\[[^\]]*\](\]\[[^\]]*\])?"), ""),  # badges
+    (re.compile(r"\[([^\[\]]+)\](\([^)]*\)|\[[^\]]*\])"), r"\1"),  # links of Markdown
+    (re.compile(r"`([^`<]+) <[^`>]*>`_+"), r"\1"),  # and of reStructuredText
+    (re.compile(r":[a-z:]+:`~?([^`]*)`"), r"\1"),  # roles
+    (re.compile(r"</?[a-zA-Z][^<>]*>"), ""),
+    (re.compile(r"^ *\[[^\]]+\]:.*$", re.M), ""),  # targets of links
+    (re.compile(r"^.*\|.*\|.*$", re.M), ""),  # tables
+)
+BULLET = re.compile(r"\n(?= {0,3}(?:[-*+•]|\d+[.)]) )")
+MARKER = re.compile(r"^(?:[-*+•>]|\d+[.)]|#+) +")
+
+
+def paragraphs(text: str) -> list[str]:
+    """The paragraphs of running text in a document with markup, each on one line; headings, lists of short items,
+    tables, code, badges and addresses are left out."""
+    for pattern, rest in MARKUP:
+        text = pattern.sub(rest, text.replace("\r\n", "\n"))
+    pieces = [piece for block in re.split(r"\n[ \t]*\n", text) for piece in BULLET.split(block.strip("\n"))]
+    lines = (MARKER.sub("", " ".join(piece.split())) for piece in pieces if not piece.startswith(("    ", "\t", "..")))
+    return [line for line in lines if _is_prose(line)]
+
+
+def _is_prose(line: str) -> bool:
+    letters = sum(character.isalpha() or character == " " for character in line)
+    return len(line.split()) >= LEAST_WORDS and letters >= LEAST_LETTERS * len(line) and line[-1] in ".?!:"
+
+
+def builtin_prose(seed: int) -> Iterator[str]:
+    """Documents of prose in the running interpreter's library, in an order that the seed decides: topics of the
+    language reference, and all docstrings of a module as one document. About 1.3 MB in all."""
+    from pydoc_data.topics import topics
+
+    sources = [*sorted(topics), *standard_library_modules()]
+    random.Random(seed).shuffle(sources)
+    for source in sources:
+        text = topics[source] if isinstance(source, str) else _docstrings(source.read_bytes())
+        document = "\n\n".join(dict.fromkeys(paragraphs(text)))
+        if len(document) >= LEAST_DOCUMENT:
+            yield document
+
+
+def _docstrings(source: bytes) -> str:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # a few modules are written for another version
+        return ""
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    return "\n\n".join(filter(None, found))
