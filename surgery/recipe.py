@@ -329,7 +329,7 @@ def _taken(settings: dict[str, Any], name: str, where: str) -> Any:
 
 def _checkpoint(name: str, finished: Finished) -> str:
     """A checkpoint's path or hub id: of an earlier step, of the model that ships, or as it is given."""
-    from surgery.demo import model_named
+    from surgery.named_models import model_named
 
     return str(finished.checkpoints[name]) if name in finished.checkpoints else model_named(name)
 

@@ -101,7 +101,7 @@ def _own_samples(opened, tokenizer, settings: ConversionSettings) -> Tensor:
 
     from surgery.calibration.self_samples import sample_from_model
 
-    model = AutoModelForCausalLM.from_pretrained(opened.reader.path, dtype="auto", local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(opened.reader.model_folder(), dtype="auto", local_files_only=True)
     model = model.to(opened.stream.device)
     # The pool has to hold calibration and held-out windows, with room to draw them at random.
     tokens = 2 * (settings.calibration_tokens + settings.held_out * settings.calibration_length)

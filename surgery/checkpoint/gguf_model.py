@@ -99,9 +99,7 @@ def describe_model(path: Path, header: GgufHeader) -> GgufModel:
     ((most, _),) = numbers.most_common(1) or (("F32", 0),)
     dtype = _UNQUANTISED.get(most, torch.bfloat16)
     config = _config(path, values, header, name, dtype)
-    return GgufModel(
-        config, _tensors(path, header, config, ARCHS[name]), dtype, None if most in _UNQUANTISED else most
-    )
+    return GgufModel(config, _tensors(path, header, config, ARCHS[name]), dtype, None if most in _UNQUANTISED else most)
 
 
 class _Values:

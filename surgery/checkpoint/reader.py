@@ -100,11 +100,6 @@ class CheckpointReader:
         """The folder's or the GGUF file's name."""
         return self.source.resolve().name
 
-    @property
-    def label(self) -> str:
-        """Its name for people, with what its weights were dequantised from."""
-        return self.name if self.dequantised_from is None else f"{self.name}, dequantised from {self.dequantised_from}"
-
     def model_folder(self) -> Path:
         """A folder that transformers can load: ``path``, or for a GGUF file a temporary dequantised copy.
 
