@@ -84,9 +84,8 @@ def subjects(given: Sequence[str], settings: DecodeSettings) -> Iterator[Subject
     for name in given:
         if Path(name).is_dir() or Path(name).suffix == ".gguf":
             reader = CheckpointReader.open(name)
-            yield Subject(
-                reader.name, "checkpoint", lambda at, r=reader: bench_models.load_folder(r.model_folder(), at)
-            )
+            folder = reader.model_folder()
+            yield Subject(reader.name, "checkpoint", lambda at, f=folder: bench_models.load_folder(f, at))
             continue
         config = bench_models.source_config(name)
         yield Subject(name, "source", lambda at, c=config: bench_models.random_model(c, at))

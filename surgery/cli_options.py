@@ -12,7 +12,7 @@ OUTPUT = "Output"
 MACHINE = "Machine"
 
 CheckpointArgument = Annotated[
-    str, typer.Argument(metavar="CKPT", help="Checkpoint folder, GGUF file or hub id (org/name); builtin or smollm2.")
+    str, typer.Argument(metavar="CKPT", help="Folder, .gguf file or hub id (org/name); or builtin, smollm2.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")]
 PickleOption = Annotated[bool, typer.Option("--allow-pickle", help="Read pickled weights if there are no others.")]

@@ -1,8 +1,8 @@
-"""A GGUF file beside a folder that stands in for it: config, tokenizer, and dequantised weights once they are asked for.
+"""A GGUF file and the folder that stands in for it, with config and tokenizer.
 
-Readers take tensors from the file itself. What only reads ordinary folders (transformers) gets one: its small files when
-the checkpoint is opened, its weights by `CheckpointReader.model_folder`. Both are temporary, one a file and process,
-and go when the process ends.
+Readers take tensors from the file itself. What reads ordinary folders only (transformers) gets one: its small files
+when the checkpoint is opened, its weights from `CheckpointReader.model_folder`. Both are temporary, one a file and
+process, and go when the process ends.
 """
 
 from __future__ import annotations

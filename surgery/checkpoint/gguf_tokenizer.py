@@ -26,7 +26,7 @@ _GPT2, _SMOLLM = "gpt-2", "smollm"
 
 
 def write_tokenizer(path: Path, metadata: dict[str, Any], folder: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja into ``folder``, if the file has a tokenizer.
+    """Writes tokenizer.json, its config and chat_template.jinja into ``folder``, if the file has a tokenizer.
 
     Raises:
         SurgeryError: it is of a kind that would be cut otherwise than the model was trained with.
