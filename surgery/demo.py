@@ -46,11 +46,11 @@ DEMO_MODELS = {
         kv_ratio=0.25,
         settings={"held_out": 4, "fit_steps": 2, "fit_queries": 128},
     ),
-    # 25 times larger: the closed form alone, of a third of the text.
+    # 25 times larger: the closed form alone, from a twelfth of the text.
     SMOLLM2: DemoModel(
         "What is a cache, and what is it good for?",
         kv_ratio=0.5,
-        settings={"fit_steps": 0, "calibration_tokens": 8192, "held_out": 2},
+        settings={"fit_steps": 0, "calibration_tokens": 2048, "calibration_length": 512, "held_out": 2},
         chat=True,
         windows=4,
         prompts=4,
