@@ -214,8 +214,8 @@ def training_settings(
     factors = work / FACTORS if entry_factors(student) and not settings.entry_factors else settings.entry_factors
     return replace(
         settings,
-        student=str(student.source.resolve()),
-        teacher=None if settings.teacher is None else str(CheckpointReader.open(settings.teacher).source.resolve()),
+        student=str(student.source.absolute()),
+        teacher=None if settings.teacher is None else str(CheckpointReader.open(settings.teacher).source.absolute()),
         out=str(work / TRAINED),
         entry_factors=None if factors is None else str(factors),
         overwrite=True,

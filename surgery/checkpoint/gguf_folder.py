@@ -47,7 +47,7 @@ def open_gguf(file: Path) -> GgufFolder:
     Raises:
         SurgeryError: the file is damaged, or its model or tokenizer is not supported.
     """
-    file = file.resolve()
+    file = file.absolute()  # not resolved: in the hub's cache a file is a link to one without its name
     status = file.stat()
     return _opened(file, status.st_size, status.st_mtime_ns)
 

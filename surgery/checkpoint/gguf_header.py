@@ -90,7 +90,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
             tensors = {name: _placed(start, *entry) for name, *entry in entries}
         except EOFError:
             raise SurgeryError(f"{path}: truncated at {size} bytes, inside its header; download it again") from None
-        except (ValueError, TypeError, KeyError, ZeroDivisionError, MemoryError) as error:
+        except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError, struct.error) as error:
             raise SurgeryError(f"{path}: damaged GGUF header ({error}); download it again") from None
     if len(tensors) != len(entries):
         raise SurgeryError(f"{path}: damaged GGUF header (a tensor is in it twice); download it again")

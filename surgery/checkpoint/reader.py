@@ -98,7 +98,7 @@ class CheckpointReader:
     @property
     def name(self) -> str:
         """The folder's or the GGUF file's name."""
-        return self.source.resolve().name
+        return self.source.name if self.source.is_file() else self.source.resolve().name
 
     def model_folder(self) -> Path:
         """A folder that transformers can load: ``path``, or for a GGUF file a temporary dequantised copy.

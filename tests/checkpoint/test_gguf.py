@@ -191,6 +191,15 @@ def test_a_folder_of_one_file(tmp_path):
     refused(tmp_path, "holds 2 GGUF files (a.gguf, ...); give one of them")
 
 
+def test_a_link_keeps_its_name(tmp_path):
+    # As in the hub's cache, where the linked file is named by its hash.
+    write_gguf(tmp_path / "0f3a", make_model("llama"))
+    (tmp_path / "tiny.gguf").symlink_to(tmp_path / "0f3a")
+    reader = CheckpointReader.open(tmp_path / "tiny.gguf")
+    assert reader.name == "tiny.gguf" and reader.path.name == "tiny"
+    assert CheckpointReader.open(reader.source).config == reader.config
+
+
 def test_without_the_package(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "a.gguf", make_model("llama"))
     monkeypatch.setitem(sys.modules, "gguf", None)
