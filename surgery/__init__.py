@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from surgery.threads import wait_passively
 from surgery.version import __version__
 
 # kernels/, training/, eval/, recipes/ and configs/ live at the top of the repository and are linked into this package.
@@ -30,7 +31,9 @@ def _accelerate_on_cuda(model: Any) -> None:
         accelerate(model)
 
 
-if Path(sys.argv[0]).stem not in ("surgery", "-m"):
+if Path(sys.argv[0]).stem in ("surgery", "-m"):
+    wait_passively()  # a program of ours, launched trainings too, that has not loaded torch yet
+else:
     from surgery.model import SurgeryForCausalLM, register
 
     register()

@@ -19,6 +19,7 @@ import torch
 
 from surgery import bench_models
 from surgery.bench_cache import held_bytes, steady_cache
+from surgery.checkpoint import CheckpointReader
 from surgery.errors import SurgeryError
 from surgery.eval.memory import OutOfMemory, unless_out_of_memory
 from surgery.eval.tensor_bytes import weight_bytes
@@ -81,8 +82,10 @@ def subjects(given: Sequence[str], settings: DecodeSettings) -> Iterator[Subject
         if structure not in bench_models.STRUCTURES:
             raise SurgeryError(f"--to {structure}: choose {', '.join(bench_models.STRUCTURES)}")
     for name in given:
-        if Path(name).is_dir():
-            yield Subject(Path(name).resolve().name, "checkpoint", lambda at, n=name: _folder(Path(n), at))
+        if Path(name).is_dir() or Path(name).suffix == ".gguf":
+            reader = CheckpointReader.open(name)
+            folder = reader.model_folder()
+            yield Subject(reader.name, "checkpoint", lambda at, f=folder: bench_models.load_folder(f, at))
             continue
         config = bench_models.source_config(name)
         yield Subject(name, "source", lambda at, c=config: bench_models.random_model(c, at))
@@ -262,10 +265,6 @@ def _against_source(rows: list[dict]) -> None:
         source = sources.get((row["model"], row["context"], "largest" if row["largest"] else row["batch"]))
         if source:
             row["times_source"] = row["tokens_per_second"] / source
-
-
-def _folder(path: Path, device: torch.device) -> Any:
-    return bench_models.load_folder(path, device)
 
 
 def _free(device: torch.device) -> None:

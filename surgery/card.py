@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from surgery.engines import spoken
 from surgery.healing_table import gap_closed, quality_table, stage_facts, stages
-from surgery.human import loss_of_stage
+from surgery.human import loss_of_stage, origin
 
 LOADING = {
     "stock": """\
@@ -53,7 +53,7 @@ tags:
 
 # {name}
 
-{source["path"]} with its attention rewritten to {STRUCTURES[target["to"]]} by
+{origin(source["path"], source.get("dequantised_from"))} with its attention rewritten to {STRUCTURES[target["to"]]} by
 model-surgery {report.to_dict()["surgery_version"]}. {_training(report.healing)}
 
 | | source | this model |

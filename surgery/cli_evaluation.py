@@ -27,7 +27,7 @@ def evaluate(
         str | None,
         _option(
             "--baseline",
-            metavar="SRC|builtin",
+            metavar="SRC|builtin|smollm2",
             help="What the others are compared with: their source; builtin is the model that ships.",
             panel=TASKS,
         ),
@@ -150,11 +150,15 @@ def evaluate(
         surgery eval ckpt-mla/ --baseline ckpt/ --tasks lm-eval:hellaswag --limit 100
     """
     from surgery.console import show_evaluation
-    from surgery.demo import model_named
     from surgery.evaluation.output import track, write_report
     from surgery.evaluation.run import Request, evaluate
     from surgery.evaluation.settings import EvalSettings
+    from surgery.named_models import model_named
     from surgery.progress import Progress
+
+    def named(given: str) -> str:
+        name, sign, checkpoint = given.rpartition("=")
+        return name + sign + model_named(checkpoint)
 
     given = {
         "tasks": tasks,
@@ -181,12 +185,9 @@ def evaluate(
     }
     given = {name: value for name, value in given.items() if value is not None}
     settings = EvalSettings.from_file(config, **given) if config else EvalSettings(**given)
-    if baseline is not None:
-        name, sign, checkpoint = baseline.rpartition("=")
-        baseline = name + sign + model_named(checkpoint)
     request = Request(
-        tuple(checkpoints),
-        baseline,
+        tuple(map(named, checkpoints)),
+        None if baseline is None else named(baseline),
         out,
         settings,
         command=shlex.join(["surgery", *sys.argv[1:]]),

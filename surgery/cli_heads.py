@@ -185,8 +185,9 @@ def score(
     """
     from surgery.console_heads import show_pattern
     from surgery.heads.settings import HeadSettings
+    from surgery.named_models import model_named, output_of
     from surgery.progress import Progress
-    from surgery.score_heads import score_heads
+    from surgery.score_heads import SUFFIX, score_heads
 
     given = {
         "method": method,
@@ -212,6 +213,7 @@ def score(
         settings = HeadSettings.from_file(config, **given)
     else:
         settings = HeadSettings(**{name: value for name, value in given.items() if value is not None})
+    checkpoint, out = model_named(checkpoint), output_of(checkpoint, out, f"heads-{settings.method}{SUFFIX}")
     scored = score_heads(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle, progress=Progress())
     if scored.is_main:
         show_pattern(scored, as_json=as_json)
@@ -265,12 +267,13 @@ def compare(
     """
     from surgery.compare_heads import CompareRequest, compare_patterns
     from surgery.console_heads import show_comparison
+    from surgery.named_models import model_named
     from surgery.progress import Progress
 
     request = CompareRequest(
         tuple(patterns),
         out,
-        measure=measure,
+        measure=None if measure is None else model_named(measure),
         random=random,
         sinks=sinks,
         recent=recent,

@@ -26,7 +26,7 @@ def heal(
         str | None,
         typer.Option(
             "--teacher",
-            metavar="SRC|builtin",
+            metavar="SRC|builtin|smollm2",
             help="Its source, to distil from; builtin is the model that ships.",
             rich_help_panel=TRAINING,
         ),
@@ -155,9 +155,9 @@ def heal(
         surgery heal ckpt-mla/ --teacher ckpt/ --dtype bf16 --dry-run --peak-tflops 989
     """
     from surgery.console_heal import show_healed, show_plan
-    from surgery.demo import model_named
     from surgery.heal import HealRequest, heal_checkpoint, plan_healing
     from surgery.launchers import check_processes, find_launcher
+    from surgery.named_models import model_named, output_of
     from surgery.progress import Progress
 
     check_processes(processes)
@@ -180,8 +180,8 @@ def heal(
     }
     given = {name: value for name, value in given.items() if value is not None}
     request = HealRequest(
-        checkpoint,
-        out,
+        model_named(checkpoint),
+        output_of(checkpoint, out, "healed"),
         config,
         given,
         processes=processes,

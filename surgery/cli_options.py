@@ -11,7 +11,9 @@ BUDGET = "Budget"
 OUTPUT = "Output"
 MACHINE = "Machine"
 
-CheckpointArgument = Annotated[str, typer.Argument(metavar="CKPT", help="Checkpoint folder or hub id (org/name).")]
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="CKPT", help="Folder, .gguf file or hub id (org/name); or builtin, smollm2.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")]
 PickleOption = Annotated[bool, typer.Option("--allow-pickle", help="Read pickled weights if there are no others.")]
 CalibrationOption = Annotated[

@@ -61,6 +61,7 @@ def slice_(
         surgery slice ckpt-lowrank/ --kv-ratio 0.125
     """
     from surgery.console import show_conversion
+    from surgery.named_models import model_named
     from surgery.progress import Progress
     from surgery.targets import SLICE
 
@@ -73,7 +74,7 @@ def slice_(
         "batch_size": batch_size,
     }
     conversion = SLICE.convert(
-        checkpoint,
+        model_named(checkpoint),
         out,
         SLICE.settings(given),
         overwrite=overwrite,

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from surgery.engines import spoken
-from surgery.human import count, decimal, duration, loss_of_stage, per_token, share, size
+from surgery.human import count, decimal, duration, loss_of_stage, origin, per_token, share, size
 
 # Where nobody says how wide the page is: a file, a pipe.
 PLAIN_WIDTH = 120
@@ -28,7 +28,8 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
         return
     page, source, target, kv = new_page(), report["source"], report["target"], report["kv"]
     first, last = report["ladder"][0], report["ladder"][-1]
-    page.print(f"\n[bold]{plain(source['path'])} → {plain(conversion.path.name)}[/bold]")
+    named = origin(source["path"], source.get("dequantised_from"))
+    page.print(f"\n[bold]{plain(named)} → {plain(conversion.path.name)}[/bold]")
     page.print(
         make_table(
             ["", "source", "converted"],
@@ -82,7 +83,8 @@ def show_plan(plan, *, as_json: bool = False) -> None:
         print_json(plan.to_dict())
         return
     page, source, kv, disk, work = new_page(), plan.source, plan.kv, plan.disk, plan.work
-    page.print(f"\n[bold]dry run: {plain(source['path'])} → {plain(plan.out)}[/bold] (nothing is written)")
+    named = origin(source["path"], source["dequantised_from"])
+    page.print(f"\n[bold]dry run: {plain(named)} → {plain(plan.out)}[/bold] (nothing is written)")
     page.print(
         make_table(
             ["", "source", "converted"],
@@ -143,7 +145,8 @@ def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = Fal
         print_json({**inspection.to_dict(), "plot": str(drawn) if drawn else None})
         return
     page = new_page()
-    page.print(f"\n[bold]{plain(inspection.name)}[/bold]")
+    named = origin(inspection.name, inspection.architecture.get("dequantised_from"))
+    page.print(f"\n[bold]{plain(named)}[/bold]")
     page.print(make_table(["", ""], _facts(inspection), header=False))
     kv = inspection.kv
     rows = [(f"{context // 1024}k tokens", size(held)) for context, held in kv["bytes_at"].items()]
@@ -195,13 +198,12 @@ def show_export(exported, *, as_json: bool = False) -> None:
 
 def show_demo(demo, *, as_json: bool = False) -> None:
     """Prints the demo's outcome (:class:`surgery.demo.Demo`)."""
-    from surgery.demo import PROMPT
-
     if as_json:
         print_json(demo.to_dict())
         return
     page, source, converted = new_page(), demo.source, demo.converted
     page.print("\n[bold]before and after, measured by stock transformers without this package[/bold]")
+    page.print(f"source: {plain(demo.name)}", soft_wrap=True)
     ratio = converted.kv_bytes_per_token / source.kv_bytes_per_token
     page.print(
         make_table(
@@ -220,7 +222,7 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     )
     for name, measured in (("source", source), ("converted", converted)):
         page.print(f"[bold]{name}[/bold] writes:")
-        page.print(f"[dim]{plain(PROMPT)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
+        page.print(f"[dim]{plain(demo.prompt)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
     page.print(f"{duration(demo.seconds)}; the converted model is in {plain(demo.path)}", soft_wrap=True)
     page.print("Next: surgery inspect CKPT/              what a model of yours caches, and what it can become")
     page.print("      surgery convert --to mla CKPT/     converts it; --dry-run says first what that takes")

@@ -73,13 +73,15 @@ class Outcome:
 
 
 def default_output(source: str | Path, target: str) -> Path:
-    """Beside the source, its name with the target behind it; beside the working folder for a hub id."""
+    """Beside the source, its name with the target behind it; in the working folder for a hub id."""
     path = Path(source)
+    if path.is_file():  # a GGUF file
+        return path.with_name(f"{path.stem}-{target}")
     return path.parent / f"{path.name}-{target}" if path.is_dir() else Path(f"{path.name}-{target}")
 
 
 def settle_output(source: str | Path, read: Path, out: str | Path | None, target: str, *, overwrite: bool) -> Path:
-    """Where the output goes; ``read`` is the folder that ``source`` is read from.
+    """Where the output goes; ``read`` is the folder or file that ``source`` is read from.
 
     Raises:
         SurgeryError: the output exists and may not be replaced, or is the source.
@@ -106,7 +108,7 @@ def open_request(
         SurgeryError: the source cannot be converted, or the output exists and may not be replaced.
     """
     opened = Source.open(source, settings, allow_pickle=allow_pickle)
-    return opened, settle_output(source, opened.reader.path, out, target + settings.suffix, overwrite=overwrite)
+    return opened, settle_output(source, opened.reader.source, out, target + settings.suffix, overwrite=overwrite)
 
 
 def unchanged_tensors(reader: CheckpointReader, config) -> dict[str, TensorSpec]:

@@ -55,7 +55,7 @@ def convert_to_quantized(
     settings, progress = settings or QuantizedSettings(), progress or Progress(silent=True)
     opened = open_checkpoint(source, settings, allow_pickle=allow_pickle)
     reader, dtype = opened.reader, opened.weight_dtype
-    out = settle_output(source, reader.path, out, "quantized", overwrite=overwrite)
+    out = settle_output(source, reader.source, out, "quantized", overwrite=overwrite)
     config = own_config(reader.config, layer_entries(reader.config), kv_cache=settings.kv_cache())
     exact, quantized = (skeleton({**config, "kv_cache": kv_cache}, dtype) for kv_cache in (None, config["kv_cache"]))
     texts = load_texts(opened, settings, progress)

@@ -88,7 +88,7 @@ def convert_cross_layer_latents(
         SurgeryError: bad input or an impossible request; nothing is left behind.
     """
     opened = LatentSource.open(reader, settings)
-    out = settle_output(source, reader.path, out, "crosslayer", overwrite=overwrite)
+    out = settle_output(source, reader.source, out, "crosslayer", overwrite=overwrite)
     groups = [(i, min(i + settings.group_size, opened.layers)) for i in range(0, opened.layers, settings.group_size)]
     ranks = [_wanted_rank(opened, start, stop, settings) for start, stop in groups]
     dtype = reader.info(ATTENTION_PREFIX.format(layer=0) + "kv_down.weight").dtype

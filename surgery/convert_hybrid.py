@@ -100,7 +100,7 @@ def convert_to_hybrid(
         )
     opened, model = _open(source, settings, allow_pickle)
     reader, dtype = opened.reader, opened.weight_dtype
-    out = settle_output(source, reader.path, out, "hybrid" + settings.suffix, overwrite=overwrite)
+    out = settle_output(source, reader.source, out, "hybrid" + settings.suffix, overwrite=overwrite)
     pattern = None if settings.heads is None else read_pattern(settings.heads)
     context = settings.context or opened.config.max_position_embeddings
     if pattern is not None and pattern.model.get("sha256") not in (None, reader.fingerprint()):

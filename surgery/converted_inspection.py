@@ -44,7 +44,7 @@ def converted_facts(reader: CheckpointReader, gpu: GPU, contexts: tuple[int, ...
     weights = sum(reader.info(name).nbytes for name in reader.names())
     rows = batches(source or layers, weights, gpu)
     return {
-        "name": reader.path.resolve().name,
+        "name": reader.name,
         "architecture": _architecture(reader, config, layers, dtype),
         "windows": windows,
         "kv": {

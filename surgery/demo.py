@@ -1,4 +1,4 @@
-"""``surgery demo``: converts the built-in model and lets stock transformers, in another process, compare the two."""
+"""``surgery demo``: converts a model and lets stock transformers, in another process, compare the two."""
 
 from __future__ import annotations
 
@@ -8,16 +8,54 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from surgery.errors import SurgeryError
+from surgery.human import origin
+from surgery.named_models import BUILTIN, SMOLLM2, asset, model_named
 
-BUILTIN = "builtin"
-WINDOWS, PROMPTS, LENGTH, SEED = 8, 16, 1024, 2
+SEED = 2
 NEW_TOKENS = 48
-PROMPT = """def read_lines(path):
-    with open(path, encoding="utf-8") as"""
+
+
+@dataclass(frozen=True)
+class DemoModel:
+    """A model that can be shown, and what is done with it so that two cores take minutes.
+
+    Attributes:
+        prompt: what is to be continued; with ``chat`` a question in the model's own template.
+        kv_ratio: share of the KV bytes to keep, if nothing else is asked for.
+        settings: of the conversion, where the defaults would take too long.
+        windows, prompts: held-out windows for the loss and recall prompts, each of ``length`` tokens.
+    """
+
+    prompt: str
+    kv_ratio: float
+    settings: dict[str, Any] = field(default_factory=dict)
+    chat: bool = False
+    windows: int = 8
+    prompts: int = 16
+    length: int = 1024
+
+
+DEMO_MODELS = {
+    BUILTIN: DemoModel(
+        'def read_lines(path):\n    with open(path, encoding="utf-8") as',
+        kv_ratio=0.25,
+        settings={"held_out": 4, "fit_steps": 2, "fit_queries": 128},
+    ),
+    # 25 times larger: the closed form alone, from a twelfth of the text.
+    SMOLLM2: DemoModel(
+        "What is a cache, and what is it good for?",
+        kv_ratio=0.5,
+        settings={"fit_steps": 0, "calibration_tokens": 2048, "calibration_length": 512, "held_out": 2},
+        chat=True,
+        windows=4,
+        prompts=4,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -44,73 +82,80 @@ class Demo:
     """The demo's outcome: where the converted model is, and both models measured."""
 
     path: Path
+    name: str
+    prompt: str
     source: Measured
     converted: Measured
     seconds: float
 
     def to_dict(self) -> dict:
-        return {**asdict(self), "path": str(self.path), "prompt": PROMPT}
+        return {**asdict(self), "path": str(self.path)}
 
 
-def demo_model() -> Path:
-    """The folder of the built-in model."""
-    return _asset("demo-model")
+def run_demo(
+    out: str | Path,
+    *,
+    model: str = BUILTIN,
+    kv_ratio: float | None = None,
+    overwrite: bool = False,
+    as_json: bool = False,
+) -> Demo:
+    """Converts a model into ``out``, measures both in a process without this package and prints the result.
 
-
-def model_named(name: str) -> str:
-    """A checkpoint as it is given, a path or hub id; of `builtin` the folder of the built-in model."""
-    return str(demo_model()) if name == BUILTIN else name
-
-
-def run_demo(out: str | Path, *, kv_ratio: float = 0.25, overwrite: bool = False, as_json: bool = False) -> Demo:
-    """Converts the built-in model into ``out``, measures both in a process without this package and prints the result.
+    Args:
+        model: a name in ``DEMO_MODELS``.
+        kv_ratio: by default the model's own.
 
     Raises:
-        SurgeryError: the conversion's, or the measuring process failed.
+        SurgeryError: there is no such model, the conversion's, or the measuring process failed.
     """
+    from surgery.checkpoint import CheckpointReader
     from surgery.console import show_demo
     from surgery.convert import convert_to_mla
     from surgery.progress import Progress
     from surgery.settings import ConvertSettings
 
+    if model not in DEMO_MODELS:
+        raise SurgeryError(f"--model {model}: choose {' or '.join(DEMO_MODELS)}")
+    shown = DEMO_MODELS[model]
+    kv_ratio = kv_ratio or shown.kv_ratio
     start = time.perf_counter()
     progress = Progress()
+    reader = CheckpointReader.open(model_named(model))
     conversion = convert_to_mla(
-        demo_model(),
+        reader.source,
         out,
-        # Less held-out text and a shorter fit than by default, for the sake of two minutes on two cores.
-        ConvertSettings(kv_ratio=kv_ratio, held_out=4, fit_steps=2, fit_queries=128),
+        ConvertSettings(kv_ratio=kv_ratio, **shown.settings),
         overwrite=overwrite,
-        command=f"surgery demo --kv-ratio {kv_ratio:g}",
+        command=f"surgery demo --model {model} --kv-ratio {kv_ratio:g}",
         progress=progress,
     )
     progress.note("loading both models with stock transformers in a process of their own")
-    source, converted = measure_with_stock_transformers([demo_model(), conversion.path])
-    demo = Demo(conversion.path, source, converted, time.perf_counter() - start)
+    source, converted = measure_with_stock_transformers([reader.model_folder(), conversion.path], shown)
+    named = origin(reader.name, reader.dequantised_from)
+    demo = Demo(conversion.path, named, shown.prompt, source, converted, time.perf_counter() - start)
     show_demo(demo, as_json=as_json)
     return demo
 
 
-def measure_with_stock_transformers(
-    checkpoints: list[Path], *, windows: int = WINDOWS, prompts: int = PROMPTS, length: int = LENGTH
-) -> list[Measured]:
-    """Measures checkpoints of the demo model's tokenizer in a process where this package cannot be imported.
-
-    Args:
-        windows, prompts: held-out windows for the loss and recall prompts, each of ``length`` tokens.
+def measure_with_stock_transformers(checkpoints: list[Path], shown: DemoModel) -> list[Measured]:
+    """Measures checkpoints of one tokenizer, the first's, in a process where this package cannot be imported.
 
     Raises:
         SurgeryError: the process failed, with its last line.
     """
     from safetensors.torch import save_file
 
+    from surgery.texts import load_tokenizer
+
+    tokenizer = load_tokenizer(checkpoints[0])
     with tempfile.TemporaryDirectory(prefix="surgery-demo-") as folder:
         tokens, request = Path(folder, "tokens.safetensors"), Path(folder, "request.json")
-        save_file(_held_out_tokens(windows, prompts, length), tokens)
+        save_file(held_out_tokens(tokenizer, shown), tokens)
         wanted = {
             "tokens": str(tokens),
             "checkpoints": [str(Path(path).resolve()) for path in checkpoints],
-            "prompt": PROMPT,
+            "prompt": prompt_tokens(tokenizer, shown),
             "new_tokens": NEW_TOKENS,
         }
         request.write_text(json.dumps(wanted), encoding="utf-8")
@@ -119,20 +164,28 @@ def measure_with_stock_transformers(
     return [Measured(model_class=item.pop("class"), **item) for item in found]
 
 
-def _held_out_tokens(windows: int, prompts: int, length: int) -> dict:
+def held_out_tokens(tokenizer, shown: DemoModel) -> dict:
     """Windows of the shipped held-out text and recall prompts in it, the same on every machine."""
     from surgery.eval.recall import recall_prompts
     from surgery.eval.sequences import random_windows, tokenize
-    from surgery.texts import load_tokenizer
 
-    tokenizer = load_tokenizer(demo_model())
-    ids = tokenize(tokenizer, _asset("heldout-stdlib.txt").read_text(encoding="utf-8"))
-    asked = recall_prompts(tokenizer, ids, prompts, length, SEED)
+    ids = tokenize(tokenizer, asset("heldout-stdlib.txt").read_text(encoding="utf-8"))
+    asked = recall_prompts(tokenizer, ids, shown.prompts, shown.length, SEED)
     return {
-        "windows": random_windows(ids, windows, length, SEED, tokenizer.bos_token_id),
+        "windows": random_windows(ids, shown.windows, shown.length, SEED, tokenizer.bos_token_id),
         "prompts": asked.tokens,
         "answers": asked.answer_mask,
     }
+
+
+def prompt_tokens(tokenizer, shown: DemoModel) -> list[int]:
+    """The demo's prompt as the model wants to read it."""
+    if shown.chat:
+        asked = [{"role": "user", "content": shown.prompt}]
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False).input_ids
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return start + tokenizer(shown.prompt, add_special_tokens=False).input_ids
 
 
 def _run_measuring(request: Path) -> list[str]:
@@ -144,11 +197,3 @@ def _run_measuring(request: Path) -> list[str]:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise SurgeryError(f"stock transformers could not run the models: {reason}")
     return done.stdout.strip().splitlines()
-
-
-def _asset(name: str) -> Path:
-    # A real path, as the child process and transformers open it themselves.
-    path = Path(__file__).parent / "assets" / name
-    if not path.exists():
-        raise SurgeryError(f"{path}: missing from this installation; install model-surgery from a wheel or a checkout")
-    return path

@@ -56,9 +56,8 @@ def kv_bytes_per_token(model, window):
 
 
 def completion(model, tokenizer, prompt, new_tokens):
-    """The greedy continuation of a text, without the text."""
-    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    ids = torch.tensor([start + tokenizer(prompt, add_special_tokens=False).input_ids])
+    """The greedy continuation of a prompt's tokens as text, without the prompt."""
+    ids = torch.tensor([prompt])
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

@@ -112,7 +112,8 @@ def plan_conversion(
 def _source_facts(opened: Source, first) -> dict:
     reader = opened.reader
     return {
-        "path": str(reader.path),
+        "path": str(reader.source),
+        "dequantised_from": reader.dequantised_from,
         "model_type": reader.config["model_type"],
         "layers": opened.layers,
         "heads": first.heads,

@@ -97,7 +97,7 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
         raise SurgeryError('healing needs accelerate: pip install "model-surgery[train]"')
     student = CheckpointReader.open(request.student)
     out = request.out or default_output(request.student, "healed")
-    check_output(student.path, out)
+    check_output(student.source, out)
     staging = Staging(out, overwrite=request.overwrite)
     work = staging.out.with_name(f"{staging.out.name}.healing")
     settings = training_settings(request, student, work, staging.out)
@@ -169,7 +169,7 @@ def plan_healing(request: HealRequest, peak_flops: float | None = None, utilisat
     register()
     student = CheckpointReader.open(request.student)
     out = request.out or default_output(request.student, "healed")
-    check_output(student.path, out)
+    check_output(student.source, out)
     Staging(out, overwrite=request.overwrite)
     settings = training_settings(request, student, out)
     processes = count_processes(request.processes, request.launcher)
@@ -215,8 +215,8 @@ def training_settings(
     factors = work / FACTORS if entry_factors(student) and not settings.entry_factors else settings.entry_factors
     return replace(
         settings,
-        student=str(student.path.resolve()),
-        teacher=None if settings.teacher is None else str(CheckpointReader.open(settings.teacher).path.resolve()),
+        student=str(student.source.absolute()),
+        teacher=None if settings.teacher is None else str(CheckpointReader.open(settings.teacher).source.absolute()),
         out=str(work / TRAINED),
         entry_factors=None if factors is None else str(factors),
         overwrite=True,

@@ -52,3 +52,8 @@ def share(value: float | None) -> str:
 def per_token(count_: float) -> str:
     """KV bytes of one token, exact as far as a page has room: ``3,072 (3.0 KiB)``."""
     return f"{count_:,.0f} B" if count_ < 1024 else f"{count_:,.0f} B ({size(count_)})"
+
+
+def origin(name: str, dequantised_from: str | None) -> str:
+    """A source's name, and what its weights were dequantised from if they were: ``a.gguf (dequantised from Q4_1)``."""
+    return name if dequantised_from is None else f"{name} (dequantised from {dequantised_from})"

@@ -107,7 +107,7 @@ def inspect_checkpoint(
     layers = structures.of_family(opened.config, windows, _attention_dtype(opened).itemsize)
     rows = batches(layers, sum(opened.reader.info(name).nbytes for name in opened.reader.names()), gpu)
     inspection = Inspection(
-        name=opened.reader.path.resolve().name,
+        name=opened.reader.name,
         architecture=_architecture(opened),
         windows=windows,
         kv=kv_bytes(opened, windows),
@@ -154,6 +154,7 @@ def _architecture(opened: Source) -> dict:
         "experts": opened.family.experts,
         "tied_embeddings": bool(config.tie_word_embeddings),
         "dtype": str(_attention_dtype(opened)).removeprefix("torch."),
+        "dequantised_from": reader.dequantised_from,
         "parameters": _parameters(reader, tied=bool(config.tie_word_embeddings)),
     }
 

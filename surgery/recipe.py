@@ -12,7 +12,8 @@ A step's output lies under its name in the work folder, and later steps may use 
 `compare-heads` step may name. A `heal` step trains a `student` with its `teacher`, in as many `processes` as
 it says or by a `launcher`, an accelerate configuration or the name of one that ships; `measure` holds settings of the
 evaluation of source, student and result, and with `measure: false` losses are left to an eval step. `builtin` is the
-model that ships with the package. Steps that are done already, from the same source with the same settings, are kept.
+model that ships with the package, `smollm2` a small real one. Steps that are done already, from the same source with
+the same settings, are kept.
 """
 
 from __future__ import annotations
@@ -329,7 +330,7 @@ def _taken(settings: dict[str, Any], name: str, where: str) -> Any:
 
 def _checkpoint(name: str, finished: Finished) -> str:
     """A checkpoint's path or hub id: of an earlier step, of the model that ships, or as it is given."""
-    from surgery.demo import model_named
+    from surgery.named_models import model_named
 
     return str(finished.checkpoints[name]) if name in finished.checkpoints else model_named(name)
 

@@ -26,7 +26,7 @@ class Report:
     """Everything worth knowing of one conversion; plain values only.
 
     Attributes:
-        source: where it came from, its content hash, shape and dtype.
+        source: where it came from, its content hash, shape and dtype, and what its weights were dequantised from.
         target: the structure, the class that carries it and why, and which engines load it.
         kv: bytes per token of the source, predicted and measured of the result; of hybrid models also the most that
             keys and values took, as a share of the source's, and the share of full attention that was computed.
@@ -126,7 +126,8 @@ def build_report(
     ladder.append({"stage": "reloaded", **asdict(verification.score)})
     return Report(
         source={
-            "path": reader.path.name,
+            "path": reader.source.name,
+            "dequantised_from": reader.dequantised_from,
             "sha256": fingerprint,
             "model_type": reader.config["model_type"],
             "layers": opened.layers,

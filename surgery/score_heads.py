@@ -138,8 +138,10 @@ def score_heads(
 def default_pattern(source: str | Path, method: str) -> Path:
     """Beside the source; beside the working folder for a hub id."""
     path = Path(source)
-    name = f"{path.resolve().name if path.is_dir() else path.name}-heads-{method}{SUFFIX}"
-    return path.resolve().parent / name if path.is_dir() else Path(name)
+    if not path.exists():
+        return Path(f"{path.name}-heads-{method}{SUFFIX}")
+    path = path.resolve()
+    return path.with_name(f"{path.stem if path.is_file() else path.name}-heads-{method}{SUFFIX}")
 
 
 def sequence_length(settings: HeadSettings, config: dict) -> int:

@@ -102,7 +102,7 @@ def slice_checkpoint(
     reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
     whole = LatentModel.of(reader)
     origin = Origin.of(reader.path)
-    out = settle_output(source, reader.path, out, "sliced", overwrite=overwrite)
+    out = settle_output(source, reader.source, out, "sliced", overwrite=overwrite)
     opened = OwnSource.open(reader, settings)
     dtype = opened.weight_dtype
     candidates = plan_slice(reader.path, whole, origin, settings.kv_ratio, dtype.itemsize, settings.allocate)

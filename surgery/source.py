@@ -123,7 +123,7 @@ def open_any(reader: CheckpointReader, settings: ConversionSettings) -> Source |
         SurgeryError: it is neither, or is damaged.
     """
     if reader.config.get("model_type") in FAMILIES:
-        return Source.open(reader.path, settings)
+        return Source.open(reader.source, settings)
     return OwnSource.open(reader, settings)
 
 

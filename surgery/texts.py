@@ -175,7 +175,8 @@ def _whole_model(opened):
 
     device = opened.stream.device
     dtype = torch.float32 if device.type == "cpu" else "auto"
-    return AutoModelForCausalLM.from_pretrained(opened.reader.path, dtype=dtype, local_files_only=True).to(device)
+    folder = opened.reader.model_folder()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device)
 
 
 def _too_large_to_load(opened) -> str | None:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+# Before torch is imported, as in surgery.threads, whose package would import it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Before torch is imported: on two cores, two workers of two threads each would mostly wait for each other.
+    # On two cores, two workers of two threads each would mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch

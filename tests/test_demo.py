@@ -1,8 +1,10 @@
 """The demo, and the process that measures for it."""
 
 import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from surgery.errors import SurgeryError
 from surgery.eval.kv_cache import kv_bytes_per_token
 from surgery.eval.loss import causal_lm_loss
 from surgery.eval.recall import RecallSet, recall_accuracy
+from surgery.named_models import demo_model
+from surgery.texts import load_tokenizer
 
 
 @pytest.fixture
@@ -28,11 +32,11 @@ def one_core(monkeypatch):
 
 def test_the_measuring_process_agrees_with_surgery_eval(one_core, monkeypatch):
     monkeypatch.setattr(demo, "NEW_TOKENS", 4)
-    size = {"windows": 2, "prompts": 4, "length": 256}
-    (measured,) = demo.measure_with_stock_transformers([demo.demo_model()], **size)
+    shown = replace(demo.DEMO_MODELS["builtin"], windows=2, prompts=4, length=256)
+    (measured,) = demo.measure_with_stock_transformers([demo_model()], shown)
 
-    tokens = demo._held_out_tokens(**size)
-    model = AutoModelForCausalLM.from_pretrained(demo.demo_model(), dtype=torch.float32)
+    tokens = demo.held_out_tokens(load_tokenizer(demo_model()), shown)
+    model = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32)
     assert measured.model_class == "LlamaForCausalLM"
     assert measured.loss == pytest.approx(causal_lm_loss(model, tokens["windows"]), abs=1e-5)
     assert measured.recall == recall_accuracy(model, RecallSet(tokens["prompts"], tokens["answers"]))
@@ -51,8 +55,11 @@ def test_the_measuring_process_cannot_import_this_package():
 
 def test_a_failure_of_the_measuring_process_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text("{}")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model() / file, tmp_path)
+    shown = replace(demo.DEMO_MODELS["builtin"], windows=1, prompts=1, length=256)
     with pytest.raises(SurgeryError, match="stock transformers could not run the models") as caught:
-        demo.measure_with_stock_transformers([tmp_path], windows=1, prompts=1, length=256)
+        demo.measure_with_stock_transformers([tmp_path], shown)
     assert "\n" not in str(caught.value)
 
 

@@ -337,7 +337,7 @@ def _staging(settings: HealSettings, *readers: CheckpointReader | None) -> Stagi
     """The output folder, refused before anything is done if it cannot be written at the end."""
     for reader in readers:
         if reader is not None:
-            check_output(reader.path, Path(settings.out).expanduser())
+            check_output(reader.source, Path(settings.out).expanduser())
     return Staging(Path(settings.out), overwrite=settings.overwrite)
 
 

@@ -33,7 +33,7 @@ def load_model(reader: CheckpointReader, settings: HealSettings, dtype: torch.dt
     logging.disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(
-            reader.path, dtype=dtype, local_files_only=True, trust_remote_code=settings.trust_remote_code
+            reader.model_folder(), dtype=dtype, local_files_only=True, trust_remote_code=settings.trust_remote_code
         )
     except LOADING as error:
         reason = " ".join(str(error).split())[:300]

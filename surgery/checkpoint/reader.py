@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint.disk import disk_errors, read_json
+from surgery.checkpoint.gguf_folder import SUFFIX, find_gguf, open_gguf
+from surgery.checkpoint.gguf_store import GgufStore
 from surgery.checkpoint.hub import download, is_hub_id
 from surgery.checkpoint.layout import CONFIG, check_index, find_sidecars, find_weights
 from surgery.checkpoint.stores import PickleStore, SafetensorsStore, Store
@@ -24,27 +26,40 @@ class CheckpointReader:
     """A checkpoint's config, tensors and sidecar files; made by `open`, which finds every fault of the files.
 
     Each call holds no more than the tensor it returns, and no safetensors file stays open or mapped after it. Of
-    pickled weights the last shard read stays mapped.
+    pickled weights the last shard read stays mapped. Tensors of a GGUF file are dequantised as they are read.
 
     Attributes:
-        path: the local folder.
+        path: the local folder with config.json and tokenizer; of a GGUF file a temporary one that stands in for it.
+        source: what `open` takes again, in any process: the folder, or the GGUF file.
         config: config.json, parsed.
+        dequantised_from: the type that most numbers of a GGUF file are stored in, such as Q4_1; None for other weights.
     """
 
-    def __init__(self, path: Path, config: dict[str, Any], store: Store, sidecars: list[Path]):
+    def __init__(
+        self,
+        path: Path,
+        config: dict[str, Any],
+        store: Store,
+        sidecars: list[Path],
+        *,
+        source: Path | None = None,
+        dequantised_from: str | None = None,
+    ):
         self.path = path
+        self.source = source or path
         self.config = config
+        self.dequantised_from = dequantised_from
         self._store = store
         self._sidecars = sidecars
 
     @classmethod
     def open(cls, source: str | Path, *, revision: str | None = None, allow_pickle: bool = False) -> CheckpointReader:
-        """Opens a local folder or, where there is none of that name, a hub model such as ``org/name``.
+        """Opens a local folder, a GGUF file or, where there is nothing of that name, a hub model such as ``org/name``.
 
         Reads the config, the index and the shards' headers, and no weights.
 
         Args:
-            source: the folder or the hub model's id.
+            source: the folder, the GGUF file or a folder of one, or the hub model's id.
             revision: the hub's branch, tag or commit.
             allow_pickle: accept pytorch_model.bin where there is no safetensors file.
 
@@ -53,6 +68,8 @@ class CheckpointReader:
         """
         with disk_errors(Path(source)):
             path = _locate(source, revision, allow_pickle)
+            if files := find_gguf(path):
+                return cls._of_gguf(path, files)
             if not (path / CONFIG).is_file():
                 raise SurgeryError(f"{path}: no config.json; give the folder of a Hugging Face checkpoint")
             config = read_json(path / CONFIG)
@@ -62,6 +79,41 @@ class CheckpointReader:
             if not store.infos:
                 raise SurgeryError(f"{path}: its weight files hold no tensors; give a whole checkpoint")
             return cls(path, config, store, find_sidecars(path))
+
+    @classmethod
+    def _of_gguf(cls, path: Path, files: list[Path]) -> CheckpointReader:
+        if len(files) > 1:
+            raise SurgeryError(f"{path}: holds {len(files)} GGUF files ({files[0].name}, ...); give one of them")
+        opened = open_gguf(files[0])
+        store = GgufStore(opened.file, opened.model.tensors, opened.model.dtype)
+        return cls(
+            opened.folder,
+            opened.model.config,
+            store,
+            find_sidecars(opened.folder),
+            source=files[0],
+            dequantised_from=opened.model.dequantised_from,
+        )
+
+    @property
+    def name(self) -> str:
+        """The folder's or the GGUF file's name."""
+        return self.source.name if self.source.is_file() else self.source.resolve().name
+
+    def model_folder(self) -> Path:
+        """A folder that transformers can load: ``path``, or for a GGUF file a temporary dequantised copy.
+
+        The copy takes 2 bytes a parameter (4 where the file is float32) in the folder for temporary files, and goes
+        when the process ends.
+
+        Raises:
+            SurgeryError: the file cannot be read, or the disk is too full.
+        """
+        if not isinstance(self._store, GgufStore):
+            return self.path
+        from surgery.checkpoint.gguf_copy import dequantised_copy
+
+        return dequantised_copy(self)
 
     def __contains__(self, name: object) -> bool:
         return name in self._store.infos
@@ -179,14 +231,16 @@ class CheckpointReader:
 
 
 def _locate(source: str | Path, revision: str | None, allow_pickle: bool) -> Path:
-    """The local folder of a checkpoint, downloaded first where it is a hub model."""
+    """The local folder of a checkpoint or its GGUF file, downloaded first where it is a hub model."""
     path = Path(source).expanduser()
     if path.is_dir():
         if revision is not None:
             raise SurgeryError(f"{path}: is a local folder, which has no revision {revision!r}; drop --revision")
         return path
     if path.exists():
-        raise SurgeryError(f"{path}: is a file; give the folder of the checkpoint")
+        if path.suffix == SUFFIX:
+            return path
+        raise SurgeryError(f"{path}: is a file; give the folder of the checkpoint, or a {SUFFIX} file")
     if is_hub_id(str(source)):
         return download(str(source), revision=revision, allow_pickle=allow_pickle)
     raise SurgeryError(f"{path}: no such folder; give a checkpoint's folder or a hub id such as org/name")

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from surgery.checkpoint import CheckpointReader
 from surgery.errors import SurgeryError
+from surgery.human import origin
 
 REPORT = "surgery_report.json"
 
@@ -56,8 +57,10 @@ class Checkpoint:
 
     @property
     def place(self) -> str:
-        """Hub id, or the folder's name: where it lay on one machine tells nobody anything."""
-        return Path(self.given).resolve().name if Path(self.given).exists() else self.given
+        """Hub id, or the folder's or file's name: where it lay on one machine tells nobody anything."""
+        if not Path(self.given).exists():
+            return self.given
+        return origin(self.reader.name, self.reader.dequantised_from)
 
     @property
     def dtype(self) -> str:
@@ -84,7 +87,7 @@ class Checkpoint:
         own_model.register()
         with _errors(self.given):
             model = AutoModelForCausalLM.from_pretrained(
-                self.reader.path,
+                self.reader.model_folder(),
                 dtype="auto",
                 local_files_only=True,
                 trust_remote_code=self.trust_remote_code,

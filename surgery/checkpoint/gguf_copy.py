@@ -1,0 +1,29 @@
+"""The dequantised copy of a GGUF file, for what reads ordinary folders only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from surgery.checkpoint.reader import CheckpointReader
+from surgery.checkpoint.tensors import TensorSpec
+from surgery.checkpoint.writer import CheckpointWriter
+
+
+def dequantised_copy(reader: CheckpointReader) -> Path:
+    """The folder of the copy, beside the reader's temporary one; the first call for a file writes it.
+
+    Raises:
+        SurgeryError: the file cannot be read, or the disk is too full.
+    """
+    out = reader.path.parent / "weights" / reader.path.name
+    if out.exists():
+        return out
+    plan = {name: TensorSpec(reader.info(name).dtype, reader.info(name).shape) for name in reader.names()}
+    with CheckpointWriter(out, plan) as writer:
+        for name in plan:
+            writer.copy(name, reader)
+        writer.write_json("config.json", reader.config)
+        for path in reader.sidecars():
+            writer.copy_file(path, path.relative_to(reader.path))
+        writer.commit()
+    return out

@@ -1,0 +1,79 @@
+"""A GGUF file and the folder that stands in for it, with config and tokenizer.
+
+Readers take tensors from the file itself. What reads ordinary folders only (transformers) gets one: its small files
+when the checkpoint is opened, its weights from `CheckpointReader.model_folder`. Both are temporary, one a file and
+process, and go when the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.gguf_header import read_gguf_header
+from surgery.checkpoint.gguf_model import GgufModel, describe_model, special_tokens
+from surgery.checkpoint.gguf_tokenizer import write_tokenizer
+from surgery.checkpoint.layout import CONFIG
+
+SUFFIX = ".gguf"
+
+
+@dataclass(frozen=True)
+class GgufFolder:
+    """What a file holds, and the folder with its config.json and tokenizer."""
+
+    file: Path
+    model: GgufModel
+    folder: Path
+
+
+def find_gguf(path: Path) -> list[Path]:
+    """The file itself, or those of a folder that has no config.json."""
+    if path.is_file():
+        return [path] if path.suffix == SUFFIX else []
+    return [] if (path / CONFIG).exists() else sorted(path.glob(f"*{SUFFIX}"))
+
+
+def open_gguf(file: Path) -> GgufFolder:
+    """Reads the header of a GGUF file and writes what stands beside weights; once a process for an unchanged file.
+
+    Raises:
+        SurgeryError: the file is damaged, or its model or tokenizer is not supported.
+    """
+    file = file.absolute()  # not resolved: in the hub's cache a file is a link to one without its name
+    status = file.stat()
+    return _opened(file, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _opened(file: Path, size: int, changed: int) -> GgufFolder:
+    header = read_gguf_header(file)
+    model = describe_model(file, header)
+    folder = temporary_folder() / file.stem
+    with disk_errors(folder):
+        folder.mkdir()
+        (folder / CONFIG).write_text(json.dumps(model.config, indent=2) + "\n", encoding="utf-8")
+        if generation := special_tokens(header.metadata):
+            text = json.dumps(generation, indent=2) + "\n"
+            (folder / "generation_config.json").write_text(text, encoding="utf-8")
+        write_tokenizer(file, header.metadata, folder)
+    return GgufFolder(file, model, folder)
+
+
+def temporary_folder() -> Path:
+    """A new folder that is removed when this process ends."""
+    folder, process = tempfile.mkdtemp(prefix="surgery-gguf-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == process:  # a forked child leaves it to its parent
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return Path(folder)

@@ -1,0 +1,153 @@
+"""The header of a GGUF file: metadata, and each tensor's type, shape and place.
+
+Read here and not by the ``gguf`` package's reader, which takes seconds for the vocabulary of a small model and keeps
+the file mapped. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from surgery.checkpoint.disk import disk_errors
+from surgery.errors import SurgeryError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+# By the number of a value's type, as struct spells it.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_ALIGNMENT = "general.alignment"
+_INSTALL = 'pip install "model-surgery[gguf]"'
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A stored tensor.
+
+    Attributes:
+        type: the name of its GGML type, such as Q4_1.
+        shape: as in PyTorch, rows first.
+        columns: numbers of a row; a vector's rows are single numbers.
+        row_bytes: of one stored row; blocks of quantised numbers never cross rows.
+        offset: of its first byte in the file.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    columns: int
+    row_bytes: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // self.columns * self.row_bytes
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What a file says before its numbers: key-value metadata, and tensors by their names in it."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+
+def require_gguf() -> None:
+    """Raises SurgeryError, with how to get it, where the package is missing that knows GGML's types."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise SurgeryError(f"reading .gguf files needs the gguf package: {_INSTALL}") from None
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Reads the header of a GGUF file, and none of its numbers.
+
+    Raises:
+        SurgeryError: it is no GGUF file, is damaged, or ends before its last tensor does.
+    """
+    require_gguf()
+    with disk_errors(path), open(path, "rb") as file:
+        if file.read(4) != _MAGIC:
+            raise SurgeryError(f"{path}: not a GGUF file (no GGUF at its start); download it again")
+        size = path.stat().st_size
+        reader = _Reader(file, size)
+        try:
+            version = reader.scalar("I")
+            if version not in _VERSIONS:
+                raise SurgeryError(
+                    f"{path}: GGUF of version {version} or of big-endian machines; little-endian ones of versions "
+                    f"{' and '.join(map(str, _VERSIONS))} are read"
+                )
+            tensor_count, metadata_count = reader.scalar("Q"), reader.scalar("Q")
+            metadata = dict(reader.pair() for _ in range(metadata_count))
+            entries = [reader.tensor() for _ in range(tensor_count)]
+            alignment = int(metadata.get(_ALIGNMENT, 32))
+            start = math.ceil(file.tell() / alignment) * alignment
+            tensors = {name: _placed(start, *entry) for name, *entry in entries}
+        except EOFError:
+            raise SurgeryError(f"{path}: truncated at {size} bytes, inside its header; download it again") from None
+        except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError, struct.error) as error:
+            raise SurgeryError(f"{path}: damaged GGUF header ({error}); download it again") from None
+    if len(tensors) != len(entries):
+        raise SurgeryError(f"{path}: damaged GGUF header (a tensor is in it twice); download it again")
+    end = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)
+    if size < end:
+        raise SurgeryError(f"{path}: truncated: {size} bytes where its header says {end}; download it again")
+    return GgufHeader(metadata, tensors)
+
+
+def _placed(start: int, number: int, shape: tuple[int, ...], offset: int) -> GgufTensor:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    kind = GGMLQuantizationType(number)
+    block, nbytes = GGML_QUANT_SIZES[kind]
+    columns = shape[-1] if len(shape) > 1 else 1
+    if columns < 1 or columns % block:
+        raise ValueError(f"rows of {columns} numbers in blocks of {block}")
+    return GgufTensor(kind.name, shape, columns, columns // block * nbytes, start + offset)
+
+
+class _Reader:
+    """Values in the order of the file; EOFError where it ends within one."""
+
+    def __init__(self, file: BinaryIO, size: int):
+        self._file, self._size = file, size
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self._bytes(struct.calcsize(f"<{code}")))[0]
+
+    def pair(self) -> tuple[str, Any]:
+        """A key and its value."""
+        return self._string(), self._value(self.scalar("I"))
+
+    def tensor(self) -> tuple[str, int, tuple[int, ...], int]:
+        """Name, number of the type, shape and offset from the start of all tensors' data."""
+        name, dims = self._string(), self.scalar("I")
+        if not 1 <= dims <= 4:
+            raise ValueError(f"{name} has {dims} dimensions")
+        shape = struct.unpack(f"<{dims}Q", self._bytes(8 * dims))
+        return name, self.scalar("I"), shape[::-1], self.scalar("Q")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self.scalar(_SCALARS[kind])
+        kind, count = self.scalar("I"), self.scalar("Q")
+        if kind in _SCALARS:
+            code = f"<{count}{_SCALARS[kind]}"
+            return list(struct.unpack(code, self._bytes(struct.calcsize(code))))
+        return [self._value(kind) for _ in range(count)]
+
+    def _string(self) -> str:
+        return self._bytes(self.scalar("Q")).decode("utf-8", errors="replace")
+
+    def _bytes(self, count: int) -> bytes:
+        # A damaged length must not be allocated first.
+        if count > self._size - self._file.tell():
+            raise EOFError
+        return self._file.read(count)

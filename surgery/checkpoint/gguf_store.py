@@ -1,0 +1,93 @@
+"""Tensors of a GGUF file under Hugging Face's names, dequantised while they are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surgery.checkpoint.disk import disk_errors, read_exactly
+from surgery.checkpoint.gguf_header import GgufTensor
+from surgery.checkpoint.stores import ByteRanges
+from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes
+from surgery.errors import SurgeryError
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A stored tensor and how its rows are to be read: ``order[i]`` is the stored row of row i, None for itself."""
+
+    stored: GgufTensor
+    order: Tensor | None = None
+
+
+class GgufStore:
+    """Dequantises as much as is asked for, at most 16 MiB (in float32) and two heads at a time, to one dtype.
+
+    Args:
+        path: the file.
+        tensors: by their names in a Hugging Face checkpoint.
+        dtype: of what is read, whatever the stored type.
+    """
+
+    max_readers = 1  # numpy's dequantisation holds the interpreter's lock most of the time
+
+    def __init__(self, path: Path, tensors: Mapping[str, Mapped], dtype: torch.dtype):
+        self._path, self._tensors, self._dtype = path, tensors, dtype
+        self.infos = {}
+        for name, mapped in tensors.items():
+            shape = mapped.stored.shape
+            nbytes = math.prod(shape) * dtype.itemsize
+            self.infos[name] = TensorInfo(dtype, shape, nbytes, path.name)
+        for kind in {mapped.stored.type for mapped in tensors.values()}:
+            _check_type(path, kind)
+
+    def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
+        mapped, info = self._tensors[name], self.infos[name]
+        row_bytes = mapped.stored.columns * info.dtype.itemsize
+        step = max(1, CHUNK_BYTES // (4 * mapped.stored.columns))
+        with disk_errors(self._path), open(self._path, "rb", buffering=0) as file:
+            for start, stop in ranges:
+                last = -(-stop // row_bytes)
+                for first in range(start // row_bytes, last, step):
+                    after = min(first + step, last)
+                    rows = as_bytes(self._rows(file, mapped, first, after))
+                    begin = max(0, start - first * row_bytes)
+                    wanted = rows[begin : min(stop, after * row_bytes) - first * row_bytes]
+                    out[: len(wanted)] = wanted
+                    out = out[len(wanted) :]
+
+    def _rows(self, file: BinaryIO, mapped: Mapped, first: int, after: int) -> Tensor:
+        """Rows [first, after) of a tensor, [after - first, columns], in the store's dtype."""
+        from gguf import GGMLQuantizationType, dequantize
+
+        stored, picked = mapped.stored, None
+        if mapped.order is not None:
+            # Rows move within their head only, so what lies between the first and the last of them is little more.
+            picked = mapped.order[first:after]
+            first, after = int(picked.min()), int(picked.max()) + 1
+        raw = np.empty((after - first, stored.row_bytes), dtype=np.uint8)
+        file.seek(stored.offset + first * stored.row_bytes)
+        if not read_exactly(file, memoryview(raw).cast("B")):
+            raise SurgeryError(f"{self._path}: became shorter while it was read; start again")
+        values = torch.from_numpy(dequantize(raw, GGMLQuantizationType[stored.type]))
+        if picked is not None:
+            values = values[picked - first]
+        return values.to(self._dtype)
+
+
+def _check_type(path: Path, kind: str) -> None:
+    """Refuses a type that the gguf package cannot dequantise, before anything is read."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    number = GGMLQuantizationType[kind]
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[number][1]), dtype=np.uint8), number)
+    except NotImplementedError:
+        raise SurgeryError(f"{path}: holds tensors of type {kind}, which the gguf package cannot dequantise") from None

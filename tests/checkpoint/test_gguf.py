@@ -1,0 +1,206 @@
+"""GGUF files as checkpoints: the same numbers as transformers' own loader, read lazily, or refused in one line."""
+
+import sys
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_files import CONFIGS, make_model, write_gguf
+from tiny_models import DEMO
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from surgery.checkpoint import CheckpointReader, gguf_store
+from surgery.errors import SurgeryError
+
+TOKENS = torch.arange(3, 67)[None] * 61 % 4096
+KINDS = {"Q8_0": torch.bfloat16, "Q4_1": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+def refused(path, words: str) -> None:
+    with pytest.raises(SurgeryError) as caught:
+        CheckpointReader.open(path)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@torch.no_grad()
+def logits(folder, dtype, **options) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **options)
+    # What transformers loads from GGUF it takes for quantised, and refuses its own float().
+    return torch.nn.Module.float(model).eval()(TOKENS).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_transformers_own_loader(tmp_path, name, kind):
+    model = make_model(name)
+    path = write_gguf(tmp_path / "tiny.gguf", model, kind)
+    reader = CheckpointReader.open(path)
+    assert reader.dequantised_from == (kind if kind.startswith("Q") else None)
+    assert {reader.info(each).dtype for each in reader.names()} == {KINDS[kind]}
+    found = logits(reader.model_folder(), "auto")
+    if name != "llama_bias":  # transformers' loader drops Llama's biases
+        assert torch.equal(found, logits(tmp_path, KINDS[kind], gguf_file=path.name))
+    if kind == "F32":
+        with torch.no_grad():
+            assert torch.equal(found, model(TOKENS).logits)
+
+
+def test_every_way_to_read_gives_the_same(tmp_path, monkeypatch):
+    reader = CheckpointReader.open(write_gguf(tmp_path / "tiny.gguf", make_model("llama_bias"), "Q8_0"))
+    whole = reader.tensors("")
+    monkeypatch.setattr(gguf_store, "CHUNK_BYTES", 4 * 64 * 5)  # five rows: pieces end within heads
+    for name, tensor in whole.items():
+        assert torch.equal(reader.tensor(name), tensor), name
+        assert torch.equal(torch.cat(list(reader.chunks(name))), tensor.flatten()), name
+        if tensor.ndim == 2:
+            index = torch.tensor([[9, 3], [3, 31]])
+            assert torch.equal(reader.rows(name, index), tensor[index]), name
+    store, name = reader._store, "model.layers.1.self_attn.q_proj.weight"
+    out = torch.empty(700, dtype=torch.uint8)
+    store.read(name, [(3, 403), (1001, 1301)], out)
+    flat = whole[name].flatten().view(torch.uint8)
+    assert torch.equal(out, torch.cat([flat[3:403], flat[1001:1301]]))
+
+
+def test_no_more_is_dequantised_than_asked_for(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "tiny.gguf", make_model("llama"), "Q4_1")
+    rows = []
+
+    def watch(data, kind):
+        rows.append(len(data))
+        return dequantize(data, kind)
+
+    dequantize = gguf.dequantize
+    monkeypatch.setattr(gguf, "dequantize", watch)
+    reader = CheckpointReader.open(path)
+    assert max(rows) == 1  # whether types are known, asked with one block of each
+    rows.clear()
+    reader.rows("model.embed_tokens.weight", torch.tensor([5, 6, 4000]))
+    assert rows == [2, 1]
+    rows.clear()
+    monkeypatch.setattr(gguf_store, "CHUNK_BYTES", 4 * 64 * 100)
+    reader.tensor("model.embed_tokens.weight")
+    assert max(rows) == 100 and sum(rows) == 4096
+
+
+def test_the_copy_is_one_checkpoint_with_the_same_content(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", make_model("qwen2"), "Q8_0", tokenizer=True)
+    reader = CheckpointReader.open(path)
+    copy = CheckpointReader.open(reader.model_folder())
+    assert copy.fingerprint() == reader.fingerprint()
+    assert reader.model_folder() == copy.path == CheckpointReader.open(tmp_path).model_folder()
+    assert [each.name for each in reader.sidecars()] == [each.name for each in copy.sidecars()]
+    assert reader.source == path and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_tokenizer_is_kept(tmp_path):
+    reader = CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model("llama"), tokenizer=True))
+    found, own = AutoTokenizer.from_pretrained(reader.path), AutoTokenizer.from_pretrained(DEMO)
+    for text in ("def f(x):\n    return 1234  # naïve", "日本語 🙂\t½ it's", "<|bos|>a<|endoftext|>"):
+        assert found(text).input_ids == own(text).input_ids
+        assert found.decode(found(text).input_ids) == text
+    assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (1, 0, 2)
+    assert found.decode([1, 70], skip_special_tokens=True) == found.decode([70])
+    assert found.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+
+
+def test_digits_are_cut_as_the_file_says(tmp_path):
+    # Where digits stand alone no merge may join them; GPT-2's way does, once there is such a merge.
+    from surgery.checkpoint.gguf_tokenizer import write_tokenizer
+
+    metadata = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": ["1", "2", "3", "4", "12", "34", "1234", "123"],
+        "tokenizer.ggml.merges": ["1 2", "3 4", "12 34", "12 3"],
+    }
+    cut = {"gpt-2": [6], "smollm": [0, 1, 2, 3], "qwen2": [0, 1, 2, 3], "llama-bpe": [7, 3]}
+    for name, expected in cut.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        write_tokenizer(tmp_path / "a.gguf", {**metadata, "tokenizer.ggml.pre": name}, folder)
+        assert AutoTokenizer.from_pretrained(folder)("1234").input_ids == expected, name
+    with pytest.raises(SurgeryError, match="'other'"):
+        write_tokenizer(tmp_path / "a.gguf", {**metadata, "tokenizer.ggml.pre": "other"}, tmp_path)
+
+
+def test_llama3_scaling_comes_back_from_its_factors(tmp_path):
+    model = make_model("llama")
+    wavelengths = 2 * np.pi * 10_000.0 ** (np.arange(0, 16, 2) / 16)
+    smooth = ((8192 / wavelengths - 1) / 3).clip(0, 1)
+    factors = (1 / ((1 - smooth) / 8 + smooth)).astype(np.float32)
+    reader = CheckpointReader.open(write_gguf(tmp_path / "a.gguf", model, tensors={"rope_freqs.weight": factors}))
+    assert reader.config["rope_parameters"] == {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert "rope_freqs.weight" not in reader
+    refused(write_gguf(tmp_path / "b.gguf", model, tensors={"rope_freqs.weight": factors * 2}), "not those of llama3")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"general.architecture": "gemma2"}, "architecture 'gemma2' is not supported (supported: llama, qwen2, qwen3)"),
+        ({"llama.expert_count": 4}, "mixture of experts"),
+        ({"llama.attention.sliding_window": 64}, "sliding windows"),
+        ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling 'yarn'"),
+        ({"llama.rope.dimension_count": 8}, "part of a head"),
+        ({"llama.attention.value_length": 8}, "different widths"),
+        ({"llama.block_count": None}, "llama.block_count is None"),
+        ({"split.count": 3}, "one of 3 parts"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer of kind 'bert'"),
+        ({"tokenizer.ggml.model": "gpt2"}, "no tokens"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(tmp_path, more, words):
+    refused(write_gguf(tmp_path / "a.gguf", make_model("llama"), more=more), words)
+
+
+def test_an_unknown_tensor_is_refused(tmp_path):
+    other = {"blk.0.attn_sinks.weight": np.ones(4, dtype=np.float32)}
+    refused(write_gguf(tmp_path / "a.gguf", make_model("llama"), tensors=other), "blk.0.attn_sinks.weight")
+
+
+def test_damage(tmp_path):
+    path = write_gguf(tmp_path / "a.gguf", make_model("llama"), "Q8_0", tokenizer=True)
+    content = path.read_bytes()
+    for length in (6, 30, 2000, 80_000):
+        path.write_bytes(content[:length])
+        refused(path, "inside its header")
+    path.write_bytes(content[:-200])
+    refused(path, "truncated:")
+    path.write_bytes(b"GGML" + content[4:])
+    refused(path, "not a GGUF file")
+    path.write_bytes(content[:4] + b"\x00\x00\x00\x03" + content[8:])
+    refused(path, "big-endian")
+    path.write_bytes(content[:16] + b"\xff" * 8 + content[24:])
+    refused(path, "header")
+
+
+def test_a_folder_of_one_file(tmp_path):
+    path = write_gguf(tmp_path / "a.gguf", make_model("llama"))
+    assert CheckpointReader.open(tmp_path).source == path
+    write_gguf(tmp_path / "b.gguf", make_model("llama"))
+    refused(tmp_path, "holds 2 GGUF files (a.gguf, ...); give one of them")
+
+
+def test_a_link_keeps_its_name(tmp_path):
+    # As in the hub's cache, where the linked file is named by its hash.
+    write_gguf(tmp_path / "0f3a", make_model("llama"))
+    (tmp_path / "tiny.gguf").symlink_to(tmp_path / "0f3a")
+    reader = CheckpointReader.open(tmp_path / "tiny.gguf")
+    assert reader.name == "tiny.gguf" and reader.path.name == "tiny"
+    assert CheckpointReader.open(reader.source).config == reader.config
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "a.gguf", make_model("llama"))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused(path, 'pip install "model-surgery[gguf]"')

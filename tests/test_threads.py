@@ -1,0 +1,62 @@
+"""OpenMP's threads sleep while they wait, unless the user says otherwise."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from command_line import ROOT
+
+# What each verb's process has set by the time that torch could be loaded.
+PROBE = """
+import os, runpy, sys
+sys.argv = ["-m", "--version"]
+try:
+    runpy.run_module("surgery", run_name="__main__", alter_sys=False)
+except SystemExit:
+    pass
+assert "torch" not in sys.modules
+print(os.environ["OMP_WAIT_POLICY"])
+"""
+
+
+def run(*command, **environment) -> str:
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("given", "found"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_the_command_line_sets_the_policy_before_torch(given, found):
+    assert run("-c", PROBE, **given) == found
+
+
+def test_openmp_itself_reads_it(tmp_path):
+    # GNU's runtime tells what it took from the environment when torch loads it.
+    torch_loaded = (
+        "import sys; sys.argv = ['surgery']; import surgery, torch; "
+        "import subprocess; print(__import__('os').environ['OMP_WAIT_POLICY'])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_DISPLAY_ENV": "TRUE"}
+    environment.pop("OMP_WAIT_POLICY", None)
+    done = subprocess.run([sys.executable, "-c", torch_loaded], capture_output=True, text=True, env=environment)
+    lines = [line for line in done.stderr.splitlines() if "OMP_WAIT_POLICY" in line]
+    if not lines:
+        pytest.skip("torch's OpenMP does not show its settings here")
+    assert all("PASSIVE" in line for line in lines)
+
+
+def test_a_launched_training_sets_it(tmp_path):
+    probe = tmp_path / "sitecustomize.py"
+    probe.write_text(
+        "import atexit, os\natexit.register(lambda: print(os.environ.get('OMP_WAIT_POLICY'), flush=True))\n"
+    )
+    found = run("-m", "surgery.training.heal", "--help", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert found == "PASSIVE"
