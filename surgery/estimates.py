@@ -14,9 +14,11 @@ import psutil
 import torch
 
 from surgery.families.base import LAYER_PREFIX
+from surgery.ladder import EXACT_TOKENS
 from surgery.layer_statistics import LAG_SEQUENCES
 from surgery.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
 from surgery.mla_report import EXACT_STAGES
+from surgery.mla_split import SPLIT_SEQUENCES
 from surgery.transforms import mla
 
 # What a layer reaches of the rate of one large matrix product: norms, softmax and small products take the rest.
@@ -233,10 +235,15 @@ class Workload:
         absorbed = self._absorbed_flops(self.kv_width)
         if self.splits > 1 and texts:
             small = self.layers * (forward + self._absorbed_flops(self.cached))
-            found["try splits"] = self.splits * texts * (small + vocabulary)
-        exact = len(EXACT_STAGES) * (forward + absorbed)
-        lossy = (self.stages - 1 - len(EXACT_STAGES)) * (forward + self._absorbed_flops(self.cached))
-        found["convert"] = held_out * self.layers * (forward + exact + lossy) + self.stages * texts * vocabulary
+            tried = min(self.held_out, SPLIT_SEQUENCES) * self.length
+            found["try splits"] = self.splits * tried * (small + vocabulary)
+        exact = len(EXACT_STAGES) * (forward + absorbed) * min(EXACT_TOKENS, held_out)
+        lossy = forward + self._absorbed_flops(self.cached)
+        results = self.stages - 2 - len(EXACT_STAGES)
+        # Partial RoPE alone caches nearly all, and passes the text only; the source and the results all sequences.
+        steps = texts * (forward + absorbed)
+        found["convert"] = self.layers * (exact + steps + held_out * (forward + results * lossy))
+        found["convert"] += (results + 2) * texts * vocabulary
         if self.fit_steps:
             # A product with J or its transpose takes four products of the size of the attention matrix.
             product = 8 * self.heads * self.fit_queries * self.length * self.cached

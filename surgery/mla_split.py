@@ -18,6 +18,9 @@ from surgery.transforms.allocation import water_fill
 from surgery.transforms.latent_layer import SimulatedAttention
 from surgery.transforms.partial_rope import choose_components
 
+# Held-out sequences that splits are compared on: differences on the same text settle long before losses do.
+SPLIT_SEQUENCES = 4
+
 
 @dataclass(frozen=True)
 class MLAPlan:
@@ -82,7 +85,8 @@ def try_plans(
     progress: Progress,
 ) -> list[float]:
     """Held-out loss of every plan, all carried through the layers together so that each layer is loaded once."""
-    hidden = [stream.embed(held_out.tokens[: held_out.texts]) for _ in plans]
+    tokens = held_out.tokens[: min(held_out.texts, SPLIT_SEQUENCES)]
+    hidden = [stream.embed(tokens) for _ in plans]
     with progress.phase("try splits of the budget", stream.num_layers * len(plans), "layer") as advance:
         for index in range(stream.num_layers):
             anatomy = anatomy_of(index).to(torch.float64)
@@ -92,4 +96,4 @@ def try_plans(
                     attention = SimulatedAttention(converted.to(stream.device, stream.dtype))
                     stream.run_layer(layer, states, batch_size, attention)
                     advance()
-    return [stream.loss(states, held_out.tokens[: held_out.texts]) for states in hidden]
+    return [stream.loss(states, tokens) for states in hidden]

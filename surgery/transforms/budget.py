@@ -10,8 +10,8 @@ from surgery.settings import ConvertSettings
 from surgery.transforms.mla import METHODS, Split
 
 # Shares of the budget that go to rotated numbers when the split is chosen by trying: small budgets want less than a
-# third, half of the cache two fifths and more.
-ROPE_SHARES = (0.2, 0.3, 0.375, 0.45)
+# third, half of the cache two fifths and more. Real models want less rotation than the demo model.
+ROPE_SHARES = (0.125, 0.2, 0.3, 0.375, 0.45)
 
 
 def candidate_splits(settings: ConvertSettings, anatomy: AttentionAnatomy, reserved: int) -> list[Split]:
