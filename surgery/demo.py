@@ -133,7 +133,8 @@ def run_demo(
     progress.note("loading both models with stock transformers in a process of their own")
     source, converted = measure_with_stock_transformers([reader.model_folder(), conversion.path], shown)
     named = origin(reader.name, reader.dequantised_from)
-    demo = Demo(conversion.path, named, shown.prompt, source, converted, time.perf_counter() - start)
+    asked = f"{shown.prompt}\n" if shown.chat else shown.prompt  # an answer begins on a line of its own
+    demo = Demo(conversion.path, named, asked, source, converted, time.perf_counter() - start)
     show_demo(demo, as_json=as_json)
     return demo
 
