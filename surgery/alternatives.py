@@ -6,39 +6,32 @@ passed. So both forms wait on disk, and what is written is the one whose held-ou
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from surgery.checkpoint import CheckpointWriter
+from surgery.checkpoint.disk import disk_errors
 from surgery.held_out import Score
+from surgery.layer_files import LayerFiles
 
 
-class Alternatives:
-    """One file a layer and form in a temporary folder; a context manager that removes them at its end."""
+class Alternatives(LayerFiles):
+    """One file a layer and form."""
 
     def __init__(self):
-        self._folder = tempfile.TemporaryDirectory(prefix="surgery-alternatives-")
-
-    def __enter__(self) -> Alternatives:
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self._folder.cleanup()
-
-    def _path(self, form: str, layer: int) -> Path:
-        return Path(self._folder.name) / f"{form}-{layer:05d}.safetensors"
+        super().__init__("alternatives")
 
     def save(self, form: str, layer: int, tensors: Mapping[str, Tensor]) -> None:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self._path(form, layer))
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, self._path(layer, f"-{form}.safetensors")
+        )
 
     def write(self, form: str, layers: int, writer: CheckpointWriter) -> None:
         """Writes the tensors of all layers in one form."""
         for layer in range(layers):
-            for name, tensor in load_file(self._path(form, layer)).items():
+            for name, tensor in load_file(self._path(layer, f"-{form}.safetensors")).items():
                 writer.write(name, tensor)
 
 

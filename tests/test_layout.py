@@ -49,7 +49,7 @@ ROOMS = {
         "progress",
         "version",
     },
-    "surgery/calibration": {"anatomy", "attention", "errors", "eval", "layer_stream", "rope"},
+    "surgery/calibration": {"anatomy", "attention", "errors", "eval", "layer_files", "layer_stream", "rope"},
     "surgery/heads": {"attention_tap", "checkpoint", "errors", "eval", "file_settings"},
     "surgery/engines": {"checkpoint", "errors"},
     "surgery/export": {"architectures", "checkpoint", "engines", "errors"},

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from surgery.anatomy import AttentionAnatomy
 from surgery.calibration.statistics import LagStatistics, LayerStatistics
+from surgery.layer_files import LayerFiles
 
 
-class StatisticsLibrary:
-    """One file a layer in a temporary folder; a context manager that removes them at its end."""
+class StatisticsLibrary(LayerFiles):
+    """One file a layer."""
 
     def __init__(self):
-        self._folder = tempfile.TemporaryDirectory(prefix="surgery-statistics-")
-
-    def __enter__(self) -> StatisticsLibrary:
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self._folder.cleanup()
-
-    def _path(self, layer: int) -> Path:
-        return Path(self._folder.name) / f"{layer:05d}.pt"
+        super().__init__("statistics")
 
     def save(self, layer: int, statistics: LayerStatistics, lags: LagStatistics | None) -> None:
-        torch.save({"statistics": asdict(statistics), "lags": asdict(lags) if lags else None}, self._path(layer))
+        torch.save({"statistics": asdict(statistics), "lags": asdict(lags) if lags else None}, self._path(layer, ".pt"))
 
     def load(self, layer: int) -> tuple[LayerStatistics, LagStatistics | None]:
-        stored = torch.load(self._path(layer), weights_only=True)
+        stored = torch.load(self._path(layer, ".pt"), weights_only=True)
         lags = LagStatistics(**stored["lags"]) if stored["lags"] else None
         return LayerStatistics(**stored["statistics"]), lags
 

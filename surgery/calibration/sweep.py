@@ -7,10 +7,8 @@ one layer and the activations at one boundary.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,32 +17,21 @@ from torch import Tensor
 from surgery.anatomy import AttentionAnatomy
 from surgery.attention import CapturedAttention
 from surgery.calibration.statistics import LayerStatistics, MomentAccumulator
+from surgery.layer_files import LayerFiles
 from surgery.layer_stream import LayerStream
 
 
-class BoundaryStore:
-    """Hidden states at layer boundaries, one file each; a context manager that removes them at its end.
-
-    The folder is made where ``TMPDIR`` says; it grows to tokens x hidden size x (layers + 1) numbers.
-    """
+class BoundaryStore(LayerFiles):
+    """Hidden states at layer boundaries, one file each; they grow to tokens x hidden size x (layers + 1) numbers."""
 
     def __init__(self):
-        self._folder = tempfile.TemporaryDirectory(prefix="surgery-boundaries-")
-
-    def __enter__(self) -> BoundaryStore:
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self._folder.cleanup()
-
-    def _path(self, index: int) -> Path:
-        return Path(self._folder.name) / f"{index:05d}.safetensors"
+        super().__init__("boundaries")
 
     def save(self, index: int, hidden: Tensor) -> None:
-        save_file({"hidden": hidden.cpu().contiguous()}, self._path(index))
+        save_file({"hidden": hidden.cpu().contiguous()}, self._path(index, ".safetensors"))
 
     def load(self, index: int) -> Tensor:
-        return load_file(self._path(index))["hidden"]
+        return load_file(self._path(index, ".safetensors"))["hidden"]
 
 
 @dataclass

@@ -172,6 +172,6 @@ def test_lag_statistics_equal_a_direct_sum(checkpoints):
 def test_boundaries_are_removed():
     with BoundaryStore() as store:
         store.save(0, torch.zeros(1, 2, 3))
-        folder = store._path(0).parent
+        folder = store._path(0, "").parent
         assert torch.equal(store.load(0), torch.zeros(1, 2, 3))
     assert not folder.exists()
