@@ -24,9 +24,10 @@ class Alternatives(LayerFiles):
         super().__init__("alternatives")
 
     def save(self, form: str, layer: int, tensors: Mapping[str, Tensor]) -> None:
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, self._path(layer, f"-{form}.safetensors")
-        )
+        """Raises SurgeryError where the disk is full."""
+        path = self._path(layer, f"-{form}.safetensors")
+        with disk_errors(path):
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
     def write(self, form: str, layers: int, writer: CheckpointWriter) -> None:
         """Writes the tensors of all layers in one form."""
