@@ -240,7 +240,7 @@ def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False)
     page.print(f"\n[bold]{plain(report['title'])}[/bold]")
     if settings["limit"]:
         page.print(f"[bold yellow]quick look: at most {settings['limit']} samples a task[/bold yellow]")
-    shown = [column for column in columns(report) if column.key != "name"]
+    shown = [column for column in columns(report) if column.key != "name" and column.on_terminal]
     rows = []
     for row in report["rows"]:
         cells = []

@@ -199,7 +199,7 @@ def test_a_conversion_is_shown_with_its_reasons(checkpoints, tmp_path, monkeypat
     code, shown, err = run_main(monkeypatch, capsys, *arguments, "--kv-ratio", "0.5")
     assert code == 0
     assert "512 B" in shown and "256 B, 50.0%" in shown
-    assert "q/k-norm" in shown and "no: own model class" in shown
+    assert "q/k-norm" in shown and "refused: the model class of this package" in shown
     assert "not measured" in shown
     assert str(tmp_path / "out") in shown
     assert "\x1b" not in shown and "convert" in err  # plain on a pipe, progress beside it

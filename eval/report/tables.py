@@ -34,6 +34,7 @@ class Column:
         better: which direction is good; None where there is no such thing.
         compared: the key in the row's `comparison` whose difference belongs to this column; None for none.
         is_difference: whether the value is that difference itself, so that only its interval is left to tell.
+        on_terminal: whether a terminal, which is narrow, shows it too.
     """
 
     key: str
@@ -44,6 +45,7 @@ class Column:
     better: Literal["low", "high"] | None = None
     compared: str | None = None
     is_difference: bool = False
+    on_terminal: bool = True
 
     def text(self, row: Row, report: Report) -> str:
         """The value as people read it, a dash where there is none."""
@@ -235,6 +237,7 @@ HEADLINE: tuple[Column, ...] = (
         "Share of tokens that the baseline predicts at less than 0.1 nats: they hide damage to attention",
         lambda row, report: dig(row, "results", "loss", "memorised", "share") if report.get("baseline") else None,
         share,
+        on_terminal=False,
     ),
     Column(
         "loss_of_others",
@@ -246,6 +249,7 @@ HEADLINE: tuple[Column, ...] = (
         _digits(4),
         "low",
         compared="loss_of_others",
+        on_terminal=False,
     ),
     Column(
         "repeat",
