@@ -70,7 +70,8 @@ def load_texts(opened, settings: ConversionSettings, progress: Progress, *, run_
         # Short sequences and some tokenizers have no room for the task; the loss is still worth having.
         note = f"no recall prompts: {error}"
         progress.note(note)
-    description = {**built.description, "recall_prompts": note}
+    # Of a GGUF file the tokenizer lies in a temporary folder, which is nobody's to find.
+    description = {**built.description, "tokenizer": str(opened.reader.source), "recall_prompts": note}
     if run_source:
         description["fit"] = _measure(opened, tokenizer, built, settings, progress)
     return Texts(built.tokens, held_out, description)
