@@ -39,7 +39,6 @@ class LayerStatistics:
     weighted_moment: Tensor | None = None  # E[|g|² z zᵀ] / E|g|², [n, n]; None without gradients
     weighted_mean: Tensor | None = None  # E[|g|² z] / E|g|², [n]
     token_weight: Tensor | None = None  # |g|² / E|g|² of every token in order, float32 [N T]
-    output_weight: Tensor | None = None  # the same of the gradient at the attention's output
 
     @property
     def met_moment(self) -> Tensor:
@@ -76,7 +75,6 @@ class MomentAccumulator:
         self.weighted_moment = torch.zeros_like(self.moment) if gradients else None
         self.weighted_mean = torch.zeros(width, dtype=torch.float64) if gradients else None
         self.token_energy: list[Tensor] = []
-        self.output_energy: list[Tensor] = []
         self.tokens = self.input_tokens = 0
 
     def add(self, projection: Projection, output_gradient: Tensor | None = None, inputs: Tensor | None = None) -> None:
@@ -100,7 +98,6 @@ class MomentAccumulator:
             self.weighted_moment += (rows.mT @ weighted).double().cpu()
             self.weighted_mean += weighted.double().sum(0).cpu()
             self.token_energy.append(energy)
-            self.output_energy.append(_energy(output_gradient.flatten(0, 1)))
             self.output_gradient += _gram(output_gradient.flatten(0, 1))
             if self.raw_gradient is not None:
                 raw = raw_key_gradient(k, k_grad, projection.key_gain.detach(), self._key_norm.weight)
@@ -117,7 +114,6 @@ class MomentAccumulator:
 
     def result(self) -> LayerStatistics:
         count, inputs = self.tokens, self.input_tokens
-        token_weight, output_weight = _weights(self.token_energy), _weights(self.output_energy)
         weight = sum(float(energy.sum()) for energy in self.token_energy)
         return LayerStatistics(
             moment=self.moment / count,
@@ -134,8 +130,7 @@ class MomentAccumulator:
             # Where no token meets a gradient all count alike.
             weighted_moment=self.weighted_moment / weight if weight > 0 else None,
             weighted_mean=self.weighted_mean / weight if weight > 0 else None,
-            token_weight=token_weight,
-            output_weight=output_weight,
+            token_weight=_weights(self.token_energy),
         )
 
 

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
-from tiny_models import DEMO
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from tiny_models import DEMO, random_model
+from transformers import LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 SHAPE = {
     "vocab_size": 4096,
@@ -49,15 +48,7 @@ NAMES = {
 
 def make_model(name: str, seed: int = 0) -> PreTrainedModel:
     """A random model in float32 with biases and norms that are not trivial."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]())
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if key.endswith("bias"):
-                parameter.normal_(0, 0.5)
-            elif "norm" in key:
-                parameter.uniform_(0.5, 1.5)
-    return model.eval()
+    return random_model(CONFIGS[name](), seed).eval()
 
 
 def write_gguf(

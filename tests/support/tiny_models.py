@@ -11,6 +11,8 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -65,16 +67,22 @@ FAMILIES = tuple(CONFIGS)
 STOCK = ("llama", "llama3", "llama_bias", "mistral", "qwen2")
 
 
-def make_checkpoint(folder: Path, name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Saves a tiny random model with biases and norms that are not trivial, and a tokenizer."""
+def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A random model in float32 with biases and norms that are not trivial."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]())
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
                 parameter.normal_(0, 0.5)
             elif "norm" in key:
                 parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def make_checkpoint(folder: Path, name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Saves a tiny random model with biases and norms that are not trivial, and a tokenizer."""
+    model = random_model(CONFIGS[name](), seed)
     model.to(dtype).save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / file, folder / file)
