@@ -158,6 +158,7 @@ class ConvertSettings(StructureSettings):
         engine: write what this engine carries ("all": each of them): sizes, frequencies and norm follow from it.
         fit_steps, fit_iterations, fit_queries: Gauss-Newton steps of the least-squares fit of each layer (0: none),
             conjugate-gradient iterations in each, and query positions sampled from each sequence; method fisher only.
+            Their defaults were chosen on the demo model alone.
     """
 
     method: str = "fisher"
