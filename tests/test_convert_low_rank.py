@@ -24,6 +24,7 @@ QUICK = {
     "batch_size": 2,
 }
 FAMILIES = ("llama", "llama3", "llama_bias", "mistral_window", "qwen2", "qwen2_window", "qwen3", "mixtral", "qwen3_moe")
+PICKED = ("llama_bias", "qwen2_window", "qwen3")
 KINDS = {
     "alone": LowRankSettings,
     "cascade": lambda **settings: CrossLayerSettings(method="cascade", group_size=2, **settings),
@@ -45,8 +46,15 @@ def converted(checkpoints, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FAMILIES)
+# Every family alone, and one each of biases, norms and windows of its own with what stands beside latents.
+PAIRS = [
+    pytest.param(name, kind, marks=[] if kind == "alone" or name in PICKED else pytest.mark.slow)
+    for kind in KINDS
+    for name in FAMILIES
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_the_result_computes_and_caches_what_was_promised(converted, name, kind):
     if kind == "window" and "window" in name:
         with pytest.raises(SurgeryError, match="sliding window of their own"):

@@ -52,7 +52,7 @@ def request(source, student, out, **given):
     return HealRequest(str(student), out, given={**FEW, "teacher": str(source), **given}, measure=None)
 
 
-@pytest.mark.parametrize("kind", ["tiny", "constant"])
+@pytest.mark.parametrize("kind", [pytest.param("tiny", marks=pytest.mark.slow), "constant"])
 def test_stock_mla_stays_stock(made, tmp_path, kind):
     source, student = made(kind)
     # The logits of this random model grow beyond 10^5, where the backward pass of PyTorch's fused kernel overflows.
@@ -93,7 +93,7 @@ def test_the_report_and_the_card_say_what_happened(made, tmp_path):
     assert (healed.path / "heal.jsonl").read_text().count('"step"') >= 3
 
 
-@pytest.mark.parametrize("kind", ["low_rank", "hybrid"])
+@pytest.mark.parametrize("kind", ["low_rank", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_the_own_class_without_a_report(tmp_path, kind):
     with torch.no_grad():
         source = tiny_source("llama", vocab_size=4096)
@@ -259,6 +259,7 @@ def test_a_tracker_is_refused_before_the_training_is_launched(made, tmp_path, mo
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.slow
 def test_what_trackers_write_and_evaluations_stay(made, tmp_path):
     pytest.importorskip("wandb")
     source, student = made("gqa")

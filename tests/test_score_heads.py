@@ -393,6 +393,7 @@ def test_errors_are_one_line(case, source, tmp_path, monkeypatch, capsys):
     assert listing(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_scores_of_one(tmp_path):
     pytest.importorskip("accelerate")
     source = make_checkpoint(tmp_path / "source", "llama")

@@ -53,6 +53,7 @@ def test_openmp_itself_reads_it(tmp_path):
     assert all("PASSIVE" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_launched_training_sets_it(tmp_path):
     probe = tmp_path / "sitecustomize.py"
     probe.write_text(

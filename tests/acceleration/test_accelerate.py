@@ -125,7 +125,7 @@ def check(model, calls, *, caches=("dynamic", "static")):
     return done
 
 
-KEPT = ("latent", "low_rank", "window", "hybrid")
+KEPT = ("latent", "window", "hybrid")
 
 
 @pytest.mark.parametrize("kind", [kind if kind in KEPT else pytest.param(kind, marks=SLOW) for kind in OPERATIONS])
@@ -222,7 +222,7 @@ FORMATS += [pytest.param(format, keys, marks=SLOW) for format, keys in (("int4",
     [
         (lossless_model, "quantized"),
         (lossless_low_rank, "lowrank"),
-        (lambda source, **config: grouped(source, **config), "quantized"),
+        pytest.param(lambda source, **config: grouped(source, **config), "quantized", marks=SLOW),
     ],
     ids=["latent", "low_rank", "grouped"],
 )
@@ -240,10 +240,10 @@ def test_codes_are_read_as_they_are(make, kernel, format, keys, calls, monkeypat
     assert any(kernel in name for name in calls)
 
 
-SHARED = [("window", "llama"), *(pytest.param("window", family, marks=SLOW) for family in FULL_ATTENTION[1:])]
-SHARED += [pytest.param(form, "llama", marks=SLOW) for form in ("static", "token")]
+SHARED = [*(("window", family) for family in FULL_ATTENTION), ("static", "llama"), ("token", "llama")]
 
 
+@SLOW
 @pytest.mark.parametrize(("form", "family"), SHARED)
 def test_codes_that_layers_share(form, family, calls):
     model = shared(tiny_source(family), FORMS[form])

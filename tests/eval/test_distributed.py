@@ -100,6 +100,7 @@ def test_one_process(checkpoints, tmp_path):
     assert result["files"] == ["completions-0.jsonl"]
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
     pytest.importorskip("accelerate")
     one = measure(checkpoints("llama"), tmp_path / "one")

@@ -91,6 +91,7 @@ def test_where_peaks_cannot_be_measured_the_report_says_why(monkeypatch):
 
 
 @linux
+@pytest.mark.slow
 def test_the_demo_model():
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16)
     result = MemoryTask((2304, 128)).run(model, SESSION)
@@ -110,9 +111,9 @@ def test_the_demo_model():
 @pytest.mark.parametrize(
     "error",
     [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        pytest.param(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), marks=pytest.mark.slow),
         RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried"),
-        MemoryError(),
+        pytest.param(MemoryError(), marks=pytest.mark.slow),
     ],
 )
 def test_a_context_that_does_not_fit(error):

@@ -242,9 +242,8 @@ def test_it_refuses_what_does_not_belong_together(change, message):
         hybrid_decode(**dict(zip(names, inputs_of(), strict=False)) | change)
 
 
-@pytest.mark.parametrize(
-    "cases", ["hybrid_decode_launch", pytest.param("hybrid_decode_launches", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", ["hybrid_decode_launch", "hybrid_decode_launches"])
 def test_it_compiles_for_gpus(cases):
     for name, facts in compiled(f"compile_hybrid_decode:{cases}").items():
         for capability, made in facts.items():

@@ -423,7 +423,7 @@ SPILLED = {
 """Bytes, where a few addresses are over 255 registers."""
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize("cases", ["launches", pytest.param("more_launches", marks=pytest.mark.slow)])
 def test_it_compiles_for_gpus(cases, capability):
     for name, facts in compiled(f"compile_lowrank_decode:{cases}_{capability}", (capability,)).items():

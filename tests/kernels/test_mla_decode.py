@@ -263,6 +263,7 @@ def test_what_does_not_belong_together_is_refused():
             mla_decode(*arguments, 0.1, **extra)
 
 
+@pytest.mark.slow
 def test_the_widest_latent_compiles_without_spills():
     (facts,) = compiled("compile_mla_decode:first_launches").values()
     for capability, made in facts.items():

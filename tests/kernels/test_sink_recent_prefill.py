@@ -179,9 +179,8 @@ def test_it_refuses_what_does_not_belong_together(change, message):
         sink_recent_prefill(**dict(zip(names, inputs, strict=True)) | change)
 
 
-@pytest.mark.parametrize(
-    "cases", ["sink_recent_prefill_launch", pytest.param("sink_recent_prefill_launches", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", ["sink_recent_prefill_launch", "sink_recent_prefill_launches"])
 def test_it_compiles_for_gpus(cases):
     for name, facts in compiled(f"compile_sink_recent_prefill:{cases}").items():
         for capability, made in facts.items():

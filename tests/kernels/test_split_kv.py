@@ -51,6 +51,7 @@ def test_splits_follow_from_shapes():
     assert split_count(programs=1, tokens=100, processors=132) == 1
 
 
+@pytest.mark.slow
 def test_the_merge_compiles_without_spills():
     for facts in compiled("compile_split_kv:launches").values():
         for made in facts.values():

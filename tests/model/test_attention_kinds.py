@@ -83,7 +83,9 @@ def test_generates_what_the_source_generates(source, kind, model, how):
     assert torch.equal(generate(model), generate(source))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"], indirect=True)
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "mistral"))], indirect=True
+)
 def test_decode_step_compiles_in_one_graph(kind, model):
     if kind in OWN_CACHE:
         pytest.skip("no static cache")

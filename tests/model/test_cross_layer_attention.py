@@ -220,6 +220,7 @@ def test_sliding_windows_are_refused():
         shared(tiny_source("mistral"), STATIC)
 
 
+@pytest.mark.slow
 def test_loads_without_the_package(tmp_path):
     tokens = torch.randint(3, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
     model = shared(tiny_source("qwen3"), STATIC)

@@ -191,6 +191,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_loads_without_the_package(tmp_path):
     for number, make in enumerate((plain, MODELS["low rank"])):
         model: PreTrainedModel = make(kv_cache=INT4)

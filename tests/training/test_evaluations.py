@@ -186,7 +186,8 @@ def test_own_texts(settings):
     assert facts["evaluation_settings"]["loss"]["sources"] == [str(HELD_OUT)]
 
 
-@pytest.mark.parametrize("launch", ["gloo", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", ["gloo", "fsdp2"])
 def test_two_processes_measure_what_one_does(settings, launch):
     one, two = settings(name="one"), settings(name="two", gradient_accumulation=1)
     for values in (one, two):

@@ -57,6 +57,7 @@ def launch(values: dict) -> subprocess.CompletedProcess:
     return subprocess.run([*command, str(settings_file(values))], capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_a_sharded_run_is_that_of_one_process(tmp_path):
     if not hasattr(fsdp, "fully_shard"):
         pytest.skip("this torch has no FSDP2")
