@@ -20,6 +20,7 @@ from surgery.cli_options import (
     DtypeOption,
     FieldOption,
     JsonOption,
+    KeepStatisticsOption,
     LengthOption,
     OverwriteOption,
     PickleOption,
@@ -306,6 +307,7 @@ def convert(
         ),
     ] = None,
     max_shard_size: ShardSizeOption = None,
+    keep_statistics: KeepStatisticsOption = None,
     overwrite: OverwriteOption = False,
     calibration: CalibrationOption = None,
     calibration_tokens: TokensOption = None,
@@ -425,6 +427,7 @@ def convert(
         "dtype": dtype,
         "batch_size": batch_size,
         "max_shard_size": max_shard_size,
+        "keep_statistics": keep_statistics,
     }
     settings = target.settings(given, config)
     checkpoint, out = model_named(checkpoint), output_of(checkpoint, out, to)

@@ -63,6 +63,15 @@ DtypeOption = Annotated[
 BatchOption = Annotated[
     int | None, typer.Option("--batch-size", metavar="N", help="Sequences at a time [4].", rich_help_panel=MACHINE)
 ]
+KeepStatisticsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--keep-statistics",
+        metavar="FOLDER",
+        help="Keep what is learnt of the source there, and take it from there if it is of the same source and text.",
+        rich_help_panel=CALIBRATION,
+    ),
+]
 ShardSizeOption = Annotated[
     str | None,
     typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file [5GB].", rich_help_panel=OUTPUT),

@@ -21,5 +21,9 @@ class LayerFiles:
     def __exit__(self, *exc) -> None:
         self._folder.cleanup()
 
+    @property
+    def folder(self) -> Path:
+        return Path(self._folder.name)
+
     def _path(self, layer: int, suffix: str) -> Path:
-        return Path(self._folder.name) / f"{layer:05d}{suffix}"
+        return self.folder / f"{layer:05d}{suffix}"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from surgery.anatomy import AttentionAnatomy
+from surgery.calibration.kept_statistics import KeptStatistics
 from surgery.calibration.library import StatisticsLibrary, prior_lags, weight_statistics
+from surgery.calibration.sequences import token_hash
 from surgery.calibration.statistics import LayerStatistics, lag_statistics
 from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
 from surgery.progress import Progress
@@ -45,9 +48,19 @@ def gather(
     if tokens is None:
         _from_weights(opened, library, progress, basis_of)
         return
-    stream = opened.stream
-    with progress.phase("calibrate: forward", stream.num_layers) as advance:
-        final = forward_sweep(stream, tokens, store, settings.batch_size, advance)
+    stream, kept = opened.stream, None
+
+    def forward() -> Tensor:
+        with progress.phase("calibrate: forward", stream.num_layers) as advance:
+            return forward_sweep(stream, tokens, store, settings.batch_size, advance)
+
+    if settings.keep_statistics:
+        kept = KeptStatistics(settings.keep_statistics, _facts(opened, tokens, settings, gradients, basis_of))
+        if kept.read_into(library):
+            progress.note(f"statistics: those kept in {settings.keep_statistics}")
+            store.fill_when_asked(forward)
+            return
+    final = forward()
     with progress.phase("calibrate: backward", stream.num_layers) as advance:
         layers = backward_sweep(
             stream, opened.anatomy, store, final, settings.batch_size, gradients=gradients, seed=settings.seed
@@ -61,6 +74,21 @@ def gather(
                 lags = lag_statistics(layer.anatomy, basis, layer.inputs[chosen])
             library.save(layer.index, layer.statistics, lags)
             advance()
+    if kept:
+        kept.keep(library)
+
+
+def _facts(
+    opened: Source, tokens: Tensor, settings: ConversionSettings, gradients: bool, basis_of: BasisOf | None
+) -> dict[str, Any]:
+    """All that statistics follow from. Which basis lags are taken in is a matter of the method."""
+    return {
+        "source": opened.reader.fingerprint(),
+        "tokens": token_hash(tokens),
+        "gradients": gradients,
+        "lags_of": basis_of and settings.method,
+        **{name: getattr(settings, name) for name in ("seed", "dtype", "batch_size")},
+    }
 
 
 def _from_weights(opened: Source, library: StatisticsLibrary, progress: Progress, basis_of: BasisOf | None) -> None:

@@ -154,32 +154,32 @@ class LayerStream:
         """Gradient of the summed cross-entropy at ``hidden`` [N, T, D], labels drawn from the model itself.
 
         With such labels the second moment of gradients is the true Fisher information, not the empirical one.
-        Two passes over the vocabulary (Gumbel-max sampling, then the gradient) keep the logits from ever existing
-        whole.
+        Two passes over the vocabulary keep the logits from ever existing whole: the first gives the probability of
+        each slice of it, by which a token's slice is drawn; the second draws the label within and sums the gradient.
+        One uniform number a token, put through the inverse of the cumulative distribution, decides both.
         """
         with torch.enable_grad():
             leaf = hidden.to(self.device, self.dtype).detach().requires_grad_()
             normed = self.final_norm(leaf)
         flat = normed.detach().flatten(0, 1)
-        count = len(flat)
-        normaliser = torch.full((count,), -torch.inf, device=self.device)
-        best = torch.full((count,), -torch.inf, device=self.device)
-        label = torch.zeros(count, dtype=torch.long, device=self.device)
-        for first, weight in self.output_slices():
-            for rows in torch.arange(count, device=self.device).split(TOKEN_SLICE):
-                logits = (flat[rows] @ weight.T).float()
-                normaliser[rows] = torch.logaddexp(normaliser[rows], logits.logsumexp(-1))
-                noise = torch.empty(logits.shape).exponential_(generator=generator).to(self.device)
-                value, index = (logits - noise.log()).max(-1)
-                better = value > best[rows]
-                best[rows[better]], label[rows[better]] = value[better], index[better] + first
+        places = torch.arange(len(flat), device=self.device).split(TOKEN_SLICE)
+        slices = [
+            torch.cat([(flat[rows] @ weight.T).float().logsumexp(-1) for rows in places])
+            for _, weight in self.output_slices()
+        ]
+        normaliser = torch.stack(slices).logsumexp(0)
+        below = torch.stack([(part - normaliser).double().exp() for part in slices]).cumsum(0)  # up to a slice's end
+        drawn = torch.rand(len(flat), generator=generator, dtype=torch.float64).to(self.device)
+        chosen = (drawn >= below).sum(0).clamp_max(len(slices) - 1)
         gradient = torch.zeros_like(flat)
-        for first, weight in self.output_slices():
-            for rows in torch.arange(count, device=self.device).split(TOKEN_SLICE):
+        for place, (_, weight) in enumerate(self.output_slices()):
+            for rows in places:
                 probability = ((flat[rows] @ weight.T).float() - normaliser[rows, None]).exp()
-                local = label[rows] - first
-                inside = ((local >= 0) & (local < len(weight))).nonzero()[:, 0]
-                probability[inside, local[inside]] -= 1
+                own = (chosen[rows] == place).nonzero()[:, 0]
+                rest = drawn[rows[own]] - (below[place - 1, rows[own]] if place else 0)
+                cumulative = probability[own].double().cumsum(-1)
+                label = torch.searchsorted(cumulative, rest[:, None], right=True)[:, 0].clamp_max(len(weight) - 1)
+                probability[own, label] -= 1
                 gradient[rows] += probability.to(weight) @ weight
         normed.backward(gradient.view_as(normed))
         return leaf.grad

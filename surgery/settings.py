@@ -36,6 +36,8 @@ class ConversionSettings(FileSettings):
         held_out: sequences for choices between results and for the report's losses, and as many recall prompts.
         device: where layers run; "auto" is a CUDA device if there is one, otherwise the CPU.
         dtype: in which layers run during calibration and measurement.
+        keep_statistics: a folder in which statistics of the source are kept, and taken from where those of the same
+            source, text, seed, dtype and batch size are there already.
     """
 
     kv_ratio: float | None = None
@@ -51,6 +53,7 @@ class ConversionSettings(FileSettings):
     dtype: str = "float32"
     batch_size: int = 4
     max_shard_size: str = "5GB"
+    keep_statistics: str | None = None
 
     def __post_init__(self) -> None:
         self._check_choice("dtype", ("float32", "bfloat16", "float64"))

@@ -26,11 +26,19 @@ class BoundaryStore(LayerFiles):
 
     def __init__(self):
         super().__init__("boundaries")
+        self._sweep: Callable[[], object] | None = None
+
+    def fill_when_asked(self, sweep: Callable[[], object]) -> None:
+        """Has ``sweep``, which saves all boundaries here, run when the first is loaded, if ever one is."""
+        self._sweep = sweep
 
     def save(self, index: int, hidden: Tensor) -> None:
         save_file({"hidden": hidden.cpu().contiguous()}, self._path(index, ".safetensors"))
 
     def load(self, index: int) -> Tensor:
+        if self._sweep:
+            sweep, self._sweep = self._sweep, None
+            sweep()
         return load_file(self._path(index, ".safetensors"))["hidden"]
 
 

@@ -5,6 +5,7 @@ import torch
 from tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM
 
+from surgery import layer_stream
 from surgery.calibration.statistics import lag_statistics
 from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
 from surgery.settings import ConvertSettings
@@ -117,8 +118,10 @@ def test_sweep_without_gradients_gives_the_same_moments(checkpoints, name):
         assert b.statistics.gradient is None and a.statistics.tokens == TOKENS.numel()
 
 
-def test_sampled_gradient_is_that_of_one_label(checkpoints):
-    """Each token's gradient is Wᵀ (p - onehot(y)) for some y, and y is drawn from p."""
+@pytest.mark.parametrize("rows", [layer_stream.VOCABULARY_SLICE, 1500])
+def test_sampled_gradient_is_that_of_one_label(checkpoints, monkeypatch, rows):
+    """Each token's gradient is Wᵀ (p - onehot(y)) for some y, and y is drawn from p, in however many slices."""
+    monkeypatch.setattr(layer_stream, "VOCABULARY_SLICE", rows)
     stream = Source.open(checkpoints("llama"), ConvertSettings()).stream
     hidden = torch.randn(1, 400, 32, generator=torch.Generator().manual_seed(2))
     hidden[:] = hidden[:, :1]  # one distribution, many draws

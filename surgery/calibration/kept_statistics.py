@@ -1,0 +1,58 @@
+"""Statistics that outlive their conversion, for further ones of the same source and text.
+
+What is kept are moments, a few matrices in float64 per layer of the width of keys and values and one of the hidden
+size. What entered each layer is not: conversions that read it run the source forward again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from surgery.calibration.library import StatisticsLibrary
+from surgery.checkpoint.disk import disk_errors
+from surgery.version import __version__
+
+
+class KeptStatistics:
+    """The statistics of one source on one text, one folder among others.
+
+    Args:
+        folder: holds any number of them; made when the first is kept.
+        facts: all that the statistics follow from, as JSON; another version of the package counts as other facts.
+    """
+
+    def __init__(self, folder: str | Path, facts: dict[str, Any]):
+        facts = {**facts, "version": __version__}
+        name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+        self._folder, self._facts = Path(folder) / name, facts
+
+    def read_into(self, library: StatisticsLibrary) -> bool:
+        """Fills the library if there are such statistics; whether there are."""
+        if not self._folder.is_dir():
+            return False
+        _copy(self._folder, library.folder)
+        return True
+
+    def keep(self, library: StatisticsLibrary) -> None:
+        """Keeps what the library holds; whole or not at all. Raises SurgeryError where the disk is full."""
+        with disk_errors(self._folder):
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            staging = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._folder.parent))
+            try:
+                _copy(library.folder, staging)
+                (staging / "facts.json").write_text(json.dumps(self._facts, indent=2) + "\n")
+                if not self._folder.exists():  # another process may have been faster
+                    os.replace(staging, self._folder)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+
+
+def _copy(source: Path, target: Path) -> None:
+    for path in source.glob("*.pt"):
+        shutil.copyfile(path, target / path.name)

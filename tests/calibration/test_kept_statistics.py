@@ -1,0 +1,54 @@
+"""Statistics that are kept give the same conversion, and are not taken for those of anything else."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from surgery import layer_statistics
+from surgery.convert import convert_to_mla
+from surgery.convert_low_rank import convert_to_low_rank
+from surgery.progress import Progress
+from surgery.settings import ConvertSettings, LowRankSettings
+
+QUICK = {"calibration": "builtin", "calibration_tokens": 96, "calibration_length": 48, "held_out": 2, "fit_queries": 16}
+
+
+class Told(Progress):
+    def __init__(self):
+        super().__init__(silent=True)
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize(
+    ("convert", "settings"),
+    [(convert_to_low_rank, LowRankSettings(**QUICK)), (convert_to_mla, ConvertSettings(**QUICK))],
+)
+def test_the_same_bits_from_statistics_that_were_kept(checkpoints, tmp_path, monkeypatch, convert, settings):
+    source = checkpoints("llama")
+    plain = convert(source, tmp_path / "plain", settings)
+    settings = replace(settings, keep_statistics=str(tmp_path / "kept"))
+    convert(source, tmp_path / "first", settings)
+    monkeypatch.setattr(layer_statistics, "backward_sweep", lambda *_, **__: pytest.fail("taken again"))
+    told = Told()
+    second = convert(source, tmp_path / "second", settings, progress=told)
+    assert any("those kept in" in note for note in told.notes)
+    for name, tensor in load_file(plain.path / "model.safetensors").items():
+        assert torch.equal(tensor, load_file(second.path / "model.safetensors")[name]), name
+    (folder,) = (tmp_path / "kept").iterdir()
+    assert json.loads((folder / "facts.json").read_text())["gradients"] is True
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"batch_size": 2}, {"calibration_tokens": 48}, {"dtype": "float64"}])
+def test_other_facts_are_other_statistics(checkpoints, tmp_path, change):
+    settings = LowRankSettings(**QUICK, fit_steps=0, keep_statistics=str(tmp_path / "kept"))
+    convert_to_low_rank(checkpoints("llama"), tmp_path / "one", settings)
+    told = Told()
+    convert_to_low_rank(checkpoints("llama"), tmp_path / "two", replace(settings, **change), progress=told)
+    assert not any("those kept in" in note for note in told.notes)
+    assert len(list((tmp_path / "kept").iterdir())) == 2
