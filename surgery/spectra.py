@@ -43,7 +43,7 @@ class LayerSpectrum:
 
     @classmethod
     def of(cls, layer: int, statistics: LayerStatistics) -> LayerSpectrum:
-        metric = damp(statistics.gradient, METRIC_DAMPING)
+        metric = damp(statistics.metric, METRIC_DAMPING)
         _, _, energy = reduced_rank_projection(statistics.met_moment, metric, 0)
         return cls(layer, energy)
 

@@ -1,9 +1,7 @@
 """What a conversion knows of one layer: second moments of its keys and values, of their loss gradients, and lags.
 
-To second order an error ``δ = Δ z`` of keys and values costs ``E[(gᵀ Δ z)²] / 2`` nats, with g the loss gradient. Read
-as ``E[g gᵀ] ⊗ E[z zᵀ]`` (K-FAC, Martens and Grosse 2015, arXiv:1503.05671) that takes g and z for independent, which in
-real models they are not: few tokens, the first above all, carry most of the gradient. Weighting each token by the
-gradient that it meets, ``E[g gᵀ] ⊗ E[|g|² z zᵀ] / E|g|²``, keeps what they have in common.
+Plain moments are averages over tokens. What an error costs the loss is said by the two factors of
+`surgery.calibration.kronecker`, in which tokens count by what they meet.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from surgery.anatomy import AttentionAnatomy, Projection
 from surgery.attention import attention_weights
+from surgery.calibration.kronecker import KroneckerFactors, kronecker_factors, weighted_moment
 from surgery.rope import phases, to_complex
 
 
@@ -36,19 +35,32 @@ class LayerStatistics:
     raw_gradient: Tensor | None = None  # as gradient, at keys before a key norm that follows them; None without one
     input_scale: Tensor | None = None  # E|x| per channel of the attention's inputs, [D]
     input_energy: Tensor | None = None  # E x², [D]
-    weighted_moment: Tensor | None = None  # E[|g|² z zᵀ] / E|g|², [n, n]; None without gradients
-    weighted_mean: Tensor | None = None  # E[|g|² z] / E|g|², [n]
-    token_weight: Tensor | None = None  # |g|² / E|g|² of every token in order, float32 [N T]
+    # The factors of the Fisher information, ``metric ⊗ met_moment``; None without gradients.
+    weighted_moment: Tensor | None = None  # E[w z zᵀ], [n, n], with weights w of mean one
+    weighted_mean: Tensor | None = None  # E[w z], [n]
+    token_weight: Tensor | None = None  # w of every token in order, float32 [N T]
+    weighted_gradient: Tensor | None = None  # [n, n]
+    weighted_raw_gradient: Tensor | None = None  # the same at keys before a key norm that follows them
 
     @property
     def met_moment(self) -> Tensor:
-        """Second moment of z as the loss meets it: weighted by the gradient where there is one."""
+        """Second moment of z as the loss meets it: by weighted tokens where there are gradients."""
         return self.moment if self.weighted_moment is None else self.weighted_moment
 
     @property
     def met_mean(self) -> Tensor | None:
         """Mean of z under the weights of :attr:`met_moment`."""
         return self.mean if self.weighted_mean is None else self.weighted_mean
+
+    @property
+    def metric(self) -> Tensor | None:
+        """What an error of z costs, beside :attr:`met_moment`; without weighted tokens the plain moment of gradients."""
+        return self.gradient if self.weighted_gradient is None else self.weighted_gradient
+
+    @property
+    def raw_metric(self) -> Tensor | None:
+        """:attr:`metric` at keys before a key norm that follows them; None without one."""
+        return self.raw_gradient if self.weighted_raw_gradient is None else self.weighted_raw_gradient
 
     def keys(self, matrix: Tensor, anatomy: AttentionAnatomy) -> Tensor:
         """The key block of a moment over z, as [G, d, G, d]."""
@@ -57,7 +69,10 @@ class LayerStatistics:
 
 
 class MomentAccumulator:
-    """Sums over batches; products are taken in the batch's dtype (float32 or better) and summed in float64."""
+    """Sums over batches; products are taken in the batch's dtype (float32 or better) and summed in float64.
+
+    With gradients it holds keys and values and their gradients of all tokens, on the CPU, until :meth:`result`.
+    """
 
     def __init__(self, anatomy: AttentionAnatomy, *, gradients: bool):
         width = anatomy.kv_width
@@ -72,9 +87,10 @@ class MomentAccumulator:
         self.raw_gradient = torch.zeros_like(self.moment) if gradients and anatomy.k_norm is not None else None
         self.input_scale = torch.zeros(anatomy.hidden, dtype=torch.float64)
         self.input_energy = torch.zeros(anatomy.hidden, dtype=torch.float64)
-        self.weighted_moment = torch.zeros_like(self.moment) if gradients else None
-        self.weighted_mean = torch.zeros(width, dtype=torch.float64) if gradients else None
-        self.token_energy: list[Tensor] = []
+        self._device = anatomy.k.device
+        self._rows: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+        self._raw_gradients: list[Tensor] = []
         self.tokens = self.input_tokens = 0
 
     def add(self, projection: Projection, output_gradient: Tensor | None = None, inputs: Tensor | None = None) -> None:
@@ -93,15 +109,13 @@ class MomentAccumulator:
             k_grad, v_grad = projection.k.grad, projection.v.grad
             gradient = _rows(k_grad, v_grad)
             self.gradient += _gram(gradient)
-            energy = _energy(gradient)
-            weighted = rows * energy.to(rows)[:, None]
-            self.weighted_moment += (rows.mT @ weighted).double().cpu()
-            self.weighted_mean += weighted.double().sum(0).cpu()
-            self.token_energy.append(energy)
+            self._rows.append(rows.cpu())
+            self._gradients.append(gradient.cpu())
             self.output_gradient += _gram(output_gradient.flatten(0, 1))
             if self.raw_gradient is not None:
                 raw = raw_key_gradient(k, k_grad, projection.key_gain.detach(), self._key_norm.weight)
-                self.raw_gradient += _gram(_rows(raw, v_grad))
+                self._raw_gradients.append(_rows(raw, v_grad).cpu())
+                self.raw_gradient += _gram(self._raw_gradients[-1])
         if inputs is not None:
             x = inputs.detach().flatten(0, 1)
             self.input_scale += x.abs().double().sum(0).cpu()
@@ -114,7 +128,7 @@ class MomentAccumulator:
 
     def result(self) -> LayerStatistics:
         count, inputs = self.tokens, self.input_tokens
-        weight = sum(float(energy.sum()) for energy in self.token_energy)
+        factors = kronecker_factors(self._rows, self._gradients, self._device) if self._rows else None
         return LayerStatistics(
             moment=self.moment / count,
             gradient=None if self.gradient is None else self.gradient / count,
@@ -127,11 +141,20 @@ class MomentAccumulator:
             raw_gradient=None if self.raw_gradient is None else self.raw_gradient / count,
             input_scale=self.input_scale / inputs if inputs else None,
             input_energy=self.input_energy / inputs if inputs else None,
-            # Where no token meets a gradient all count alike.
-            weighted_moment=self.weighted_moment / weight if weight > 0 else None,
-            weighted_mean=self.weighted_mean / weight if weight > 0 else None,
-            token_weight=_weights(self.token_energy),
+            **(self._weighted(factors) if factors else {}),
         )
+
+    def _weighted(self, factors: KroneckerFactors) -> dict[str, Tensor]:
+        weight, raw = factors.token_weight, self._raw_gradients
+        return {
+            "weighted_moment": factors.moment,
+            "weighted_mean": (torch.cat(self._rows).mT.double() @ weight) / len(weight),
+            "token_weight": weight.float(),
+            "weighted_gradient": factors.gradient,
+            "weighted_raw_gradient": weighted_moment(raw, factors.gradient_weight, device=self._device)
+            if raw
+            else None,
+        }
 
 
 def raw_key_gradient(keys: Tensor, gradient: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
@@ -212,15 +235,3 @@ def _rows(keys: Tensor, values: Tensor) -> Tensor:
 
 def _gram(rows: Tensor) -> Tensor:
     return (rows.mT @ rows).double().cpu()
-
-
-def _energy(rows: Tensor) -> Tensor:
-    """Squared length of each row, float64 on the CPU."""
-    return rows.double().square().sum(-1).cpu()
-
-
-def _weights(energies: list[Tensor]) -> Tensor | None:
-    """Energies of all tokens as weights of mean one; None where there are none, or nothing but zeros."""
-    if not energies or not (total := torch.cat(energies)).any():
-        return None
-    return (total / total.mean()).float()

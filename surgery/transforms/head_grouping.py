@@ -89,10 +89,10 @@ def moments_of_heads(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, 
     moment = statistics.met_moment if weighted else statistics.moment
     key = frequency_blocks(statistics.keys(moment, anatomy))
     value = values_of(moment)
-    if weighted and statistics.gradient is not None:
+    if weighted and statistics.metric is not None:
         # Half: (g . δ)² of real pairs is |conj(g) δ|² / 2 on average over phases.
-        key_metric = frequency_blocks(statistics.keys(statistics.gradient, anatomy)) / 2
-        return GroupMoments(key, key_metric, value, values_of(statistics.gradient))
+        key_metric = frequency_blocks(statistics.keys(statistics.metric, anatomy)) / 2
+        return GroupMoments(key, key_metric, value, values_of(statistics.metric))
     key_metric = torch.eye(groups, dtype=key.dtype).expand_as(key)
     value_blocks = torch.eye(width, dtype=value.dtype).expand(groups, -1, -1)
     if weighted:

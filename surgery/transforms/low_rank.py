@@ -217,12 +217,12 @@ def _bias_free(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, met: b
 
 def _gradient(statistics: LayerStatistics, scale: Tensor) -> Tensor | None:
     """Metric of the loss at keys before their norm and values, damped."""
-    if statistics.gradient is None:
+    if statistics.metric is None:
         return None
-    gradient = statistics.raw_gradient
+    gradient = statistics.raw_metric
     if gradient is None:
         scale = _finite(scale)
-        gradient = statistics.gradient * scale * scale[:, None]
+        gradient = statistics.metric * scale * scale[:, None]
     return damp(gradient, METRIC_DAMPING)
 
 

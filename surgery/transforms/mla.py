@@ -97,7 +97,7 @@ def key_basis(method: Method, anatomy: AttentionAnatomy, statistics: LayerStatis
     if method.folds:
         return folded_basis(statistics.keys(statistics.moment, anatomy), split.fold, split.rope_dim // 2)
     if method.gradients:
-        moment, gradient = statistics.met_moment, statistics.gradient
+        moment, gradient = statistics.met_moment, statistics.metric
         return energy_basis(statistics.keys(moment, anatomy), statistics.keys(gradient, anatomy))
     return identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
 
@@ -153,7 +153,7 @@ def convert_layer(
     keys = moment.shape[0] - anatomy.kv_heads * anatomy.value_dim
     if method.gradients:
         dual = partial_rope.latent_rows(anatomy, basis, rotated, dual=True)
-        metric = damp(dual @ statistics.gradient @ dual.mT, METRIC_DAMPING)
+        metric = damp(dual @ statistics.metric @ dual.mT, METRIC_DAMPING)
     elif method.folds:
         metric = _balance(moment, keys)
     else:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from surgery import attention
 from surgery.anatomy import AttentionAnatomy
 from surgery.attention import CapturedAttention
+from surgery.calibration.kronecker import kronecker_factors
 from surgery.calibration.statistics import LayerStatistics, MomentAccumulator
 from surgery.errors import SurgeryError
 from surgery.rope import phases, rotate, to_complex, to_real
@@ -144,9 +145,14 @@ def test_the_predicted_error_is_the_measured_one(method, kv_heads):
     layer = random_layer()
     statistics = statistics_of(layer)
     merged = merge_kv_heads(layer, statistics, kv_heads, method)
-    weight = statistics.token_weight.double()  # tokens count by the gradients that they meet
     x = inputs_of(layer)
     source, short = layer.project(x), merged.anatomy.project(x)
+    both = [
+        torch.cat([k.flatten(2), v.flatten(2)], dim=-1).flatten(0, 1)
+        for k, v in ((source.k, source.v), gradients_of(layer, x))
+    ]
+    factors = kronecker_factors(*([rows] for rows in both))
+    weight, gradient_weight = factors.token_weight, factors.gradient_weight  # tokens count by what they meet
     order, repeat = query_order(merged.groups), H // G
     heads = torch.tensor(sum(merged.groups, ()))
     # q' = conj(up) q in the first query head of each KV head; o' = o up.
@@ -162,10 +168,12 @@ def test_the_predicted_error_is_the_measured_one(method, kv_heads):
     for first in range(0, G, size):
         group = slice(first, first + size)
         g, delta = to_complex(key_gradient[:, :, group]).flatten(0, 1), key[:, :, group].flatten(0, 1)
-        metric = torch.einsum("tgl,thl->lgh", g, g.conj()) / len(g)
+        metric = torch.einsum("tgl,thl,t->lgh", g, g.conj(), gradient_weight + 0j) / len(g)
         key_error += 0.5 * torch.einsum("tgl,lgh,thl,t->", delta.conj(), metric, delta, weight + 0j).real / weight.sum()
         g, delta = value_gradient[:, :, group].flatten(2).flatten(0, 1), value[:, :, group].flatten(2).flatten(0, 1)
-        value_error += ((delta @ (g.T @ g) * delta).sum(1) * weight).sum() / len(g) / weight.sum()
+        value_error += (
+            ((delta @ (g.T @ (g * gradient_weight[:, None])) * delta).sum(1) * weight).sum() / len(g) / weight.sum()
+        )
     assert merged.key_error == pytest.approx(float(key_error), rel=1e-6)
     assert merged.value_error == pytest.approx(float(value_error), rel=1e-6)
 
