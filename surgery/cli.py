@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from surgery import cli_bench, cli_convert, cli_engines, cli_evaluation, cli_heads, cli_heal, cli_slice
+from surgery import cli_bench, cli_convert, cli_engines, cli_evaluation, cli_heads, cli_heal, cli_slice, own_program
 from surgery.cli_options import (
     BatchOption,
     CalibrationOption,
@@ -82,7 +82,7 @@ def inspect(
 
         surgery inspect ckpt/ --calibration builtin --plot spectra.png
     """
-    from surgery.console import show_inspection
+    from surgery.console_inspection import show_inspection
     from surgery.inspection import inspect_checkpoint
     from surgery.named_models import model_named
     from surgery.progress import Progress
@@ -153,6 +153,7 @@ cli_bench.register(app)
 
 def main() -> None:
     """Entry point: one line and exit code 1 for bad input, 2 for a wrong command line, 130 for Ctrl-C."""
+    own_program.begin()
     try:
         app()
     except SurgeryError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surgery.console import make_table, new_page, plain, print_json
+from surgery.console_page import make_table, new_page, plain, print_json
 from surgery.human import decimal, duration, share
 
 BEST = 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from surgery.console import make_table, new_page, plain, print_json
+from surgery.console_page import make_table, new_page, plain, print_json
 from surgery.human import count, decimal, duration, share, size
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from surgery.architectures.cached import check_quantizable, rotated_names, rotated_tensors
+from surgery.architectures.cached import REASON, check_quantizable, rotated_names, rotated_tensors
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
 from surgery.conversion import Conversion, Outcome, conclude, settle_output, unchanged_tensors, write_rest
@@ -95,7 +95,7 @@ def convert_to_quantized(
                 "to": "quantized",
                 "method": settings.format,
                 "model_type": MODEL_TYPE,
-                "reasons": ["no stock class keeps a quantised cache by itself"],
+                "reasons": [REASON],
                 **quantized_facts(settings),
             },
             kv_bytes=lambda tokens: quantized.kv_cache_bytes(1, tokens),

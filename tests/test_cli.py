@@ -26,7 +26,7 @@ QUICK = [
     "--kv-ratio", "0.5", "--rope-dim", "4",
 ]  # fmt: skip
 
-# Stands for the console script: argv[0] is what keeps the package from registering its model class at once.
+# Stands for the console script.
 LAUNCH = "import sys; sys.argv[0] = 'surgery'; from surgery.cli import main; main()"
 HELP = """
 import contextlib, sys
