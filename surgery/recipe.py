@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgery.errors import SurgeryError
 from surgery.eval.distributed import Processes
-from surgery.file_settings import did_you_mean, read_mapping
+from surgery.file_settings import did_you_mean, read_mapping, typed
 from surgery.progress import Progress
 
 if TYPE_CHECKING:
@@ -220,6 +220,7 @@ def _compare_heads(step: Step, where: str) -> Action:
             raise SurgeryError(f"{where}: unknown setting {name!r}{did_you_mean(str(name), sorted(known))}")
     if "shares" in given:
         given["shares"] = tuple(given["shares"])
+    given = typed(CompareRequest, given, where)
     asked = CompareRequest((), Path(), overwrite=True, command=f"surgery run {where}", **given)
 
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:

@@ -87,6 +87,16 @@ CASES = {
         {},
         "partial_rotary_factor",
     ),
+    "layers of no known number": (
+        edit_config(layer_types=["full_attention"] * 3),
+        {},
+        r"config\.json: transformers cannot load it .*num_hidden_layers",
+    ),
+    "text where a number belongs": (
+        edit_config(hidden_size="wide"),
+        {},
+        r"config\.json: transformers cannot load it .*hidden_size",
+    ),
     "unknown tensor": (add_tensor, {}, "qkv_proj"),
     "pickle only": (pickle_only, {}, "allow-pickle"),
     "budget too small": (lambda folder: None, {"kv_ratio": 0.01, "rope_dim": None}, "ask for more"),

@@ -45,9 +45,7 @@ def test_every_conversion_is_printed(call, checkpoints, tmp_path, monkeypatch, c
 
 
 def test_errors_that_nothing_predicts_are_dashes(checkpoints, tmp_path, monkeypatch, capsys):
-    asked = ["--to", "gqa", "--method", "key-norm", *FIT, *TEXT]
-    code, shown, err = run_main(
-        monkeypatch, capsys, "convert", checkpoints("llama3"), "--out", tmp_path / "out", *asked
-    )
+    arguments = [checkpoints("llama3"), "--out", tmp_path / "out", "--to", "gqa", "--method", "key-norm", *FIT, *TEXT]
+    code, shown, err = run_main(monkeypatch, capsys, "convert", *arguments)
     assert code == 0, err
     assert any(line.split()[:4] == ["0", "0+1", "-", "-"] for line in shown.splitlines())

@@ -46,6 +46,7 @@ ROOMS = {
         "file_settings",
         "human",
         "kernels",
+        "loading",
         "model",
         "progress",
         "version",

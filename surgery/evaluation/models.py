@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from surgery.checkpoint import CheckpointReader
 from surgery.errors import SurgeryError
 from surgery.human import origin
+from surgery.loading import loading
 
 REPORT = "surgery_report.json"
 
@@ -85,14 +86,17 @@ class Checkpoint:
         from surgery import model as own_model
 
         own_model.register()
-        with _errors(self.given):
+        with loading(self.given):
             model = AutoModelForCausalLM.from_pretrained(
                 self.reader.model_folder(),
                 dtype="auto",
                 local_files_only=True,
                 trust_remote_code=self.trust_remote_code,
             )
-            return model.to(device).eval()
+            try:
+                return model.to(device).eval()
+            except torch.OutOfMemoryError:
+                raise SurgeryError(f"{self.given}: does not fit on the device; try --device cpu") from None
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Its tokenizer.
@@ -100,7 +104,7 @@ class Checkpoint:
         Raises:
             SurgeryError: there is none that transformers can read.
         """
-        with _errors(self.given):
+        with loading(self.given):
             return AutoTokenizer.from_pretrained(
                 self.reader.path, local_files_only=True, trust_remote_code=self.trust_remote_code
             )
@@ -150,21 +154,3 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Casts a model's parameters in place. Buffers stay: RoPE frequencies in half precision would be wrong ones."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-
-
-class _errors:
-    """Turns what transformers raises at loading into one line."""
-
-    def __init__(self, given: str) -> None:
-        self._given = given
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise SurgeryError(f"{self._given}: does not fit on the device; try --device cpu") from None
-        known = (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError, RuntimeError)
-        if isinstance(error, known) and not isinstance(error, SurgeryError):
-            reason = " ".join(str(error).split())[:300]
-            raise SurgeryError(f"{self._given}: transformers cannot load it ({reason})") from None
