@@ -184,10 +184,10 @@ def score(
         surgery heads ckpt/ --method needle --sinks 16 --recent 112 --length 1024 --out needle.safetensors
     """
     from surgery.console_heads import show_pattern
+    from surgery.head_scoring import SUFFIX, score_heads
     from surgery.heads.settings import HeadSettings
     from surgery.named_models import model_named, output_of
     from surgery.progress import Progress
-    from surgery.score_heads import SUFFIX, score_heads
 
     given = {
         "method": method,

@@ -155,7 +155,7 @@ def heal(
         surgery heal ckpt-mla/ --teacher ckpt/ --dtype bf16 --dry-run --peak-tflops 989
     """
     from surgery.console_heal import show_healed, show_plan
-    from surgery.heal import HealRequest, heal_checkpoint, plan_healing
+    from surgery.healing import HealRequest, heal_checkpoint, plan_healing
     from surgery.launchers import check_processes, find_launcher
     from surgery.named_models import model_named, output_of
     from surgery.progress import Progress

@@ -1,6 +1,6 @@
 """``surgery convert --to crosslayer``, methods xkv, xkv-prompt and minicache: layers share one cache of old tokens.
 
-The order of events is that of :mod:`surgery.convert`: statistics from two sweeps over calibration text (the static
+The order of events is that of :mod:`surgery.convert_mla`: statistics from two sweeps over calibration text (the static
 basis of xkv needs them, the others do not), then one pass over the groups of layers that finds each basis, carries all
 stages through the group and writes it; the written files are loaded again, run and compared before they get their final
 name.

@@ -2,9 +2,9 @@
 
 Where layers keep different numbers of heads, another class carries the same tensors.
 
-The order of events is that of :mod:`surgery.convert`: statistics from two sweeps over calibration text, then one pass
-that merges the heads of every layer, fits it, carries all stages through it and writes it; the written files are loaded
-again, run and compared before they get their final name.
+The order of events is that of :mod:`surgery.convert_mla`: statistics from two sweeps over calibration text, then one
+pass that merges the heads of every layer, fits it, carries all stages through it and writes it; the written files are
+loaded again, run and compared before they get their final name.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def _score_heads(step: Step, where: str) -> Action:
     settings = HeadSettings.from_mapping(given, where)
 
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
-        from surgery.score_heads import score_heads
+        from surgery.head_scoring import score_heads
 
         checkpoint = _checkpoint(source, finished)
         path = finished.patterns[step.name] = out.with_name(f"{out.name}.safetensors")
@@ -255,7 +255,7 @@ def _heal(step: Step, where: str) -> Action:
         raise SurgeryError(f"{where}: {error}") from None
 
     def do(out: Path, finished: Finished, progress: Progress, waiting: Processes) -> None:
-        from surgery.heal import HealRequest, heal_checkpoint, healed_already
+        from surgery.healing import HealRequest, heal_checkpoint, healed_already
 
         source = _checkpoint(teacher, finished)
         request = HealRequest(
@@ -383,8 +383,8 @@ def _scored_already(path: Path, source: str, settings: HeadSettings) -> bool:
         SurgeryError: there is one of others.
     """
     from surgery.checkpoint import CheckpointReader
+    from surgery.head_scoring import sequence_length
     from surgery.heads.pattern import HeadPattern
-    from surgery.score_heads import sequence_length
 
     if not path.exists():
         return False

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from surgery.conversion import Conversion
-from surgery.convert import convert_to_mla
 from surgery.convert_cache import convert_to_quantized
 from surgery.convert_cross_layer import convert_cross_layer
 from surgery.convert_heads import convert_to_gqa
 from surgery.convert_hybrid import convert_to_hybrid
 from surgery.convert_low_rank import convert_to_low_rank
+from surgery.convert_mla import convert_to_mla
 from surgery.dry_run import ConversionPlan, plan_conversion
 from surgery.errors import SurgeryError
 from surgery.file_settings import did_you_mean, read_mapping

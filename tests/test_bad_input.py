@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, make_checkpoint
 
-from surgery.convert import convert_to_mla
+from surgery.convert_mla import convert_to_mla
 from surgery.errors import SurgeryError
 from surgery.settings import ConvertSettings
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.checkpoint import CheckpointReader
 from surgery.conversion import default_output
-from surgery.heal import HealRequest, training_settings
+from surgery.healing import HealRequest, training_settings
 
 QUICK = ["--calibration", HELD_OUT, "--calibration-tokens", 512, "--calibration-length", 128, "--held-out", 1]
 QUICK += ["--fit-steps", 0, "--kv-ratio", 0.5, "--device", "cpu"]
