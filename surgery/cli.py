@@ -23,6 +23,7 @@ from surgery.cli_options import (
     TokensOption,
 )
 from surgery.errors import SurgeryError
+from surgery.interruption import interruptible
 from surgery.version import __version__
 
 app = typer.Typer(
@@ -151,14 +152,23 @@ cli_heal.register(app)
 cli_bench.register(app)
 
 
+RESUMABLE = ("eval", "heads", "heal", "run")
+"""Verbs that go on where they were stopped; of the others nothing is left then."""
+
+
 def main() -> None:
-    """Entry point: one line and exit code 1 for bad input, 2 for a wrong command line, 130 for Ctrl-C."""
+    """Entry point: one line and exit code 1 for bad input, 2 for a wrong command line, 130 for Ctrl-C, 143 for SIGTERM."""
     own_program.begin()
-    try:
-        app()
-    except SurgeryError as error:
-        print(f"surgery: error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("surgery: interrupted, nothing was written", file=sys.stderr)
-        sys.exit(130)
+    with interruptible() as interruption:
+        try:
+            app()
+        except SurgeryError as error:
+            print(f"surgery: error: {error}", file=sys.stderr)
+            sys.exit(1)
+        except (KeyboardInterrupt, SystemExit):  # the latter is what click makes of the former
+            if interruption.signal is None:
+                raise
+            kept = any(verb in RESUMABLE for verb in sys.argv[1:2])
+            left = "what was finished is kept, the same command goes on" if kept else "nothing was written"
+            print(f"surgery: interrupted; {left}", file=sys.stderr)
+            sys.exit(interruption.exit_code)

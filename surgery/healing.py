@@ -11,7 +11,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -34,7 +33,7 @@ from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.healed_verification import verify_healed
 from surgery.healing_table import gap_closed, quality_table, stages
-from surgery.launchers import count_processes, is_sharded, launch_command, outside
+from surgery.launchers import count_processes, is_sharded, launch_command, outside, run_to_its_end
 from surgery.model import register
 from surgery.progress import Progress
 from surgery.report import Report, previous_report
@@ -269,9 +268,9 @@ def _train(
     progress.note(f"training: {shlex.join(command)}")
     # The package may be imported from where it lies, not only where it is installed.
     environment = outside(dict(os.environ)) | {"TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, env=environment, check=False)
-    if done.returncode:
-        raise SurgeryError(f"the training ended with exit code {done.returncode}, see above; the same command goes on")
+    code = run_to_its_end(command, environment)
+    if code:
+        raise SurgeryError(f"the training ended with exit code {code}, see above; the same command goes on")
 
 
 def _trained_already(work: Path, settings: HealSettings) -> bool:
