@@ -83,13 +83,15 @@ def inspect(
 
         surgery inspect ckpt/ --calibration builtin --plot spectra.png
     """
-    from surgery.console_inspection import show_inspection
-    from surgery.inspection import inspect_checkpoint
+    from surgery.checkpoint.location import find_local
     from surgery.named_models import model_named
-    from surgery.progress import Progress
     from surgery.settings import ConvertSettings
     from surgery.speed_forecast import find_gpu
 
+    source, ceilings = model_named(checkpoint), find_gpu(gpu)
+    find_local(source)  # refuses what is none before torch is loaded for it
+    if plot is not None and calibration is None:
+        raise SurgeryError("--plot draws the spectra, which need statistics: give --calibration too, such as builtin")
     given = {
         "calibration": calibration,
         "calibration_tokens": calibration_tokens,
@@ -101,12 +103,17 @@ def inspect(
         "batch_size": batch_size,
     }
     settings = ConvertSettings(**{name: value for name, value in given.items() if value is not None})
+
+    from surgery.console_inspection import show_inspection
+    from surgery.inspection import inspect_checkpoint
+    from surgery.progress import Progress
+
     inspection = inspect_checkpoint(
-        model_named(checkpoint),
+        source,
         settings,
         spectra=calibration is not None,
         allow_pickle=allow_pickle,
-        gpu=find_gpu(gpu),
+        gpu=ceilings,
         progress=Progress(),
     )
     show_inspection(inspection, plot=plot, as_json=as_json)
@@ -157,7 +164,7 @@ RESUMABLE = ("eval", "heads", "heal", "run")
 
 
 def main() -> None:
-    """Entry point: one line and exit code 1 for bad input, 2 for a wrong command line, 130 for Ctrl-C, 143 for SIGTERM."""
+    """Entry point: one line and exit code 1 for bad input, 2 for a wrong command line, 130 and 143 for signals."""
     own_program.begin()
     with interruptible() as interruption:
         try:

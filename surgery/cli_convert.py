@@ -372,9 +372,7 @@ def convert(
 
         surgery convert --to quantized ckpt-lowrank/ --bits 4
     """
-    from surgery.console import show_conversion, show_plan
     from surgery.named_models import model_named, output_of
-    from surgery.progress import Progress
     from surgery.targets import find_target
 
     target = find_target(to)
@@ -428,6 +426,11 @@ def convert(
     }
     settings = target.settings(given, config)
     checkpoint, out = model_named(checkpoint), output_of(checkpoint, out, to)
+    target.check_places(checkpoint, out, settings, overwrite=overwrite)
+
+    from surgery.console import show_conversion, show_plan
+    from surgery.progress import Progress
+
     if dry_run:
         plan = target.plan(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
         show_plan(plan, as_json=as_json)

@@ -149,16 +149,16 @@ def evaluate(
 
         surgery eval ckpt-mla/ --baseline ckpt/ --tasks lm-eval:hellaswag --limit 100
     """
-    from surgery.console import show_evaluation
-    from surgery.evaluation.output import track, write_report
-    from surgery.evaluation.run import Request, evaluate
+    from surgery.checkpoint.location import find_local
+    from surgery.evaluation.names import name_and_path
     from surgery.evaluation.settings import EvalSettings
     from surgery.named_models import model_named
-    from surgery.progress import Progress
 
     def named(given: str) -> str:
         name, sign, checkpoint = given.rpartition("=")
-        return name + sign + model_named(checkpoint)
+        given = name + sign + model_named(checkpoint)
+        find_local(name_and_path(given)[1])  # refuses what is none before torch is loaded for it
+        return given
 
     given = {
         "tasks": tasks,
@@ -185,9 +185,16 @@ def evaluate(
     }
     given = {name: value for name, value in given.items() if value is not None}
     settings = EvalSettings.from_file(config, **given) if config else EvalSettings(**given)
+    models, compared = tuple(map(named, checkpoints)), None if baseline is None else named(baseline)
+
+    from surgery.console import show_evaluation
+    from surgery.evaluation.output import track, write_report
+    from surgery.evaluation.run import Request, evaluate
+    from surgery.progress import Progress
+
     request = Request(
-        tuple(map(named, checkpoints)),
-        None if baseline is None else named(baseline),
+        models,
+        compared,
         out,
         settings,
         command=shlex.join(["surgery", *sys.argv[1:]]),

@@ -154,11 +154,10 @@ def heal(
 
         surgery heal ckpt-mla/ --teacher ckpt/ --dtype bf16 --dry-run --peak-tflops 989
     """
-    from surgery.console_heal import show_healed, show_plan
-    from surgery.healing import HealRequest, heal_checkpoint, plan_healing
+    from surgery.checkpoint.location import find_local
     from surgery.launchers import check_processes, find_launcher
     from surgery.named_models import model_named, output_of
-    from surgery.progress import Progress
+    from surgery.output_place import settle_output
 
     check_processes(processes)
     given = {
@@ -179,9 +178,19 @@ def heal(
         "dtype": dtype,
     }
     given = {name: value for name, value in given.items() if value is not None}
+    student, out = model_named(checkpoint), output_of(checkpoint, out, "healed")
+    # Before torch is loaded for it: places that would be refused later.
+    settle_output(student, find_local(student), out, "healed", overwrite=overwrite)
+    if "teacher" in given:
+        find_local(given["teacher"])
+
+    from surgery.console_heal import show_healed, show_plan
+    from surgery.healing import HealRequest, heal_checkpoint, plan_healing
+    from surgery.progress import Progress
+
     request = HealRequest(
-        model_named(checkpoint),
-        output_of(checkpoint, out, "healed"),
+        student,
+        out,
         config,
         given,
         processes=processes,

@@ -10,7 +10,6 @@ from surgery.console import class_and_why
 from surgery.console_bench import show_speed
 from surgery.console_page import make_table, new_page, plain, print_json
 from surgery.engines import spoken
-from surgery.errors import SurgeryError
 from surgery.human import count, origin, per_token, size
 
 
@@ -18,12 +17,10 @@ def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = Fal
     """Prints an inspection (:class:`surgery.inspection.Inspection`) and draws its spectra, if it has any.
 
     Raises:
-        SurgeryError: ``plot`` is given where there are no spectra, or cannot be written.
+        SurgeryError: ``plot`` cannot be written.
     """
-    from surgery.spectra import draw_spectra  # which needs torch
+    from surgery.spectra import draw_spectra
 
-    if inspection.spectra is None and plot is not None:
-        raise SurgeryError("--plot draws the spectra, which need statistics: give --calibration too, such as builtin")
     drawn = None
     if inspection.spectra is not None:
         drawn = plot or Path(f"{inspection.name}-spectra.png")

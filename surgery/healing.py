@@ -26,7 +26,6 @@ from surgery.carry_over import CARD, REPORT
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.staging import Staging
-from surgery.conversion import default_output
 from surgery.engines import engine_table
 from surgery.errors import SurgeryError
 from surgery.evaluation.run import Request, evaluate
@@ -35,6 +34,7 @@ from surgery.healed_verification import verify_healed
 from surgery.healing_table import gap_closed, quality_table, stages
 from surgery.launchers import count_processes, is_sharded, launch_command, outside, run_to_its_end
 from surgery.model import register
+from surgery.output_place import default_output
 from surgery.progress import Progress
 from surgery.report import Report, previous_report
 from surgery.training.settings import HealSettings

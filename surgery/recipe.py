@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
 from surgery.file_settings import did_you_mean, read_mapping, typed
 from surgery.progress import Progress
 
 if TYPE_CHECKING:
+    from surgery.eval.distributed import Processes
     from surgery.heads.settings import HeadSettings
     from surgery.settings import ConversionSettings
     from surgery.targets import Target
@@ -98,6 +98,9 @@ def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
     finished = Finished()
     # All settings are checked first: a typing error in the last step should not cost an hour.
     ready = [VERBS[step.verb](step, f"{path}, step {step.name}") for step in recipe.steps]
+
+    from surgery.eval.distributed import Processes
+
     processes = Processes()
     for number, (step, do) in enumerate(zip(recipe.steps, ready, strict=True), 1):
         if processes.is_main:
@@ -107,7 +110,7 @@ def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
     return finished
 
 
-Action = Callable[[Path, Finished, Progress, Processes], None]
+Action = Callable[[Path, Finished, Progress, "Processes"], None]
 
 
 def _convert(step: Step, where: str) -> Action:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from surgery.checkpoint import CheckpointReader
 from surgery.errors import SurgeryError
+from surgery.evaluation.names import name_and_path
 from surgery.human import origin
 from surgery.loading import loading
 
@@ -52,7 +53,7 @@ class Checkpoint:
         Raises:
             SurgeryError: there is no such checkpoint, or it is damaged.
         """
-        name, path = _named(given)
+        name, path = name_and_path(given)
         reader = CheckpointReader.open(path, allow_pickle=allow_pickle)
         return cls(name, path, reader, reader.fingerprint(advance), trust_remote_code)
 
@@ -130,16 +131,6 @@ class Checkpoint:
             raise SurgeryError(
                 f"{self.reader.path / REPORT}: not a conversion report ({error!r}); repair or remove it"
             ) from None
-
-
-def _named(given: str) -> tuple[str, str]:
-    """Row name and path of an argument; ``name=path``, unless there is a path with that sign in it."""
-    name, sign, path = given.partition("=")
-    if not sign or Path(given).exists():
-        name, path = Path(given.rstrip("/")).name or given, given
-    if not name or not path:
-        raise SurgeryError(f"{given!r}: give a checkpoint folder or hub id, or NAME=PATH")
-    return name, path
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
