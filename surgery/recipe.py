@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from surgery.errors import SurgeryError
 from surgery.file_settings import did_you_mean, read_mapping, typed
 from surgery.progress import Progress
+from surgery.recipe_names import check_names
 
 if TYPE_CHECKING:
     from surgery.eval.distributed import Processes
@@ -98,6 +99,7 @@ def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
     finished = Finished()
     # All settings are checked first: a typing error in the last step should not cost an hour.
     ready = [VERBS[step.verb](step, f"{path}, step {step.name}") for step in recipe.steps]
+    check_names(path, recipe.steps)
 
     from surgery.eval.distributed import Processes
 

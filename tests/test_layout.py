@@ -13,6 +13,7 @@ import pytest
 from surgery.evaluation.settings import EvalSettings
 from surgery.heads.settings import HeadSettings
 from surgery.recipe import VERBS, Recipe
+from surgery.recipe_names import check_names
 from surgery.settings import (
     ConvertSettings,
     CrossLayerSettings,
@@ -204,3 +205,4 @@ def test_recipes_are_valid(path):
     recipe = Recipe.read(path)
     for step in recipe.steps:
         VERBS[step.verb](step, step.name)
+    check_names(path, recipe.steps)
