@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from surgery import cli_bench, cli_convert, cli_engines, cli_evaluation, cli_heads, cli_heal, cli_slice, own_program
+from surgery import (
+    cli_bench,
+    cli_convert,
+    cli_engines,
+    cli_evaluation,
+    cli_heads,
+    cli_heal,
+    cli_shipped,
+    cli_slice,
+    own_program,
+)
 from surgery.cli_options import (
     BatchOption,
     CalibrationOption,
@@ -157,6 +167,7 @@ cli_evaluation.register(app)
 cli_heads.register(app)
 cli_heal.register(app)
 cli_bench.register(app)
+cli_shipped.register(app)
 
 
 RESUMABLE = ("eval", "heads", "heal", "run")

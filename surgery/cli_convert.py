@@ -16,6 +16,7 @@ from surgery.cli_options import (
     BatchOption,
     CalibrationOption,
     CheckpointArgument,
+    ConfigOption,
     DeviceOption,
     DtypeOption,
     FieldOption,
@@ -339,9 +340,7 @@ def convert(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     batch_size: BatchOption = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="YAML of settings; flags win over it.")
-    ] = None,
+    config: ConfigOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print what it would do and take; write nothing.")
     ] = False,

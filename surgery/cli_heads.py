@@ -15,6 +15,7 @@ from surgery.cli_options import (
     MACHINE,
     OUTPUT,
     CheckpointArgument,
+    ConfigOption,
     DeviceOption,
     FieldOption,
     JsonOption,
@@ -150,9 +151,7 @@ def score(
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", help="The first of them [0].", rich_help_panel=CALIBRATION)
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="Settings from a YAML file; flags win.")
-    ] = None,
+    config: ConfigOption = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing file.", rich_help_panel=OUTPUT)
     ] = False,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli_options import MACHINE, OUTPUT, CheckpointArgument, JsonOption
+from surgery.cli_options import MACHINE, OUTPUT, CheckpointArgument, JsonOption, config_file
 
 TRAINING = "Training"
 BUDGET = "Budget"
@@ -27,7 +27,7 @@ def heal(
         typer.Option(
             "--teacher",
             metavar="SRC|builtin|smollm2",
-            help="Its source, to distil from; builtin is the model that ships.",
+            help="What to distil from [its source, as its report names it]; builtin is the model that ships.",
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -49,8 +49,9 @@ def heal(
         typer.Option(
             "--config",
             "--recipe",
-            metavar="FILE",
-            help="All settings, as in configs/heal.yaml; flags win.",
+            metavar="FILE|NAME",
+            help="All settings, as in `surgery configs --copy heal`; flags win.",
+            callback=config_file,
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -146,7 +147,7 @@ def heal(
 
     Examples:
 
-        surgery heal ckpt-mla/ --teacher ckpt/ --max-tokens 20000000
+        surgery heal ckpt-mla/ --max-tokens 20000000
 
         surgery heal surgery-demo/ --teacher builtin --max-time 300
 
