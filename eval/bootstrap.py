@@ -18,11 +18,12 @@ class Difference:
     """Mean of a measured value minus that of the baseline on the same samples, with a 95% percentile interval.
 
     The interval covers the choice of samples only: not the seed of a calibration, nor other texts than those sampled.
+    A single sample says nothing of the choice: ``low`` and ``high`` are None.
     """
 
     difference: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     samples: int
 
 
@@ -35,6 +36,8 @@ def paired_difference(measured: Sequence[float], baseline: Sequence[float], seed
     if len(measured) != len(baseline) or not len(measured):
         raise SurgeryError(f"no paired comparison of {len(measured)} with {len(baseline)} samples")
     differences = np.asarray(measured, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
+    if len(differences) == 1:
+        return Difference(float(differences[0]), None, None, 1)
     rng = np.random.default_rng(seed)
     means = np.empty(RESAMPLES)
     # A thousand resamples at a time: ten thousand of many samples would be gigabytes.

@@ -1,19 +1,17 @@
 """Surgery: rewrites the attention of pretrained language models so that the KV cache becomes 2-20x smaller.
 
-Importing the package registers its model class with transformers, so that ``AutoModelForCausalLM`` loads converted
-checkpoints. The command line skips that to answer ``--help`` at once, and registers when it needs to.
+Importing the package lets ``AutoModelForCausalLM`` load converted checkpoints, and loads neither torch nor
+transformers: its model class is registered when transformers' auto classes are there.
 
 ``surgery.accelerate(model)`` puts the project's kernels under a loaded model, ``surgery.decelerate(model)`` takes them
 away. Models of the project's own class take them by themselves on CUDA, but not under the command line, whose figures
 are those of the models' own code.
 """
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from surgery.threads import wait_passively
+from surgery import own_program, registration
 from surgery.version import __version__
 
 # kernels/, training/, eval/, recipes/ and configs/ live at the top of the repository and are linked into this package.
@@ -22,22 +20,9 @@ _root = Path(__file__).resolve().parent.parent
 if not (Path(__file__).parent / "kernels").is_dir() and (_root / "kernels").is_dir():
     __path__.append(str(_root))
 
-
-def _accelerate_on_cuda(model: Any) -> None:
-    """What models of the project's own class do before they first decode on a GPU; SURGERY_KERNELS=0 leaves it out."""
-    if os.environ.get("SURGERY_KERNELS") != "0":
-        from surgery.acceleration import accelerate
-
-        accelerate(model)
-
-
-if Path(sys.argv[0]).stem in ("surgery", "-m"):
-    wait_passively()  # a program of ours, launched trainings too, that has not loaded torch yet
-else:
-    from surgery.model import SurgeryForCausalLM, register
-
-    register()
-    SurgeryForCausalLM.on_device = staticmethod(_accelerate_on_cuda)
+if own_program.started_as_module():
+    own_program.begin()
+registration.register_when_needed()
 
 __all__ = ["__version__", "accelerate", "decelerate"]
 

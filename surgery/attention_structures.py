@@ -73,6 +73,18 @@ def of_low_rank(stock: list[Attention], rank: int) -> list[Attention]:
     ]
 
 
+def of_quantized(stock: list[Attention], bits: int, group: int) -> list[Attention]:
+    """With codes of `bits` in the place of cached numbers, `group` of them to a scale."""
+    return [
+        replace(
+            layer,
+            key_bytes=quantised(bits, group, scale_bytes=layer.key_bytes, zeros=True),
+            value_bytes=quantised(bits, group, scale_bytes=layer.value_bytes, zeros=True),
+        )
+        for layer in stock
+    ]
+
+
 def of_hybrid(stock: list[Attention], share: float, kept_tokens: int) -> list[Attention]:
     """With `share` of the KV heads that keep `kept_tokens` tokens only."""
     total = sum(layer.kv_heads for layer in stock)

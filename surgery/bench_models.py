@@ -20,6 +20,7 @@ from surgery.architectures.spec import MLASpec
 from surgery.bench import SHAPES
 from surgery.errors import SurgeryError
 from surgery.families import head_shape
+from surgery.loading import loading
 
 TINY = {
     "tiny": {
@@ -134,10 +135,8 @@ def load_folder(path: Path, device: torch.device) -> PreTrainedModel:
         SurgeryError: transformers cannot load it.
     """
     own_model.register()
-    try:
+    with loading(str(path)):
         return AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True).to(device).eval()
-    except (ValueError, OSError, KeyError) as error:
-        raise SurgeryError(f"{path}: transformers cannot load it ({' '.join(str(error).split())[:200]})") from None
 
 
 def _own(config: PreTrainedConfig, entry: dict[str, Any]) -> PreTrainedConfig:

@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from surgery import cli_bench, cli_convert, cli_engines, cli_evaluation, cli_heads, cli_heal, cli_slice
+from surgery import (
+    cli_bench,
+    cli_convert,
+    cli_engines,
+    cli_evaluation,
+    cli_heads,
+    cli_heal,
+    cli_shipped,
+    cli_slice,
+    own_program,
+)
 from surgery.cli_options import (
     BatchOption,
     CalibrationOption,
@@ -23,6 +33,7 @@ from surgery.cli_options import (
     TokensOption,
 )
 from surgery.errors import SurgeryError
+from surgery.interruption import interruptible
 from surgery.version import __version__
 
 app = typer.Typer(
@@ -82,13 +93,15 @@ def inspect(
 
         surgery inspect ckpt/ --calibration builtin --plot spectra.png
     """
-    from surgery.console import show_inspection
-    from surgery.inspection import inspect_checkpoint
+    from surgery.checkpoint.location import find_local
     from surgery.named_models import model_named
-    from surgery.progress import Progress
     from surgery.settings import ConvertSettings
     from surgery.speed_forecast import find_gpu
 
+    source, ceilings = model_named(checkpoint), find_gpu(gpu)
+    find_local(source)  # refuses what is none before torch is loaded for it
+    if plot is not None and calibration is None:
+        raise SurgeryError("--plot draws the spectra, which need statistics: give --calibration too, such as builtin")
     given = {
         "calibration": calibration,
         "calibration_tokens": calibration_tokens,
@@ -100,12 +113,17 @@ def inspect(
         "batch_size": batch_size,
     }
     settings = ConvertSettings(**{name: value for name, value in given.items() if value is not None})
+
+    from surgery.console_inspection import show_inspection
+    from surgery.inspection import inspect_checkpoint
+    from surgery.progress import Progress
+
     inspection = inspect_checkpoint(
-        model_named(checkpoint),
+        source,
         settings,
         spectra=calibration is not None,
         allow_pickle=allow_pickle,
-        gpu=find_gpu(gpu),
+        gpu=ceilings,
         progress=Progress(),
     )
     show_inspection(inspection, plot=plot, as_json=as_json)
@@ -149,15 +167,26 @@ cli_evaluation.register(app)
 cli_heads.register(app)
 cli_heal.register(app)
 cli_bench.register(app)
+cli_shipped.register(app)
+
+
+RESUMABLE = ("eval", "heads", "heal", "run")
+"""Verbs that go on where they were stopped; of the others nothing is left then."""
 
 
 def main() -> None:
-    """Entry point: one line and exit code 1 for bad input, 2 for a wrong command line, 130 for Ctrl-C."""
-    try:
-        app()
-    except SurgeryError as error:
-        print(f"surgery: error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("surgery: interrupted, nothing was written", file=sys.stderr)
-        sys.exit(130)
+    """Entry point: one line and exit code 1 for bad input, 2 for a wrong command line, 130 and 143 for signals."""
+    own_program.begin()
+    with interruptible() as interruption:
+        try:
+            app()
+        except SurgeryError as error:
+            print(f"surgery: error: {error}", file=sys.stderr)
+            sys.exit(1)
+        except (KeyboardInterrupt, SystemExit):  # the latter is what click makes of the former
+            if interruption.signal is None:
+                raise
+            kept = any(verb in RESUMABLE for verb in sys.argv[1:2])
+            left = "what was finished is kept, the same command goes on" if kept else "nothing was written"
+            print(f"surgery: interrupted; {left}", file=sys.stderr)
+            sys.exit(interruption.exit_code)

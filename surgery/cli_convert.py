@@ -16,6 +16,7 @@ from surgery.cli_options import (
     BatchOption,
     CalibrationOption,
     CheckpointArgument,
+    ConfigOption,
     DeviceOption,
     DtypeOption,
     FieldOption,
@@ -341,9 +342,7 @@ def convert(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     batch_size: BatchOption = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="YAML of settings; flags win over it.")
-    ] = None,
+    config: ConfigOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print what it would do and take; write nothing.")
     ] = False,
@@ -374,9 +373,7 @@ def convert(
 
         surgery convert --to quantized ckpt-lowrank/ --bits 4
     """
-    from surgery.console import show_conversion, show_plan
     from surgery.named_models import model_named, output_of
-    from surgery.progress import Progress
     from surgery.targets import find_target
 
     target = find_target(to)
@@ -431,6 +428,11 @@ def convert(
     }
     settings = target.settings(given, config)
     checkpoint, out = model_named(checkpoint), output_of(checkpoint, out, to)
+    target.check_places(checkpoint, out, settings, overwrite=overwrite)
+
+    from surgery.console import show_conversion, show_plan
+    from surgery.progress import Progress
+
     if dry_run:
         plan = target.plan(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
         show_plan(plan, as_json=as_json)

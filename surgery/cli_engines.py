@@ -26,6 +26,10 @@ def doctor(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
 
         surgery doctor ckpt-mla/
     """
+    from surgery.checkpoint.location import find_local
+
+    find_local(checkpoint)  # refuses what is none before torch is loaded for it
+
     from surgery.console import show_doctor
     from surgery.engines.diagnosis import diagnose
 
@@ -58,6 +62,10 @@ def export(
 
         surgery export ckpt-mla/ --engine llama.cpp --tokenizer-from source.gguf
     """
+    from surgery.checkpoint.location import find_local
+
+    find_local(checkpoint)
+
     from surgery.console import show_export
     from surgery.export import export_checkpoint
 

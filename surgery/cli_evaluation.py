@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli_options import MACHINE, OUTPUT, JsonOption, PickleOption
+from surgery.cli_options import MACHINE, OUTPUT, ConfigOption, JsonOption, PickleOption
 
 TASKS = "Tasks"
 DATA = "Data"
@@ -127,9 +127,7 @@ def evaluate(
     wandb_mode: Annotated[
         str | None, _option("--wandb-mode", metavar="online|offline", help="[online]", panel=OUTPUT)
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="YAML of settings; flags win over it.")
-    ] = None,
+    config: ConfigOption = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that lies beside the weights.")
     ] = False,
@@ -149,16 +147,16 @@ def evaluate(
 
         surgery eval ckpt-mla/ --baseline ckpt/ --tasks lm-eval:hellaswag --limit 100
     """
-    from surgery.console import show_evaluation
-    from surgery.evaluation.output import track, write_report
-    from surgery.evaluation.run import Request, evaluate
+    from surgery.checkpoint.location import find_local
+    from surgery.evaluation.names import name_and_path
     from surgery.evaluation.settings import EvalSettings
     from surgery.named_models import model_named
-    from surgery.progress import Progress
 
     def named(given: str) -> str:
         name, sign, checkpoint = given.rpartition("=")
-        return name + sign + model_named(checkpoint)
+        given = name + sign + model_named(checkpoint)
+        find_local(name_and_path(given)[1])  # refuses what is none before torch is loaded for it
+        return given
 
     given = {
         "tasks": tasks,
@@ -185,9 +183,16 @@ def evaluate(
     }
     given = {name: value for name, value in given.items() if value is not None}
     settings = EvalSettings.from_file(config, **given) if config else EvalSettings(**given)
+    models, compared = tuple(map(named, checkpoints)), None if baseline is None else named(baseline)
+
+    from surgery.console import show_evaluation
+    from surgery.evaluation.output import track, write_report
+    from surgery.evaluation.run import Request, evaluate
+    from surgery.progress import Progress
+
     request = Request(
-        tuple(map(named, checkpoints)),
-        None if baseline is None else named(baseline),
+        models,
+        compared,
         out,
         settings,
         command=shlex.join(["surgery", *sys.argv[1:]]),
@@ -231,7 +236,10 @@ def compare(
 
 
 def run(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of steps.")],
+    recipe: Annotated[
+        Path,
+        typer.Argument(metavar="RECIPE", help="YAML file of steps, or the name of one of `surgery recipes`."),
+    ],
     work: Annotated[
         Path | None, typer.Option("--work", metavar="DIR", help="Where the steps' outputs go [RECIPE's name].")
     ] = None,
@@ -243,13 +251,14 @@ def run(
 
     Example:
 
-        surgery run recipes/testbed-mla.yaml --work mla/
+        surgery run testbed-mla --work mla/
     """
     from surgery.console import show_evaluation
     from surgery.progress import Progress
     from surgery.recipe import run_recipe
+    from surgery.shipped import find_shipped
 
-    finished = run_recipe(recipe, work, Progress())
+    finished = run_recipe(find_shipped(recipe, "recipes"), work, Progress())
     if finished.report is not None:
         show_evaluation(finished.report, finished.written, as_json=as_json)
 

@@ -15,6 +15,7 @@ from surgery.cli_options import (
     MACHINE,
     OUTPUT,
     CheckpointArgument,
+    ConfigOption,
     DeviceOption,
     FieldOption,
     JsonOption,
@@ -150,9 +151,7 @@ def score(
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", help="The first of them [0].", rich_help_panel=CALIBRATION)
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="Settings from a YAML file; flags win.")
-    ] = None,
+    config: ConfigOption = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing file.", rich_help_panel=OUTPUT)
     ] = False,
@@ -183,11 +182,10 @@ def score(
 
         surgery heads ckpt/ --method needle --sinks 16 --recent 112 --length 1024 --out needle.safetensors
     """
-    from surgery.console_heads import show_pattern
-    from surgery.heads.settings import HeadSettings
+    from surgery.checkpoint.location import find_local
+    from surgery.heads.settings import SUFFIX, HeadSettings
     from surgery.named_models import model_named, output_of
-    from surgery.progress import Progress
-    from surgery.score_heads import SUFFIX, score_heads
+    from surgery.output_place import check_pattern, default_pattern
 
     given = {
         "method": method,
@@ -214,6 +212,14 @@ def score(
     else:
         settings = HeadSettings(**{name: value for name, value in given.items() if value is not None})
     checkpoint, out = model_named(checkpoint), output_of(checkpoint, out, f"heads-{settings.method}{SUFFIX}")
+    # Before torch is loaded for it: places that would be refused later.
+    check_pattern(out.expanduser() if out else default_pattern(checkpoint, settings.method), overwrite)
+    find_local(checkpoint)
+
+    from surgery.console_heads import show_pattern
+    from surgery.head_scoring import score_heads
+    from surgery.progress import Progress
+
     scored = score_heads(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle, progress=Progress())
     if scored.is_main:
         show_pattern(scored, as_json=as_json)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli_options import MACHINE, OUTPUT, CheckpointArgument, JsonOption
+from surgery.cli_options import MACHINE, OUTPUT, CheckpointArgument, JsonOption, config_file
 
 TRAINING = "Training"
 BUDGET = "Budget"
@@ -27,7 +27,7 @@ def heal(
         typer.Option(
             "--teacher",
             metavar="SRC|builtin|smollm2",
-            help="Its source, to distil from; builtin is the model that ships.",
+            help="What to distil from [its source, as its report names it]; builtin is the model that ships.",
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -49,8 +49,9 @@ def heal(
         typer.Option(
             "--config",
             "--recipe",
-            metavar="FILE",
-            help="All settings, as in configs/heal.yaml; flags win.",
+            metavar="FILE|NAME",
+            help="All settings, as in `surgery configs --copy heal`; flags win.",
+            callback=config_file,
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -146,7 +147,7 @@ def heal(
 
     Examples:
 
-        surgery heal ckpt-mla/ --teacher ckpt/ --max-tokens 20000000
+        surgery heal ckpt-mla/ --max-tokens 20000000
 
         surgery heal surgery-demo/ --teacher builtin --max-time 300
 
@@ -154,11 +155,10 @@ def heal(
 
         surgery heal ckpt-mla/ --teacher ckpt/ --dtype bf16 --dry-run --peak-tflops 989
     """
-    from surgery.console_heal import show_healed, show_plan
-    from surgery.heal import HealRequest, heal_checkpoint, plan_healing
+    from surgery.checkpoint.location import find_local
     from surgery.launchers import check_processes, find_launcher
     from surgery.named_models import model_named, output_of
-    from surgery.progress import Progress
+    from surgery.output_place import settle_output
 
     check_processes(processes)
     given = {
@@ -179,9 +179,19 @@ def heal(
         "dtype": dtype,
     }
     given = {name: value for name, value in given.items() if value is not None}
+    student, out = model_named(checkpoint), output_of(checkpoint, out, "healed")
+    # Before torch is loaded for it: places that would be refused later.
+    settle_output(student, find_local(student), out, "healed", overwrite=overwrite)
+    if "teacher" in given:
+        find_local(given["teacher"])
+
+    from surgery.console_heal import show_healed, show_plan
+    from surgery.healing import HealRequest, heal_checkpoint, plan_healing
+    from surgery.progress import Progress
+
     request = HealRequest(
-        model_named(checkpoint),
-        output_of(checkpoint, out, "healed"),
+        student,
+        out,
         config,
         given,
         processes=processes,

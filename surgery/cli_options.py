@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from surgery.shipped import find_shipped
 
 CALIBRATION = "Inputs"
 BUDGET = "Budget"
 OUTPUT = "Output"
 MACHINE = "Machine"
+
+
+def config_file(given: Path | None) -> Path | None:
+    """The file of a ``--config``."""
+    return None if given is None else find_shipped(given, "configs")
+
 
 CheckpointArgument = Annotated[
     str, typer.Argument(metavar="CKPT", help="Folder, .gguf file or hub id (org/name); or builtin, smollm2.")
@@ -75,6 +84,15 @@ KeepStatisticsOption = Annotated[
 ShardSizeOption = Annotated[
     str | None,
     typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file [5GB].", rich_help_panel=OUTPUT),
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE|NAME",
+        help="YAML of settings, or the name of one that ships (surgery configs); flags win over it.",
+        callback=config_file,
+    ),
 ]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)

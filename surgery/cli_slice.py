@@ -73,10 +73,12 @@ def slice_(
         "dtype": dtype,
         "batch_size": batch_size,
     }
+    settings, source = SLICE.settings(given), model_named(checkpoint)
+    SLICE.check_places(source, out, settings, overwrite=overwrite)
     conversion = SLICE.convert(
-        model_named(checkpoint),
+        source,
         out,
-        SLICE.settings(given),
+        settings,
         overwrite=overwrite,
         command=shlex.join(["surgery", *sys.argv[1:]]),
         progress=Progress(),

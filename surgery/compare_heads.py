@@ -22,6 +22,7 @@ from surgery.evaluation.models import Checkpoint, cast
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore, key_of, write_whole
 from surgery.evaluation.tasks import Tasks, build_tasks
+from surgery.head_scoring import OUTLINED, check_scorable
 from surgery.heads.comparison import compare
 from surgery.heads.heat_map import save_head_maps
 from surgery.heads.import_patterns import read_pattern
@@ -29,7 +30,6 @@ from surgery.heads.pattern import HeadPattern
 from surgery.heads.streaming import streaming_heads
 from surgery.progress import Progress
 from surgery.report import environment
-from surgery.score_heads import OUTLINED, check_scorable
 from surgery.source import process_device
 from surgery.version import __version__
 

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
+from surgery.console_page import make_table, new_page, plain, print_json
 from surgery.engines import spoken
-from surgery.human import count, decimal, duration, loss_of_stage, origin, per_token, share, size
+from surgery.human import decimal, duration, loss_of_stage, origin, per_token, share, size
 
-# Where nobody says how wide the page is: a file, a pipe.
-PLAIN_WIDTH = 120
 OWN_CLASS = "surgery"
 
 
@@ -125,50 +118,6 @@ def show_plan(plan, *, as_json: bool = False) -> None:
     )
 
 
-def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = False) -> None:
-    """Prints an inspection (:class:`surgery.inspection.Inspection`) and draws its spectra, if it has any.
-
-    Raises:
-        SurgeryError: ``plot`` is given where there are no spectra, or cannot be written.
-    """
-    from surgery.console_bench import show_speed
-    from surgery.errors import SurgeryError
-    from surgery.spectra import draw_spectra
-
-    if inspection.spectra is None and plot is not None:
-        raise SurgeryError("--plot draws the spectra, which need statistics: give --calibration too, such as builtin")
-    drawn = None
-    if inspection.spectra is not None:
-        drawn = plot or Path(f"{inspection.name}-spectra.png")
-        draw_spectra(inspection.spectra, inspection.name, inspection.calibration["source"], drawn)
-    if as_json:
-        print_json({**inspection.to_dict(), "plot": str(drawn) if drawn else None})
-        return
-    page = new_page()
-    named = origin(inspection.name, inspection.architecture.get("dequantised_from"))
-    page.print(f"\n[bold]{plain(named)}[/bold]")
-    page.print(make_table(["", ""], _facts(inspection), header=False))
-    kv = inspection.kv
-    rows = [(f"{context // 1024}k tokens", size(held)) for context, held in kv["bytes_at"].items()]
-    page.print(make_table(["KV cache", ""], [("per token", per_token(kv["bytes_per_token"])), *rows], right=(1,)))
-    show_speed(page, inspection.speed, inspection.gpu)
-    shown = None
-    for target in inspection.targets:
-        page.print(f"[bold]{plain(target['command'])}[/bold]")
-        if not target["applies"]:
-            page.print(f"  does not apply: {plain('; '.join(target['reasons']))}\n", soft_wrap=True)
-            continue
-        page.print(f"  {_class_and_why(target['class'], target['reasons'])}", soft_wrap=True)
-        page.print(make_table(["engine", "the result"], spoken(target["engines"]).items()))
-        # Variants of one target that differ in their class only take the same time.
-        if target["speed"] != shown:
-            show_speed(page, target["speed"])
-        shown = target["speed"]
-    if inspection.spectra is not None:
-        _show_spectra(page, inspection.spectra)
-        page.print(f"drawn in {plain(drawn)}", soft_wrap=True)
-
-
 def show_doctor(diagnosis, *, as_json: bool = False) -> None:
     """Prints what engines do with a checkpoint (:class:`surgery.engines.diagnosis.Diagnosis`)."""
     if as_json:
@@ -262,39 +211,6 @@ def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False)
         page.print(plain(path), soft_wrap=True)
 
 
-def print_json(value: dict) -> None:
-    """One JSON object on standard output."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def new_page() -> Console:
-    terminal = sys.stdout.isatty()
-    return Console(width=None if terminal else PLAIN_WIDTH, highlight=False)
-
-
-def plain(text: object) -> str:
-    """Text in which square brackets are no markup."""
-    return escape(str(text))
-
-
-def make_table(
-    columns: list[str], rows: Iterable[tuple], *, right: tuple[int, ...] | None = None, header: bool = True
-) -> Table:
-    """A table; all columns but the first are right-aligned where ``right`` names others or they hold numbers."""
-    rows = [tuple(str(cell) for cell in row) for row in rows]
-    table = Table(box=SIMPLE_HEAD, show_header=header, pad_edge=False)
-    for index, name in enumerate(columns):
-        to_the_right = index in right if right is not None else index and _numeric(row[index] for row in rows)
-        table.add_column(name, justify="right" if to_the_right else "left")
-    for row in rows:
-        table.add_row(*map(plain, row))
-    return table
-
-
-def _numeric(cells: Iterable[str]) -> bool:
-    return all(cell == "-" or cell.lstrip(">")[:1].isdigit() for cell in cells if cell)
-
-
 def _show_ladder(page: Console, ladder: list[dict]) -> None:
     if ladder[0]["loss"] is None:
         page.print("loss and recall were not measured: there was no text\n")
@@ -338,12 +254,17 @@ def _codes(layer: dict) -> tuple:
 
 def _latents(layer: dict) -> tuple:
     ranks = " + ".join(map(str, layer["ranks"]))
-    return ranks, layer["shared_rank"], f"{layer['key_error']:.2g}", f"{layer['value_error']:.2g}"
+    return ranks, layer["shared_rank"], _relative(layer["key_error"]), _relative(layer["value_error"])
 
 
 def _merged_heads(layer: dict) -> tuple:
     groups = "  ".join("+".join(map(str, group)) for group in layer["groups"])
-    return groups, f"{layer['key_error']:.2g}", f"{layer['value_error']:.2g}"
+    return groups, _relative(layer["key_error"]), _relative(layer["value_error"])
+
+
+def _relative(error: float | None) -> str:
+    """An error that was predicted, or a dash where nothing predicts it."""
+    return "-" if error is None else f"{error:.2g}"
 
 
 def _show_splits(page: Console, splits: list[dict], chosen: tuple[int, int] | None) -> None:
@@ -365,7 +286,7 @@ def _show_splits(page: Console, splits: list[dict], chosen: tuple[int, int] | No
 
 
 def _show_carrier(page: Console, target: dict) -> None:
-    page.print(_class_and_why(target["model_type"], target["reasons"]), soft_wrap=True)
+    page.print(class_and_why(target["model_type"], target["reasons"]), soft_wrap=True)
     show_engines(page, target["engines"])
     limits = target.get("engine_limits")
     if limits:
@@ -388,7 +309,7 @@ def _show_commands(page: Console, engines: dict) -> None:
             page.print(f"{plain(said['engine'])}: {plain(said['command'])}", soft_wrap=True, highlight=False)
 
 
-def _class_and_why(model_type: str, reasons: list[str]) -> str:
+def class_and_why(model_type: str, reasons: list[str]) -> str:
     why = "; ".join(reasons)
     return plain(f"model class of this package: {why}" if model_type == OWN_CLASS else f"class {model_type}: {why}")
 
@@ -397,54 +318,3 @@ def _parts(parts: dict[str, int]) -> str:
     """The three largest parts of an amount of memory."""
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
     return ", ".join(f"{name} {size(amount)}" for name, amount in largest)
-
-
-def _facts(inspection) -> list[tuple[str, str]]:
-    facts = inspection.architecture
-    base = f", base {facts['rope_theta']:,g}" if facts["rope_theta"] else ""
-    extras = [
-        f"biases on {', '.join(facts['biases'])}" if facts["biases"] else "",
-        "q/k-norm" if facts["qk_norm"] else "",
-        "mixture of experts" if facts["experts"] else "",
-        "tied embeddings" if facts["tied_embeddings"] else "",
-    ]
-    return [
-        ("family", facts["model_type"]),
-        ("parameters", f"{count(facts['parameters'])} in {facts['dtype']}"),
-        ("layers", f"{facts['layers']} of width {facts['hidden']:,}"),
-        ("heads", f"{facts['heads']} queries{_cached_heads(facts)}"),
-        *[("attention", kind) for kind in facts.get("attention", [])],
-        ("RoPE", f"{facts['rope_type']}{base}, {facts['max_positions']:,} positions"),
-        ("attention windows", _windows(inspection.windows)),
-        ("vocabulary", f"{facts['vocabulary']:,}"),
-        ("besides", ", ".join(filter(None, extras)) or "-"),
-    ]
-
-
-def _cached_heads(facts: dict) -> str:
-    """Keys and values of a family's own attention; others say what they cache in a line of their own."""
-    return "" if "attention" in facts else f", {facts['kv_heads']} keys and values, {facts['head_dim']} numbers each"
-
-
-def _part(value: float) -> str:
-    """A share near one, which is not rounded up to all."""
-    return ">99.99%" if 0.9999 < value < 1 else f"{value:.2%}"
-
-
-def _windows(windows: list[int | None]) -> str:
-    limited = [window for window in windows if window is not None]
-    if not limited:
-        return "none"
-    sizes = ", ".join(f"{window:,}" for window in sorted(set(limited)))
-    return f"{sizes} tokens in {len(limited)} of {len(windows)} layers"
-
-
-def _show_spectra(page: Console, spectra: list) -> None:
-    found = [spectrum.to_dict() for spectrum in spectra]
-    widths, shares = list(found[0]["kept"]), list(found[0]["rank_for"])
-    page.print("share of the loss-weighted KV energy that fits in a rank, as a part of the KV width (keys unrotated)")
-    rows = [(layer["layer"], *(_part(layer["kept"][width]) for width in widths)) for layer in found]
-    page.print(make_table(["layer", *widths], rows))
-    page.print(f"rank that holds a share, of {found[0]['width']}")
-    rows = [(layer["layer"], *(layer["rank_for"][wanted] for wanted in shares)) for layer in found]
-    page.print(make_table(["layer", *(f"{float(wanted):.1%}" for wanted in shares)], rows))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from surgery.console import make_table, new_page, plain, print_json
+from surgery.console_page import make_table, new_page, plain, print_json
 from surgery.human import decimal, duration, size
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surgery.console import make_table, new_page, plain, print_json
+from surgery.console_page import make_table, new_page, plain, print_json
 from surgery.human import decimal, duration, share
 
 BEST = 6
@@ -10,7 +10,7 @@ BEST = 6
 
 
 def show_pattern(scored, *, as_json: bool = False) -> None:
-    """Prints a scoring (:class:`surgery.score_heads.ScoredHeads`)."""
+    """Prints a scoring (:class:`surgery.head_scoring.ScoredHeads`)."""
     pattern = scored.pattern
     if as_json:
         print_json(

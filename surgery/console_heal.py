@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from surgery.console import make_table, new_page, plain, print_json
+from surgery.console_page import make_table, new_page, plain, print_json
 from surgery.human import count, decimal, duration, share, size
 
 
 def show_healed(healed, *, as_json: bool = False) -> None:
-    """Prints a finished healing (:class:`surgery.heal.Healed`)."""
+    """Prints a finished healing (:class:`surgery.healing.Healed`)."""
     healing = healed.healing
     if as_json:
         print_json({"path": str(healed.path), **healing})
@@ -33,7 +33,7 @@ def show_healed(healed, *, as_json: bool = False) -> None:
 
 
 def show_plan(plan, *, as_json: bool = False) -> None:
-    """Prints a dry run (:class:`surgery.heal.HealingPlan`)."""
+    """Prints a dry run (:class:`surgery.healing.HealingPlan`)."""
     if as_json:
         print_json(asdict(plan))
         return

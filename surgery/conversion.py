@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from surgery.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
-from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, check_output, verify_files
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, verify_files
 from surgery.engines import engine_table
-from surgery.errors import SurgeryError
 from surgery.flow_verification import Flow
 from surgery.held_out import Score
 from surgery.model import remote_code_files
+from surgery.output_place import settle_output
 from surgery.progress import Progress
 from surgery.quantized_stage import in_own_class, quantize_written
 from surgery.report import Report, SourceShape, build_report
@@ -70,27 +70,6 @@ class Outcome:
     splits: list[dict[str, Any]] = field(default_factory=list)
     shape: SourceShape | None = None
     flow: Callable[[int, int], Flow] | None = None
-
-
-def default_output(source: str | Path, target: str) -> Path:
-    """Beside the source, its name with the target behind it; in the working folder for a hub id."""
-    path = Path(source)
-    if path.is_file():  # a GGUF file
-        return path.with_name(f"{path.stem}-{target}")
-    return path.parent / f"{path.name}-{target}" if path.is_dir() else Path(f"{path.name}-{target}")
-
-
-def settle_output(source: str | Path, read: Path, out: str | Path | None, target: str, *, overwrite: bool) -> Path:
-    """Where the output goes; ``read`` is the folder or file that ``source`` is read from.
-
-    Raises:
-        SurgeryError: the output exists and may not be replaced, or is the source.
-    """
-    out = Path(out) if out else default_output(source, target)
-    check_output(read, out)
-    if (out.exists() or out.is_symlink()) and not overwrite:
-        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
-    return out
 
 
 def open_request(

@@ -11,13 +11,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from surgery.architectures.cached import check_quantizable, rotated_names, rotated_tensors
+from surgery.architectures.cached import REASON, check_quantizable, rotated_names, rotated_tensors
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
-from surgery.conversion import Conversion, Outcome, conclude, settle_output, unchanged_tensors, write_rest
+from surgery.conversion import Conversion, Outcome, conclude, unchanged_tensors, write_rest
 from surgery.errors import SurgeryError
 from surgery.flow_verification import predicted_flow
 from surgery.model import remote_code_files
+from surgery.output_place import settle_output
 from surgery.progress import Progress
 from surgery.quantized_stage import PIECE, measure_quantized, quantized_facts
 from surgery.report import SourceShape
@@ -95,7 +96,7 @@ def convert_to_quantized(
                 "to": "quantized",
                 "method": settings.format,
                 "model_type": MODEL_TYPE,
-                "reasons": ["no stock class keeps a quantised cache by itself"],
+                "reasons": [REASON],
                 **quantized_facts(settings),
             },
             kv_bytes=lambda tokens: quantized.kv_cache_bytes(1, tokens),

@@ -1,6 +1,6 @@
 """``surgery convert --to crosslayer``, methods xkv, xkv-prompt and minicache: layers share one cache of old tokens.
 
-The order of events is that of :mod:`surgery.convert`: statistics from two sweeps over calibration text (the static
+The order of events is that of :mod:`surgery.convert_mla`: statistics from two sweeps over calibration text (the static
 basis of xkv needs them, the others do not), then one pass over the groups of layers that finds each basis, carries all
 stages through the group and writes it; the written files are loaded again, run and compared before they get their final
 name.
@@ -9,8 +9,7 @@ Every tensor of the source is kept: recent tokens are read as the source reads t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
 from surgery.conversion import Conversion, Outcome, finish, open_request, unchanged_tensors
+from surgery.convert_cross_layer_latent import convert_cross_layer_latents
+from surgery.cross_layer_report import SHARED, GroupReport, predicted_bytes
 from surgery.cross_layer_statistics import joint_moment
 from surgery.errors import SurgeryError
 from surgery.ladder import ERROR_SEQUENCES, Ladder
@@ -41,10 +42,7 @@ from surgery.transforms.cross_layer import (
     prompt_basis,
     shared_basis,
 )
-from surgery.verification import Verification, prompt_of
-
-SHARED = "shared"
-"""The stage after the source in the ladder of the report."""
+from surgery.verification import Verification
 
 LATENT_SOURCES = ("surgery", "deepseek_v3")
 """Model types of checkpoints that cache latents already."""
@@ -53,29 +51,6 @@ LATENT_SOURCES = ("surgery", "deepseek_v3")
 KEY_SHARE = 0.4
 # MiniCache's t, and the share of tokens that it leaves unmerged: arXiv:2405.14366, section 5.
 INTERPOLATION, RETENTION = 0.6, 0.05
-
-
-@dataclass(frozen=True)
-class GroupReport:
-    """One group of layers in the report.
-
-    Attributes:
-        layer: the group's first and last.
-        ranks: numbers that the group keeps of a token that is no longer exact; for merged pairs direction and norms.
-        shared_rank: of those, what other groups read: none.
-        key_error, value_error: share of the keys', and of the values', energy on held-out text that is not rebuilt.
-        error: predicted share of the energy that is lost in the metric of the loss, see
-            :class:`surgery.transforms.cross_layer.SharedBasis`; None where nothing predicts it.
-        measured: relative error of what the group adds to the hidden states, on the source's inputs, by stage.
-    """
-
-    layer: str
-    ranks: tuple[int, ...]
-    shared_rank: int
-    key_error: float
-    value_error: float
-    error: float | None
-    measured: dict[str, float]
 
 
 def convert_cross_layer(
@@ -105,8 +80,6 @@ def convert_cross_layer(
     settings, progress = settings or CrossLayerSettings(method="xkv"), progress or Progress(silent=True)
     reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
     if reader.config.get("model_type") in LATENT_SOURCES:
-        from surgery.convert_cross_layer_latent import convert_cross_layer_latents
-
         return convert_cross_layer_latents(reader, source, out, settings, overwrite, command, progress)
     opened, out = open_request(source, out, "crosslayer", settings, overwrite=overwrite, allow_pickle=allow_pickle)
     groups, entries = plan_groups(opened, settings)
@@ -302,14 +275,3 @@ def _run(
     """Applies a simulated group to [N, T, D], in place."""
     for rows in hidden.split(batch_size):
         rows.copy_(group.run(layers, rows.to(stream.device, stream.dtype)))
-
-
-def predicted_bytes(config: dict[str, Any], dtype: torch.dtype, method: str) -> Callable[[int], int]:
-    """KV bytes of one sequence by its tokens; with a basis of the prompt's own, as verification divides them."""
-    from surgery.model import SurgeryConfig, SurgeryForCausalLM
-
-    with torch.device("meta"):
-        decoder = SurgeryForCausalLM(SurgeryConfig(**config)).to(dtype).model
-    if method == "xkv-prompt":
-        return lambda tokens: decoder.kv_cache_bytes(1, tokens, prompt=prompt_of(tokens))
-    return lambda tokens: decoder.kv_cache_bytes(1, tokens)

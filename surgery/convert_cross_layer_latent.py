@@ -18,12 +18,13 @@ from surgery.architectures.cross_layer import REASON
 from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.sweep import BoundaryStore, forward_sweep
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
-from surgery.conversion import Conversion, Outcome, finish, settle_output
-from surgery.convert_cross_layer import SHARED, GroupReport, predicted_bytes
+from surgery.conversion import Conversion, Outcome, finish
+from surgery.cross_layer_report import SHARED, GroupReport, predicted_bytes
 from surgery.errors import SurgeryError
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.ladder import ERROR_SEQUENCES, Ladder
 from surgery.model.attention_functions import rotate_pairs
+from surgery.output_place import settle_output
 from surgery.progress import Progress
 from surgery.report import SourceShape
 from surgery.settings import CrossLayerSettings

@@ -2,9 +2,9 @@
 
 Where layers keep different numbers of heads, another class carries the same tensors.
 
-The order of events is that of :mod:`surgery.convert`: statistics from two sweeps over calibration text, then one pass
-that merges the heads of every layer, fits it, carries all stages through it and writes it; the written files are loaded
-again, run and compared before they get their final name.
+The order of events is that of :mod:`surgery.convert_mla`: statistics from two sweeps over calibration text, then one
+pass that merges the heads of every layer, fits it, carries all stages through it and writes it; the written files are
+loaded again, run and compared before they get their final name.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ from surgery.transforms.kv_heads import MergedLayer, allocate_kv_heads, merge_kv
 from surgery.transforms.kv_heads_fit import fit_merged_layer
 
 STAGES = ("merged", "fitted")
+
+DEFAULT_RATIO = 0.5
+RATIO_TOLERANCE = 0.02
+"""How far a ratio may be from a number of heads, relatively: 0.33 means two of six."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ def _wanted_carrier(settings: KVHeadsSettings, kv_heads: list[int]) -> str:
 
 
 def wanted_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: int) -> int:
-    """KV heads to keep in all layers together: as many as were asked for, or the most that the ratio allows.
+    """KV heads to keep in all layers together: as many as were asked for, or the ratio's; at most half by default.
 
     Raises:
         SurgeryError: the layers cannot be merged at all, or not to that number.
@@ -183,7 +187,7 @@ def wanted_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: i
     if heads == 1:
         raise SurgeryError("the source has one KV head already: convert --to mla instead")
     choices = _choices(heads)[:-1]
-    ratio = 0.5 if settings.kv_ratio is None else settings.kv_ratio
+    ratio = DEFAULT_RATIO if settings.kv_ratio is None else settings.kv_ratio
     if settings.allocate == "spectrum":
         average = ratio * heads if settings.kv_heads is None else settings.kv_heads
         if not 1 <= average < heads:
@@ -197,12 +201,19 @@ def wanted_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: i
                 f"--kv-heads {settings.kv_heads}: the source's {heads} can become {', '.join(map(str, choices))}"
             )
         return settings.kv_heads * layers
-    fitting = [count for count in choices if count <= ratio * heads]
-    if not fitting:
+    if settings.kv_ratio is None:
+        return max(count for count in choices if count <= ratio * heads) * layers
+    nearest = min(choices, key=lambda count: abs(count - ratio * heads))
+    if abs(nearest - ratio * heads) <= RATIO_TOLERANCE * nearest:
+        return nearest * layers
+    if ratio * heads < 1:
         raise SurgeryError(
             f"--kv-ratio {ratio:g}: one of the source's {heads} KV heads is more; convert --to mla instead"
         )
-    return fitting[-1] * layers
+    gives = ", ".join(f"{count / heads:.4g} gives {count}" for count in choices)
+    raise SurgeryError(
+        f"--kv-ratio {ratio:g}: of {heads} KV heads that is no whole number of heads that divides them; {gives}"
+    )
 
 
 def _choices(heads: int) -> list[int]:

@@ -25,7 +25,7 @@ from surgery.architectures.hybrid import (
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.attention_tap import AttentionCall, tapped
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
-from surgery.conversion import Conversion, Outcome, finish, settle_output, unchanged_tensors
+from surgery.conversion import Conversion, Outcome, finish, unchanged_tensors
 from surgery.errors import SurgeryError
 from surgery.flow_verification import predicted_flow
 from surgery.heads.import_patterns import read_pattern
@@ -35,6 +35,7 @@ from surgery.heads.streaming import mixed_output
 from surgery.held_out import Score
 from surgery.ladder import ERROR_SEQUENCES
 from surgery.model import SurgeryForCausalLM
+from surgery.output_place import settle_output
 from surgery.progress import Progress
 from surgery.report import SourceShape
 from surgery.settings import HybridSettings

@@ -1,8 +1,8 @@
 """``surgery convert --to lowrank`` and ``--to crosslayer --method cascade``: latents in place of keys and values.
 
-The order of events is that of :mod:`surgery.convert`: statistics from two sweeps over calibration text, ranks from one
-budget, then one pass that converts every layer, fits it, carries all stages through it and writes it; the written files
-are loaded again, run and compared before they get their final name.
+The order of events is that of :mod:`surgery.convert_mla`: statistics from two sweeps over calibration text, ranks from
+one budget, then one pass that converts every layer, fits it, carries all stages through it and writes it; the written
+files are loaded again, run and compared before they get their final name.
 
 In a cascade the layers of a group read the latents of the group's earlier layers beside their own: those are in the
 cache already, and keys and values of neighbouring layers are much alike.

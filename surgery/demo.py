@@ -111,7 +111,7 @@ def run_demo(
     """
     from surgery.checkpoint import CheckpointReader
     from surgery.console import show_demo
-    from surgery.convert import convert_to_mla
+    from surgery.convert_mla import convert_to_mla
     from surgery.progress import Progress
     from surgery.settings import ConvertSettings
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from surgery.checkpoint import CheckpointWriter
 from surgery.conversion import planned_tensors, replaced_names
-from surgery.convert import check_request
+from surgery.convert_mla import check_request
 from surgery.estimates import Workload, measure_speed
 from surgery.forecast import Forecast, forecast
 from surgery.progress import Progress

@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from surgery.errors import SurgeryError
 
@@ -38,10 +39,67 @@ class FileSettings:
         for name in values:
             if name not in known:
                 raise SurgeryError(f"{where}: unknown setting {name!r}{did_you_mean(str(name), known)}")
-        return cls(**values)
+        return cls(**typed(cls, values, where))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def typed(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Values as the fields of a dataclass want them: YAML reads 1e4 as text and 1.0e4 as no whole number.
+
+    Lists and mappings are left to the class.
+
+    Raises:
+        SurgeryError: a value is of another kind than its field; says which kind that is.
+    """
+    hints = get_type_hints(cls)
+    found = {}
+    for name, value in values.items():
+        kinds = get_args(hints[name]) if isinstance(hints[name], UnionType) else (hints[name],)
+        try:
+            found[name] = _as_one_of(kinds, value)
+        except ValueError:
+            words = " or ".join(KINDS[kind] for kind in kinds if kind in KINDS)
+            raise SurgeryError(f"{where}: {name} must be {words}, not {shown(value)}") from None
+    return found
+
+
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def shown(value: Any) -> str:
+    """A value in a message, as YAML has it."""
+    if isinstance(value, list | tuple | dict):
+        return "a list" if not isinstance(value, dict) else "names with values"
+    return {None: "empty", True: "true", False: "false"}.get(value, repr(value))
+
+
+def _as_one_of(kinds: tuple[Any, ...], value: Any) -> Any:
+    """Raises ValueError where a value is of none of the kinds, which are classes; others than KINDS take anything."""
+    if type(value) in kinds or not set(kinds) - {NoneType} <= KINDS.keys():
+        return value
+    if value is None or isinstance(value, bool | list | tuple | dict):
+        raise ValueError
+    if str in kinds:
+        return str(value)
+    if int in kinds and float not in kinds:
+        return whole_number(value)
+    if float in kinds:
+        return float(value)
+    raise ValueError
+
+
+def whole_number(value: Any) -> int:
+    """A whole number, also where it is written 1e4.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number = float(value)
+    if not number.is_integer():
+        raise ValueError
+    return int(value) if isinstance(value, int) else int(number)
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
@@ -57,7 +115,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SurgeryError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(read, dict):
-        raise SurgeryError(f"{path}: not a list of settings")
+        raise SurgeryError(f"{path}: holds {shown(read)}; write name: value lines")
     return read
 
 

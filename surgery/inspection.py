@@ -9,7 +9,7 @@ from pathlib import Path
 
 from surgery import attention_structures as structures
 from surgery import layer_statistics
-from surgery.architectures import hybrid, low_rank, own_class
+from surgery.architectures import cached, cross_layer, hybrid, low_rank, own_class
 from surgery.architectures.own_class import own_config
 from surgery.architectures.own_family import OWN_FAMILY
 from surgery.calibration.library import StatisticsLibrary
@@ -25,9 +25,10 @@ from surgery.heads.settings import HeadSettings
 from surgery.kernels.gpus import GPU, GPUS
 from surgery.kernels.planner import Attention
 from surgery.mla_output import reserved_numbers
+from surgery.model.cache_layer import check_full_attention
 from surgery.progress import Progress
 from surgery.rank_plan import wanted_rank
-from surgery.settings import ConvertSettings, CrossLayerSettings, KVHeadsSettings, LowRankSettings
+from surgery.settings import ConvertSettings, CrossLayerSettings, KVHeadsSettings, LowRankSettings, QuantizedSettings
 from surgery.source import Source
 from surgery.spectra import LayerSpectrum
 from surgery.speed_forecast import batches, speed_against
@@ -43,6 +44,13 @@ VARIANTS = {
     "mla --engine vllm": {"engine": "vllm"},
     "mla --engine llama.cpp": {"engine": "llama.cpp"},
     "mla --carrier own": {"carrier": "own"},
+}
+# Why the other targets need the own class, and the cache that lets no layer forget, where it is one.
+OWN_CLASS = {
+    "lowrank": (low_rank.REASON, None),
+    "crosslayer": (cross_layer.REASON, "a cache that layers share"),
+    "hybrid": (hybrid.REASON, "a hybrid of full and streaming heads"),
+    "quantized": (cached.REASON, "a quantised KV cache"),
 }
 
 
@@ -180,27 +188,36 @@ def _targets(opened: Source, settings: ConvertSettings, speed: Callable[[list[At
         found.append({"command": f"surgery convert --to {command}", **target})
         if not target["applies"] and "engine" not in variant:
             return found  # what stands in the way of the default stands in the way of all
-    config = own_config(opened.reader.config, [None] * opened.layers)
-    carrier = {"applies": True, "class": own_class.MODEL_TYPE, "engines": engine_table(config)}
-    reasons = {"lowrank": low_rank.REASON, "crosslayer": low_rank.REASON, "hybrid": hybrid.REASON}
-    results = _other_structures(opened)
-    others = [
-        {
-            "command": f"surgery convert --to {name}",
-            "reasons": [reason],
-            **carrier,
-            "speed": speed(results[name]) if name in results else [],
-        }
-        for name, reason in reasons.items()
-    ]
-    return [*found, _fewer_heads(opened, speed), *others]
+    return [*found, _fewer_heads(opened, speed), *_in_own_class(opened, speed)]
+
+
+def _in_own_class(opened: Source, speed: Callable[[list[Attention]], list[dict]]) -> list[dict]:
+    """The targets that no stock class carries."""
+    engines = engine_table(own_config(opened.reader.config, [None] * opened.layers))
+    results, found = _other_structures(opened), []
+    for name, (reason, form) in OWN_CLASS.items():
+        target = {"command": f"surgery convert --to {name}"}
+        try:
+            if form is not None:
+                check_full_attention(opened.config, form)
+        except ValueError as error:
+            found.append({**target, "applies": False, "class": None, "reasons": [str(error)], "engines": {}})
+            continue
+        speeds = speed(results[name]) if name in results else []
+        carrier = {"class": own_class.MODEL_TYPE, "reasons": [reason], "engines": engines}
+        found.append({**target, "applies": True, **carrier, "speed": speeds})
+    return found
 
 
 def _other_structures(opened: Source) -> dict[str, list[Attention]]:
     """What the defaults of the other targets would make of the layers; without those whose budget is impossible."""
     first, layers = opened.anatomy(0), _layers(opened)
     heads, group = HeadSettings(), CrossLayerSettings().group_size
-    found = {"hybrid": structures.of_hybrid(layers, HYBRID_SHARE, heads.sinks + heads.recent)}
+    codes = QuantizedSettings()
+    found = {
+        "hybrid": structures.of_hybrid(layers, HYBRID_SHARE, heads.sinks + heads.recent),
+        "quantized": structures.of_quantized(layers, codes.bits, codes.group),
+    }
     with suppress(SurgeryError):
         rank = wanted_rank(LowRankSettings(), first)
         found["lowrank"] = structures.of_low_rank(layers, rank)

@@ -5,6 +5,9 @@ Configurations that ship are called by their names: ``fsdp2`` is ``configs/accel
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -62,6 +65,26 @@ def launch_command(config: Path, processes: int | None, launcher: Path | None) -
         return [sys.executable, *module]
     many = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
     return [*launch, *many, "--dynamo_backend", "no", *module]
+
+
+def run_to_its_end(command: list[str], environment: dict[str, str]) -> int:
+    """Runs a command and gives its exit code; where this process is interrupted, the command gets time to save.
+
+    It has a process group of its own, launchers' children with it: all are asked to stop at once, whoever was
+    interrupted, and a second interruption ends them.
+    """
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        return process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        raise
 
 
 def outside(environment: dict[str, str]) -> dict[str, str]:

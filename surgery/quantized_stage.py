@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from surgery.architectures.cached import check_quantizable, rotated_tensors
+from surgery.architectures.cached import REASON, check_quantizable, rotated_tensors
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
 from surgery.errors import SurgeryError
@@ -215,8 +215,7 @@ def in_own_class(outcome: Outcome) -> Outcome:
     """The same result carried by the own class, which alone keeps a quantised cache."""
     target = outcome.target
     if target["model_type"] != MODEL_TYPE:
-        reasons = ["no stock class keeps a quantised cache by itself"]
-        target = {**target, "model_type": MODEL_TYPE, "reasons": reasons}
+        target = {**target, "model_type": MODEL_TYPE, "reasons": [REASON]}
     config = own_config(outcome.config, layer_entries(outcome.config))
     return replace(outcome, config=config, target=target, own_class=True)
 

@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
-from surgery.file_settings import did_you_mean, read_mapping
+from surgery.file_settings import did_you_mean, read_mapping, typed
 from surgery.progress import Progress
+from surgery.recipe_names import check_names
 
 if TYPE_CHECKING:
+    from surgery.eval.distributed import Processes
     from surgery.heads.settings import HeadSettings
     from surgery.settings import ConversionSettings
     from surgery.targets import Target
@@ -98,6 +99,10 @@ def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
     finished = Finished()
     # All settings are checked first: a typing error in the last step should not cost an hour.
     ready = [VERBS[step.verb](step, f"{path}, step {step.name}") for step in recipe.steps]
+    check_names(path, recipe.steps)
+
+    from surgery.eval.distributed import Processes
+
     processes = Processes()
     for number, (step, do) in enumerate(zip(recipe.steps, ready, strict=True), 1):
         if processes.is_main:
@@ -107,7 +112,7 @@ def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
     return finished
 
 
-Action = Callable[[Path, Finished, Progress, Processes], None]
+Action = Callable[[Path, Finished, Progress, "Processes"], None]
 
 
 def _convert(step: Step, where: str) -> Action:
@@ -195,7 +200,7 @@ def _score_heads(step: Step, where: str) -> Action:
     settings = HeadSettings.from_mapping(given, where)
 
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
-        from surgery.score_heads import score_heads
+        from surgery.head_scoring import score_heads
 
         checkpoint = _checkpoint(source, finished)
         path = finished.patterns[step.name] = out.with_name(f"{out.name}.safetensors")
@@ -220,6 +225,7 @@ def _compare_heads(step: Step, where: str) -> Action:
             raise SurgeryError(f"{where}: unknown setting {name!r}{did_you_mean(str(name), sorted(known))}")
     if "shares" in given:
         given["shares"] = tuple(given["shares"])
+    given = typed(CompareRequest, given, where)
     asked = CompareRequest((), Path(), overwrite=True, command=f"surgery run {where}", **given)
 
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
@@ -254,7 +260,7 @@ def _heal(step: Step, where: str) -> Action:
         raise SurgeryError(f"{where}: {error}") from None
 
     def do(out: Path, finished: Finished, progress: Progress, waiting: Processes) -> None:
-        from surgery.heal import HealRequest, heal_checkpoint, healed_already
+        from surgery.healing import HealRequest, heal_checkpoint, healed_already
 
         source = _checkpoint(teacher, finished)
         request = HealRequest(
@@ -383,8 +389,8 @@ def _scored_already(path: Path, source: str, settings: HeadSettings) -> bool:
         SurgeryError: there is one of others.
     """
     from surgery.checkpoint import CheckpointReader
+    from surgery.head_scoring import sequence_length
     from surgery.heads.pattern import HeadPattern
-    from surgery.score_heads import sequence_length
 
     if not path.exists():
         return False

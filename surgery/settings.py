@@ -437,6 +437,11 @@ class QuantizedSettings(StructureSettings):
             self._check_bits("streaming_bits")
         _check_rope_bits(self)
 
+    @property
+    def suffix(self) -> str:
+        """Nothing: the target's own name says it."""
+        return ""
+
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""
         said = {**super().kv_cache(), "window": self.window}

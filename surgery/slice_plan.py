@@ -22,8 +22,6 @@ STRUCTURES = ("lowrank", "crosslayer", "mla")
 LOSS_WEIGHTED = ("fisher", "separate", "cascade")
 """Methods whose energies are shares of one loss, so that those of different layers compare."""
 
-ALLOCATIONS = ("auto", "uniform", "spectrum")
-
 
 @dataclass(frozen=True)
 class Origin:

@@ -17,37 +17,17 @@ from transformers import AutoModelForCausalLM
 
 from surgery.architectures.sliced import LatentModel, planned_tensors, sliced_tensors
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
-from surgery.conversion import Conversion, Outcome, conclude, settle_output, write_rest
-from surgery.errors import SurgeryError
+from surgery.conversion import Conversion, Outcome, conclude, write_rest
 from surgery.model import remote_code_files
+from surgery.output_place import settle_output
 from surgery.progress import Progress
 from surgery.report import SourceShape
-from surgery.settings import ConversionSettings
 from surgery.slice_measure import BEFORE, SLICED, measure_slices
-from surgery.slice_plan import ALLOCATIONS, Origin, plan_slice
+from surgery.slice_plan import Origin, plan_slice
+from surgery.slice_settings import SliceSettings
 from surgery.source import OwnSource
 from surgery.texts import load_texts
 from surgery.verification import load_config, verify_by_running
-
-
-@dataclass(frozen=True)
-class SliceSettings(ConversionSettings):
-    """Settings of ``surgery slice``. Calibration text serves to measure the loss only.
-
-    Attributes:
-        kv_ratio: share of the KV bytes per token of what the latents were made from, as in the conversion.
-        allocate: "spectrum": by the energies of the conversion's report; "uniform": the same share of every layer;
-            "auto": what has the least held-out loss of both and their mean, where energies of layers compare and the
-            class holds ranks that differ.
-    """
-
-    allocate: str = "auto"
-
-    def __post_init__(self) -> None:
-        self._check_choice("allocate", ALLOCATIONS)
-        super().__post_init__()
-        if self.kv_ratio is None:
-            raise SurgeryError("slice: say how much to keep with --kv-ratio, such as 0.125")
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,17 @@
-"""What ``--to`` can name: for each target its settings, and what converts and plans."""
+"""What ``--to`` can name: for each target its settings, and what converts and plans. Needs no torch before it does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from surgery.conversion import Conversion
-from surgery.convert import convert_to_mla
-from surgery.convert_cache import convert_to_quantized
-from surgery.convert_cross_layer import convert_cross_layer
-from surgery.convert_heads import convert_to_gqa
-from surgery.convert_hybrid import convert_to_hybrid
-from surgery.convert_low_rank import convert_to_low_rank
-from surgery.dry_run import ConversionPlan, plan_conversion
+from surgery.checkpoint.location import find_local
 from surgery.errors import SurgeryError
 from surgery.file_settings import did_you_mean, read_mapping
+from surgery.output_place import settle_output
 from surgery.settings import (
     ConversionSettings,
     ConvertSettings,
@@ -26,7 +21,11 @@ from surgery.settings import (
     LowRankSettings,
     QuantizedSettings,
 )
-from surgery.slicing import SliceSettings, slice_checkpoint
+from surgery.slice_settings import SliceSettings
+
+if TYPE_CHECKING:
+    from surgery.conversion import Conversion
+    from surgery.dry_run import ConversionPlan
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,9 @@ class Target:
     Attributes:
         settings_class: what can be asked of the conversion.
         convert: does it.
-        plan: says what it would take; None where that is not known yet.
+        planner: says what it would take; None where that is not known yet.
         fixed: settings that the name of the target stands for.
+        ending: of the default name of the output, but for what the settings add; the target's name if it is empty.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Target:
     convert: Callable[..., Conversion]
     planner: Callable[..., ConversionPlan] | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    ending: str = ""
 
     def settings(self, given: Mapping[str, Any], config: Path | None = None) -> ConversionSettings:
         """Settings from a file, if there is one, and from what was given besides; None counts as not given.
@@ -60,6 +61,16 @@ class Target:
         where = str(config) if any(name not in given for name in read) else f"--to {self.name}"
         return self.settings_class.from_mapping({**read, **given, **self.fixed}, where)
 
+    def check_places(self, source: str, out: Path | None, settings: ConversionSettings, *, overwrite: bool) -> None:
+        """What a conversion would refuse of its source and output at first sight, before torch is loaded for it.
+
+        Raises:
+            SurgeryError: there is no such checkpoint, or the output is there already or is the source.
+        """
+        one_head = getattr(settings, "kv_heads", None) == 1
+        ending = (self.ending or ("mqa" if one_head else self.name)) + getattr(settings, "suffix", "")
+        settle_output(source, find_local(source), out, ending, overwrite=overwrite)
+
     def plan(self, *arguments: Any, **options: Any) -> ConversionPlan:
         """A dry run.
 
@@ -71,29 +82,42 @@ class Target:
         return self.planner(*arguments, **options)
 
 
+def _imported(module: str, name: str) -> Callable[..., Any]:
+    """A function that imports itself when it is called."""
+    return lambda *arguments, **options: getattr(import_module(f"surgery.{module}"), name)(*arguments, **options)
+
+
+_convert_to_low_rank = _imported("convert_low_rank", "convert_to_low_rank")
+_convert_cross_layer = _imported("convert_cross_layer", "convert_cross_layer")
+
+
 def _convert_to_cross_layer(
     source: str | Path, out: str | Path | None, settings: CrossLayerSettings, **options: Any
 ) -> Conversion:
     """A cascade is low rank with latents that are read across layers; the other methods share a cache."""
-    convert = convert_to_low_rank if settings.method == "cascade" else convert_cross_layer
+    convert = _convert_to_low_rank if settings.method == "cascade" else _convert_cross_layer
     return convert(source, out, settings, **options)
 
+
+_convert_to_gqa = _imported("convert_heads", "convert_to_gqa")
 
 TARGETS = {
     target.name: target
     for target in (
-        Target("mla", ConvertSettings, convert_to_mla, plan_conversion),
-        Target("gqa", KVHeadsSettings, convert_to_gqa),
-        Target("mqa", KVHeadsSettings, convert_to_gqa, fixed={"kv_heads": 1}),
-        Target("lowrank", LowRankSettings, convert_to_low_rank),
+        Target(
+            "mla", ConvertSettings, _imported("convert_mla", "convert_to_mla"), _imported("dry_run", "plan_conversion")
+        ),
+        Target("gqa", KVHeadsSettings, _convert_to_gqa),
+        Target("mqa", KVHeadsSettings, _convert_to_gqa, fixed={"kv_heads": 1}),
+        Target("lowrank", LowRankSettings, _convert_to_low_rank),
         Target("crosslayer", CrossLayerSettings, _convert_to_cross_layer),
-        Target("hybrid", HybridSettings, convert_to_hybrid),
-        Target("quantized", QuantizedSettings, convert_to_quantized),
+        Target("hybrid", HybridSettings, _imported("convert_hybrid", "convert_to_hybrid")),
+        Target("quantized", QuantizedSettings, _imported("convert_cache", "convert_to_quantized")),
     )
 }
 
 
-SLICE = Target("slice", SliceSettings, slice_checkpoint)
+SLICE = Target("slice", SliceSettings, _imported("slicing", "slice_checkpoint"), ending="sliced")
 """The verb of its own that makes a smaller checkpoint from a converted one."""
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from surgery.errors import SurgeryError
 from surgery.held_out import HeldOut
+from surgery.loading import LOADING
 from surgery.progress import Progress
 from surgery.settings import NO_CALIBRATION, ConversionSettings
 from surgery.text_fit import measure_fit, misfits
@@ -165,7 +166,7 @@ def load_tokenizer(path):
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+    except LOADING as error:
         reason = " ".join(str(error).split())[:200]
         raise SurgeryError(f"{path}: no usable tokenizer ({reason}); use --calibration none") from None
 

@@ -16,6 +16,7 @@ from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.flow_verification import Flow, FlowWatch, check_flow
 from surgery.held_out import HeldOut, Score, logit_difference
 from surgery.layer_stream import LayerStream, StreamedLayer, single_layer_config
+from surgery.loading import loading
 from surgery.progress import Progress
 
 # Tokens of the first held-out sequence that are decoded one by one through a live cache, after a prompt. The prompt is
@@ -167,10 +168,8 @@ def load_config(path: Path):
     from surgery import model as own_model
 
     own_model.register()
-    try:
+    with loading(f"{path}/config.json"):
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
-        raise SurgeryError(f"{path}/config.json: {' '.join(str(error).split())[:300]}") from None
 
 
 def _check_meta(config, reader: CheckpointReader) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, make_checkpoint
 
-from surgery.convert import convert_to_mla
+from surgery.convert_mla import convert_to_mla
 from surgery.errors import SurgeryError
 from surgery.settings import ConvertSettings
 
@@ -86,6 +86,16 @@ CASES = {
         edit_config(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
         {},
         "partial_rotary_factor",
+    ),
+    "layers of no known number": (
+        edit_config(layer_types=["full_attention"] * 3),
+        {},
+        r"config\.json: transformers cannot load it .*num_hidden_layers",
+    ),
+    "text where a number belongs": (
+        edit_config(hidden_size="wide"),
+        {},
+        r"config\.json: transformers cannot load it .*hidden_size",
     ),
     "unknown tensor": (add_tensor, {}, "qkv_proj"),
     "pickle only": (pickle_only, {}, "allow-pickle"),

@@ -26,7 +26,7 @@ QUICK = [
     "--kv-ratio", "0.5", "--rope-dim", "4",
 ]  # fmt: skip
 
-# Stands for the console script: argv[0] is what keeps the package from registering its model class at once.
+# Stands for the console script.
 LAUNCH = "import sys; sys.argv[0] = 'surgery'; from surgery.cli import main; main()"
 HELP = """
 import contextlib, sys
@@ -119,6 +119,65 @@ def test_a_process_ends_with_code_1_and_no_traceback(tmp_path):
     assert done.stdout == ""
     assert re.fullmatch(r"surgery: error: .*absent: no such folder.*\n", done.stderr)
     assert launch("convert", "--no-such-flag").returncode == 2
+
+
+# Runs one command line after the other and says of each how it ended and what was loaded by then.
+MISTAKES = """
+import contextlib, io, json, sys
+from surgery.cli import main
+for arguments in json.loads(sys.argv.pop()):
+    sys.argv = ["surgery", *arguments]
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    print(json.dumps([code, told.getvalue(), sorted({"torch", "transformers"} & set(sys.modules))]))
+"""
+
+
+def test_mistakes_at_first_sight_cost_no_torch(tmp_path):
+    """A folder that is none, a target that is none, an output that is there: told before what takes seconds to load."""
+    source, full, adapter = (tmp_path / name for name in ("source", "full", "adapter"))
+    for folder, file in ((source, "config.json"), (full, "config.json"), (adapter, "adapter_config.json")):
+        folder.mkdir()
+        (folder / file).write_text("{}")
+    (tmp_path / "list.yaml").write_text("- kv_ratio: 0.5\n")
+    (tmp_path / "recipe.yaml").write_text("steps: [{convert: {name: a, source: builtin, kv_ration: 0.5}}]\n")
+    (tmp_path / "pattern.safetensors").touch()
+    absent = "absent: no such folder"
+    cases = {
+        ("convert", "absent"): absent,
+        ("convert", "source", "--to", "mla2"): "unknown target",
+        ("convert", "source", "--out", "full"): "full: exists",
+        ("convert", "source", "--out", "source"): "would replace its own source",
+        ("convert", "source", "--kv-ratio", "2"): "kv_ratio 2.0 must lie between",
+        ("convert", "source", "--config", "list.yaml"): "write name: value lines",
+        ("convert", "adapter"): "holds an adapter",
+        ("convert", "list.yaml"): "is a file",
+        ("inspect", "absent"): absent,
+        ("inspect", "source", "--gpu", "b300"): "choose h200",
+        ("slice", "absent", "--kv-ratio", "0.1"): absent,
+        ("slice", "source", "--kv-ratio", "0.1", "--out", "full"): "full: exists",
+        ("heal", "absent"): absent,
+        ("heal", "source", "--teacher", "absent"): absent,
+        ("heal", "source", "--out", "full"): "full: exists",
+        ("heads", "absent"): absent,
+        ("heads", "source", "--out", "pattern.safetensors"): "pattern.safetensors: exists",
+        ("eval", "a=absent"): absent,
+        ("eval", "source", "--baseline", "absent"): absent,
+        ("eval", "source", "--tasks", "los"): "did you mean loss",
+        ("doctor", "absent"): absent,
+        ("export", "absent", "--engine", "llama.cpp"): absent,
+        ("run", "recipe.yaml"): "did you mean kv_ratio?",
+    }
+    done = launch(json.dumps(list(cases)), code=MISTAKES, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for (arguments, message), line in zip(cases.items(), done.stdout.splitlines(), strict=True):
+        code, told, loaded = json.loads(line)
+        assert code == 1 and told.startswith("surgery: error: ") and told.count("\n") == 1, (arguments, told)
+        assert message in told and loaded == [], (arguments, told, loaded)
 
 
 def test_a_dry_run_writes_nothing_and_knows_the_result(checkpoints, tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from tiny_models import make_checkpoint
 
 from surgery import compare_heads
 from surgery.compare_heads import CompareRequest, compare_patterns, publish_comparison, random_pattern
-from surgery.convert import convert_to_mla
+from surgery.convert_mla import convert_to_mla
 from surgery.errors import SurgeryError
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.checkpoint import CheckpointReader
 from surgery.conversion import Conversion
-from surgery.convert import convert_to_mla
+from surgery.convert_mla import convert_to_mla
 from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED
 from surgery.errors import SurgeryError
 from surgery.ladder import Ladder

@@ -13,10 +13,10 @@ from transformers.cache_utils import Cache
 from surgery import convert_cache
 from surgery.architectures.cached import rotated_tensors
 from surgery.checkpoint import CheckpointReader
-from surgery.convert import convert_to_mla
 from surgery.convert_cache import convert_to_quantized
 from surgery.convert_heads import convert_to_gqa
 from surgery.convert_low_rank import convert_to_low_rank
+from surgery.convert_mla import convert_to_mla
 from surgery.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.model import SurgeryConfig, SurgeryForCausalLM

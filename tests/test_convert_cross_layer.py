@@ -12,9 +12,9 @@ from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.carry_over import REPORT
 from surgery.checkpoint import CheckpointReader
-from surgery.convert import convert_to_mla
 from surgery.convert_cross_layer import convert_cross_layer, plan_groups
 from surgery.convert_cross_layer_latent import LatentSource, _metrics
+from surgery.convert_mla import convert_to_mla
 from surgery.cross_layer_statistics import joint_moment
 from surgery.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, SHAPE, make_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StaticCache
 
+from surgery.anatomy import AttentionAnatomy
 from surgery.architectures.decilm import check, feed_forward_width
 from surgery.architectures.own_family import has_head_dim
 from surgery.carry_over import REPORT
-from surgery.convert_heads import convert_to_gqa
+from surgery.convert_heads import convert_to_gqa, wanted_heads
 from surgery.errors import SurgeryError
 from surgery.model import SurgeryConfig, register
 from surgery.settings import KVHeadsSettings
@@ -163,6 +164,22 @@ def test_what_cannot_be_done_is_refused(checkpoints, tmp_path, name, settings, t
     with pytest.raises(SurgeryError, match=told):
         convert_to_gqa(checkpoints(name), tmp_path / "out", KVHeadsSettings(**{**QUICK, **settings}))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_ratio_is_one_of_whole_heads():
+    def heads(source, ratio):
+        size = torch.zeros(source, 2, 4)
+        anatomy = AttentionAnatomy(q=size, k=size, v=size, o=torch.zeros(4, source, 2), inv_freq=torch.ones(1), scale=1)
+        return wanted_heads(KVHeadsSettings(kv_ratio=ratio), anatomy, layers=10) // 10
+
+    assert [heads(4, ratio) for ratio in (0.25, 0.5, None)] == [1, 2, 2]
+    assert heads(6, 0.33) == 2 and heads(6, 0.333) == 2 and heads(9, None) == 3
+    with pytest.raises(SurgeryError, match=r"--kv-ratio 0\.3: of 4 KV heads .*; 0\.25 gives 1, 0\.5 gives 2$"):
+        heads(4, 0.3)
+    with pytest.raises(SurgeryError, match=r"0\.1667 gives 1, 0\.3333 gives 2, 0\.5 gives 3$"):
+        heads(6, 0.9)
+    with pytest.raises(SurgeryError, match="convert --to mla instead"):
+        heads(4, 0.2)
 
 
 @pytest.mark.parametrize("name", ["llama_bias", "qwen2", "mixtral"])

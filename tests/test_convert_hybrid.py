@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from tiny_models import HELD_OUT
 from transformers import AutoModelForCausalLM
 
-from surgery.convert import convert_to_mla
 from surgery.convert_cache import convert_to_quantized
 from surgery.convert_heads import convert_to_gqa
 from surgery.convert_hybrid import convert_to_hybrid
 from surgery.convert_low_rank import convert_to_low_rank
+from surgery.convert_mla import convert_to_mla
 from surgery.errors import SurgeryError
 from surgery.eval.kv_cache import measure_kv
 from surgery.eval.kv_flow import measure_footprint, measure_peak

@@ -7,7 +7,7 @@ from command_line import run_main
 from tiny_models import CONFIGS, LLAMA3_ROPE, SHAPE, make_checkpoint
 from transformers import LlamaConfig
 
-from surgery.convert import convert_to_mla
+from surgery.convert_mla import convert_to_mla
 from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, engine_table, mla_limits, refuse_unless_loadable
 from surgery.engines.facts import Facts
 from surgery.errors import SurgeryError

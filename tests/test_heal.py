@@ -1,7 +1,6 @@
 """`surgery heal`, end to end on tiny models: trained, of the same form, verified, and on record."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,15 +12,15 @@ from safetensors.torch import load_file
 from tiny_models import DEMO, HELD_OUT
 from transformers import AutoModelForCausalLM
 
-from surgery import heal
+from surgery import healing
 from surgery.architectures.entry_factors import entry_factors
 from surgery.architectures.neutral_norm import recognised_norm
 from surgery.checkpoint import CheckpointReader
-from surgery.convert import convert_to_mla
 from surgery.convert_heads import convert_to_gqa
+from surgery.convert_mla import convert_to_mla
 from surgery.errors import SurgeryError
 from surgery.evaluation.settings import EvalSettings
-from surgery.heal import HealRequest, heal_checkpoint
+from surgery.healing import HealRequest, heal_checkpoint
 from surgery.healing_table import gap_closed, quality_table, stage_facts
 from surgery.launchers import count_processes, find_launcher, is_sharded, launch_command, outside
 from surgery.progress import Progress
@@ -113,12 +112,12 @@ def test_the_own_class_without_a_report(tmp_path, kind):
 
 def test_a_failed_training_leaves_no_checkpoint_and_the_next_one_goes_on(made, tmp_path, monkeypatch):
     source, student = made("gqa")
-    run = subprocess.run
-    monkeypatch.setattr(heal.subprocess, "run", lambda command, **more: subprocess.CompletedProcess(command, 7))
+    run = healing.run_to_its_end
+    monkeypatch.setattr(healing, "run_to_its_end", lambda *_: 7)
     with pytest.raises(SurgeryError, match="exit code 7"):
         heal_checkpoint(request(source, student, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(heal.subprocess, "run", run)
+    monkeypatch.setattr(healing, "run_to_its_end", run)
     assert heal_checkpoint(request(source, student, tmp_path / "out")).path.is_dir()
 
 
@@ -129,12 +128,12 @@ def test_a_finished_training_is_not_repeated(made, tmp_path, monkeypatch):
     def broken(*_):
         raise SurgeryError("verification failed")
 
-    refuse.setattr(heal, "verify_healed", broken)
+    refuse.setattr(healing, "verify_healed", broken)
     with pytest.raises(SurgeryError, match="verification failed"):
         heal_checkpoint(request(source, student, tmp_path / "out"))
     refuse.undo()
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(heal.subprocess, "run", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained again"))
     assert heal_checkpoint(request(source, student, tmp_path / "out")).path.is_dir()
 
 
@@ -143,10 +142,10 @@ def test_a_recipe_heals_once(made, tmp_path, monkeypatch):
     step = {"name": "healed", "student": str(student), "teacher": str(source), **FEW, "data": [str(HELD_OUT)]}
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps({"steps": [{"heal": step}]}))
-    monkeypatch.setattr(heal, "EvalSettings", lambda **given: EvalSettings(**given, **MEASURE))
+    monkeypatch.setattr(healing, "EvalSettings", lambda **given: EvalSettings(**given, **MEASURE))
     run_recipe(path, tmp_path / "work", Progress(silent=True))
     assert json.loads((tmp_path / "work" / "healed" / "heal.json").read_text())["steps"] == 3
-    monkeypatch.setattr(heal.subprocess, "run", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained again"))
     assert run_recipe(path, tmp_path / "work", Progress(silent=True)).checkpoints == {
         "healed": tmp_path / "work" / "healed"
     }
@@ -157,8 +156,9 @@ def test_a_recipe_heals_once(made, tmp_path, monkeypatch):
 
 def test_refusals_come_before_training(made, tmp_path, monkeypatch, capsys):
     source, student = made("gqa")
-    monkeypatch.setattr(heal.subprocess, "run", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained"))
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
     with pytest.raises(SurgeryError, match="--overwrite"):
         heal_checkpoint(request(source, student, tmp_path / "out"))
     with pytest.raises(SurgeryError, match="replace its own source"):
@@ -211,11 +211,11 @@ def test_a_recipe_says_how_a_training_is_launched(made, tmp_path, monkeypatch):
     source, student = made("gqa")
     commands = []
 
-    def run(command, **_):
+    def run(command, environment):
         commands.append(command)
-        return subprocess.CompletedProcess(command, 7)
+        return 7
 
-    monkeypatch.setattr(heal.subprocess, "run", run)
+    monkeypatch.setattr(healing, "run_to_its_end", run)
     path = tmp_path / "recipe.yaml"
     for given in ({"processes": 2}, {"launcher": "fsdp2"}, {"launcher": "cpu-2", "processes": 3}):
         step = {"name": "healed", "student": str(student), "teacher": str(source), **FEW, "data": [str(HELD_OUT)]}
@@ -253,7 +253,7 @@ def test_mistakes_of_heal_steps_are_told_before_anything_runs(tmp_path, given, t
 
 def test_a_tracker_is_refused_before_the_training_is_launched(made, tmp_path, monkeypatch):
     source, student = made("gqa")
-    monkeypatch.setattr(heal.subprocess, "run", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained"))
     with pytest.raises(SurgeryError, match="tracker 'magic' is unknown"):
         heal_checkpoint(request(source, student, tmp_path / "out", tracker="magic"))
     assert not list(tmp_path.glob("out*"))

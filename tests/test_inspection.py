@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from surgery import bench_models
 from surgery.calibration.statistics import LayerStatistics
-from surgery.console import show_inspection
+from surgery.console_inspection import show_inspection
 from surgery.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.inspection import CONTEXTS, inspect_checkpoint
@@ -113,9 +113,26 @@ def test_fewer_heads_are_a_target_unless_a_norm_stands_between(name, model_class
     targets = {target["command"]: target for target in inspect_checkpoint(checkpoints(name)).targets}
     target = targets["surgery convert --to gqa"]
     assert target["class"] == model_class
-    for name in ("lowrank", "crosslayer"):
-        assert targets[f"surgery convert --to {name}"]["class"] == "surgery"
     assert target["applies"] or "q/k-norm" in target["reasons"][0]
+
+
+def test_every_target_that_needs_the_own_class_says_why(checkpoints):
+    targets = {target["command"]: target for target in inspect_checkpoint(checkpoints("llama")).targets}
+    words = {"lowrank": "rebuilds", "crosslayer": "share a cache", "hybrid": "window", "quantized": "quantised cache"}
+    for name, word in words.items():
+        target = targets[f"surgery convert --to {name}"]
+        assert target["class"] == "surgery" and word in target["reasons"][0], name
+    # 4 bits and a scale and a zero of 4 bytes each for every 32 numbers, where 32 had 128 bytes.
+    ratio = targets["surgery convert --to quantized"]["speed"][-1]["bytes_ratio"]
+    assert ratio == pytest.approx(128 / (16 + 2 * 4))
+
+
+def test_caches_that_take_no_sliding_windows_do_not_apply_to_them(checkpoints):
+    targets = {target["command"]: target for target in inspect_checkpoint(checkpoints("mistral_window")).targets}
+    assert targets["surgery convert --to lowrank"]["applies"]
+    for name in ("crosslayer", "hybrid", "quantized"):
+        target = targets[f"surgery convert --to {name}"]
+        assert not target["applies"] and "sliding_attention" in target["reasons"][0], name
 
 
 def test_stock_targets(checkpoints):

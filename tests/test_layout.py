@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from surgery.evaluation.settings import EvalSettings
 from surgery.heads.settings import HeadSettings
 from surgery.recipe import VERBS, Recipe
+from surgery.recipe_names import check_names
 from surgery.settings import (
     ConvertSettings,
     CrossLayerSettings,
@@ -45,6 +47,7 @@ ROOMS = {
         "file_settings",
         "human",
         "kernels",
+        "loading",
         "model",
         "progress",
         "version",
@@ -63,17 +66,81 @@ def python_files(room: str) -> list[Path]:
     return [path] if path.is_file() else sorted(path.rglob("*.py"))
 
 
+def module_name(file: Path) -> str:
+    """What a file is imported as; the rooms at the top of the repository are linked into the package."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "surgery" else ("surgery", *parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+FILES = {
+    module_name(file): file
+    for top in ("surgery", "eval", "kernels", "training")
+    for file in sorted((ROOT / top).rglob("*.py"))
+    if not any(part.is_symlink() for part in file.parents)
+}
+
+
+@cache
+def imported(file: Path) -> frozenset[str]:
+    """Modules of the package that a file imports, wherever in it, but for those that only its annotations name."""
+    package = module_name(file) if file.name == "__init__.py" else module_name(file).rpartition(".")[0]
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                continue
+            if isinstance(child, ast.Import):
+                found.update(alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                above = package.split(".")[: len(package.split(".")) - child.level + 1] if child.level else []
+                base = ".".join([*above, *([child.module] if child.module else [])])
+                # A name is a module of its own, or something in one.
+                found.update(
+                    f"{base}.{alias.name}" if f"{base}.{alias.name}" in FILES else base for alias in child.names
+                )
+            visit(child)
+
+    visit(ast.parse(file.read_text(encoding="utf-8")))
+    return frozenset(name for name in found if name.startswith("surgery."))
+
+
 def imported_rooms(file: Path) -> set[str]:
-    """First names below ``surgery`` that a file imports, wherever in it."""
-    rooms = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = [node.module]
-        rooms |= {name.split(".")[1] for name in names if name.startswith("surgery.")}
-    return rooms
+    """First names below ``surgery`` that a file imports."""
+    return {name.split(".")[1] for name in imported(file)}
+
+
+def circles() -> list[list[str]]:
+    """Modules that import each other, directly or through others, inside functions too: one list a circle."""
+    graph = {name: sorted(imported(file) & FILES.keys() - {name}) for name, file in FILES.items()}
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    found = []
+
+    def follow(name: str) -> None:  # Tarjan's strongly connected components
+        order[name] = lowest[name] = len(order)
+        path.append(name)
+        for other in graph[name]:
+            if other not in order:
+                follow(other)
+            if other in path:
+                lowest[name] = min(lowest[name], lowest[other])
+        if lowest[name] == order[name]:
+            circle = path[path.index(name) :]
+            del path[path.index(name) :]
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for name in graph:
+        if name not in order:
+            follow(name)
+    return found
+
+
+def test_no_module_imports_itself_through_others():
+    assert circles() == []
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -138,3 +205,4 @@ def test_recipes_are_valid(path):
     recipe = Recipe.read(path)
     for step in recipe.steps:
         VERBS[step.verb](step, step.name)
+    check_names(path, recipe.steps)

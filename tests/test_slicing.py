@@ -12,9 +12,9 @@ from surgery.architectures.sliced import LatentModel
 from surgery.carry_over import REPORT
 from surgery.checkpoint import CheckpointReader
 from surgery.console import show_conversion
-from surgery.convert import convert_to_mla
 from surgery.convert_cache import convert_to_quantized
 from surgery.convert_low_rank import convert_to_low_rank
+from surgery.convert_mla import convert_to_mla
 from surgery.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.held_out import HeldOut

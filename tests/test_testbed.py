@@ -8,15 +8,15 @@ import pytest
 from safetensors.torch import save_file
 from tiny_models import DEMO, HELD_OUT
 
-from surgery.convert import convert_to_mla
 from surgery.convert_cross_layer import convert_cross_layer
 from surgery.convert_heads import convert_to_gqa
 from surgery.convert_hybrid import convert_to_hybrid
 from surgery.convert_low_rank import convert_to_low_rank
+from surgery.convert_mla import convert_to_mla
 from surgery.eval.recall import recall_prompts
 from surgery.eval.sequences import random_windows, tokenize
+from surgery.head_scoring import score_heads
 from surgery.heads.settings import HeadSettings
-from surgery.score_heads import score_heads
 from surgery.settings import ConvertSettings, CrossLayerSettings, HybridSettings, KVHeadsSettings, LowRankSettings
 from surgery.texts import load_tokenizer
 

@@ -6,8 +6,8 @@ import pytest
 from tiny_models import HELD_OUT
 from transformers import AutoTokenizer
 
-from surgery.convert import convert_to_mla
 from surgery.convert_low_rank import convert_to_low_rank
+from surgery.convert_mla import convert_to_mla
 from surgery.settings import ConvertSettings, LowRankSettings
 
 QUICK = {"calibration": "none", "held_out": 1, "kv_ratio": 0.5}

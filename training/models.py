@@ -14,6 +14,7 @@ from transformers.utils import logging
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.disk import disk_errors
 from surgery.errors import SurgeryError
+from surgery.loading import loading
 from surgery.training.settings import HealSettings
 from surgery.training.trainable import add_adapters
 
@@ -21,7 +22,6 @@ ADAPTER = "adapter"
 """Folder of the LoRA adapter in a healed checkpoint; its weights are merged into the model besides."""
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-LOADING = (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError, RuntimeError)
 
 
 def load_model(reader: CheckpointReader, settings: HealSettings, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
@@ -31,13 +31,10 @@ def load_model(reader: CheckpointReader, settings: HealSettings, dtype: torch.dt
         SurgeryError: transformers cannot load it.
     """
     logging.disable_progress_bar()
-    try:
+    with loading(str(reader.path)):
         return AutoModelForCausalLM.from_pretrained(
             reader.model_folder(), dtype=dtype, local_files_only=True, trust_remote_code=settings.trust_remote_code
         )
-    except LOADING as error:
-        reason = " ".join(str(error).split())[:300]
-        raise SurgeryError(f"{reader.path}: transformers cannot load it ({reason})") from error
 
 
 def load_tokenizer(reader: CheckpointReader, settings: HealSettings) -> PreTrainedTokenizerBase:
@@ -46,13 +43,10 @@ def load_tokenizer(reader: CheckpointReader, settings: HealSettings) -> PreTrain
     Raises:
         SurgeryError: there is none that transformers can read.
     """
-    try:
+    with loading(f"tokenizer of {reader.path}"):
         return AutoTokenizer.from_pretrained(
             reader.path, local_files_only=True, trust_remote_code=settings.trust_remote_code
         )
-    except LOADING as error:
-        reason = " ".join(str(error).split())[:300]
-        raise SurgeryError(f"{reader.path}: its tokenizer cannot be loaded ({reason})") from error
 
 
 def set_dtypes(model: nn.Module, computed: torch.dtype) -> None:

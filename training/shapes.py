@@ -7,8 +7,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.checkpoint import CheckpointReader
-from surgery.errors import SurgeryError
-from surgery.training.models import LOADING
+from surgery.loading import loading
 from surgery.training.settings import HealSettings
 from surgery.training.trainable import add_adapters, choose
 
@@ -19,13 +18,10 @@ def load_config(reader: CheckpointReader, settings: HealSettings) -> PreTrainedC
     Raises:
         SurgeryError: transformers does not know it.
     """
-    try:
+    with loading(f"{reader.path}/config.json"):
         return AutoConfig.from_pretrained(
             reader.path, local_files_only=True, trust_remote_code=settings.trust_remote_code
         )
-    except LOADING as error:
-        reason = " ".join(str(error).split())[:300]
-        raise SurgeryError(f"{reader.path}: transformers cannot load its config ({reason})") from error
 
 
 def built(config: PreTrainedConfig, settings: HealSettings) -> PreTrainedModel:

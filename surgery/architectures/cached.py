@@ -12,6 +12,8 @@ from surgery.errors import SurgeryError
 from surgery.families.base import ATTENTION_PREFIX, head_shape
 from surgery.transforms.hadamard import hadamard, rotate_latent, rotate_values
 
+REASON = "no stock class keeps a quantised cache by itself"
+
 KINDS = (None, "grouped", "hybrid", "latent", "low_rank")
 """Attention whose cache layers can be quantised ones; None is the family's own."""
 

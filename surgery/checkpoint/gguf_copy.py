@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from surgery.checkpoint.reader import CheckpointReader
 from surgery.checkpoint.tensors import TensorSpec
 from surgery.checkpoint.writer import CheckpointWriter
+
+if TYPE_CHECKING:
+    from surgery.checkpoint.reader import CheckpointReader
 
 
 def dequantised_copy(reader: CheckpointReader) -> Path:

@@ -22,8 +22,6 @@ from surgery.checkpoint.gguf_model import GgufModel, describe_model, special_tok
 from surgery.checkpoint.gguf_tokenizer import write_tokenizer
 from surgery.checkpoint.layout import CONFIG
 
-SUFFIX = ".gguf"
-
 
 @dataclass(frozen=True)
 class GgufFolder:
@@ -32,13 +30,6 @@ class GgufFolder:
     file: Path
     model: GgufModel
     folder: Path
-
-
-def find_gguf(path: Path) -> list[Path]:
-    """The file itself, or those of a folder that has no config.json."""
-    if path.is_file():
-        return [path] if path.suffix == SUFFIX else []
-    return [] if (path / CONFIG).exists() else sorted(path.glob(f"*{SUFFIX}"))
 
 
 def open_gguf(file: Path) -> GgufFolder:

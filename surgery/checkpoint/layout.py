@@ -6,10 +6,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from surgery.checkpoint.disk import disk_errors, read_json
-from surgery.checkpoint.tensors import TensorInfo
 from surgery.errors import SurgeryError
+
+if TYPE_CHECKING:
+    from surgery.checkpoint.tensors import TensorInfo
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

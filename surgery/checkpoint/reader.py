@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint.disk import disk_errors, read_json
-from surgery.checkpoint.gguf_folder import SUFFIX, find_gguf, open_gguf
+from surgery.checkpoint.gguf_folder import open_gguf
 from surgery.checkpoint.gguf_store import GgufStore
-from surgery.checkpoint.hub import download, is_hub_id
 from surgery.checkpoint.layout import CONFIG, check_index, find_sidecars, find_weights
+from surgery.checkpoint.location import find_gguf, locate
 from surgery.checkpoint.stores import PickleStore, SafetensorsStore, Store
 from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes, describe
 from surgery.errors import SurgeryError
@@ -67,11 +67,9 @@ class CheckpointReader:
             SurgeryError: there is no such checkpoint, or it is incomplete, damaged or contradictory.
         """
         with disk_errors(Path(source)):
-            path = _locate(source, revision, allow_pickle)
+            path = locate(source, revision=revision, allow_pickle=allow_pickle)
             if files := find_gguf(path):
                 return cls._of_gguf(path, files)
-            if not (path / CONFIG).is_file():
-                raise SurgeryError(f"{path}: no config.json; give the folder of a Hugging Face checkpoint")
             config = read_json(path / CONFIG)
             weights = find_weights(path, allow_pickle=allow_pickle)
             store = PickleStore(path, weights.files) if weights.pickled else SafetensorsStore(path, weights.files)
@@ -228,22 +226,6 @@ class CheckpointReader:
         for piece in self.chunks(name):
             digest.update(as_bytes(piece).numpy())
         return digest.hexdigest()
-
-
-def _locate(source: str | Path, revision: str | None, allow_pickle: bool) -> Path:
-    """The local folder of a checkpoint or its GGUF file, downloaded first where it is a hub model."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        if revision is not None:
-            raise SurgeryError(f"{path}: is a local folder, which has no revision {revision!r}; drop --revision")
-        return path
-    if path.exists():
-        if path.suffix == SUFFIX:
-            return path
-        raise SurgeryError(f"{path}: is a file; give the folder of the checkpoint, or a {SUFFIX} file")
-    if is_hub_id(str(source)):
-        return download(str(source), revision=revision, allow_pickle=allow_pickle)
-    raise SurgeryError(f"{path}: no such folder; give a checkpoint's folder or a hub id such as org/name")
 
 
 def _runs(rows: Tensor) -> list[tuple[int, int]]:

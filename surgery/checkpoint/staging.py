@@ -128,7 +128,7 @@ class Staging:
             return
         if not self.out.is_dir():
             raise SurgeryError(f"{self.out}: is a file; choose another --out")
-        if not self._overwrite:
+        if not self._overwrite and any(self.out.iterdir()):
             raise SurgeryError(f"{self.out}: exists already; pass --overwrite or choose another --out")
         if not (self.out / CONFIG).is_file() and any(self.out.iterdir()):
             raise SurgeryError(

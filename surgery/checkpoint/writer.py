@@ -7,17 +7,19 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from surgery.checkpoint.disk import disk_errors, parse_size, write_at
 from surgery.checkpoint.layout import WEIGHTS, WEIGHTS_INDEX
-from surgery.checkpoint.reader import CheckpointReader
 from surgery.checkpoint.safetensors_format import encode_header
 from surgery.checkpoint.staging import MARKER, Staging
 from surgery.checkpoint.tensors import NAME_OF_DTYPE, Described, TensorSpec, all_finite, as_bytes, describe
 from surgery.errors import SurgeryError
+
+if TYPE_CHECKING:
+    from surgery.checkpoint.reader import CheckpointReader
 
 
 class CheckpointWriter:

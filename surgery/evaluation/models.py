@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from surgery.checkpoint import CheckpointReader
 from surgery.errors import SurgeryError
+from surgery.evaluation.names import name_and_path
 from surgery.human import origin
+from surgery.loading import loading
 
 REPORT = "surgery_report.json"
 
@@ -51,7 +53,7 @@ class Checkpoint:
         Raises:
             SurgeryError: there is no such checkpoint, or it is damaged.
         """
-        name, path = _named(given)
+        name, path = name_and_path(given)
         reader = CheckpointReader.open(path, allow_pickle=allow_pickle)
         return cls(name, path, reader, reader.fingerprint(advance), trust_remote_code)
 
@@ -85,14 +87,17 @@ class Checkpoint:
         from surgery import model as own_model
 
         own_model.register()
-        with _errors(self.given):
+        with loading(self.given):
             model = AutoModelForCausalLM.from_pretrained(
                 self.reader.model_folder(),
                 dtype="auto",
                 local_files_only=True,
                 trust_remote_code=self.trust_remote_code,
             )
-            return model.to(device).eval()
+            try:
+                return model.to(device).eval()
+            except torch.OutOfMemoryError:
+                raise SurgeryError(f"{self.given}: does not fit on the device; try --device cpu") from None
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Its tokenizer.
@@ -100,7 +105,7 @@ class Checkpoint:
         Raises:
             SurgeryError: there is none that transformers can read.
         """
-        with _errors(self.given):
+        with loading(self.given):
             return AutoTokenizer.from_pretrained(
                 self.reader.path, local_files_only=True, trust_remote_code=self.trust_remote_code
             )
@@ -128,16 +133,6 @@ class Checkpoint:
             ) from None
 
 
-def _named(given: str) -> tuple[str, str]:
-    """Row name and path of an argument; ``name=path``, unless there is a path with that sign in it."""
-    name, sign, path = given.partition("=")
-    if not sign or Path(given).exists():
-        name, path = Path(given.rstrip("/")).name or given, given
-    if not name or not path:
-        raise SurgeryError(f"{given!r}: give a checkpoint folder or hub id, or NAME=PATH")
-    return name, path
-
-
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of a vocabulary and of how a few texts are cut: tokenizers that agree in it give equal tokens."""
     samples = ["def f(x):\n    return x + 1234  # naïve", "The quick brown fox, 3.14 — and\ttabs.\n\n日本"]
@@ -150,21 +145,3 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Casts a model's parameters in place. Buffers stay: RoPE frequencies in half precision would be wrong ones."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-
-
-class _errors:
-    """Turns what transformers raises at loading into one line."""
-
-    def __init__(self, given: str) -> None:
-        self._given = given
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise SurgeryError(f"{self._given}: does not fit on the device; try --device cpu") from None
-        known = (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError, RuntimeError)
-        if isinstance(error, known) and not isinstance(error, SurgeryError):
-            reason = " ".join(str(error).split())[:300]
-            raise SurgeryError(f"{self._given}: transformers cannot load it ({reason})") from None

@@ -257,6 +257,10 @@ def _opened_store(out: Path, request: Request, rows: Sequence[Row], tasks: Tasks
     store = ResultStore.open(out)
     if (out / "report.json").exists() and not request.overwrite:
         old = read_report(out)
+        if changed := _changed_settings(old, request.settings, tasks):
+            raise SurgeryError(
+                f"{out}: its report has another {', '.join(changed)}; choose another --out or say --overwrite"
+            )
         lost = [name for name in old["tasks"] if name not in {task.name for task in tasks.all}]
         lost += [
             f"row {row['name']}"
@@ -269,6 +273,16 @@ def _opened_store(out: Path, request: Request, rows: Sequence[Row], tasks: Tasks
                 "--overwrite"
             )
     return store
+
+
+def _changed_settings(old: Report, settings: EvalSettings, tasks: Tasks) -> list[str]:
+    """Names of what decides the results that a report has and is no longer what it was then."""
+    changed = [name for name in ("seed", "limit") if old["settings"][name] != getattr(settings, name)]
+    new = json.loads(json.dumps(tasks.settings))
+    for task in sorted(old["tasks"].keys() & new.keys()):
+        before, now = old["tasks"][task], new[task]
+        changed += [f"{name} of {task}" for name in {**before, **now} if before.get(name) != now.get(name)]
+    return changed
 
 
 def _open(request: Request, progress: Progress) -> tuple[Checkpoint | None, list[Checkpoint]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgery.errors import SurgeryError
-from surgery.file_settings import FileSettings, did_you_mean
+from surgery.file_settings import FileSettings, did_you_mean, whole_number
 
 BUILTIN = "builtin"
 NO_VARIANTS = "none"
@@ -157,6 +157,6 @@ def _as_tuple(name: str, value: Any) -> tuple:
     if name in ("tasks", "data", "variants", "ruler_tasks", "prompts"):
         return tuple(dict.fromkeys(map(str, items)))
     try:
-        return tuple(dict.fromkeys(map(int, items)))
+        return tuple(dict.fromkeys(map(whole_number, items)))
     except (TypeError, ValueError):
         raise SurgeryError(f"{name} must be whole numbers, not {', '.join(map(str, items))}") from None

@@ -8,6 +8,9 @@ from surgery.errors import SurgeryError
 from surgery.file_settings import FileSettings
 
 METHODS = ("duo", "prulong", "needle", "induction", "kvzip", "attention-area", "ablation")
+SUFFIX = ".safetensors"
+"""Of pattern files."""
+
 TRAINED = ("duo", "prulong")
 """Methods that find their scores by gradient descent."""
 

@@ -14,8 +14,8 @@ from environments import NotInstallable, interpreter
 from tiny_models import CONFIGS, DEMO, HELD_OUT, LLAMA3_ROPE, SHAPE, make_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from surgery.convert import convert_to_mla
 from surgery.convert_heads import convert_to_gqa
+from surgery.convert_mla import convert_to_mla
 from surgery.settings import ConvertSettings, KVHeadsSettings
 
 NEW_TOKENS = 64

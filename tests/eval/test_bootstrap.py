@@ -27,6 +27,11 @@ def test_equal_seeds_give_equal_intervals():
     assert paired_difference(*values, seed=4) != paired_difference(*values, seed=5)
 
 
+def test_one_sample_has_no_interval():
+    found = paired_difference([2.5], [2.0])
+    assert (found.difference, found.low, found.high, found.samples) == (0.5, None, None, 1)
+
+
 @pytest.mark.parametrize("pair", [([1.0], [1.0, 2.0]), ([], [])])
 def test_unpaired_samples_are_refused(pair):
     with pytest.raises(SurgeryError, match="paired"):

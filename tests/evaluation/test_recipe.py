@@ -81,6 +81,8 @@ def test_outputs_of_other_settings_are_not_taken_for_them(finished, tmp_path):
 
 
 STEP = {"convert": {"name": "a", "source": "builtin"}}
+HEADS = {"heads": {"name": "p", "source": "builtin", "method": "needle"}}
+KEEP = {"kv_ratio": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,33 @@ STEP = {"convert": {"name": "a", "source": "builtin"}}
         ([STEP, {"eval": {"name": "r", "checkpoints": ["a"], "taks": ["loss"]}}], "did you mean tasks"),
         ([STEP, {"eval": {"name": "r", "checkpoints": "a"}}], "must be a list"),
         ([STEP, {"eval": {"name": "r"}}], "checkpoints is missing"),
+        ([STEP, {"eval": {"name": "r", "checkpoints": ["b"]}}], "step r: b: no such folder"),
+        ([STEP, {"eval": {"name": "r", "checkpoints": ["a"], "baseline": "x=nowhere"}}], "step r: nowhere: no such"),
+        ([{"convert": {"name": "first", "source": "frst"}}], "step first: frst: no such folder"),
+        (
+            [{"convert": {"name": "half", "source": "builtin"}}, {"slice": {"name": "s", "source": "halv", **KEEP}}],
+            r"step s: halv: no earlier step makes it, .*; did you mean half\?",
+        ),
+        (
+            [{"slice": {"name": "s", "source": "a", **KEEP}}, STEP],
+            "step s: a is not made by an earlier step; move it up",
+        ),
+        ([{"convert": {"name": "a", "source": "a"}}], "step a: a is not made by an earlier step"),
+        ([HEADS, {"slice": {"name": "s", "source": "p", **KEEP}}], "p is a heads step, which makes no such thing"),
+        (
+            [STEP, {"convert": {"name": "h", "source": "a", "to": "hybrid", "heads": "p.x"}}],
+            "p.x: no such pattern file",
+        ),
+        ([HEADS, {"compare-heads": {"name": "c", "patterns": ["p", "q"]}}], "step c: q: no such pattern file"),
+        ([{"heal": {"name": "h", "student": "gone", "teacher": "builtin"}}], "step h: gone: no such folder"),
+        (
+            [{"convert": {"name": "a", "source": "builtin", "held_out": "few"}}],
+            "step a: .*held_out must be a whole number",
+        ),
+        (
+            [HEADS, {"compare-heads": {"name": "c", "patterns": ["p"], "windows": "few"}}],
+            "windows must be a whole number",
+        ),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(tmp_path, steps, told):

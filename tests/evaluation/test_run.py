@@ -13,6 +13,7 @@ from surgery.eval.tasks.loss import LossTask
 from surgery.evaluation.output import write_report
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
+from surgery.evaluation.store import ResultStore
 from surgery.progress import Progress
 
 SMALL = {"windows": 4, "length": 64, "decoded": 8, "recall_prompts": 2, "batch_size": 2, "device": "cpu"}
@@ -120,6 +121,19 @@ def test_finished_results_are_not_measured_again(whole, models, monkeypatch):
     # Other data is another result.
     with pytest.raises(AssertionError, match="measured again"):
         run([models[1]], models[0], out, seed=1, overwrite=True)
+
+
+def test_a_report_of_other_settings_is_not_replaced_unasked(whole, models, tmp_path):
+    ResultStore.open(tmp_path)
+    write_report(whole[0], tmp_path)
+    before = (tmp_path / "report.json").read_bytes()
+    with pytest.raises(
+        SurgeryError, match=r"another (?=.*length of kv)(?=.*length of loss).*; choose another"
+    ):
+        run([models[1]], models[0], tmp_path, length=32)
+    with pytest.raises(SurgeryError, match="another seed"):
+        run([models[1]], models[0], tmp_path, seed=1)
+    assert (tmp_path / "report.json").read_bytes() == before
 
 
 def test_an_interrupted_evaluation_goes_on(models, tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +29,7 @@ from surgery.heads.needles import NeedleSet, needle_sequences
 from surgery.heads.pattern import HeadPattern
 from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.heads.settings import HeadSettings
+from surgery.output_place import check_pattern, default_pattern
 from surgery.progress import Progress
 from surgery.report import environment
 from surgery.source import process_device
@@ -41,8 +41,6 @@ LENGTH = 4_096
 
 OUTLINED = 0.25
 """Share of the heads, those with the highest scores, that heat maps outline."""
-
-SUFFIX = ".safetensors"
 
 SECONDS = "seconds_so_far"
 """Among the facts of a journal's entries."""
@@ -133,15 +131,6 @@ def score_heads(
     for journal in journals:
         journal.remove()
     return ScoredHeads(out, heat_map, pattern, processes.is_main)
-
-
-def default_pattern(source: str | Path, method: str) -> Path:
-    """Beside the source; beside the working folder for a hub id."""
-    path = Path(source)
-    if not path.exists():
-        return Path(f"{path.name}-heads-{method}{SUFFIX}")
-    path = path.resolve()
-    return path.with_name(f"{path.stem if path.is_file() else path.name}-heads-{method}{SUFFIX}")
 
 
 def sequence_length(settings: HeadSettings, config: dict) -> int:
@@ -292,14 +281,7 @@ def _settle_output(out: Path, overwrite: bool) -> Path:
     Raises:
         SurgeryError: they cannot, or are there.
     """
-    if out.suffix != SUFFIX:
-        raise SurgeryError(f"--out {out}: a pattern is a file of that ending, {out.name}{SUFFIX}")
-    heat_map = out.with_suffix(".png")
-    for path in (out, heat_map):
-        if path.is_dir():
-            raise SurgeryError(f"{path}: is a folder; choose another --out")
-        if os.path.lexists(path) and not overwrite:
-            raise SurgeryError(f"{path}: exists; choose another --out or pass --overwrite")
+    heat_map = check_pattern(out, overwrite)
     with disk_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out.parent).close()

@@ -11,7 +11,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -27,16 +26,18 @@ from surgery.carry_over import CARD, REPORT
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.staging import Staging
-from surgery.conversion import default_output
 from surgery.engines import engine_table
 from surgery.errors import SurgeryError
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
+from surgery.file_settings import read_mapping
 from surgery.healed_verification import verify_healed
 from surgery.healing_table import gap_closed, quality_table, stages
-from surgery.launchers import count_processes, is_sharded, launch_command, outside
+from surgery.launchers import count_processes, is_sharded, launch_command, outside, run_to_its_end
 from surgery.model import register
+from surgery.output_place import default_output
 from surgery.progress import Progress
+from surgery.recorded_source import find_source
 from surgery.report import Report, previous_report
 from surgery.training.settings import HealSettings
 from surgery.training.trackers import check_tracker
@@ -96,6 +97,7 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
     if find_spec("accelerate") is None:
         raise SurgeryError('healing needs accelerate: pip install "model-surgery[train]"')
     student = CheckpointReader.open(request.student)
+    request = with_teacher(request, student, progress)
     out = request.out or default_output(request.student, "healed")
     check_output(student.source, out)
     staging = Staging(out, overwrite=request.overwrite)
@@ -168,6 +170,7 @@ def plan_healing(request: HealRequest, peak_flops: float | None = None, utilisat
 
     register()
     student = CheckpointReader.open(request.student)
+    request = with_teacher(request, student, Progress(silent=True))
     out = request.out or default_output(request.student, "healed")
     check_output(student.source, out)
     Staging(out, overwrite=request.overwrite)
@@ -186,6 +189,22 @@ def plan_healing(request: HealRequest, peak_flops: float | None = None, utilisat
         seconds = found.seconds(peak_flops, utilisation)
         time = {"peak_flops": peak_flops, "utilisation": utilisation, "seconds": seconds}
     return HealingPlan(settings.student, str(out), _plain(settings.to_dict()), found.to_dict(), time)
+
+
+def with_teacher(request: HealRequest, student: CheckpointReader, progress: Progress) -> HealRequest:
+    """The same request with the student's recorded source for a teacher, where nothing is said to distil from.
+
+    An objective of one's own may do without; the default one would turn into another without a word.
+
+    Raises:
+        SurgeryError: the source is not to be found.
+    """
+    said = {**(read_mapping(request.config) if request.config else {}), **request.given}
+    if any(said.get(name) for name in ("teacher", "teacher_logits", "objective")):
+        return request
+    teacher = find_source(student)
+    progress.note(f"teacher: {teacher}, which the student's report names as its source")
+    return replace(request, given={**request.given, "teacher": str(teacher)})
 
 
 KEPT = ("steps", "sequences_per_step", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "ended", "loss")
@@ -269,9 +288,9 @@ def _train(
     progress.note(f"training: {shlex.join(command)}")
     # The package may be imported from where it lies, not only where it is installed.
     environment = outside(dict(os.environ)) | {"TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, env=environment, check=False)
-    if done.returncode:
-        raise SurgeryError(f"the training ended with exit code {done.returncode}, see above; the same command goes on")
+    code = run_to_its_end(command, environment)
+    if code:
+        raise SurgeryError(f"the training ended with exit code {code}, see above; the same command goes on")
 
 
 def _trained_already(work: Path, settings: HealSettings) -> bool:

@@ -1,0 +1,17 @@
+"""How models of an evaluation are named on the command line and in recipes. Needs no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from surgery.errors import SurgeryError
+
+
+def name_and_path(given: str) -> tuple[str, str]:
+    """Row name and path of an argument; ``name=path``, unless there is a path with that sign in it."""
+    name, sign, path = given.partition("=")
+    if not sign or Path(given).exists():
+        name, path = Path(given.rstrip("/")).name or given, given
+    if not name or not path:
+        raise SurgeryError(f"{given!r}: give a checkpoint folder or hub id, or NAME=PATH")
+    return name, path

@@ -1,0 +1,81 @@
+"""SIGTERM and Ctrl-C: one line, the shell's exit code, and nothing left on the disk."""
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+
+import pytest
+from command_line import run_main
+
+from surgery import cli
+from surgery.interruption import interruptible
+from surgery.ladder import Ladder
+from surgery.launchers import run_to_its_end
+
+SIGNALS = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+
+
+@SIGNALS
+def test_an_interrupted_conversion_leaves_nothing(number, code, checkpoints, tmp_path, monkeypatch, capsys):
+    source, temporary = checkpoints("llama"), tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    there = []
+
+    def stop(*_):
+        there.extend(path.name for folder in (temporary, tmp_path) for path in folder.iterdir())
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Ladder, "advance", stop)
+    before = signal.getsignal(number)
+    arguments = ["convert", source, "--out", tmp_path / "out", "--calibration", "none", "--kv-ratio", "0.5"]
+    ended, out, err = run_main(monkeypatch, capsys, *arguments)
+    assert (ended, out) == (code, "")
+    assert err.splitlines()[-1] == "surgery: interrupted; nothing was written"
+    assert "out.partial" in there and any(name.startswith("surgery-statistics-") for name in there)
+    assert [path.name for path in tmp_path.iterdir()] == ["temporary"] and not list(temporary.iterdir())
+    assert signal.getsignal(number) is before
+
+
+@SIGNALS
+def test_verbs_that_go_on_say_so(number, code, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "app", lambda: os.kill(os.getpid(), number))
+    ended, _, err = run_main(monkeypatch, capsys, "eval", "ckpt")
+    assert ended == code
+    assert err == "surgery: interrupted; what was finished is kept, the same command goes on\n"
+
+
+def test_a_second_sigterm_does_not_stop_the_cleaning_up():
+    cleaned = False
+    with interruptible() as interruption, pytest.raises(KeyboardInterrupt):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            cleaned = True
+    assert cleaned and interruption.exit_code == 143
+
+
+def test_an_interrupted_healing_has_its_training_save_first(tmp_path):
+    """The child, in a process group of its own, gets SIGTERM and the time to do something about it."""
+    child = (
+        "import pathlib, signal, sys, time\n"
+        "def save(*_): pathlib.Path(sys.argv[1]).write_text('saved'); sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "pathlib.Path(sys.argv[2]).touch()\n"
+        "time.sleep(60)"
+    )
+    saved, ready = tmp_path / "saved", tmp_path / "ready"
+
+    def interrupt():
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt).start()
+    with interruptible() as interruption, pytest.raises(KeyboardInterrupt):
+        run_to_its_end([sys.executable, "-c", child, str(saved), str(ready)], dict(os.environ))
+    assert interruption.exit_code == 143 and saved.read_text() == "saved"

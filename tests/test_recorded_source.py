@@ -1,0 +1,85 @@
+"""`surgery heal` without --teacher: the source that the student's report names, if it is the same."""
+
+import shutil
+
+import pytest
+from tiny_models import make_checkpoint
+
+from surgery.checkpoint import CheckpointReader
+from surgery.convert_cache import convert_to_quantized
+from surgery.convert_heads import convert_to_gqa
+from surgery.errors import SurgeryError
+from surgery.healing import HealRequest, with_teacher
+from surgery.progress import Progress
+from surgery.recorded_source import find_source
+from surgery.settings import KVHeadsSettings, QuantizedSettings
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A source, what it became, and what that became, each beside the others."""
+    folder = tmp_path_factory.mktemp("converted")
+    source = make_checkpoint(folder / "model", "llama")
+    settings = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none", device="cpu")
+    merged = convert_to_gqa(source, None, settings).path
+    coded = convert_to_quantized(merged, None, QuantizedSettings(group=4, calibration="none", device="cpu")).path
+    return source, merged, coded
+
+
+@pytest.fixture
+def copied(converted, tmp_path):
+    """Copies of the three in a folder of one's own."""
+    return [shutil.copytree(path, tmp_path / "copies" / path.name) for path in converted]
+
+
+def test_the_first_source_is_found_beside_it(converted):
+    source, merged, coded = converted
+    assert find_source(CheckpointReader.open(merged)) == source
+    assert find_source(CheckpointReader.open(coded)) == source
+
+
+def test_in_the_working_folder_too(copied, tmp_path, monkeypatch):
+    source, merged, _ = copied
+    here = tmp_path / "here"
+    here.mkdir()
+    shutil.move(source, here / "model")
+    monkeypatch.chdir(here)
+    assert find_source(CheckpointReader.open(merged)) == here / "model"
+
+
+def test_the_nearest_where_the_first_is_gone(copied):
+    source, merged, coded = copied
+    shutil.rmtree(source)
+    assert find_source(CheckpointReader.open(coded)) == merged
+
+
+def test_another_model_of_that_name_is_not_taken(copied):
+    source, merged, _ = copied
+    shutil.rmtree(source)
+    make_checkpoint(source, "llama", seed=1)
+    with pytest.raises(
+        SurgeryError, match=r"was made from model \(sha256 \w{12}\.\.\.\), which is neither"
+    ):
+        find_source(CheckpointReader.open(merged))
+
+
+def test_without_a_report_the_teacher_has_to_be_named(converted):
+    with pytest.raises(SurgeryError, match="no report says what it was made from; name its source with --teacher"):
+        find_source(CheckpointReader.open(converted[0]))
+
+
+def test_a_healing_takes_it_unless_something_else_is_said(converted, tmp_path):
+    source, merged, _ = converted
+    student, progress = CheckpointReader.open(merged), Progress(silent=True)
+
+    def teacher(config=None, **given):
+        return with_teacher(HealRequest(str(merged), None, config, given), student, progress).given.get("teacher")
+
+    assert teacher() == teacher(length=64) == str(source)
+    assert teacher(teacher="other") == "other"
+    assert teacher(objective={"cross_entropy": 1.0}) is None and teacher(teacher_logits="logits") is None
+    config = tmp_path / "heal.yaml"
+    config.write_text("teacher: another\n")
+    assert teacher(config) is None  # the file's own
+    config.write_text("length: 64\n")
+    assert teacher(config) == str(source)

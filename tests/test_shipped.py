@@ -1,0 +1,74 @@
+"""Recipes and settings files that ship: found, listed and copied by name."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import ROOT, run_main
+
+from surgery import recipe
+from surgery.errors import SurgeryError
+from surgery.file_settings import read_mapping
+from surgery.shipped import find_shipped, shipped
+
+KINDS = pytest.mark.parametrize("kind", ["recipes", "configs"])
+
+
+@KINDS
+def test_all_files_are_found_and_say_what_they_are(kind):
+    assert {each.name for each in shipped(kind)} == {path.stem for path in (ROOT / kind).glob("*.yaml")}
+    for each in shipped(kind):
+        assert find_shipped(each.name, kind) == each.path
+        assert len(each.about) > 20 and not each.about.startswith("#"), each.name
+
+
+@KINDS
+def test_a_file_of_ones_own_comes_first(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = shipped(kind)[0].name
+    (tmp_path / name).mkdir()  # as a recipe's outputs lie in a folder of its name
+    assert find_shipped(name, kind) == shipped(kind)[0].path
+    (tmp_path / "own.yaml").write_text("a: 1")
+    assert find_shipped("own.yaml", kind) == Path("own.yaml")
+    with pytest.raises(SurgeryError, match="no such file, and no"):
+        find_shipped("other.yaml", kind)
+
+
+def test_listed_and_copied(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, listed, _ = run_main(monkeypatch, capsys, "configs")
+    assert code == 0 and "mla-everywhere" in listed and "default RoPE" in listed
+    code, printed, _ = run_main(monkeypatch, capsys, "recipes", "--json")
+    assert "testbed-mla" in [each["name"] for each in json.loads(printed)["recipes"]]
+
+    assert run_main(monkeypatch, capsys, "recipes", "--copy", "testbed-mla")[:2] == (0, "testbed-mla.yaml\n")
+    assert (tmp_path / "testbed-mla.yaml").read_bytes() == (ROOT / "recipes" / "testbed-mla.yaml").read_bytes()
+    code, _, err = run_main(monkeypatch, capsys, "recipes", "--copy", "testbed-mla")
+    assert code == 1 and "testbed-mla.yaml: exists" in err
+    assert run_main(monkeypatch, capsys, "recipes", "--copy", "testbed-mla", "--overwrite")[0] == 0
+    code, _, err = run_main(monkeypatch, capsys, "configs", "--copy", "mla-everywher")
+    assert code == 1 and "did you mean mla-everywhere?" in err
+
+
+def test_run_and_config_take_names(checkpoints, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(recipe, "run_recipe", lambda path, *_: asked.append(path) or recipe.Finished())
+    assert run_main(monkeypatch, capsys, "run", "testbed-mla")[0] == 0
+    assert [path.resolve() for path in asked] == [ROOT / "recipes" / "testbed-mla.yaml"]
+    code, _, err = run_main(monkeypatch, capsys, "run", "testbed-mlx")
+    assert code == 1 and "did you mean testbed-mla?" in err
+
+    code, _, err = run_main(monkeypatch, capsys, "convert", checkpoints("llama"), "--config", "mla-everywhere")
+    assert code == 1 and f"{read_mapping(find_shipped('mla-everywhere', 'configs'))['rope_dim']} rotated numbers" in err
+    code, _, err = run_main(monkeypatch, capsys, "heads", checkpoints("llama"), "--config", "head")
+    assert code == 1 and "head: no such file" in err and "did you mean heads?" in err
+
+
+def test_without_links_they_lie_at_the_top_of_the_repository(tmp_path, monkeypatch):
+    from surgery import shipped as module
+
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "surgery" / "shipped.py"))
+    assert find_shipped("mla", "configs") == tmp_path / "configs" / "mla.yaml"
