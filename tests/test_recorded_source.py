@@ -57,9 +57,7 @@ def test_another_model_of_that_name_is_not_taken(copied):
     source, merged, _ = copied
     shutil.rmtree(source)
     make_checkpoint(source, "llama", seed=1)
-    with pytest.raises(
-        SurgeryError, match=r"was made from model \(sha256 \w{12}\.\.\.\), which is neither"
-    ):
+    with pytest.raises(SurgeryError, match=r"was made from model \(sha256 \w{12}\.\.\.\), which is neither"):
         find_source(CheckpointReader.open(merged))
 
 

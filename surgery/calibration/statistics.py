@@ -54,7 +54,7 @@ class LayerStatistics:
 
     @property
     def metric(self) -> Tensor | None:
-        """What an error of z costs, beside :attr:`met_moment`; without weighted tokens the plain moment of gradients."""
+        """What an error of z costs, beside :attr:`met_moment`; a plain moment of gradients without weights."""
         return self.gradient if self.weighted_gradient is None else self.weighted_gradient
 
     @property

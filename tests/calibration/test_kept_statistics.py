@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from surgery import layer_statistics
-from surgery.convert import convert_to_mla
 from surgery.convert_low_rank import convert_to_low_rank
+from surgery.convert_mla import convert_to_mla
 from surgery.progress import Progress
 from surgery.settings import ConvertSettings, LowRankSettings
 

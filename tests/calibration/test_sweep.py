@@ -6,7 +6,7 @@ from tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM
 
 from surgery import layer_stream
-from surgery.calibration.kronecker import kronecker_factors, weighted_moment
+from surgery.calibration.kronecker import kronecker_factors
 from surgery.calibration.statistics import lag_statistics
 from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
 from surgery.settings import ConvertSettings
