@@ -8,7 +8,6 @@ tokens quantised that decoding still has exact.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from surgery.architectures.cached import REASON, check_quantizable, rotated_names, rotated_tensors
@@ -16,17 +15,15 @@ from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_confi
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
 from surgery.conversion import Conversion, Outcome, conclude, unchanged_tensors, write_rest
 from surgery.errors import SurgeryError
-from surgery.flow_verification import predicted_flow
 from surgery.model import remote_code_files
 from surgery.output_place import settle_output
 from surgery.progress import Progress
-from surgery.quantized_stage import PIECE, measure_quantized, quantized_facts
+from surgery.quantized_stage import measure_quantized, quantized_facts, verify_codes
 from surgery.report import SourceShape
 from surgery.settings import QuantizedSettings
 from surgery.skeleton import skeleton
 from surgery.source import OwnSource, Source
 from surgery.texts import load_texts
-from surgery.verification import blocks_of, verify_by_running
 
 
 def convert_to_quantized(
@@ -74,20 +71,7 @@ def convert_to_quantized(
         kept = [name for name in tensors if name not in rotated]
         write_rest(writer, tensors, reader, config, kept, progress, code=remote_code_files())
         measured = measure_quantized(opened, writer.partial, texts.held_out, bool(rotated), dtype, settings, progress)
-        verification = verify_by_running(
-            writer.partial,
-            dtype,
-            opened.stream,
-            measured.hidden["quantized"],
-            texts.held_out,
-            opened.windows,
-            lambda tokens: quantized.kv_cache_bytes(1, tokens),
-            settings.batch_size,
-            progress,
-            piece=PIECE,
-            blocks=blocks_of(quantized.config),
-            flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
-        )
+        verification = verify_codes(writer.partial, opened, config, measured, texts.held_out, settings, progress)
         at = verification.kv_tokens
         outcome = Outcome(
             config=config,

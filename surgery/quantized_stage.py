@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -176,20 +176,7 @@ def quantize_written(
     if not difference <= TOLERANCE[dtype] + CACHE_TOLERANCE[exact.stream.dtype]:
         raise SurgeryError(f"{writer.out}: logits as written differ from the simulation by {difference:.1e}")
     quantized = skeleton(config, dtype)
-    verification = verify_by_running(
-        writer.partial,
-        dtype,
-        opened.stream,
-        measured.hidden["quantized"],
-        held_out,
-        opened.windows,
-        lambda tokens: quantized.kv_cache_bytes(1, tokens),
-        settings.batch_size,
-        progress,
-        piece=PIECE,
-        blocks=blocks_of(quantized.config),
-        flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
-    )
+    verification = verify_codes(writer.partial, opened, config, measured, held_out, settings, progress)
     for coded in measured.layers:
         reports = [layer for layer in outcome.layers if layer.layer == coded.layer]
         for report in reports:
@@ -209,6 +196,39 @@ def quantize_written(
         simulated=measured.hidden["quantized"],
     )
     return outcome, replace(verification, logit_difference=max(difference, verification.logit_difference))
+
+
+def verify_codes(
+    folder: Path,
+    opened: Source,
+    config: dict[str, Any],
+    measured: Measured,
+    held_out: HeldOut,
+    settings: StructureSettings,
+    progress: Progress,
+) -> Verification:
+    """Loads a checkpoint that keeps its cache as codes and runs it as `surgery.verification.verify_by_running` does.
+
+    Args:
+        folder: the checkpoint, whose config is ``config``.
+        opened: what held-out text ran through in ``measured``.
+    """
+    dtype = opened.weight_dtype
+    quantized = skeleton(config, dtype)
+    return verify_by_running(
+        folder,
+        dtype,
+        opened.stream,
+        measured.hidden["quantized"],
+        held_out,
+        opened.windows,
+        lambda tokens: quantized.kv_cache_bytes(1, tokens),
+        settings.batch_size,
+        progress,
+        piece=PIECE,
+        blocks=blocks_of(quantized.config),
+        flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
+    )
 
 
 def in_own_class(outcome: Outcome) -> Outcome:
