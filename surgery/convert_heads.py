@@ -321,7 +321,7 @@ def _solver(
             merged.anatomy.to(stream.device, stream.dtype),
             inputs,
             targets,
-            statistics.output_gradient.to(stream.device),
+            statistics.output_metric.to(stream.device),
             steps=settings.fit_steps,
             iterations=settings.fit_iterations,
             queries=settings.fit_queries,

@@ -261,7 +261,7 @@ class _Pass:
                 start.to(stream.device, stream.dtype),
                 inputs,
                 targets,
-                statistics.output_gradient.to(stream.device),
+                statistics.output_metric.to(stream.device),
                 shared=shared,
                 steps=settings.fit_steps,
                 iterations=settings.fit_iterations,

@@ -246,7 +246,7 @@ def _convert_layers(
             stages = {"partial RoPE": converted.partial, "truncated": converted.truncated}
             with opened.stream.layer(index) as layer:
                 if fit:
-                    metric = library.load(index)[0].output_gradient
+                    metric = library.load(index)[0].output_metric
                     solve = _Solver(converted.truncated, metric, index, opened.stream, settings)
                     stages["fitted"] = fit.fit(index, layer, anatomy, solve).layer
                     energies["fitted"] = solve.energies

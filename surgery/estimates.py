@@ -120,10 +120,10 @@ class Workload:
 
     @property
     def statistics_bytes(self) -> int:
-        """Temporary disk of the statistics: two moments n² and one D² (one n² without gradients), and lags."""
-        moments = 2 if self.gradients else 1
+        """Temporary disk of the statistics: four moments n² and two D² (one n² without gradients), and lags."""
+        moments = 4 if self.gradients else 1
         lags = 3 * self.kv_heads * self.head_dim // 2 * self.heads if self.lags else 0
-        output = self.hidden**2 if self.gradients else 0
+        output = 2 * self.hidden**2 if self.gradients else 0
         return self.layers * 8 * (moments * self.kv_width**2 + output + lags)
 
     def memory(self) -> dict:
@@ -131,7 +131,8 @@ class Workload:
 
         ======================= =====================================================================================
         one layer               P (s + c): its tensors as stored, and the module that runs
-        activations             calibration: 4 N T D c (a boundary, its gradient, the attention's inputs twice);
+        activations             calibration: 4 N T D c (a boundary, its gradient, the attention's inputs twice), and
+                                2 N T (n + D) c with gradients (a layer's keys, values, outputs and theirs);
                                 conversion: one M T D c per stage of the ladder, and 4 N T D c for the fit
         one batch               calibration: B T (16 D + 6 H d + 6 I) c for autograd; conversion: 3 B T H n c, queries
                                 of the merged stage; one slice of the vocabulary beside it
@@ -185,8 +186,9 @@ class Workload:
         if not tokens:
             return {"statistics": 8 * ALGEBRA_MATRICES * self.kv_width**2}, {}
         width = 16 * self.hidden + 6 * self.heads * self.head_dim + 6 * self.intermediate
+        met = 2 * (self.kv_width + self.hidden) if self.gradients else 0
         host = {
-            "activations": 4 * tokens * self.hidden * self.compute,
+            "activations": (4 * self.hidden + met) * tokens * self.compute,
             "statistics": 8 * ALGEBRA_MATRICES * self.kv_width**2,
         }
         one_batch = max(batch * width * self.compute, self._vocabulary_bytes())

@@ -30,6 +30,7 @@ class LayerStatistics:
     key_norm: Tensor  # E|k_l| per pair, [G, d/2]
     tokens: int
     output_gradient: Tensor | None = None  # E[g gᵀ] at the attention's output, [D, D]
+    weighted_output_gradient: Tensor | None = None  # the factor of gradients for outputs, [D, D], as below for z
     mean: Tensor | None = None  # E[z], [n]
     query_energy: Tensor | None = None  # E q_i² per channel, after a query norm, [H, d]
     raw_gradient: Tensor | None = None  # as gradient, at keys before a key norm that follows them; None without one
@@ -58,6 +59,11 @@ class LayerStatistics:
         return self.gradient if self.weighted_gradient is None else self.weighted_gradient
 
     @property
+    def output_metric(self) -> Tensor | None:
+        """What an error of the attention's output costs, [D, D]; a plain moment of gradients without weights."""
+        return self.output_gradient if self.weighted_output_gradient is None else self.weighted_output_gradient
+
+    @property
     def raw_metric(self) -> Tensor | None:
         """:attr:`metric` at keys before a key norm that follows them; None without one."""
         return self.raw_gradient if self.weighted_raw_gradient is None else self.weighted_raw_gradient
@@ -71,7 +77,7 @@ class LayerStatistics:
 class MomentAccumulator:
     """Sums over batches; products are taken in the batch's dtype (float32 or better) and summed in float64.
 
-    With gradients it holds keys and values and their gradients of all tokens, on the CPU, until :meth:`result`.
+    With gradients it holds keys, values, outputs and their gradients of all tokens, on the CPU, until :meth:`result`.
     """
 
     def __init__(self, anatomy: AttentionAnatomy, *, gradients: bool):
@@ -91,13 +97,15 @@ class MomentAccumulator:
         self._rows: list[Tensor] = []
         self._gradients: list[Tensor] = []
         self._raw_gradients: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+        self._output_gradients: list[Tensor] = []
         self.tokens = self.input_tokens = 0
 
-    def add(self, projection: Projection, output_gradient: Tensor | None = None, inputs: Tensor | None = None) -> None:
-        """Adds one batch; the gradients of keys and values are what a backward pass left on them.
+    def add(self, projection: Projection, output: Tensor | None = None, inputs: Tensor | None = None) -> None:
+        """Adds one batch; the gradients of keys, values and output are what a backward pass left on them.
 
         Args:
-            output_gradient: the loss's at the attention's output [B, T, D]; needed with gradients.
+            output: the attention's [B, T, D]; needed with gradients.
             inputs: what was projected [B, T, D]; without them nothing is known of inputs.
         """
         k, v = projection.k.detach(), projection.v.detach()
@@ -111,7 +119,9 @@ class MomentAccumulator:
             self.gradient += _gram(gradient)
             self._rows.append(rows.cpu())
             self._gradients.append(gradient.cpu())
-            self.output_gradient += _gram(output_gradient.flatten(0, 1))
+            self._outputs.append(output.detach().flatten(0, 1).cpu())
+            self._output_gradients.append(output.grad.flatten(0, 1).cpu())
+            self.output_gradient += _gram(output.grad.flatten(0, 1))
             if self.raw_gradient is not None:
                 raw = raw_key_gradient(k, k_grad, projection.key_gain.detach(), self._key_norm.weight)
                 self._raw_gradients.append(_rows(raw, v_grad).cpu())
@@ -146,11 +156,13 @@ class MomentAccumulator:
 
     def _weighted(self, factors: KroneckerFactors) -> dict[str, Tensor]:
         weight, raw = factors.token_weight, self._raw_gradients
+        outputs = kronecker_factors(self._outputs, self._output_gradients, self._device)
         return {
             "weighted_moment": factors.moment,
             "weighted_mean": (torch.cat(self._rows).mT.double() @ weight) / len(weight),
             "token_weight": weight.float(),
             "weighted_gradient": factors.gradient,
+            "weighted_output_gradient": None if outputs is None else outputs.gradient,
             "weighted_raw_gradient": weighted_moment(raw, factors.gradient_weight, device=self._device)
             if raw
             else None,

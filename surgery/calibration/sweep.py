@@ -106,7 +106,7 @@ def backward_sweep(
                 if gradients:
                     out.backward(upstream[rows].to(out))
                     upstream[rows] = leaf.grad.to(upstream)
-                moments.add(captured.projection, captured.outputs.grad if gradients else None, captured.inputs)
+                moments.add(captured.projection, captured.outputs if gradients else None, captured.inputs)
                 inputs.append(captured.inputs.cpu())
         progress()
         yield SweptLayer(index, anatomy, moments.result(), torch.cat(inputs))

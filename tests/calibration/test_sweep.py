@@ -68,6 +68,8 @@ def test_moments_and_gradients_equal_autograd(checkpoints, monkeypatch, name):
         ):
             want = (rows.T @ rows / len(rows)).detach()
             assert float((got - want).norm() / want.norm()) < 1e-4
+        want = kronecker_factors([o.detach().flatten(0, 1).double()], [out]).gradient
+        assert float((layer.statistics.output_metric - want).norm() / want.norm()) < 1e-3
         factors = kronecker_factors([z.detach()], [g])
         for got, want in (
             (layer.statistics.weighted_moment, factors.moment),

@@ -101,7 +101,9 @@ def statistics_of(layer: AttentionAnatomy, *, gradients: bool = True) -> LayerSt
     if gradients:
         for tensor, gradient in zip((projection.k, projection.v), gradients_of(layer, x), strict=True):
             tensor.grad = gradient
-    moments.add(projection, torch.zeros_like(x))
+    output = torch.zeros_like(x)
+    output.grad = torch.zeros_like(x)
+    moments.add(projection, output)
     return moments.result()
 
 
