@@ -72,7 +72,9 @@ def shown(value: Any) -> str:
     """A value in a message, as YAML has it."""
     if isinstance(value, list | tuple | dict):
         return "a list" if not isinstance(value, dict) else "names with values"
-    return {None: "empty", True: "true", False: "false"}.get(value, repr(value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "empty" if value is None else repr(value)
 
 
 def _as_one_of(kinds: tuple[Any, ...], value: Any) -> Any:

@@ -57,14 +57,12 @@ def test_another_model_of_that_name_is_not_taken(copied):
     source, merged, _ = copied
     shutil.rmtree(source)
     make_checkpoint(source, "llama", seed=1)
-    with pytest.raises(
-        SurgeryError, match=r"was made from model \(sha256 \w{12}\.\.\.\), which is neither"
-    ):
+    with pytest.raises(SurgeryError, match=r"was made from model \(sha256 \w{12}\.\.\.\), which is neither"):
         find_source(CheckpointReader.open(merged))
 
 
 def test_without_a_report_the_teacher_has_to_be_named(converted):
-    with pytest.raises(SurgeryError, match="no report says what it was made from; name its source with --teacher"):
+    with pytest.raises(SurgeryError, match="no report says what it was made from; name a teacher"):
         find_source(CheckpointReader.open(converted[0]))
 
 
