@@ -191,14 +191,14 @@ def heal(
         >>> surgery.heal(smaller, max_seconds=180).gap_closed
     """
     from surgery.launchers import check_processes, find_launcher
-    from surgery.training.settings import HealSettings
+    from surgery.training.settings import LEARNED_FROM, HealSettings
 
     check_processes(processes)
     launcher = None if launcher is None else find_launcher(launcher)
     config = None if config is None else find_shipped(config, "configs")
-    read = {} if config is None else read_mapping(config)
-    HealSettings.from_mapping({"teacher": "its source", **read, **settings}, "heal" if config is None else str(config))
-    if teacher is None and "teacher" not in read and isinstance(model, Checkpoint):
+    said = {**({} if config is None else read_mapping(config)), **settings}
+    HealSettings.from_mapping({"teacher": "its source", **said}, "heal" if config is None else str(config))
+    if teacher is None and isinstance(model, Checkpoint) and not any(said.get(name) for name in LEARNED_FROM):
         teacher = _first_source(model)
     with ExitStack() as opened:
         student = opened.enter_context(on_disk(model, tokenizer))
