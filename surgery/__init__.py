@@ -3,16 +3,24 @@
 Importing the package lets ``AutoModelForCausalLM`` load converted checkpoints, and loads neither torch nor
 transformers: its model class is registered when transformers' auto classes are there.
 
+``surgery.inspect``, ``convert``, ``slice``, ``heal``, ``evaluate`` and ``score_heads`` are the verbs of the command
+line as functions (:mod:`surgery.api`); they raise ``surgery.SurgeryError``, one line that says what to do.
 ``surgery.accelerate(model)`` puts the project's kernels under a loaded model, ``surgery.decelerate(model)`` takes them
 away. Models of the project's own class take them by themselves on CUDA, but not under the command line, whose figures
 are those of the models' own code.
 """
 
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surgery import own_program, registration
+from surgery.errors import SurgeryError
 from surgery.version import __version__
+
+if TYPE_CHECKING:
+    from surgery.acceleration import accelerate, decelerate
+    from surgery.api import convert, evaluate, heal, inspect, score_heads, slice
 
 # kernels/, training/, eval/, recipes/ and configs/ live at the top of the repository and are linked into this package.
 # Where links do not exist (a zip download, Windows), find them there.
@@ -24,12 +32,31 @@ if own_program.started_as_module():
     own_program.begin()
 registration.register_when_needed()
 
-__all__ = ["__version__", "accelerate", "decelerate"]
+# Where each function is: loaded when it is asked for. No module of the package may have the name of one.
+_HOMES = {
+    **dict.fromkeys(("convert", "evaluate", "heal", "inspect", "score_heads", "slice"), "surgery.api"),
+    **dict.fromkeys(("accelerate", "decelerate"), "surgery.acceleration"),
+}
+
+__all__ = [
+    "SurgeryError",
+    "__version__",
+    "accelerate",
+    "convert",
+    "decelerate",
+    "evaluate",
+    "heal",
+    "inspect",
+    "score_heads",
+    "slice",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("accelerate", "decelerate"):
-        import surgery.acceleration
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
 
-        return getattr(surgery.acceleration, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -72,9 +72,9 @@ def shown(value: Any) -> str:
     """A value in a message, as YAML has it."""
     if isinstance(value, list | tuple | dict):
         return "a list" if not isinstance(value, dict) else "names with values"
-    if value is None or isinstance(value, bool):  # by identity: 1 equals True
-        return "empty" if value is None else str(value).lower()
-    return repr(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "empty" if value is None else repr(value)
 
 
 def _as_one_of(kinds: tuple[Any, ...], value: Any) -> Any:

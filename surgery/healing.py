@@ -39,7 +39,7 @@ from surgery.output_place import default_output
 from surgery.progress import Progress
 from surgery.recorded_source import find_source
 from surgery.report import Report, previous_report
-from surgery.training.settings import HealSettings
+from surgery.training.settings import LEARNED_FROM, HealSettings
 from surgery.training.trackers import check_tracker
 
 TRAINED, SETTINGS, FACTORS, FACTS = "trained", "heal.yaml", "entry_factors.json", "heal.json"
@@ -200,7 +200,7 @@ def with_teacher(request: HealRequest, student: CheckpointReader, progress: Prog
         SurgeryError: the source is not to be found.
     """
     said = {**(read_mapping(request.config) if request.config else {}), **request.given}
-    if any(said.get(name) for name in ("teacher", "teacher_logits", "objective")):
+    if any(said.get(name) for name in LEARNED_FROM):
         return request
     teacher = find_source(student)
     progress.note(f"teacher: {teacher}, which the student's report names as its source")

@@ -26,11 +26,12 @@ from surgery.kernels.gpus import GPU, GPUS
 from surgery.kernels.planner import Attention
 from surgery.mla_output import reserved_numbers
 from surgery.model.cache_layer import check_full_attention
+from surgery.pictures import Svg
 from surgery.progress import Progress
 from surgery.rank_plan import wanted_rank
 from surgery.settings import ConvertSettings, CrossLayerSettings, KVHeadsSettings, LowRankSettings, QuantizedSettings
 from surgery.source import Source
-from surgery.spectra import LayerSpectrum
+from surgery.spectra import LayerSpectrum, spectra_figure
 from surgery.speed_forecast import batches, speed_against
 from surgery.texts import load_texts
 from surgery.transforms import mla
@@ -80,6 +81,15 @@ class Inspection:
     speed: list[dict] = field(default_factory=list)
     spectra: list[LayerSpectrum] | None = None
     calibration: dict | None = None
+
+    @property
+    def plot(self) -> Svg | None:
+        """The spectra as a picture; None without them."""
+        from surgery.eval.report.style import to_svg
+
+        if self.spectra is None:
+            return None
+        return Svg(to_svg(spectra_figure(self.spectra, self.name, self.calibration["source"])))
 
     def to_dict(self) -> dict:
         plain = asdict(replace(self, spectra=None))

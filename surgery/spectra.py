@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from surgery.calibration.statistics import LayerStatistics
 from surgery.errors import SurgeryError
 from surgery.transforms.algebra import damp, reduced_rank_projection
 from surgery.transforms.mla import METRIC_DAMPING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Ranks as shares of the full KV width, and shares of the energy whose rank is asked for.
 WIDTHS = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
@@ -81,22 +85,31 @@ class LayerSpectrum:
 
 
 def draw_spectra(spectra: list[LayerSpectrum], name: str, calibration: str, path: str | Path) -> Path:
-    """Draws the lost share over the rank, one curve a layer, both axes logarithmic; the format is that of the suffix.
+    """Writes :func:`spectra_figure`; the format is that of the suffix.
 
     Raises:
         SurgeryError: the file cannot be written, or its suffix names no format.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.colors import BoundaryNorm, Normalize
-
     path = Path(path)
+    try:
+        spectra_figure(spectra, name, calibration).savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise SurgeryError(f"{path}: {' '.join(str(error).split())}") from None
+    return path
+
+
+def spectra_figure(spectra: list[LayerSpectrum], name: str, calibration: str) -> Figure:
+    """Draws the lost share over the rank, one curve a layer, both axes logarithmic."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import BoundaryNorm, Normalize
+    from matplotlib.figure import Figure
+
     layers = len(spectra)
-    colours = plt.get_cmap("viridis", layers) if layers <= 12 else plt.get_cmap("viridis")
+    colours = colormaps["viridis"].resampled(layers) if layers <= 12 else colormaps["viridis"]
     norm = BoundaryNorm([i - 0.5 for i in range(layers + 1)], layers) if layers <= 12 else Normalize(0, layers - 1)
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
     for spectrum in spectra:
         rank = torch.arange(1, spectrum.width)
         # At the full width nothing is lost, which a logarithm cannot show.
@@ -114,17 +127,11 @@ def draw_spectra(spectra: list[LayerSpectrum], name: str, calibration: str, path
     axes.set_ylabel("lost share of the loss-weighted KV energy")
     basis = SOURCES.get(calibration, calibration)
     axes.set_title(f"{name}: how far keys and values can be compressed\ncalibrated on {basis}", fontsize=11)
-    bar = figure.colorbar(plt.cm.ScalarMappable(norm, colours), ax=axes, label="layer", pad=0.02)
+    bar = figure.colorbar(ScalarMappable(norm, colours), ax=axes, label="layer", pad=0.02)
     if layers <= 12:
         bar.set_ticks(range(layers), labels=[str(layer) for layer in range(layers)])
         bar.ax.minorticks_off()
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise SurgeryError(f"{path}: {' '.join(str(error).split())}") from None
-    finally:
-        plt.close(figure)
-    return path
+    return figure
 
 
 def _floor(spectra: list[LayerSpectrum]) -> float:

@@ -25,6 +25,9 @@ EVALUATIONS = ("loss", "recall", "needle", "ruler")
 
 EVALUATING = ("evaluate_every", "evaluate_limit")
 
+LEARNED_FROM = ("teacher", "teacher_logits", "objective")
+"""Settings that say what is learned from; where none is given, `surgery heal` takes the student's recorded source."""
+
 TUPLES = ("data", "train_patterns", "lora_modules", "evaluate_tasks", "evaluate_data")
 LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy", "hidden", "attention", "layerwise")
 SHAPES = ("jsd_beta", "temperature")

@@ -49,7 +49,7 @@ class Staging:
     The constructor refuses what cannot end well and changes nothing; `create`, then `commit` or `discard`.
 
     Raises:
-        SurgeryError: ``out`` exists and may not be replaced, or ``out.partial`` is not ours.
+        SurgeryError: ``out`` exists, is not empty and may not be replaced, or ``out.partial`` is not ours.
     """
 
     def __init__(self, out: Path, *, overwrite: bool):
@@ -106,9 +106,11 @@ class Staging:
             self.sync()  # again: files may have been added
             (self.partial / MARKER).unlink()
             self._unlock()
-            if self.out.exists():
+            if self.out.exists() and any(self.out.iterdir()):
                 self._replace()
             else:
+                if self.out.exists():
+                    self.out.rmdir()  # refused, as it should be, once others put something in
                 os.rename(self.partial, self.out)
             self._created = False
             sync_folder(self.out.parent)

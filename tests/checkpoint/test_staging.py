@@ -46,11 +46,12 @@ class TestExistingOutput:
         assert sorted(os.listdir(tmp_path)) == ["out"]
         assert sorted(os.listdir(out)) == ["config.json", "model.safetensors"]
 
-    def test_overwrite_of_an_empty_folder(self, tmp_path):
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_an_empty_folder_is_taken(self, tmp_path, overwrite):
         (tmp_path / "out").mkdir()
-        refused(tmp_path / "out", "exists already")
-        write(tmp_path / "out", overwrite=True)
+        write(tmp_path / "out", overwrite=overwrite)
         assert sorted(os.listdir(tmp_path)) == ["out"]
+        assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
 
     def test_other_peoples_folders_and_files_stay(self, tmp_path, disk):
         (tmp_path / "thesis").mkdir()

@@ -127,7 +127,7 @@ def test_a_report_of_other_settings_is_not_replaced_unasked(whole, models, tmp_p
     ResultStore.open(tmp_path)
     write_report(whole[0], tmp_path)
     before = (tmp_path / "report.json").read_bytes()
-    with pytest.raises(SurgeryError, match=r"another (?=.*length of kv)(?=.*length of loss).*; choose another"):
+    with pytest.raises(SurgeryError, match=r"another (?=.*context of kv)(?=.*length of loss).*; choose another"):
         run([models[1]], models[0], tmp_path, length=32)
     with pytest.raises(SurgeryError, match="another seed"):
         run([models[1]], models[0], tmp_path, seed=1)
