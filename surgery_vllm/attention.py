@@ -50,9 +50,7 @@ class LatentAttention(nn.Module):
         self.kv_down = ReplicatedLinear(hidden, rank + rope, bias=bias, prefix=f"{prefix}.kv_down")
         self.query_rope = nn.Parameter(torch.empty(self.heads, self.head_dim, rope), requires_grad=False)
         # For each head the rows that make d numbers of a key of a latent, and those that make a value.
-        self.kv_b_proj = ColumnParallelLinear(
-            rank, heads * 2 * self.head_dim, bias=False, prefix=f"{prefix}.kv_b_proj"
-        )
+        self.kv_b_proj = ColumnParallelLinear(rank, heads * 2 * self.head_dim, bias=False, prefix=f"{prefix}.kv_b_proj")
         self.o_proj = RowParallelLinear(heads * self.head_dim, hidden, bias=bias_o_proj, prefix=f"{prefix}.o_proj")
         inv_freq = torch.tensor(latent.inv_freq, dtype=torch.float32)
         self.register_buffer("inv_freq", inv_freq, persistent=False)

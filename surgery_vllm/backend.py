@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (
 from surgery_vllm.paged import paged_latent_attention
 from surgery_vllm.spans import Span, spans_of
 
+
 @dataclass
 class PagedLatentMetadata(AttentionMetadata):
     """One batch. ``num_*`` are what ``MLAAttention`` asks for to hand every token to ``forward_mqa``."""

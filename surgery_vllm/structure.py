@@ -6,6 +6,18 @@ from typing import Any
 FAMILIES = ("llama", "mistral", "qwen2")
 
 
+class NotServed(ValueError):
+    """A structure that this plugin has no code for.
+
+    Attributes:
+        what: its name.
+    """
+
+    def __init__(self, what: str):
+        super().__init__(f"model-surgery's plugin for vLLM does not serve {what}; transformers runs this checkpoint")
+        self.what = what
+
+
 @dataclass(frozen=True)
 class Latent:
     """Multi-head latent attention of one layer.
@@ -34,14 +46,17 @@ def attention_of_layers(config: Any) -> list[Latent | Grouped]:
     """The attention of every layer of a :class:`~surgery_vllm.config.SurgeryConfig`.
 
     Raises:
-        ValueError: what vLLM would compute otherwise, or not at all.
+        NotServed: what vLLM would compute otherwise, or not at all.
     """
     if config.base_model_type not in FAMILIES:
-        _refuse(f"the family {config.base_model_type}; it serves {', '.join(FAMILIES)}")
+        raise NotServed(f"the family {config.base_model_type}")
+    activation = getattr(config, "hidden_act", "silu")
+    if activation != "silu":
+        raise NotServed(f"the activation {activation}")
     if config.kv_cache is not None:
-        _refuse("a cache quantised by kv_cache")
-    if _windowed(config):
-        _refuse("attention windows")
+        raise NotServed("a cache quantised by kv_cache")
+    if windowed(config):
+        raise NotServed("attention windows")
     return [_attention(config, layer, entry) for layer, entry in enumerate(config.attention_layers)]
 
 
@@ -50,22 +65,20 @@ def _attention(config: Any, layer: int, entry: dict[str, Any] | None) -> Latent 
     if kind == "grouped":
         return Grouped(config.num_key_value_heads if entry is None else entry["kv_heads"])
     if kind != "latent":
-        _refuse(f"attention of kind {kind!r} (layer {layer})")
+        raise NotServed(f"attention of kind {kind!r} (layer {layer})")
     if entry["key_norm_eps"] is not None:
-        _refuse(f"MLA with q/k-norm (layer {layer})")
+        raise NotServed(f"MLA with q/k-norm (layer {layer})")
     for name in ("streaming", "codes"):
         if entry.get(name):
-            _refuse(f"MLA with {name} (layer {layer})")
+            raise NotServed(f"MLA with {name} (layer {layer})")
     return Latent(entry["kv_lora_rank"], tuple(entry["rope_inv_freq"]))
 
 
-def _windowed(config: Any) -> bool:
+def windowed(config: Any) -> bool:
+    """Whether some layers of a family's model see a window only, shorter than the model's context."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if window is None or window >= config.max_position_embeddings:
+    if window is None or getattr(config, "use_sliding_window", None) is False:
         return False
-    return kinds is None or "sliding_attention" in kinds
-
-
-def _refuse(what: str) -> None:
-    raise ValueError(f"model-surgery's plugin does not serve {what}; transformers runs this checkpoint")
+    if window >= (getattr(config, "max_position_embeddings", None) or 0):
+        return False
+    return "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])

@@ -63,12 +63,14 @@ def test_structures_that_it_serves():
     assert attention_of_layers(config()) == [Latent(4, (1.0, 0.1)), Grouped(2)]
     assert attention_of_layers(config(entry={"kind": "grouped", "kv_heads": 1}))[1] == Grouped(1)
     assert attention_of_layers(config(sliding_window=64))[0].rope_dim == 4
+    assert attention_of_layers(config(sliding_window=32, use_sliding_window=False))
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"base_model_type": "qwen3_moe"}, "family qwen3_moe"),
+        ({"hidden_act": "gelu"}, "activation gelu"),
         ({"kv_cache": {"format": "int4"}}, "quantised by kv_cache"),
         ({"sliding_window": 32}, "attention windows"),
         ({"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}, "attention windows"),
