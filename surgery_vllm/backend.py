@@ -87,10 +87,23 @@ class PagedLatentBackend(AttentionBackend):
 
 
 class PagedLatentImpl(MLAAttentionImpl[PagedLatentMetadata]):
-    """The attention of one layer; up-projections are `MLAAttention`'s."""
+    """The attention of one layer; up-projections are `MLAAttention`'s.
+
+    Args:
+        rope_dim: ρ, where ``qk_rope_head_dim`` counts the gains in the cache too.
+        gains: of those, this process' heads', see :func:`paged_latent_attention`.
+    """
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, kv_cache_dtype: str, kv_lora_rank: int, **more: Any
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        kv_cache_dtype: str,
+        kv_lora_rank: int,
+        rope_dim: int,
+        gains: slice | None = None,
+        **more: Any,
     ):
         if is_quantized_kv_cache(kv_cache_dtype):
             raise ValueError(f"--kv-cache-dtype {kv_cache_dtype}: latents are cached as they are, leave it out")
@@ -99,6 +112,8 @@ class PagedLatentImpl(MLAAttentionImpl[PagedLatentMetadata]):
         self.scale = scale
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank = kv_lora_rank
+        self.query_width = kv_lora_rank + rope_dim
+        self.gains = gains
 
     def do_kv_cache_update(
         self,
@@ -109,7 +124,7 @@ class PagedLatentImpl(MLAAttentionImpl[PagedLatentMetadata]):
         kv_cache_dtype: str,
         k_scale: Tensor,
     ) -> None:
-        """Writes latents [T, r] and rotated keys [T, 1, ρ] to their slots; a negative slot is padding."""
+        """Writes latents [T, r] and what stands behind them, [T, 1, ρ (+ G)], to slots; a negative one is padding."""
         slots = slot_mapping.flatten()
         vectors = torch.cat((kv_c_normed, k_pe.squeeze(1)), dim=-1)[: len(slots)].to(kv_cache.dtype)
         kept = slots >= 0
@@ -119,8 +134,8 @@ class PagedLatentImpl(MLAAttentionImpl[PagedLatentMetadata]):
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, metadata: PagedLatentMetadata, layer: Any
     ) -> tuple[Tensor, None]:
-        """q [T, H, r] and [T, H, ρ], or both joined → [T, H, r]."""
-        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        """q [T, H, r] and [T, H, ρ (+ G)], or both joined → [T, H, r]."""
+        query = (torch.cat(q, dim=-1) if isinstance(q, tuple) else q)[..., : self.query_width]
         out = query.new_empty(*query.shape[:-1], self.kv_lora_rank)
         for span in metadata.spans:
             out[span.tokens] = paged_latent_attention(
@@ -130,5 +145,6 @@ class PagedLatentImpl(MLAAttentionImpl[PagedLatentMetadata]):
                 metadata.seq_lens[span.requests],
                 self.kv_lora_rank,
                 self.scale,
+                self.gains,
             )
         return out, None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-FAMILIES = ("llama", "mistral", "qwen2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class NotServed(ValueError):
@@ -25,14 +25,24 @@ class Latent:
     Attributes:
         rank: r, numbers of the cached latent.
         inv_freq: inverse frequencies of the ρ/2 rotated pairs of the shared key, radians per position.
+        key_norm_eps: of a source that normalises keys: the inverse root mean square of each of its `gains` KV heads is
+            cached with the latent. None: it does not.
+        gains: G, those numbers of a token.
     """
 
     rank: int
     inv_freq: tuple[float, ...]
+    key_norm_eps: float | None = None
+    gains: int = 0
 
     @property
     def rope_dim(self) -> int:
         return 2 * len(self.inv_freq)
+
+    @property
+    def width(self) -> int:
+        """Numbers that the cache holds of a token."""
+        return self.rank + self.rope_dim + self.gains
 
 
 @dataclass(frozen=True)
@@ -63,15 +73,17 @@ def attention_of_layers(config: Any) -> list[Latent | Grouped]:
 def _attention(config: Any, layer: int, entry: dict[str, Any] | None) -> Latent | Grouped:
     kind = "grouped" if entry is None else entry["kind"]
     if kind == "grouped":
+        if config.base_model_type == "qwen3":
+            raise NotServed(f"grouped heads with q/k-norm (layer {layer})")
         return Grouped(config.num_key_value_heads if entry is None else entry["kv_heads"])
     if kind != "latent":
         raise NotServed(f"attention of kind {kind!r} (layer {layer})")
-    if entry["key_norm_eps"] is not None:
-        raise NotServed(f"MLA with q/k-norm (layer {layer})")
     for name in ("streaming", "codes"):
         if entry.get(name):
             raise NotServed(f"MLA with {name} (layer {layer})")
-    return Latent(entry["kv_lora_rank"], tuple(entry["rope_inv_freq"]))
+    eps = entry["key_norm_eps"]
+    gains = 0 if eps is None else config.num_key_value_heads
+    return Latent(entry["kv_lora_rank"], tuple(entry["rope_inv_freq"]), eps, gains)
 
 
 def windowed(config: Any) -> bool:

@@ -10,12 +10,12 @@ from surgery_vllm.paged import paged_latent_attention
 from surgery_vllm.spans import spans_of
 from surgery_vllm.structure import Grouped, Latent, attention_of_layers
 
-RANK, ROPE, HEADS, PAGE = 6, 4, 3, 8
+RANK, ROPE, HEADS, PAGE = 6, 4, 6, 8
 
 
-def dense(query, vectors, scale):
-    """One request without pages: query [T, H, w], vectors [S, w]."""
-    scores = torch.einsum("thw,sw->hts", query, vectors) * scale
+def dense(query, vectors, scale, gains):
+    """One request without pages: query [T, H, w], vectors [S, w (+ G)], gains [S, H]."""
+    scores = torch.einsum("thw,sw->hts", query, vectors[:, : query.shape[-1]]) * scale * gains.T[:, None]
     later = torch.ones(len(query), len(vectors), dtype=torch.bool).triu(len(vectors) - len(query) + 1)
     return torch.einsum("hts,sr->thr", scores.masked_fill(later, -torch.inf).softmax(-1), vectors[:, :RANK])
 
@@ -23,11 +23,12 @@ def dense(query, vectors, scale):
 @pytest.mark.parametrize("lengths", [(5, 17, 40), (1, 8)])
 @pytest.mark.parametrize("new", [1, 5])
 @pytest.mark.parametrize("tile", [512, 2])
-def test_pages_change_nothing(lengths, new, tile, monkeypatch):
+@pytest.mark.parametrize("gains", [None, slice(0, 3), slice(1, 3)])
+def test_pages_change_nothing(lengths, new, tile, gains, monkeypatch):
     monkeypatch.setattr(paged, "QUERY_TILE", tile)
     lengths = [max(length, new) for length in lengths]
     torch.manual_seed(0)
-    width = RANK + ROPE
+    width = RANK + ROPE + (0 if gains is None else 3)
     cache = torch.full((20, PAGE, width), 1e3, dtype=torch.float64)  # what no request wrote would be seen
     free = iter(torch.randperm(20).tolist())
     table = torch.zeros(len(lengths), 6, dtype=torch.int32)
@@ -36,9 +37,13 @@ def test_pages_change_nothing(lengths, new, tile, monkeypatch):
         for number, piece in enumerate(vectors.split(PAGE)):
             table[request, number] = next(free)
             cache[table[request, number], : len(piece)] = piece
-    query = torch.randn(len(lengths) * new, HEADS, width, dtype=torch.float64)
-    got = paged_latent_attention(query, cache, table, torch.tensor(lengths), RANK, 0.7)
-    expected = torch.cat([dense(q, vectors, 0.7) for q, vectors in zip(query.split(new), rows, strict=True)])
+    query = torch.randn(len(lengths) * new, HEADS, RANK + ROPE, dtype=torch.float64)
+    got = paged_latent_attention(query, cache, table, torch.tensor(lengths), RANK, 0.7, gains)
+    expected = []
+    for q, vectors in zip(query.split(new), rows, strict=True):
+        scaled = torch.ones(len(vectors), 1) if gains is None else vectors[:, RANK + ROPE :][:, gains]
+        expected.append(dense(q, vectors, 0.7, scaled.repeat_interleave(HEADS // scaled.shape[1], dim=1)))
+    expected = torch.cat(expected)
     torch.testing.assert_close(got, expected, atol=1e-10, rtol=1e-10)
 
 
@@ -52,7 +57,7 @@ def test_a_batch_is_cut_where_new_tokens_or_room_end(monkeypatch):
 def config(**changes):
     latent = {"kind": "latent", "kv_lora_rank": 4, "rope_inv_freq": [1.0, 0.1], "key_norm_eps": None}
     said = {"base_model_type": "llama", "attention_layers": [latent, None], "kv_cache": None}
-    said |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
+    said |= {"num_key_value_heads": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
     entry = changes.pop("entry", None)
     if entry is not None:
         said["attention_layers"] = [latent, {**latent, **entry}]
@@ -62,7 +67,10 @@ def config(**changes):
 def test_structures_that_it_serves():
     assert attention_of_layers(config()) == [Latent(4, (1.0, 0.1)), Grouped(2)]
     assert attention_of_layers(config(entry={"kind": "grouped", "kv_heads": 1}))[1] == Grouped(1)
-    assert attention_of_layers(config(sliding_window=64))[0].rope_dim == 4
+    normed = config(base_model_type="qwen3", entry={"key_norm_eps": 1e-6})
+    normed.attention_layers = normed.attention_layers[1:]
+    assert attention_of_layers(normed)[0].width == 4 + 4 + 2
+    assert attention_of_layers(config(sliding_window=64))[0].width == 4 + 4
     assert attention_of_layers(config(sliding_window=32, use_sliding_window=False))
 
 
@@ -75,7 +83,7 @@ def test_structures_that_it_serves():
         ({"sliding_window": 32}, "attention windows"),
         ({"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}, "attention windows"),
         ({"entry": {"kind": "low_rank"}}, "kind 'low_rank' .layer 1."),
-        ({"entry": {"key_norm_eps": 1e-6}}, "q/k-norm"),
+        ({"base_model_type": "qwen3"}, "grouped heads with q/k-norm"),
         ({"entry": {"streaming": {"sinks": 4, "recent": 8}}}, "MLA with streaming"),
     ],
 )

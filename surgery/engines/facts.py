@@ -105,9 +105,7 @@ def _own(config: dict[str, Any]) -> dict[str, Any]:
         layers = attention_of_layers(SimpleNamespace(**defaults | config))
     except NotServed as error:
         return {"cached_numbers": None, "not_served": error.what}
-    widths = [
-        layer.rank + layer.rope_dim if isinstance(layer, Latent) else 2 * layer.kv_heads * head_dim for layer in layers
-    ]
+    widths = [layer.width if isinstance(layer, Latent) else 2 * layer.kv_heads * head_dim for layer in layers]
     latent = all(isinstance(layer, Latent) for layer in layers)
     name = "mla" if latent else "KV heads by layer"
     return {"cached_numbers": sum(widths), "served": f"{name} of {config.get('base_model_type', 'llama')}"}

