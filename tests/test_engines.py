@@ -67,6 +67,40 @@ def test_heads_of_a_family():
     assert said(LLAMA, "vLLM on CUDA")["status"] == NOT_TRIED
 
 
+OWN = {
+    **LLAMA,
+    "model_type": "surgery",
+    "base_model_type": "llama",
+    "dtype": "bfloat16",
+    "attention_layers": [
+        {"kind": "latent", "kv_lora_rank": rank, "rope_inv_freq": [1.0, 0.1], "key_norm_eps": None} for rank in (12, 20)
+    ],
+}
+
+
+def test_the_own_class_is_served_by_the_plugin():
+    on_cpu, on_cuda = said(OWN, "vLLM on CPU"), said(OWN, "vLLM on CUDA")
+    assert on_cpu["status"] == LOADS_WITH and "api_server --model ckpt" in on_cpu["command"]
+    assert on_cpu["cache_bytes_per_token"] == 2 * (12 + 4 + 20 + 4)
+    assert on_cuda["status"] == NOT_TRIED
+    assert on_cuda["command"] == "pip install model-surgery && vllm serve ckpt"
+    narrow = said({**MLA, "kv_lora_rank": 400}, "vLLM on CPU")
+    assert narrow["status"] == REFUSED and narrow["remedy"] == "convert with --carrier own"
+
+
+def test_what_the_plugin_does_not_serve_is_refused_by_name():
+    entries = [{"kind": "low_rank"}, None]
+    for change, told in (
+        ({"base_model_type": "mixtral"}, "the family mixtral"),
+        ({"attention_layers": entries}, "attention of kind 'low_rank' (layer 0)"),
+        ({"sliding_window": 16, "max_position_embeddings": 64}, "attention windows"),
+    ):
+        for engine in ("vLLM on CPU", "vLLM on CUDA"):
+            refused = said({**OWN, **change}, engine)
+            assert refused["status"] == REFUSED and refused["reason"].endswith(told)
+            assert refused["cache_bytes_per_token"] is None
+
+
 def test_limits():
     assert mla_limits("vllm", 64, 64).head_sizes == (64, 64, 128)
     assert mla_limits("vllm", 96, 96).head_sizes == mla_limits("all", 128, 128).head_sizes == (128, 64, 128)

@@ -65,6 +65,7 @@ ROOMS = {
     },
     "surgery/heads": {"attention_tap", "checkpoint", "errors", "eval", "file_settings"},
     "surgery/engines": {"checkpoint", "errors"},
+    "surgery_vllm": set(),
     "surgery/export": {"architectures", "checkpoint", "engines", "errors"},
     "surgery/transforms": {"anatomy", "attention", "calibration", "engines", "errors", "kernels", "rope", "settings"},
     "surgery/architectures": {"anatomy", "checkpoint", "errors", "families", "model", "rope", "transforms"},
@@ -162,7 +163,7 @@ def test_imports_go_one_way(room):
             assert imported_rooms(file) <= allowed, file
 
 
-def test_the_wheel_holds_one_package_and_its_data(tmp_path):
+def test_the_wheel_holds_two_packages_and_their_data(tmp_path):
     tree = tmp_path / "tree"
     names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     if names.returncode:
@@ -178,7 +179,9 @@ def test_the_wheel_holds_one_package_and_its_data(tmp_path):
     subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=tree, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
-    assert {name.split("/")[0] for name in held if ".dist-info/" not in name} == {"surgery"}
+    assert {name.split("/")[0] for name in held if ".dist-info/" not in name} == {"surgery", "surgery_vllm"}
+    (entry_points,) = (name for name in held if name.endswith(".dist-info/entry_points.txt"))
+    assert "[vllm.general_plugins]" in zipfile.ZipFile(wheel).read(entry_points).decode()
     for name in (
         "surgery/kernels/mla_decode/reference.py",
         "surgery/kernels/mla_decode/kernel.py",
@@ -191,6 +194,7 @@ def test_the_wheel_holds_one_package_and_its_data(tmp_path):
         "surgery/configs/eval.yaml",
         "surgery/eval/report/page.css",
         "surgery/model/modeling_surgery.py",
+        "surgery_vllm/model.py",
         "surgery/assets/demo-model/model.safetensors",
         "surgery/assets/heldout-stdlib.txt",
     ):

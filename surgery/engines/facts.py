@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+
+from surgery_vllm.structure import Latent, NotServed, attention_of_layers, windowed
 
 MLA, HEADS, DECILM, OWN = "deepseek_v3", "heads", "nemotron-nas", "surgery"
 
@@ -17,7 +20,8 @@ class Facts:
     Attributes:
         structure: MLA (stock ``deepseek_v3``), HEADS (a family's own class), DECILM, or OWN, this package's class.
         family: model_type of the config.
-        cached_numbers: per token, all layers, at an infinite window; None for the own class, whose layers differ.
+        cached_numbers: per token, all layers, at an infinite window; None for structures of the own class whose cost
+            is no such number, or that no engine but transformers runs.
         number_bytes: of a weight.
         head_sizes: of MLA, (nope, rope, value) numbers of a head.
         width: of MLA, numbers that a layer caches per token, rank and rope.
@@ -25,6 +29,8 @@ class Facts:
         frequency_list: of MLA, rotation by frequencies that are no grid of default RoPE.
         real_experts: of MLA, some layers are mixtures of experts: DeepSeek's own models, not ours.
         windowed: some layers have an attention window.
+        served: of the own class, the name under which trials of our plugin for vLLM are kept.
+        not_served: of the own class, what that plugin has no code for; None if it has.
     """
 
     structure: str
@@ -38,6 +44,8 @@ class Facts:
     frequency_list: bool = False
     real_experts: bool = False
     windowed: bool = False
+    served: str | None = None
+    not_served: str | None = None
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Facts:
@@ -52,7 +60,7 @@ class Facts:
         }
         layers = config["num_hidden_layers"]
         if structure == OWN:
-            return cls(cached_numbers=None, **common)
+            return cls(**_own(config), **common)
         if structure == MLA:
             rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
             width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
@@ -71,7 +79,7 @@ class Facts:
             counts = [heads // block["attention"]["n_heads_in_group"] for block in config["block_configs"]]
         else:
             counts = [config.get("num_key_value_heads") or heads] * layers
-        return cls(cached_numbers=2 * sum(counts) * head_dim, windowed=_windowed(config), **common)
+        return cls(cached_numbers=2 * sum(counts) * head_dim, windowed=windowed(SimpleNamespace(**config)), **common)
 
     @property
     def kind(self) -> str:
@@ -87,8 +95,17 @@ class Facts:
         return None if self.cached_numbers is None else self.cached_numbers * number_bytes
 
 
-def _windowed(config: dict[str, Any]) -> bool:
-    if config.get("use_sliding_window") is False:
-        return False
-    window = config.get("sliding_window")
-    return window is not None and window < (config.get("max_position_embeddings") or 0)
+def _own(config: dict[str, Any]) -> dict[str, Any]:
+    """What the plugin for vLLM makes of a checkpoint of the own class."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    defaults = {"base_model_type": "llama", "kv_cache": None, "num_key_value_heads": heads}
+    defaults |= {"max_position_embeddings": 0, "attention_layers": [None] * config["num_hidden_layers"]}
+    try:
+        layers = attention_of_layers(SimpleNamespace(**defaults | config))
+    except NotServed as error:
+        return {"cached_numbers": None, "not_served": error.what}
+    widths = [layer.width if isinstance(layer, Latent) else 2 * layer.kv_heads * head_dim for layer in layers]
+    latent = all(isinstance(layer, Latent) for layer in layers)
+    name = "mla" if latent else "KV heads by layer"
+    return {"cached_numbers": sum(widths), "served": f"{name} of {config.get('base_model_type', 'llama')}"}

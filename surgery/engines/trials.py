@@ -42,6 +42,21 @@ TRANSFORMERS = Trial(
 )
 LLAMA_CPP = Trial("b11549", "CPU", frozenset({"mla", "llama", "mistral"}))
 VLLM_CPU = Trial("0.32.0", "CPU", frozenset())
+# Checkpoints of the own class, by Facts.served, through the plugin surgery_vllm; in tests/engines too.
+VLLM_PLUGIN = Trial(
+    "0.32.0",
+    "CPU",
+    frozenset(
+        {
+            "mla of llama",
+            "mla of mistral",
+            "mla of qwen2",
+            "mla of qwen3",
+            "KV heads by layer of llama",
+            "KV heads by layer of qwen2",
+        }
+    ),
+)
 
 # All that vLLM's own check, FlashAttnPrefillBackend.supports_mla_dimensions, accepts; a test calls it.
 VLLM_MLA_HEADS = ((64, 64, 128), (128, 64, 128), (192, 64, 256), (256, 0, 256))

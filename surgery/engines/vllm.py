@@ -1,4 +1,4 @@
-"""vLLM's own classes, on CUDA and on the CPU.
+"""vLLM's own classes and our plugin in it, on CUDA and on the CPU.
 
 Its ``deepseek_v2.py`` builds projections without biases and turns every rotation but the default one into YaRN; its
 transformers backend (``--model-impl transformers``) keeps both. On CUDA before Blackwell prompts run for some sizes of
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from surgery.engines.facts import DECILM, MLA, OWN, Facts
 from surgery.engines.limits import FAST_WIDTH
-from surgery.engines.trials import VLLM_CHECKED, VLLM_CPU, VLLM_MLA_HEADS
+from surgery.engines.trials import VLLM_CHECKED, VLLM_CPU, VLLM_MLA_HEADS, VLLM_PLUGIN
 from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict
 
 CUDA, CPU = "vLLM on CUDA", "vLLM on CPU"
 REMEDY = "convert with --engine vllm"
+# `vllm serve` of the package vllm-cpu ends in "No package metadata was found for vllm".
+SERVE = {CUDA: "vllm serve", CPU: "python -m vllm.entrypoints.openai.api_server --model"}
 # What it keeps of weights in float32 unless told otherwise.
 NUMBER_BYTES = 2
 
@@ -21,6 +23,8 @@ NUMBER_BYTES = 2
 def cuda(facts: Facts, path: str) -> Verdict:
     """GPUs before Blackwell; none was run, so a yes is that of vLLM's own check."""
     said = {"engine": CUDA, "version": VLLM_CHECKED, "device": "CUDA before Blackwell"}
+    if facts.structure == OWN:
+        return _plugin(facts, path, said)
     obstacle = _obstacle(facts)
     if obstacle is None and facts.structure == MLA and facts.head_sizes not in VLLM_MLA_HEADS:
         obstacle = f"its prefill takes heads of {facts.head_sizes} (nope, rope, value) on no such GPU"
@@ -49,27 +53,41 @@ def cuda(facts: Facts, path: str) -> Verdict:
 def cpu(facts: Facts, path: str) -> Verdict:
     """The CPU build, ``vllm-cpu``."""
     said = {"engine": CPU, "version": VLLM_CPU.version, "device": VLLM_CPU.device}
+    if facts.structure == OWN:
+        return _plugin(facts, path, said)
     obstacle = _obstacle(facts)
     if obstacle is None and facts.structure == MLA and facts.width != FAST_WIDTH:
         obstacle = f"its CPU kernel is built for r + rope of {FAST_WIDTH}, this is {facts.width}"
     if obstacle:
-        return Verdict(**said, status=REFUSED, command=None, reason=obstacle)
+        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy="convert with --carrier own")
     said["cache_bytes_per_token"] = facts.cache_bytes(NUMBER_BYTES)
     code = " --trust-remote-code" if facts.structure == DECILM else ""
     dropped = _dropped(facts)
     if dropped:
-        command = f"vllm serve {path} --model-impl transformers"
+        command = f"{SERVE[CPU]} {path} --model-impl transformers"
         reason = f"its own class {dropped}, its transformers backend was not tried"
         return Verdict(**said, status=NOT_TRIED, command=command, reason=reason, remedy=REMEDY)
-    command = f"vllm serve {path}{code}"
+    command = f"{SERVE[CPU]} {path}{code}"
     if facts.kind not in VLLM_CPU.kinds:
         return Verdict(**said, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")
     return Verdict(**said, status=LOADS, command=command, reason=f"ran in vllm-cpu {VLLM_CPU}")
 
 
+def _plugin(facts: Facts, path: str, said: dict[str, str]) -> Verdict:
+    """The own class: vLLM finds our plugin where this package is installed beside it."""
+    if facts.not_served:
+        reason = f"our plugin for it does not serve {facts.not_served}"
+        return Verdict(**said, status=REFUSED, command=None, reason=reason)
+    said |= {"command": f"pip install model-surgery && {SERVE[said['engine']]} {path}"}
+    said |= {"cache_bytes_per_token": facts.cache_bytes(NUMBER_BYTES)}
+    if said["device"] != VLLM_PLUGIN.device:
+        return Verdict(**said, status=NOT_TRIED, reason="our plugin was run on the CPU only")
+    if facts.served not in VLLM_PLUGIN.kinds:
+        return Verdict(**said, status=NOT_TRIED, reason="no test ran our plugin on such a checkpoint")
+    return Verdict(**said, status=LOADS_WITH, reason=f"ran in vllm-cpu {VLLM_PLUGIN} with our plugin")
+
+
 def _obstacle(facts: Facts) -> str | None:
-    if facts.structure == OWN:
-        return "the model class of this package"
     if facts.structure == MLA and facts.activation != "silu":
         return f"its class takes SiLU only, not {facts.activation}"
     return None
@@ -82,4 +100,4 @@ def _dropped(facts: Facts) -> str:
 
 
 def _remedy(facts: Facts) -> str | None:
-    return REMEDY if facts.structure in (MLA, OWN) else None
+    return REMEDY if facts.structure == MLA else None

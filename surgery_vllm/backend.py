@@ -1,0 +1,150 @@
+"""vLLM's interfaces around :mod:`surgery_vllm.paged`: MLA of any width, prompts and steps by one path.
+
+vLLM's own backends for MLA expand the latents of a prompt to keys and values by kernels for four sizes of heads, and
+decode at the few widths that theirs were built for. This one reads latents as they are, at any width, of prompts in
+pieces or with cached prefixes too.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MLAAttentionImpl,
+)
+
+from surgery_vllm.paged import paged_latent_attention
+from surgery_vllm.spans import Span, spans_of
+
+
+@dataclass
+class PagedLatentMetadata(AttentionMetadata):
+    """One batch. ``num_*`` are what ``MLAAttention`` asks for to hand every token to ``forward_mqa``."""
+
+    spans: list[Span]
+    block_table: Tensor
+    seq_lens: Tensor
+    num_actual_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    num_prefills: int = 0
+    prefill: None = None
+
+    @property
+    def decode(self) -> "PagedLatentMetadata":
+        return self
+
+
+class PagedLatentBuilder(AttentionMetadataBuilder[PagedLatentMetadata]):
+    """Requests that decode come first in a batch, so that they make one span."""
+
+    reorder_batch_threshold = 1
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedLatentMetadata:
+        common = common_attn_metadata
+        query_lens = common.query_start_loc_cpu.diff().tolist()
+        return PagedLatentMetadata(
+            spans=spans_of(query_lens, common.seq_lens.tolist()),
+            block_table=common.block_table_tensor,
+            seq_lens=common.seq_lens,
+            num_actual_tokens=common.num_actual_tokens,
+            num_decodes=common.num_reqs,
+            num_decode_tokens=common.num_actual_tokens,
+        )
+
+
+class PagedLatentBackend(AttentionBackend):
+    """For any device that PyTorch runs on; no CUDA graphs."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+
+    @staticmethod
+    def get_name() -> str:
+        return "SURGERY_LATENT"
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @staticmethod
+    def get_impl_cls() -> type["PagedLatentImpl"]:
+        return PagedLatentImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PagedLatentBuilder]:
+        return PagedLatentBuilder
+
+
+class PagedLatentImpl(MLAAttentionImpl[PagedLatentMetadata]):
+    """The attention of one layer; up-projections are `MLAAttention`'s.
+
+    Args:
+        rope_dim: ρ, where ``qk_rope_head_dim`` counts the gains in the cache too.
+        gains: of those, this process' heads', see :func:`paged_latent_attention`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        kv_cache_dtype: str,
+        kv_lora_rank: int,
+        rope_dim: int,
+        gains: slice | None = None,
+        **more: Any,
+    ):
+        if is_quantized_kv_cache(kv_cache_dtype):
+            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype}: latents are cached as they are, leave it out")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_lora_rank = kv_lora_rank
+        self.query_width = kv_lora_rank + rope_dim
+        self.gains = gains
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+    ) -> None:
+        """Writes latents [T, r] and what stands behind them, [T, 1, ρ (+ G)], to slots; a negative one is padding."""
+        slots = slot_mapping.flatten()
+        vectors = torch.cat((kv_c_normed, k_pe.squeeze(1)), dim=-1)[: len(slots)].to(kv_cache.dtype)
+        kept = slots >= 0
+        slots, vectors = slots[kept], vectors[kept]
+        kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = vectors
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, metadata: PagedLatentMetadata, layer: Any
+    ) -> tuple[Tensor, None]:
+        """q [T, H, r] and [T, H, ρ (+ G)], or both joined → [T, H, r]."""
+        query = (torch.cat(q, dim=-1) if isinstance(q, tuple) else q)[..., : self.query_width]
+        out = query.new_empty(*query.shape[:-1], self.kv_lora_rank)
+        for span in metadata.spans:
+            out[span.tokens] = paged_latent_attention(
+                query[span.tokens],
+                kv_cache,
+                metadata.block_table[span.requests],
+                metadata.seq_lens[span.requests],
+                self.kv_lora_rank,
+                self.scale,
+                self.gains,
+            )
+        return out, None

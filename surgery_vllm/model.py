@@ -1,0 +1,61 @@
+"""The model class: vLLM's Llama, whose arithmetic Mistral and Qwen2 share, with a converted attention in its layers."""
+
+from typing import Any
+
+from torch import nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from vllm.model_executor.models.utils import WeightsMapper, extract_layer_index
+
+from surgery_vllm.attention import LatentAttention
+from surgery_vllm.structure import Latent, attention_of_layers
+
+_FUSED_MLP = {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
+
+
+def _attention(
+    *, config: Any, prefix: str, num_kv_heads: int, bias: bool, bias_o_proj: bool, cache_config: Any, **more: Any
+) -> nn.Module:
+    """What :class:`LlamaDecoderLayer` builds in the place of a `LlamaAttention`."""
+    layer = attention_of_layers(config)[extract_layer_index(prefix)]
+    said = {"cache_config": cache_config, "bias": bias, "bias_o_proj": bias_o_proj, "prefix": prefix}
+    if isinstance(layer, Latent):
+        return LatentAttention(config, layer, **said)
+    return LlamaAttention(config, num_kv_heads=layer.kv_heads, **said, **more)
+
+
+class SurgeryDecoderLayer(LlamaDecoderLayer):
+    """With the attention that the config has for this layer."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None):
+        super().__init__(vllm_config, prefix, config, attn_layer_type=_attention)
+
+
+@support_torch_compile
+class SurgeryModel(LlamaModel):
+    """Takes tensors by their names in the checkpoint; those of a latent layer stay apart."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] = SurgeryDecoderLayer):
+        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
+        stacked = dict(_FUSED_MLP)
+        for number, layer in enumerate(attention_of_layers(self.config)):
+            if not isinstance(layer, Latent):
+                place = f"layers.{number}.self_attn."
+                stacked |= {f"{place}{shard}_proj": (f"{place}qkv_proj", shard) for shard in "qkv"}
+        self.hf_to_vllm_mapper = WeightsMapper(orig_to_new_stacked=stacked)
+
+
+class SurgeryForCausalLM(LlamaForCausalLM):
+    """A checkpoint of ``surgery.model.SurgeryForCausalLM``."""
+
+    hf_to_vllm_mapper = WeightsMapper(orig_to_new_stacked=_FUSED_MLP)
+    supports_lora = False  # of adapters for weights that are split and joined here
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        if vllm_config.quant_config is not None:
+            raise ValueError("model-surgery's plugin does not serve quantised weights; leave --quantization out")
+        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=SurgeryDecoderLayer)
+
+    def _init_model(self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] = SurgeryDecoderLayer):
+        return SurgeryModel(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)

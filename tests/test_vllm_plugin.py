@@ -1,0 +1,92 @@
+"""The plugin for vLLM, as far as it runs without vLLM; tests/engines runs it in vLLM."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from surgery_vllm import paged, spans
+from surgery_vllm.paged import paged_latent_attention
+from surgery_vllm.spans import spans_of
+from surgery_vllm.structure import Grouped, Latent, attention_of_layers
+
+RANK, ROPE, HEADS, PAGE = 6, 4, 6, 8
+
+
+def dense(query, vectors, scale, gains):
+    """One request without pages: query [T, H, w], vectors [S, w (+ G)], gains [S, H]."""
+    scores = torch.einsum("thw,sw->hts", query, vectors[:, : query.shape[-1]]) * scale * gains.T[:, None]
+    later = torch.ones(len(query), len(vectors), dtype=torch.bool).triu(len(vectors) - len(query) + 1)
+    return torch.einsum("hts,sr->thr", scores.masked_fill(later, -torch.inf).softmax(-1), vectors[:, :RANK])
+
+
+@pytest.mark.parametrize("lengths", [(5, 17, 40), (1, 8)])
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("tile", [512, 2])
+@pytest.mark.parametrize("gains", [None, slice(0, 3), slice(1, 3)])
+def test_pages_change_nothing(lengths, new, tile, gains, monkeypatch):
+    monkeypatch.setattr(paged, "QUERY_TILE", tile)
+    lengths = [max(length, new) for length in lengths]
+    torch.manual_seed(0)
+    width = RANK + ROPE + (0 if gains is None else 3)
+    cache = torch.full((20, PAGE, width), 1e3, dtype=torch.float64)  # what no request wrote would be seen
+    free = iter(torch.randperm(20).tolist())
+    table = torch.zeros(len(lengths), 6, dtype=torch.int32)
+    rows = [torch.randn(length, width, dtype=torch.float64) for length in lengths]
+    for request, vectors in enumerate(rows):
+        for number, piece in enumerate(vectors.split(PAGE)):
+            table[request, number] = next(free)
+            cache[table[request, number], : len(piece)] = piece
+    query = torch.randn(len(lengths) * new, HEADS, RANK + ROPE, dtype=torch.float64)
+    got = paged_latent_attention(query, cache, table, torch.tensor(lengths), RANK, 0.7, gains)
+    expected = []
+    for q, vectors in zip(query.split(new), rows, strict=True):
+        scaled = torch.ones(len(vectors), 1) if gains is None else vectors[:, RANK + ROPE :][:, gains]
+        expected.append(dense(q, vectors, 0.7, scaled.repeat_interleave(HEADS // scaled.shape[1], dim=1)))
+    expected = torch.cat(expected)
+    torch.testing.assert_close(got, expected, atol=1e-10, rtol=1e-10)
+
+
+def test_a_batch_is_cut_where_new_tokens_or_room_end(monkeypatch):
+    cut = [(s.requests, s.tokens) for s in spans_of([1, 1, 7, 0, 7], [9, 4, 7, 3, 30])]
+    assert cut == [(slice(0, 2), slice(0, 2)), (slice(2, 3), slice(2, 9)), (slice(4, 5), slice(9, 16))]
+    monkeypatch.setattr(spans, "GATHERED_TOKENS", 20)
+    assert [s.requests for s in spans_of([1, 1, 1, 1], [5, 9, 11, 50])] == [slice(0, 2), slice(2, 3), slice(3, 4)]
+
+
+def config(**changes):
+    latent = {"kind": "latent", "kv_lora_rank": 4, "rope_inv_freq": [1.0, 0.1], "key_norm_eps": None}
+    said = {"base_model_type": "llama", "attention_layers": [latent, None], "kv_cache": None}
+    said |= {"num_key_value_heads": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+    entry = changes.pop("entry", None)
+    if entry is not None:
+        said["attention_layers"] = [latent, {**latent, **entry}]
+    return SimpleNamespace(**said | changes)
+
+
+def test_structures_that_it_serves():
+    assert attention_of_layers(config()) == [Latent(4, (1.0, 0.1)), Grouped(2)]
+    assert attention_of_layers(config(entry={"kind": "grouped", "kv_heads": 1}))[1] == Grouped(1)
+    normed = config(base_model_type="qwen3", entry={"key_norm_eps": 1e-6})
+    normed.attention_layers = normed.attention_layers[1:]
+    assert attention_of_layers(normed)[0].width == 4 + 4 + 2
+    assert attention_of_layers(config(sliding_window=64))[0].width == 4 + 4
+    assert attention_of_layers(config(sliding_window=32, use_sliding_window=False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"base_model_type": "qwen3_moe"}, "family qwen3_moe"),
+        ({"hidden_act": "gelu"}, "activation gelu"),
+        ({"kv_cache": {"format": "int4"}}, "quantised by kv_cache"),
+        ({"sliding_window": 32}, "attention windows"),
+        ({"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}, "attention windows"),
+        ({"entry": {"kind": "low_rank"}}, "kind 'low_rank' .layer 1."),
+        ({"base_model_type": "qwen3"}, "grouped heads with q/k-norm"),
+        ({"entry": {"streaming": {"sinks": 4, "recent": 8}}}, "MLA with streaming"),
+    ],
+)
+def test_other_structures_are_refused_by_name(changes, told):
+    with pytest.raises(ValueError, match=told):
+        attention_of_layers(config(**changes))
