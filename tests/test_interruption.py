@@ -14,6 +14,7 @@ from surgery import cli
 from surgery.interruption import interruptible
 from surgery.ladder import Ladder
 from surgery.launchers import run_to_its_end
+from surgery.training.guards import StopRequest
 
 SIGNALS = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 
@@ -57,6 +58,15 @@ def test_a_second_sigterm_does_not_stop_the_cleaning_up():
             os.kill(os.getpid(), signal.SIGTERM)
             cleaned = True
     assert cleaned and interruption.exit_code == 143
+
+
+def test_a_training_saves_undisturbed_by_a_second_sigterm():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM and signal.getsignal(signal.SIGINT) is before[0]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 def test_an_interrupted_healing_has_its_training_save_first(tmp_path):

@@ -69,7 +69,10 @@ class SpikeGuard:
 
 
 class StopRequest:
-    """Remembers SIGTERM and SIGINT for the length of a `with` block; a second signal acts as it would have without.
+    """Remembers SIGTERM and SIGINT for the length of a `with` block.
+
+    A second SIGINT acts as it would have without. A second SIGTERM does nothing: launchers pass on what schedulers and
+    `surgery heal` have sent to all processes already, and the state is still to be saved.
 
     Attributes:
         signal: its number, 0 while there was none.
@@ -94,7 +97,8 @@ class StopRequest:
 
     def _take(self, number: int, _frame: object) -> None:
         self.signal = number
-        signal.signal(number, self._before[number])
+        signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @contextmanager
