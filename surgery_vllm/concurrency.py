@@ -3,7 +3,7 @@
     python -m surgery_vllm.concurrency SOURCE CONVERTED --kv-bytes 8388608
 
 Runs where vLLM is installed. The load is random tokens, the same for every model: prompts of many lengths that arrive
-at once, answers of one length. Prints for each model the tokens that its cache has room for, how often a request was
+at once, answers of one length. Prints for each model the tokens that its pages have room for, how often a request was
 preempted (its cache dropped and computed again later), the seconds until the last answer, and new tokens a second.
 """
 
@@ -84,15 +84,13 @@ def serve(model: str, load: Load, dtype: str) -> Served:
     )
 
 
-def table(rows: list[Served]) -> str:
-    """Markdown."""
-    lines = ["| model | tokens held | preemptions | seconds | new tokens/s |", "|---|---:|---:|---:|---:|"]
-    for row in rows:
-        name = os.path.basename(os.path.normpath(row.model))
-        lines.append(
-            f"| `{name}` | {row.tokens_held:,} | {row.preemptions} | {row.seconds:.1f} | {row.tokens_per_second:.1f} |"
-        )
-    return "\n".join(lines)
+HEADER = "| model | tokens held | preemptions | seconds | new tokens/s |\n|---|---:|---:|---:|---:|"
+
+
+def line(row: Served) -> str:
+    """A row of a Markdown table."""
+    name = os.path.basename(os.path.normpath(row.model))
+    return f"| `{name}` | {row.tokens_held:,} | {row.preemptions} | {row.seconds:.1f} | {row.tokens_per_second:.1f} |"
 
 
 def main() -> None:
@@ -103,14 +101,15 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, nargs=2, default=Load.prompt, metavar=("FEWEST", "MOST"))
     parser.add_argument("--new-tokens", type=int, default=Load.new_tokens, help="of every answer [%(default)s]")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and cache [%(default)s]")
-    parser.add_argument("--json", action="store_true", help="rows in JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="a row a line in JSON instead of a table")
     said = parser.parse_args()
     load = Load(said.kv_bytes, said.requests, tuple(said.prompt), said.new_tokens)
-    rows = []
+    if not said.json:
+        print(HEADER)
     for model in said.models:
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            rows.append(process.submit(serve, model, load, said.dtype).result())
-    print(json.dumps([asdict(row) for row in rows], indent=1) if said.json else table(rows))
+            row = process.submit(serve, model, load, said.dtype).result()
+        print(json.dumps(asdict(row)) if said.json else line(row), flush=True)
 
 
 if __name__ == "__main__":
