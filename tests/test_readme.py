@@ -1,4 +1,4 @@
-"""Every figure of the README's testbed table is the report's."""
+"""Every figure of the README's tables of reports is the report's."""
 
 from pathlib import Path
 
@@ -8,31 +8,43 @@ from surgery.eval.report.document import read_report
 from surgery.eval.report.tables import columns
 
 ROOT = Path(__file__).resolve().parent.parent
-SHOWN = ("kv_bytes_per_token", "kv_ratio", "loss_change", "cached_loss", "recall", "needle", "ruler")
+# Section of the README, report, columns of the table, rows at least.
+TABLES = [
+    ("## A real model", "smollm2", ("kv_bytes_per_token", "kv_ratio", "loss_change", "recall"), 6),
+    (
+        "## What it costs",
+        "testbed",
+        ("kv_bytes_per_token", "kv_ratio", "loss_change", "cached_loss", "recall", "needle", "ruler"),
+        10,
+    ),
+]
+REPORTS = [report for _, report, _, _ in TABLES]
 
 
-def table_of_the_readme() -> list[list[str]]:
+def table_of_the_readme(section: str, shown: tuple[str, ...]) -> list[list[str]]:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text[text.index("## What it costs") :]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    text = text[text.index(section) + len(section) :].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row in rows[2:] if len(row) == 1 + len(SHOWN)]
+    return [row for row in rows[2:] if len(row) == 1 + len(shown)]
 
 
-def table_of_the_report() -> dict[str, list[str]]:
-    report = read_report(ROOT / "docs" / "testbed")
+def table_of_the_report(name: str, shown: tuple[str, ...]) -> dict[str, list[str]]:
+    report = read_report(ROOT / "docs" / name)
     chosen = {column.key: column for column in columns(report)}
-    return {row["name"]: [chosen[key].text(row, report) for key in SHOWN] for row in report["rows"]}
+    return {row["name"]: [chosen[key].text(row, report) for key in shown] for row in report["rows"]}
 
 
-def test_the_table_is_the_report():
-    found, report = table_of_the_readme(), table_of_the_report()
-    assert len(found) >= 10
-    for name, *cells in found:
-        assert cells == report[name.strip("`")], name
+@pytest.mark.parametrize(("section", "name", "shown", "least"), TABLES, ids=REPORTS)
+def test_the_table_is_the_report(section, name, shown, least):
+    found, report = table_of_the_readme(section, shown), table_of_the_report(name, shown)
+    assert len(found) >= least
+    for row, *cells in found:
+        assert cells == report[row.strip("`")], row
 
 
-@pytest.mark.parametrize("name", ["report.json", "report.csv", "report.html", "report.md"])
-def test_the_report_is_whole(name):
-    assert (ROOT / "docs" / "testbed" / name).stat().st_size > 1000
-    assert not read_report(ROOT / "docs" / "testbed")["settings"]["limit"]
+@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("file", ["report.json", "report.csv", "report.html", "report.md"])
+def test_the_report_is_whole(name, file):
+    assert (ROOT / "docs" / name / file).stat().st_size > 1000
+    assert not read_report(ROOT / "docs" / name)["settings"]["limit"]

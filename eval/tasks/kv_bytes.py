@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel
 
 from surgery.eval.kv_cache import GROWTH_STEPS, measure_kv
-from surgery.eval.kv_flow import measure_footprint, measure_peak
+from surgery.eval.kv_flow import UpdateWatch, measure_footprint, measure_peak
 from surgery.eval.session import Session
 
 CHUNK = 256
@@ -36,9 +36,12 @@ class KVBytesTask:
     def _measure(self, model: PreTrainedModel) -> dict[str, Any]:
         steps = min(GROWTH_STEPS, self.context - 1)
         prompt = self.context - steps
+        watch = UpdateWatch()  # of the peak, as `measure_peak` has it, in the pass that counts
+        with watch.updates():
+            use = measure_kv(model, self.context)
         return {
-            **asdict(measure_kv(model, self.context)),
-            "peak_bytes": measure_peak(model, prompt, steps),
+            **asdict(use),
+            "peak_bytes": watch.peak if watch.held == use.held_bytes else None,
             "chunk": CHUNK,
             "chunked_peak_bytes": measure_peak(model, prompt, steps, CHUNK),
             "footprint": measure_footprint(model, prompt, steps),
