@@ -51,7 +51,7 @@ def check_version() -> None:
         ValueError: its minor version is none of ``TESTED``, and the environment does not ask for it all the same.
     """
     found = _vllm_version()
-    if found is not None and found.rsplit(".", 1)[0] not in TESTED and os.environ.get(ANY_VERSION) != "1":
+    if found is not None and ".".join(found.split(".")[:2]) not in TESTED and os.environ.get(ANY_VERSION) != "1":
         raise ValueError(
             f"model-surgery's plugin was tested with vLLM {', '.join(TESTED)} and this is {found}: "
             f"install one of those, or set {ANY_VERSION}=1 to try it"

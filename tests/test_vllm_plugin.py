@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from surgery_vllm import config as plugin_config
 from surgery_vllm import paged, spans
 from surgery_vllm.paged import paged_latent_attention
 from surgery_vllm.spans import spans_of
@@ -90,3 +91,15 @@ def test_structures_that_it_serves():
 def test_other_structures_are_refused_by_name(changes, told):
     with pytest.raises(ValueError, match=told):
         attention_of_layers(config(**changes))
+
+
+@pytest.mark.parametrize("found", ["0.33.1", "0.3.2"])
+def test_another_vllm_is_refused(found, monkeypatch):
+    monkeypatch.setattr(plugin_config, "_vllm_version", lambda: found)
+    with pytest.raises(ValueError, match=f"tested with vLLM 0.32 and this is {found}"):
+        plugin_config.check_version()
+    monkeypatch.setenv(plugin_config.ANY_VERSION, "1")
+    plugin_config.check_version()
+    monkeypatch.delenv(plugin_config.ANY_VERSION)
+    monkeypatch.setattr(plugin_config, "_vllm_version", lambda: "0.32.4rc1")
+    plugin_config.check_version()
