@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from engine_cases import NEW_TOKENS, PROMPTS, demo, environment, greedy, plugged, run
 from own_checkpoints import SOURCES, cached_numbers, changed, make
-from surgery.convert import convert_to_mla
 from transformers import AutoTokenizer
 
+from surgery.convert_mla import convert_to_mla
 from surgery.engines.facts import Facts
 from surgery.engines.trials import VLLM_PLUGIN
 from surgery.settings import ConvertSettings

@@ -220,11 +220,11 @@ def test_other_parts_than_asked_for_are_not_made():
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"kl": -1}, "kl: -1 is no weight"),
+        ({"kl": -1}, "kl: -1.0 is no weight"),
         ({"hidden": math.nan}, "hidden: nan is no weight"),
-        ({"attention": "much"}, "attention: 'much' is no weight"),
+        ({"attention": "much"}, "attention must be a number, not 'much'"),
         ({"kl": 0}, "all objectives have weight 0"),
-        ({"temperature": 0}, "temperature 0: a positive"),
+        ({"temperature": 0}, "temperature 0.0: a positive"),
         ({"jsd_beta": 1.5}, "jsd_beta 1.5"),
         ({"kll": 1}, "did you mean kl"),
     ],
