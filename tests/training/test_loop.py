@@ -275,7 +275,7 @@ def test_refusals_before_anything_is_done(settings, tmp_path, student, teacher):
     with pytest.raises(SurgeryError, match="replace its own source"):
         heal_here({**values, "out": str(student)})
     Path(values["out"]).mkdir()
-    (Path(values["out"]) / "kept").touch()
+    (Path(values["out"]) / "config.json").write_text("{}")
     with pytest.raises(SurgeryError, match="exists already"):
         heal_here(values)
     with pytest.raises(SurgeryError, match="fp16 needs an accelerator"):
