@@ -222,5 +222,6 @@ def test_a_dry_run_only_tells(checkpoints, tmp_path, monkeypatch, capsys):
     assert plan["settings"]["dtype"] == "fp32"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fsdp2.yaml"]
     out.mkdir()
+    (out / "config.json").write_text("{}")
     code, _, error = run_main(monkeypatch, capsys, *asked)
     assert code == 1 and "exists" in error
