@@ -83,6 +83,6 @@ def test_the_baseline_may_be_the_model_that_ships(main, monkeypatch):
         raise SurgeryError("seen enough")
 
     monkeypatch.setattr("surgery.evaluation.run.evaluate", stop)
-    for baseline in ("builtin", "source=builtin", "other"):
-        assert main("eval", "ckpt", "--baseline", baseline)[0] == 1
-    assert asked == [str(demo_model()), f"source={demo_model()}", "other"]
+    for baseline in ("builtin", "source=builtin", "org/other"):
+        assert main("eval", "org/ckpt", "--baseline", baseline)[0] == 1
+    assert asked == [str(demo_model()), f"source={demo_model()}", "org/other"]
