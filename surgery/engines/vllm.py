@@ -47,7 +47,8 @@ def cuda(facts: Facts, path: str) -> Verdict:
     if facts.width == FAST_WIDTH:
         return Verdict(**said, status=LOADS, command=f"vllm serve {path}", reason=checked)
     command = f"vllm serve {path} --attention-backend TRITON_MLA"
-    return Verdict(**said, status=LOADS_WITH, command=command, reason=f"{checked}; other kernels want r + rope of 576")
+    # Its Triton kernel takes any width, but what builds its metadata names 320, 512 and 576 (get_supported_head_sizes).
+    return Verdict(**said, status=NOT_TRIED, command=command, reason=f"{checked}, and r + rope is not 576")
 
 
 def cpu(facts: Facts, path: str) -> Verdict:
