@@ -123,9 +123,9 @@ class MomentAccumulator:
             self._output_gradients.append(output.grad.flatten(0, 1).cpu())
             self.output_gradient += _gram(output.grad.flatten(0, 1))
             if self.raw_gradient is not None:
-                raw = raw_key_gradient(k, k_grad, projection.key_gain.detach(), self._key_norm.weight)
-                self._raw_gradients.append(_rows(raw, v_grad).cpu())
-                self.raw_gradient += _gram(self._raw_gradients[-1])
+                raw = _rows(raw_key_gradient(k, k_grad, projection.key_gain.detach(), self._key_norm.weight), v_grad)
+                self.raw_gradient += _gram(raw)
+                self._raw_gradients.append(raw.cpu())
         if inputs is not None:
             x = inputs.detach().flatten(0, 1)
             self.input_scale += x.abs().double().sum(0).cpu()
@@ -157,15 +157,15 @@ class MomentAccumulator:
     def _weighted(self, factors: KroneckerFactors) -> dict[str, Tensor]:
         weight, raw = factors.token_weight, self._raw_gradients
         outputs = kronecker_factors(self._outputs, self._output_gradients, self._device)
+        weights = weight.split([len(rows) for rows in self._rows])
+        raw_metric = weighted_moment(raw, factors.gradient_weight, device=self._device) if raw else None
         return {
             "weighted_moment": factors.moment,
-            "weighted_mean": (torch.cat(self._rows).mT.double() @ weight) / len(weight),
+            "weighted_mean": sum(w @ rows.double() for w, rows in zip(weights, self._rows, strict=True)) / len(weight),
             "token_weight": weight.float(),
             "weighted_gradient": factors.gradient,
             "weighted_output_gradient": None if outputs is None else outputs.gradient,
-            "weighted_raw_gradient": weighted_moment(raw, factors.gradient_weight, device=self._device)
-            if raw
-            else None,
+            "weighted_raw_gradient": raw_metric,
         }
 
 
