@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 RESAMPLES = 10_000
 LEVEL = 0.95

@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.loss import evaluation_mode
 from surgery.eval.session import Session, device_of
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 REPEATED_SENTENCE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """The noise of RULER (arXiv:2404.06654) and of passkey retrieval before it (Mohtashami & Jaggi, arXiv:2305.16300)."""

@@ -12,7 +12,7 @@ import torch
 from torch import LongTensor
 from transformers import PreTrainedTokenizerBase
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.sequences import random_windows
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import LongTensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.loss import evaluation_mode
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 ROWS_AT_ONCE = 512
 """Positions, over a whole batch, whose fp32 logits exist at one time: 256 MB for a vocabulary of 128k."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.recall import draw_facts
 from surgery.eval.ruler.domain import Domain
 from surgery.eval.ruler.niah import random_number

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.tensor_bytes import weight_tensors
 
 _PROCESS = Path("/proc/self")

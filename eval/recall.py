@@ -19,7 +19,7 @@ import torch
 from torch import BoolTensor, LongTensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.loss import LogitReader, check_batch, evaluation_mode
 from surgery.eval.sequences import check_longer_than, tokenize
 

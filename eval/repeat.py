@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import LongTensor, Tensor
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.loss import LogitReader
 from surgery.eval.sequences import random_windows
 from surgery.eval.token_losses import losses_of_states

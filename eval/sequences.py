@@ -8,7 +8,7 @@ import torch
 from torch import LongTensor
 from transformers import PreTrainedTokenizerBase
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

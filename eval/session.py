@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.eval.distributed import Processes
+from surgery.running.processes import Processes
 
 
 class ProgressLike(Protocol):
-    """Bars on standard error: `surgery.progress.Progress`, or anything with its two methods."""
+    """Bars on standard error: `surgery.common.progress.Progress`, or anything with its two methods."""
 
     def phase(self, name: str, total: int, unit: str = ...) -> AbstractContextManager[Callable[..., None]]:
         """Gives a function that advances the bar by one, or by what it is given."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.loss import ROWS_AT_ONCE, LogitReader
 
 

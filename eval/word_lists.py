@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 _ADJECTIVES = """
 ample amused ancient angry arid austere avid aware awful awkward bald basic bitter bland 

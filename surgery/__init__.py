@@ -4,7 +4,7 @@ Importing the package lets ``AutoModelForCausalLM`` load converted checkpoints, 
 transformers: its model class is registered when transformers' auto classes are there.
 
 ``surgery.inspect``, ``convert``, ``slice``, ``heal``, ``evaluate`` and ``score_heads`` are the verbs of the command
-line as functions (:mod:`surgery.api`); they raise ``surgery.SurgeryError``, one line that says what to do.
+line as functions (:mod:`surgery.api.verbs`); they raise ``surgery.SurgeryError``, one line that says what to do.
 ``surgery.accelerate(model)`` puts the project's kernels under a loaded model, ``surgery.decelerate(model)`` takes them
 away. Models of the project's own class take them by themselves on CUDA, but not under the command line, whose figures
 are those of the models' own code.
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery import own_program, registration
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.version import __version__
 
 if TYPE_CHECKING:
     from surgery.acceleration import accelerate, decelerate
-    from surgery.api import convert, evaluate, heal, inspect, score_heads, slice
+    from surgery.api.verbs import convert, evaluate, heal, inspect, score_heads, slice
 
 # kernels/, training/, eval/, recipes/ and configs/ live at the top of the repository and are linked into this package.
 # Where links do not exist (a zip download, Windows), find them there.
@@ -34,7 +34,7 @@ registration.register_when_needed()
 
 # Where each function is: loaded when it is asked for. No module of the package may have the name of one.
 _HOMES = {
-    **dict.fromkeys(("convert", "evaluate", "heal", "inspect", "score_heads", "slice"), "surgery.api"),
+    **dict.fromkeys(("convert", "evaluate", "heal", "inspect", "score_heads", "slice"), "surgery.api.verbs"),
     **dict.fromkeys(("accelerate", "decelerate"), "surgery.acceleration"),
 }
 

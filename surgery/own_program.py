@@ -6,8 +6,8 @@ import re
 import sys
 from itertools import pairwise
 
+from surgery.common.threads import wait_passively
 from surgery.registration import keep_off_kernels
-from surgery.threads import wait_passively
 
 
 def begin() -> None:

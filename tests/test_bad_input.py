@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, make_checkpoint
 
-from surgery.convert_mla import convert_to_mla
-from surgery.errors import SurgeryError
-from surgery.settings import ConvertSettings
+from surgery.common.errors import SurgeryError
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
 
 QUICK = {
     "calibration": str(HELD_OUT),

@@ -6,14 +6,14 @@ import sys
 import pytest
 import torch
 
-from surgery import bench_models
 from surgery.acceleration.accelerate import Acceleration
-from surgery.bench_all import Part, chosen_parts, need_gpu, run_all
-from surgery.bench_cache import held_bytes, steady_cache
-from surgery.bench_decode import DecodeSettings, _against_source, measure_decoding
-from surgery.bench_kernels import KernelRequest, measure_kernels
-from surgery.console_bench import show_decoding, show_kernels, show_parts
-from surgery.errors import SurgeryError
+from surgery.bench import models as bench_models
+from surgery.bench.cache import held_bytes, steady_cache
+from surgery.bench.decode import DecodeSettings, _against_source, measure_decoding
+from surgery.bench.everything import Part, chosen_parts, need_gpu, run_all
+from surgery.bench.kernels import KernelRequest, measure_kernels
+from surgery.common.errors import SurgeryError
+from surgery.console.bench import show_decoding, show_kernels, show_parts
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 from tiny_models import HELD_OUT
 from transformers import AutoModelForCausalLM
 
-from surgery.convert_cache import convert_to_quantized
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
-from surgery.settings import QuantizedSettings
-from surgery.targets import find_target
+from surgery.structures.quantized.convert import convert_to_quantized
+from surgery.structures.quantized.settings import QuantizedSettings
+from surgery.structures.registry import find_target
 
 WEIGHTS_ONLY = {"calibration": "none", "group": 16}
 STRUCTURES = {
@@ -98,7 +98,7 @@ def test_a_dry_run_knows_the_bytes(checkpoints, tmp_path):
 
 
 def test_the_budget_in_words(checkpoints, capsys):
-    from surgery.console import show_conversion
+    from surgery.console.conversion import show_conversion
 
     result = convert("lowrank", checkpoints("llama"), None, rank=24, bits=4, **WEIGHTS_ONLY)
     show_conversion(result)

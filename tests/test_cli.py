@@ -12,12 +12,12 @@ import torch
 from tiny_models import HELD_OUT
 from typer.testing import CliRunner
 
-from surgery import cli
 from surgery import model as own_model
-from surgery.dry_run import plan_conversion
+from surgery.cli import program as cli
+from surgery.common.errors import SurgeryError
 from surgery.engines import LOADS, LOADS_WITH, REFUSED
-from surgery.errors import SurgeryError
-from surgery.settings import ConvertSettings
+from surgery.structures.mla.dry_run import plan_conversion
+from surgery.structures.mla.settings import ConvertSettings
 from surgery.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,11 +27,11 @@ QUICK = [
 ]  # fmt: skip
 
 # Stands for the console script.
-LAUNCH = "import sys; sys.argv[0] = 'surgery'; from surgery.cli import main; main()"
+LAUNCH = "import sys; sys.argv[0] = 'surgery'; from surgery.cli.program import main; main()"
 HELP = """
 import contextlib, sys
 sys.argv[0] = 'surgery'
-from surgery.cli import app
+from surgery.cli.program import app
 with contextlib.suppress(SystemExit):
     app()
 print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)), file=sys.stderr)
@@ -124,7 +124,7 @@ def test_a_process_ends_with_code_1_and_no_traceback(tmp_path):
 # Runs one command line after the other and says of each how it ended and what was loaded by then.
 MISTAKES = """
 import contextlib, io, json, sys
-from surgery.cli import main
+from surgery.cli.program import main
 for arguments in json.loads(sys.argv.pop()):
     sys.argv = ["surgery", *arguments]
     told = io.StringIO()

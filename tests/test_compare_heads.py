@@ -9,16 +9,16 @@ import torch
 from command_line import listing, run_main, two_processes
 from tiny_models import make_checkpoint
 
-from surgery import compare_heads
-from surgery.compare_heads import CompareRequest, compare_patterns, publish_comparison, random_pattern
-from surgery.convert_mla import convert_to_mla
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
+from surgery.heads import compare as compare_heads
+from surgery.heads.compare import CompareRequest, compare_patterns, publish_comparison, random_pattern
 from surgery.heads.comparison_report import curve_table, markdown
 from surgery.heads.pattern import HeadPattern
-from surgery.progress import Progress
-from surgery.settings import ConvertSettings
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
 
 QUICK = {"length": 128, "windows": 2, "prompts": 2, "device": "cpu", "sinks": 4, "recent": 16}
 SHARES = (0.0, 0.5, 1.0)

@@ -9,7 +9,10 @@ from command_line import run_main
 from tiny_models import DEMO, HELD_OUT, SHAPE, random_model
 from transformers import LlamaConfig
 
-from surgery.settings import CROSS_LAYER_METHODS, KV_HEADS_METHODS, LOW_RANK_METHODS, METHODS
+from surgery.structures.cross_layer.settings import METHODS as CROSS_LAYER_METHODS
+from surgery.structures.kv_heads.settings import METHODS as KV_HEADS_METHODS
+from surgery.structures.low_rank.settings import METHODS as LOW_RANK_METHODS
+from surgery.structures.mla.settings import METHODS
 
 TEXT = [
     "--calibration", str(HELD_OUT), "--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1",

@@ -9,12 +9,12 @@ from tiny_models import FAMILIES, HELD_OUT, STOCK, make_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.checkpoint import CheckpointReader
-from surgery.conversion import Conversion
-from surgery.convert_mla import convert_to_mla
+from surgery.common.errors import SurgeryError
 from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED
-from surgery.errors import SurgeryError
-from surgery.ladder import Ladder
-from surgery.settings import ConvertSettings
+from surgery.structures.converter import Conversion
+from surgery.structures.ladder import Ladder
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
 
 QUICK = {
     "kv_ratio": 0.5,

@@ -10,19 +10,22 @@ from tiny_models import CONFIGS, DEMO, HELD_OUT
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
-from surgery import convert_cache
 from surgery.architectures.cached import rotated_tensors
 from surgery.checkpoint import CheckpointReader
-from surgery.convert_cache import convert_to_quantized
-from surgery.convert_heads import convert_to_gqa
-from surgery.convert_low_rank import convert_to_low_rank
-from surgery.convert_mla import convert_to_mla
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.model.quantized_cache import QuantizedKVLayer, quantized_kv_bytes
-from surgery.settings import ConvertSettings, KVHeadsSettings, LowRankSettings, QuantizedSettings
-from surgery.targets import find_target
+from surgery.structures.kv_heads.convert import convert_to_gqa
+from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.low_rank.convert import convert_to_low_rank
+from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.quantized import convert as convert_cache
+from surgery.structures.quantized.convert import convert_to_quantized
+from surgery.structures.quantized.settings import QuantizedSettings
+from surgery.structures.registry import find_target
 
 QUICK = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 2, "calibration": str(HELD_OUT)}
 WEIGHTS_ONLY = {"calibration": "none", "group": 16}

@@ -7,21 +7,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from surgery import layer_statistics
+from surgery.calibration import layer_statistics
+from surgery.calibration.cross_layer_statistics import joint_moment
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
-from surgery.carry_over import REPORT
 from surgery.checkpoint import CheckpointReader
-from surgery.convert_cross_layer import convert_cross_layer, plan_groups
-from surgery.convert_cross_layer_latent import LatentSource, _metrics
-from surgery.convert_mla import convert_to_mla
-from surgery.cross_layer_statistics import joint_moment
-from surgery.errors import SurgeryError
+from surgery.checkpoint.carry_over import REPORT
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.eval.kv_cache import cache_bytes
-from surgery.layer_stream import LayerStream
-from surgery.progress import Progress
-from surgery.settings import ConvertSettings, CrossLayerSettings
-from surgery.source import Source
+from surgery.running.layer_stream import LayerStream
+from surgery.running.source import Source
+from surgery.structures.cross_layer.convert import convert_cross_layer, plan_groups
+from surgery.structures.cross_layer.convert_latents import LatentSource, _metrics
+from surgery.structures.cross_layer.settings import CrossLayerSettings
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
 
 QUICK = {
     "method": "xkv",

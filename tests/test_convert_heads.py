@@ -10,15 +10,15 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, SHAPE, make_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StaticCache
 
-from surgery.anatomy import AttentionAnatomy
 from surgery.architectures.decilm import check, feed_forward_width
 from surgery.architectures.own_family import has_head_dim
-from surgery.carry_over import REPORT
-from surgery.convert_heads import convert_to_gqa, wanted_heads
-from surgery.errors import SurgeryError
+from surgery.checkpoint.carry_over import REPORT
+from surgery.common.errors import SurgeryError
+from surgery.families.anatomy import AttentionAnatomy
 from surgery.model import SurgeryConfig, register
-from surgery.settings import KVHeadsSettings
-from surgery.targets import find_target
+from surgery.structures.kv_heads.convert import convert_to_gqa, wanted_heads
+from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.registry import find_target
 
 QUICK = {
     "calibration_tokens": 256,

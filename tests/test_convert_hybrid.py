@@ -9,24 +9,22 @@ from safetensors.torch import load_file
 from tiny_models import HELD_OUT
 from transformers import AutoModelForCausalLM
 
-from surgery.convert_cache import convert_to_quantized
-from surgery.convert_heads import convert_to_gqa
-from surgery.convert_hybrid import convert_to_hybrid
-from surgery.convert_low_rank import convert_to_low_rank
-from surgery.convert_mla import convert_to_mla
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import measure_kv
 from surgery.eval.kv_flow import measure_footprint, measure_peak
 from surgery.heads.pattern import HeadPattern
 from surgery.heads.streaming import streaming_heads
 from surgery.model import SurgeryForCausalLM
-from surgery.settings import (
-    ConvertSettings,
-    HybridSettings,
-    KVHeadsSettings,
-    LowRankSettings,
-    QuantizedSettings,
-)
+from surgery.structures.hybrid.convert import convert_to_hybrid
+from surgery.structures.hybrid.settings import HybridSettings
+from surgery.structures.kv_heads.convert import convert_to_gqa
+from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.low_rank.convert import convert_to_low_rank
+from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.quantized.convert import convert_to_quantized
+from surgery.structures.quantized.settings import QuantizedSettings
 from surgery.transforms.head_order import inverse_order, permute_heads
 
 WEIGHTS_ONLY = {"calibration": "none"}

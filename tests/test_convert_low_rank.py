@@ -8,12 +8,14 @@ import torch
 from loading import run_elsewhere
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from surgery.carry_over import REPORT
-from surgery.convert_low_rank import CLOSED, EXACT_WINDOW, FITTED, convert_to_low_rank
-from surgery.errors import SurgeryError
+from surgery.checkpoint.carry_over import REPORT
+from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
-from surgery.settings import LOW_RANK_METHODS, CrossLayerSettings, LowRankSettings
-from surgery.targets import find_target
+from surgery.structures.cross_layer.settings import CrossLayerSettings
+from surgery.structures.low_rank.convert import CLOSED, EXACT_WINDOW, FITTED, convert_to_low_rank
+from surgery.structures.low_rank.settings import METHODS as LOW_RANK_METHODS
+from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.registry import find_target
 
 QUICK = {
     "calibration_tokens": 256,

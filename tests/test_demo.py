@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from surgery import demo
-from surgery.errors import SurgeryError
+from surgery.calibration.texts import load_tokenizer
+from surgery.checkpoint.named_models import demo_model
+from surgery.common.errors import SurgeryError
+from surgery.demo import run as demo
 from surgery.eval.kv_cache import kv_bytes_per_token
 from surgery.eval.loss import causal_lm_loss
 from surgery.eval.recall import RecallSet, recall_accuracy
-from surgery.named_models import demo_model
-from surgery.texts import load_tokenizer
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_the_measuring_process_agrees_with_surgery_eval(one_core, monkeypatch):
 
 def test_the_measuring_process_cannot_import_this_package():
     # The script's own first lines, and then what a converted checkpoint's remote code or a plug-in might try.
-    script = Path(demo.__file__).with_name("demo_measure.py").read_text(encoding="utf-8")
+    script = Path(demo.__file__).with_name("measure.py").read_text(encoding="utf-8")
     head = script[: script.index("import torch")]
     done = subprocess.run([sys.executable, "-I", "-c", head + "import surgery"], capture_output=True, text=True)
     assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr

@@ -7,12 +7,12 @@ from command_line import run_main
 from tiny_models import CONFIGS, LLAMA3_ROPE, SHAPE, make_checkpoint
 from transformers import LlamaConfig
 
-from surgery.convert_mla import convert_to_mla
+from surgery.common.errors import SurgeryError
 from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, engine_table, mla_limits, refuse_unless_loadable
 from surgery.engines.facts import Facts
-from surgery.errors import SurgeryError
 from surgery.export import export_checkpoint
-from surgery.settings import ConvertSettings
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
 
 MLA = {
     "model_type": "deepseek_v3",

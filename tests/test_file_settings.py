@@ -2,10 +2,13 @@
 
 import pytest
 
-from surgery.errors import SurgeryError
-from surgery.file_settings import read_mapping
+from surgery.common.errors import SurgeryError
+from surgery.common.file_settings import read_mapping
 from surgery.heads.settings import HeadSettings
-from surgery.settings import ConvertSettings, HybridSettings, LowRankSettings, QuantizedSettings
+from surgery.structures.hybrid.settings import HybridSettings
+from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.quantized.settings import QuantizedSettings
 from surgery.training.settings import HealSettings
 
 

@@ -9,8 +9,8 @@ from tiny_models import HELD_OUT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.checkpoint import CheckpointReader
-from surgery.healing import HealRequest, training_settings
-from surgery.output_place import default_output
+from surgery.checkpoint.output_place import default_output
+from surgery.healing.heal import HealRequest, training_settings
 
 QUICK = ["--calibration", HELD_OUT, "--calibration-tokens", 512, "--calibration-length", 128, "--held-out", 1]
 QUICK += ["--fit-steps", 0, "--kv-ratio", 0.5, "--device", "cpu"]

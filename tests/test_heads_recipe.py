@@ -8,10 +8,10 @@ import yaml
 from command_line import listing, two_processes
 from tiny_models import HELD_OUT, make_checkpoint
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.heads.pattern import HeadPattern
-from surgery.progress import Progress
-from surgery.recipe import run_recipe
+from surgery.workflow.recipe import run_recipe
 
 SCORE = {"sinks": 4, "recent": 16, "length": 200, "samples": 1, "facts": 1, "text": str(HELD_OUT), "device": "cpu"}
 MEASURE = {"length": 128, "windows": 2, "prompts": 2, "random": 1, "shares": [0.5], "device": "cpu"}

@@ -12,20 +12,21 @@ from safetensors.torch import load_file
 from tiny_models import DEMO, HELD_OUT
 from transformers import AutoModelForCausalLM
 
-from surgery import healing
 from surgery.architectures.entry_factors import entry_factors
 from surgery.architectures.neutral_norm import recognised_norm
 from surgery.checkpoint import CheckpointReader
-from surgery.convert_heads import convert_to_gqa
-from surgery.convert_mla import convert_to_mla
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.evaluation.settings import EvalSettings
-from surgery.healing import HealRequest, heal_checkpoint
-from surgery.healing_table import gap_closed, quality_table, stage_facts
-from surgery.launchers import count_processes, find_launcher, is_sharded, launch_command, outside
-from surgery.progress import Progress
-from surgery.recipe import run_recipe
-from surgery.settings import ConvertSettings, KVHeadsSettings
+from surgery.healing import heal as healing
+from surgery.healing.heal import HealRequest, heal_checkpoint
+from surgery.healing.launchers import count_processes, find_launcher, is_sharded, launch_command, outside
+from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts
+from surgery.structures.kv_heads.convert import convert_to_gqa
+from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.workflow.recipe import run_recipe
 
 FEW = {"length": 32, "batch_size": 2, "gradient_accumulation": 1, "held_out": 2, "max_steps": 3, "max_tokens": None}
 FEW |= {"data": (str(HELD_OUT),), "learning_rate": 1e-2, "device": "cpu", "recall": 0.0}

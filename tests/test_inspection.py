@@ -10,16 +10,16 @@ import torch
 from tiny_models import HELD_OUT, SHAPE, make_checkpoint
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from surgery import bench_models
+from surgery.bench import models as bench_models
 from surgery.calibration.statistics import LayerStatistics
-from surgery.console_inspection import show_inspection
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
+from surgery.console.inspection import show_inspection
 from surgery.eval.kv_cache import cache_bytes
-from surgery.inspection import CONTEXTS, inspect_checkpoint
+from surgery.inspection.inspect import CONTEXTS, inspect_checkpoint
+from surgery.inspection.spectra import WIDTHS, LayerSpectrum
+from surgery.inspection.speed_forecast import find_gpu
 from surgery.kernels.gpus import GPUS
-from surgery.settings import ConvertSettings
-from surgery.spectra import WIDTHS, LayerSpectrum
-from surgery.speed_forecast import find_gpu
+from surgery.structures.mla.settings import ConvertSettings
 
 # Two layers, two KV heads; 8 numbers a head unless the family sets 16; fp32.
 BYTES_PER_TOKEN = {

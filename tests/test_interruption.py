@@ -10,10 +10,10 @@ import time
 import pytest
 from command_line import run_main
 
-from surgery import cli
-from surgery.interruption import interruptible
-from surgery.ladder import Ladder
-from surgery.launchers import run_to_its_end
+from surgery.cli import program as cli
+from surgery.common.interruption import interruptible
+from surgery.healing.launchers import run_to_its_end
+from surgery.structures.ladder import Ladder
 from surgery.training.guards import StopRequest
 
 SIGNALS = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

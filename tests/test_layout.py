@@ -12,69 +12,55 @@ import pytest
 
 from surgery.evaluation.settings import EvalSettings
 from surgery.heads.settings import HeadSettings
-from surgery.recipe import VERBS, Recipe
-from surgery.recipe_names import check_names
-from surgery.settings import (
-    ConvertSettings,
-    CrossLayerSettings,
-    HybridSettings,
-    KVHeadsSettings,
-    LowRankSettings,
-    QuantizedSettings,
-)
+from surgery.structures.cross_layer.settings import CrossLayerSettings
+from surgery.structures.hybrid.settings import HybridSettings
+from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.quantized.settings import QuantizedSettings
 from surgery.training.settings import HealSettings
+from surgery.workflow.names import check_names
+from surgery.workflow.recipe import VERBS, Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What a room may import of the package beside itself; see CONTRIBUTING.md.
-ROOMS = {
-    "surgery/checkpoint": {"errors"},
-    "surgery/model": set(),
-    "eval": {"attention_tap", "errors", "human", "model"},
+FLOORS = (
+    ("version", "common", "kernels", "model", "registration", "own_program"),
+    ("checkpoint", "families", "acceleration"),
+    ("running",),
+    ("eval", "engines"),
+    ("calibration",),
+    ("transforms",),
+    ("architectures", "verify", "reporting"),
+    ("export", "training", "evaluation"),
+    ("heads",),
+    ("structures",),
+    ("healing", "inspection", "bench"),
+    ("console",),
+    ("demo", "workflow", "api"),
+    ("cli",),
+)
+"""The folders of the package from the ground up; a file imports from its own folder and from floors below. The ground
+floor and the one above it hold apart folders that know nothing of each other but what ``BESIDE`` says."""
+
+BESIDE = {
+    "own_program": {"common", "registration"},
+    "registration": {"acceleration", "model"},  # inside its functions: what AutoModel learns when it is loaded
+    "families": {"common", "kernels"},
+    "acceleration": {"kernels", "model"},
+    "checkpoint": {"common"},
+    "common": set(),
     "kernels": set(),
-    "surgery/anatomy.py": set(),
-    "surgery/rope.py": {"errors"},
-    "surgery/attention.py": {"anatomy", "kernels", "rope"},
-    "surgery/families": {"anatomy", "errors", "rope"},
-    "surgery/attention_tap.py": {"errors"},
-    "surgery/acceleration": {"kernels", "model"},
-    "surgery/layer_stream.py": {"errors", "families"},
-    "training": {
-        "calibration",
-        "checkpoint",
-        "errors",
-        "eval",
-        "file_settings",
-        "human",
-        "kernels",
-        "loading",
-        "model",
-        "progress",
-        "version",
-    },
-    "surgery/calibration": {
-        "anatomy",
-        "attention",
-        "checkpoint",
-        "errors",
-        "eval",
-        "layer_files",
-        "layer_stream",
-        "rope",
-        "version",
-    },
-    "surgery/heads": {"attention_tap", "checkpoint", "errors", "eval", "file_settings"},
-    "surgery/engines": {"checkpoint", "errors"},
-    "surgery_vllm": set(),
-    "surgery/export": {"architectures", "checkpoint", "engines", "errors"},
-    "surgery/transforms": {"anatomy", "attention", "calibration", "engines", "errors", "kernels", "rope", "settings"},
-    "surgery/architectures": {"anatomy", "checkpoint", "errors", "families", "model", "rope", "transforms"},
+    "model": set(),
+    "version": set(),
+    "engines": {"checkpoint", "common"},
+    "eval": {"common", "model", "running"},
+    "training": {"calibration", "checkpoint", "common", "eval", "kernels", "model", "running", "version"},
 }
+"""Rooms that may import less than all floors below them, or more."""
 
-
-def python_files(room: str) -> list[Path]:
-    path = ROOT / room
-    return [path] if path.is_file() else sorted(path.rglob("*.py"))
+BUILDS_ON = {"cross_layer": {"low_rank"}, "low_rank": {"cross_layer"}}
+"""Structures that stand on others."""
 
 
 def module_name(file: Path) -> str:
@@ -117,9 +103,9 @@ def imported(file: Path) -> frozenset[str]:
     return frozenset(name for name in found if name.startswith("surgery."))
 
 
-def imported_rooms(file: Path) -> set[str]:
-    """First names below ``surgery`` that a file imports."""
-    return {name.split(".")[1] for name in imported(file)}
+def room_of(name: str) -> str:
+    """First name below ``surgery`` of a module."""
+    return name.split(".")[1] if "." in name else ""
 
 
 def circles() -> list[list[str]]:
@@ -154,13 +140,38 @@ def test_no_module_imports_itself_through_others():
     assert circles() == []
 
 
-@pytest.mark.parametrize("room", ROOMS)
+def test_every_folder_has_a_floor():
+    rooms = [room for floor in FLOORS for room in floor]
+    assert sorted(rooms) == sorted({room_of(name) for name in FILES} - {"", "__main__"})
+
+
+@pytest.mark.parametrize("room", [room for floor in FLOORS for room in floor])
 def test_imports_go_one_way(room):
-    allowed = ROOMS[room] | {Path(room).stem}
-    for file in python_files(room):
-        inner = next((r for r in sorted(ROOMS, key=len, reverse=True) if file.is_relative_to(ROOT / r)), room)
-        if inner == room:
-            assert imported_rooms(file) <= allowed, file
+    level = next(index for index, floor in enumerate(FLOORS) if room in floor)
+    below = {other for floor in FLOORS[:level] for other in floor}
+    allowed = BESIDE.get(room, below) | {room}
+    for name, file in FILES.items():
+        if room_of(name) == room:
+            assert {room_of(other) for other in imported(file)} <= allowed, file
+
+
+def test_the_plugin_imports_nothing_of_the_package():
+    for file in sorted((ROOT / "surgery_vllm").rglob("*.py")):
+        assert not imported(file), file
+
+
+@pytest.mark.parametrize(
+    "structure", sorted(path.parent.name for path in ROOT.glob("surgery/structures/*/__init__.py"))
+)
+def test_structures_do_not_know_each_other(structure):
+    known = {
+        other.split(".")[2]
+        for name, file in FILES.items()
+        if name.startswith(f"surgery.structures.{structure}.")
+        for other in imported(file)
+        if other.startswith("surgery.structures.") and other.count(".") > 2
+    }
+    assert known - {structure} <= BUILDS_ON.get(structure, set())
 
 
 def test_the_wheel_holds_two_packages_and_their_data(tmp_path):

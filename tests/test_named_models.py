@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 from command_line import run_main
 
-from surgery import named_models
-from surgery.checkpoint import hub
-from surgery.errors import SurgeryError
-from surgery.named_models import model_named, output_of
+from surgery.checkpoint import hub, named_models
+from surgery.checkpoint.named_models import model_named, output_of
+from surgery.common.errors import SurgeryError
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from tiny_models import CONFIGS, DEMO, HELD_OUT, random_model
 from transformers import AutoTokenizer
 
 import surgery
-from surgery.convert_heads import convert_to_gqa
-from surgery.pictures import Page, Svg
-from surgery.settings import KVHeadsSettings
+from surgery.common.pictures import Page, Svg
+from surgery.structures.kv_heads.convert import convert_to_gqa
+from surgery.structures.kv_heads.settings import KVHeadsSettings
 
 FUNCTIONS = ("convert", "evaluate", "heal", "inspect", "score_heads", "slice")
 MERGED = {"kv_heads": 1, "method": "mean-pool", "calibration": "none", "device": "cpu", "progress": False}

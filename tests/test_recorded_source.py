@@ -6,13 +6,14 @@ import pytest
 from tiny_models import make_checkpoint
 
 from surgery.checkpoint import CheckpointReader
-from surgery.convert_cache import convert_to_quantized
-from surgery.convert_heads import convert_to_gqa
-from surgery.errors import SurgeryError
-from surgery.healing import HealRequest, with_teacher
-from surgery.progress import Progress
-from surgery.recorded_source import find_source
-from surgery.settings import KVHeadsSettings, QuantizedSettings
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.healing.heal import HealRequest, with_teacher
+from surgery.healing.recorded_source import find_source
+from surgery.structures.kv_heads.convert import convert_to_gqa
+from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.quantized.convert import convert_to_quantized
+from surgery.structures.quantized.settings import QuantizedSettings
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,21 @@ from safetensors import safe_open
 from tiny_models import DEMO, HELD_OUT, make_checkpoint
 
 from surgery.checkpoint import CheckpointReader
-from surgery.convert_cache import convert_to_quantized
-from surgery.convert_heads import convert_to_gqa
-from surgery.convert_hybrid import convert_to_hybrid
-from surgery.convert_low_rank import convert_to_low_rank
-from surgery.convert_mla import convert_to_mla
-from surgery.errors import SurgeryError
-from surgery.head_scoring import default_pattern, score_heads, sequence_length
+from surgery.common.errors import SurgeryError
 from surgery.heads import ablation
 from surgery.heads.pattern import HeadPattern
+from surgery.heads.scoring import default_pattern, score_heads, sequence_length
 from surgery.heads.settings import HeadSettings
-from surgery.settings import ConvertSettings, HybridSettings, KVHeadsSettings, LowRankSettings, QuantizedSettings
+from surgery.structures.hybrid.convert import convert_to_hybrid
+from surgery.structures.hybrid.settings import HybridSettings
+from surgery.structures.kv_heads.convert import convert_to_gqa
+from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.low_rank.convert import convert_to_low_rank
+from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.quantized.convert import convert_to_quantized
+from surgery.structures.quantized.settings import QuantizedSettings
 
 QUICK = {
     "method": "ablation",
@@ -134,7 +138,7 @@ def test_scores_of_several_seeds_are_their_mean(source, tmp_path):
 
 def test_needles_have_one_bos(tmp_path):
     from surgery.evaluation.models import Checkpoint
-    from surgery.head_scoring import Texts
+    from surgery.heads.scoring import Texts
 
     texts = Texts(Checkpoint.open(str(DEMO)).tokenizer(), quick())
     tokens = texts.needles(0)(4).tokens
@@ -191,7 +195,7 @@ def test_an_interrupted_scoring_goes_on(source, tmp_path, stopping, error):
 
 
 def test_the_seconds_before_an_interruption_count(source, tmp_path, stopping, monkeypatch):
-    from surgery import head_scoring as module
+    from surgery.heads import scoring as module
 
     class Clock:
         now = 0.0
@@ -229,7 +233,7 @@ import torch
 torch.set_num_threads(1)
 from surgery.heads import ablation
 from surgery.heads.settings import HeadSettings
-from surgery.head_scoring import score_heads
+from surgery.heads.scoring import score_heads
 measured, calls = ablation.mean_loss, []
 def deadly(*arguments):
     calls.append(1)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from command_line import ROOT, run_main
 
-from surgery import recipe
-from surgery.errors import SurgeryError
-from surgery.shipped import find_shipped, shipped
+from surgery.common.errors import SurgeryError
+from surgery.common.shipped import find_shipped, shipped
+from surgery.workflow import recipe
 
 KINDS = pytest.mark.parametrize("kind", ["recipes", "configs"])
 
@@ -66,8 +66,8 @@ def test_run_and_config_take_names(checkpoints, tmp_path, monkeypatch, capsys):
 
 
 def test_without_links_they_lie_at_the_top_of_the_repository(tmp_path, monkeypatch):
-    from surgery import shipped as module
+    from surgery.common import shipped as module
 
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "surgery" / "shipped.py"))
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "surgery" / "common" / "shipped.py"))
     assert find_shipped("mla", "configs") == tmp_path / "configs" / "mla.yaml"

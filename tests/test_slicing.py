@@ -9,20 +9,23 @@ from tiny_models import HELD_OUT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from surgery.architectures.sliced import LatentModel
-from surgery.carry_over import REPORT
+from surgery.calibration.held_out import HeldOut
 from surgery.checkpoint import CheckpointReader
-from surgery.console import show_conversion
-from surgery.convert_cache import convert_to_quantized
-from surgery.convert_low_rank import convert_to_low_rank
-from surgery.convert_mla import convert_to_mla
-from surgery.errors import SurgeryError
+from surgery.checkpoint.carry_over import REPORT
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.console.conversion import show_conversion
 from surgery.eval.kv_cache import cache_bytes
-from surgery.held_out import HeldOut
-from surgery.layer_stream import LayerStream, single_layer_config
-from surgery.progress import Progress
-from surgery.settings import ConvertSettings, CrossLayerSettings, LowRankSettings, QuantizedSettings
-from surgery.slice_measure import measure_slices
-from surgery.slicing import SliceSettings, slice_checkpoint
+from surgery.running.layer_stream import LayerStream, single_layer_config
+from surgery.structures.cross_layer.settings import CrossLayerSettings
+from surgery.structures.low_rank.convert import convert_to_low_rank
+from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.quantized.convert import convert_to_quantized
+from surgery.structures.quantized.settings import QuantizedSettings
+from surgery.structures.slices.convert import SliceSettings, slice_checkpoint
+from surgery.structures.slices.measure import measure_slices
 
 TEXT = {
     "calibration": str(HELD_OUT),

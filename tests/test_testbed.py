@@ -8,17 +8,21 @@ import pytest
 from safetensors.torch import save_file
 from tiny_models import DEMO, HELD_OUT
 
-from surgery.convert_cross_layer import convert_cross_layer
-from surgery.convert_heads import convert_to_gqa
-from surgery.convert_hybrid import convert_to_hybrid
-from surgery.convert_low_rank import convert_to_low_rank
-from surgery.convert_mla import convert_to_mla
+from surgery.calibration.texts import load_tokenizer
 from surgery.eval.recall import recall_prompts
 from surgery.eval.sequences import random_windows, tokenize
-from surgery.head_scoring import score_heads
+from surgery.heads.scoring import score_heads
 from surgery.heads.settings import HeadSettings
-from surgery.settings import ConvertSettings, CrossLayerSettings, HybridSettings, KVHeadsSettings, LowRankSettings
-from surgery.texts import load_tokenizer
+from surgery.structures.cross_layer.convert import convert_cross_layer
+from surgery.structures.cross_layer.settings import CrossLayerSettings
+from surgery.structures.hybrid.convert import convert_to_hybrid
+from surgery.structures.hybrid.settings import HybridSettings
+from surgery.structures.kv_heads.convert import convert_to_gqa
+from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.low_rank.convert import convert_to_low_rank
+from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
 
 SOURCE_LOSS = 2.2785
 

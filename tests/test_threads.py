@@ -42,7 +42,7 @@ def test_openmp_itself_reads_it(tmp_path):
     # GNU's runtime tells what it took from the environment when torch loads it.
     torch_loaded = (
         "import contextlib, sys; sys.argv = ['surgery', '--version']\n"
-        "from surgery.cli import main\n"
+        "from surgery.cli.program import main\n"
         "with contextlib.suppress(SystemExit): main()\n"
         "import torch"
     )

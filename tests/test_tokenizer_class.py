@@ -6,9 +6,10 @@ import pytest
 from tiny_models import HELD_OUT
 from transformers import AutoTokenizer
 
-from surgery.convert_low_rank import convert_to_low_rank
-from surgery.convert_mla import convert_to_mla
-from surgery.settings import ConvertSettings, LowRankSettings
+from surgery.structures.low_rank.convert import convert_to_low_rank
+from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
 
 QUICK = {"calibration": "none", "held_out": 1, "kv_ratio": 0.5}
 

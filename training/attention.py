@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.kernels.mla_prefill.attention_function import prefill_attention_function
 
 

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from surgery.checkpoint.disk import read_json
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
-from surgery.progress import Progress
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.running.processes import Processes
 from surgery.training.chunks import States
 from surgery.training.data import Sequences, collate
 from surgery.training.distillation import Body, vocabulary_of

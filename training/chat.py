@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from surgery.checkpoint.disk import disk_errors
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.token_file import Document
 
 MESSAGES = "messages"

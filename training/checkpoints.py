@@ -20,7 +20,7 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 
 from surgery.checkpoint.disk import disk_errors, sync_folder, sync_tree
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 STATE = "state.json"
 WEIGHTS = "trained.safetensors"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 LOGIT_BYTES = 256 * 2**20
 """Bytes of one chunk's fp32 logits of one model: 523 positions of 128,256 tokens. A loss takes a few times as much

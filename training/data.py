@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import LongTensor
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 IGNORED = -100
 """Label of a token that nothing is to predict, as in `torch.nn.functional.cross_entropy`."""

@@ -13,7 +13,7 @@ from torch import BoolTensor, LongTensor, Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.loss import LogitReader, evaluation_mode
 from surgery.training.chunks import States, chunk_count
 from surgery.training.data import Batch

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.checkpoint.disk import read_json
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.settings import named
 from surgery.training.trainable import examples
 

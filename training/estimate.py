@@ -38,7 +38,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.chunks import LOGIT_BYTES, chunk_count
 from surgery.training.kept import Kept, follow
 from surgery.training.objectives import ObjectiveWeights

@@ -20,8 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.calibration.text import iter_documents
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.eval.held_out_text import Document, HeldOutText, held_out_text
 from surgery.eval.recall import recall_prompts
 from surgery.eval.ruler.suite import TASKS as RULER_TASKS
@@ -30,7 +30,7 @@ from surgery.eval.tasks.loss import LossTask
 from surgery.eval.tasks.needle import NeedleTask
 from surgery.eval.tasks.recall import RecallTask
 from surgery.eval.tasks.ruler import RulerTask
-from surgery.progress import Progress
+from surgery.running.processes import Processes
 from surgery.training.settings import BUILTIN, HealSettings
 
 WINDOWS, DECODED, PROMPTS, DEPTHS, TRIALS, SAMPLES = 24, 128, 48, (0, 25, 50, 75, 100), 4, 50

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.settings import HealSettings
 
 WINDOW = 50

@@ -27,10 +27,10 @@ from transformers.integrations import unset_hf_deepspeed_config
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.staging import Staging
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import PATIENCE, Processes
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.model import register
-from surgery.progress import Progress
+from surgery.running.processes import PATIENCE, Processes
 from surgery.training.attention import use_attention
 from surgery.training.balanced import balance_latents
 from surgery.training.cached_teacher import open_logits

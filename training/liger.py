@@ -14,7 +14,7 @@ import torch
 from torch import LongTensor, Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.chunks import Head, States
 
 

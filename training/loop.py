@@ -18,9 +18,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from surgery.errors import SurgeryError
-from surgery.human import count, duration, size
-from surgery.progress import Progress
+from surgery.common.errors import SurgeryError
+from surgery.common.human import count, duration, size
+from surgery.common.progress import Progress
 from surgery.training.checkpoints import BEST, Checkpoints
 from surgery.training.data import Row, Sequences, collate, dealt
 from surgery.training.entry_factors import EntryFactors

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import BoolTensor, Tensor, nn
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.recording import Recording, decoder_of, first, recorded, same_layers
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.data import Row, Sequences
 from surgery.training.packing import digest
 from surgery.training.shuffling import interleaving

@@ -13,8 +13,8 @@ from transformers.utils import logging
 
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.disk import disk_errors
-from surgery.errors import SurgeryError
-from surgery.loading import loading
+from surgery.common.errors import SurgeryError
+from surgery.running.loading import loading
 from surgery.training.settings import HealSettings
 from surgery.training.trainable import add_adapters
 

@@ -29,8 +29,8 @@ from torch import BoolTensor, LongTensor, Tensor
 from torch.nn.functional import cross_entropy as token_cross_entropy
 from torch.nn.functional import log_softmax
 
-from surgery.errors import SurgeryError
-from surgery.file_settings import FileSettings
+from surgery.common.errors import SurgeryError
+from surgery.common.file_settings import FileSettings
 from surgery.training import liger as fused
 from surgery.training.chunks import States, chunk_count, summed_over_chunks
 from surgery.training.top_k import TopK, buckets

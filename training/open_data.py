@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
-from surgery.progress import Progress
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.running.processes import Processes
 from surgery.training.data import Row, Sequences
 from surgery.training.mixture import MixedSequences, shares_of
 from surgery.training.packing import PackedSequences, Recalls, RowShape, digest

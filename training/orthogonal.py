@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.nested import nested_attentions
 
 SMALLEST = 1e-6

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from surgery.calibration.planted import plant
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.data import IGNORED, Row
 from surgery.training.shuffling import shuffled
 from surgery.training.token_file import Document, TokenFile

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 
 def decoder_of(model: nn.Module) -> nn.Module:

@@ -6,8 +6,8 @@ import fnmatch
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from surgery.errors import SurgeryError
-from surgery.file_settings import FileSettings, did_you_mean
+from surgery.common.errors import SurgeryError
+from surgery.common.file_settings import FileSettings, did_you_mean
 
 if TYPE_CHECKING:
     from surgery.training.objectives import ObjectiveWeights

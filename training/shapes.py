@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.checkpoint import CheckpointReader
-from surgery.loading import loading
+from surgery.running.loading import loading
 from surgery.training.settings import HealSettings
 from surgery.training.trainable import add_adapters, choose
 

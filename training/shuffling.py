@@ -7,7 +7,7 @@ from math import gcd
 
 import numpy as np
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 PARTS = 1000
 """Shares of a mixture are kept to a thousandth."""

@@ -15,8 +15,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from surgery.calibration.text import BUILTIN, DATASET, iter_documents
-from surgery.errors import SurgeryError
-from surgery.file_settings import FileSettings
+from surgery.common.errors import SurgeryError
+from surgery.common.file_settings import FileSettings
 from surgery.training.chat import ChatEncoder, holds_conversations, read_records, without_nulls
 from surgery.training.token_file import Document
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.chat import ChatEncoder, without_nulls
 from surgery.training.data import Row
 from surgery.training.packing import Recalls, RowShape, digest

@@ -26,8 +26,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, read_json, sync_folder
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
+from surgery.common.errors import SurgeryError
+from surgery.running.processes import Processes
 from surgery.training.chunks import States
 from surgery.training.top_k import DTYPES, TopK, top_k
 

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.calibration.self_samples import sample_from_model
 from surgery.checkpoint.disk import disk_errors
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
-from surgery.progress import Progress
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.running.processes import Processes
 from surgery.training.packing import digest
 from surgery.training.token_file import Document
 

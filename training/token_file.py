@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from surgery.checkpoint.disk import disk_errors, read_json, sync_folder, sync_tree
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 ABOUT = "about.json"
 TOKENS, LABELLED, LENGTHS = "tokens.i4", "labelled.u1", "lengths.i8"

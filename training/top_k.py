@@ -9,7 +9,7 @@ import torch
 from torch import LongTensor, Tensor
 from torch.nn.functional import log_softmax
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.chunks import LOGIT_BYTES, States, chunk_count
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from surgery.errors import SurgeryError
-from surgery.file_settings import did_you_mean
+from surgery.common.errors import SurgeryError
+from surgery.common.file_settings import did_you_mean
 from surgery.training.settings import NO_TRACKER, HealSettings
 
 PACKAGES = {"comet_ml": ("comet_ml",), "clearml": ("clearml",), "dvclive": ("dvclive",), "mlflow": ("mlflow",)}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.settings import named
 
 ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention"})

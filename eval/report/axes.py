@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
+from surgery.common.human import count, size
 from surgery.eval.report.style import MUTED
 from surgery.eval.report.tables import signed
-from surgery.human import count, size
 
 
 def context_axis(ax: Axes, contexts: list[int]) -> None:

@@ -6,7 +6,7 @@ import csv
 import json
 from pathlib import Path
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.report.tables import Report, Row, Value, columns, scalars
 
 IDENTITY = ("name", "role", "path", "sha256", "class", "dtype")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.report import heat_maps, pareto, plots
 from surgery.eval.report.style import save_png
 from surgery.eval.report.tables import Report

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from surgery.common.human import duration, size
 from surgery.eval.report.markup import Markup, joined, tag
 from surgery.eval.report.page_tables import row_marks, table
 from surgery.eval.report.tables import NONE, Report, dig
-from surgery.human import duration, size
 
 
 def completions(report: Report) -> Markup | None:

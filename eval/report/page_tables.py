@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from surgery.common.human import decimal, share, size
 from surgery.eval.report.markup import Markup, joined, tag
 from surgery.eval.report.style import looks
 from surgery.eval.report.tables import NONE, Column, Report, Row, columns, described, dig, interval, lm_eval_tasks
-from surgery.human import decimal, share, size
 
 MOST_SOURCES_ACROSS = 6
 ARROWS = {"low": "\u00a0↓", "high": "\u00a0↑", None: ""}

@@ -10,11 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from surgery.common.human import size
 from surgery.eval.report.axes import change_axis, share_axis
 from surgery.eval.report.plots import WIDTH
 from surgery.eval.report.style import INK, MUTED, Look, label, looks, styled
 from surgery.eval.report.tables import Report, Row, dig
-from surgery.human import size
 
 HOLLOW = "variant"
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import matplotlib
 from matplotlib.figure import Figure
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.report.tables import Report
 
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5d6670", "#dfe3e8", "#fefefd"

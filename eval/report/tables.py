@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from surgery.common.human import decimal, share
 from surgery.eval.report.document import dig
-from surgery.human import decimal, share
 
 Row = dict[str, Any]
 Report = dict[str, Any]

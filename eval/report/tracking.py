@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.report.figures import save_needle_png, save_pngs
 from surgery.eval.report.page_details import healing_run
 from surgery.eval.report.tables import Report, Row, columns, dig, scalars

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.haystack import REPEATED_SENTENCE, Haystack, python_reference
 from surgery.eval.recall import FACT, QUESTION
 

@@ -15,7 +15,7 @@ from functools import cache
 
 from transformers import PreTrainedTokenizerBase
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.haystack import Haystack, largest_fit
 from surgery.eval.ruler.aggregation import LEAST_CODED, LEAST_WORDS, draft_common_words, draft_frequent_words
 from surgery.eval.ruler.domain import Domain

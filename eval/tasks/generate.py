@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.generation import complete
 from surgery.eval.sequences import tokenize
 from surgery.eval.session import Session

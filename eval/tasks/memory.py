@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import GROWTH_STEPS, dtype_name, measure_kv
 from surgery.eval.memory import OutOfMemory, measure_memory, unless_out_of_memory
 from surgery.eval.peak_memory import PeakMemory

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.generation import complete
 from surgery.eval.needle import ANSWER_TOKENS, NeedleHaystack, NeedlePrompt, default_lengths, needle_prompts
 from surgery.eval.ruler.domain import find_domain, haystack_text

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import dtype_name
 from surgery.eval.memory import OutOfMemory, beyond_trained_context, unless_out_of_memory
 from surgery.eval.roofline import Ceilings, measure_ceilings

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 from transformers import PreTrainedModel
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.model.cache_layer import Call, check_full_attention, hook_calls
 
 

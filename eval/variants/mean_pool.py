@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.variants.cache_hook import check_no_variant
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import BoolTensor, Tensor, nn
 from transformers import PreTrainedModel
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.variants.cache_hook import install, refusals
 from surgery.model.cache_layer import Call, keeps_cache, own_cache
 from surgery.model.sink_window_cache import SinkWindowCache

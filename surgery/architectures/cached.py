@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint import CheckpointReader
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.families.base import ATTENTION_PREFIX, head_shape
 from surgery.transforms.hadamard import hadamard, rotate_latent, rotate_values
 

@@ -8,7 +8,7 @@ from surgery.architectures import deepseek_v3
 from surgery.architectures.deepseek_v3 import StockMLA
 from surgery.architectures.own import OwnMLA
 from surgery.architectures.spec import MLASpec
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery import model
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 MODEL_TYPE = "nemotron-nas"
 CONFIG_CODE = Path(model.__file__).with_name("configuration_decilm.py")

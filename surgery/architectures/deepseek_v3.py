@@ -24,7 +24,7 @@ from surgery.architectures.neutral_norm import TINY_EPS, NeutralNorm, neutral_no
 from surgery.architectures.spec import MLASpec
 from surgery.checkpoint import TensorSpec
 from surgery.families.base import ATTENTION_PREFIX
-from surgery.rope import default_theta
+from surgery.families.rope import default_theta
 from surgery.transforms.latent_layer import LatentLayer
 
 MODEL_TYPE = "deepseek_v3"

@@ -13,7 +13,7 @@ from torch import BoolTensor, Tensor
 
 from surgery.architectures.own_class import layer_entries
 from surgery.checkpoint import CheckpointReader
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.families.base import ATTENTION_PREFIX, head_shape
 from surgery.transforms.head_order import permute_heads
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from surgery.anatomy import AttentionAnatomy
 from surgery.architectures.own_class import own_config
 from surgery.checkpoint import TensorSpec
+from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.model.quantized_cache import Spans
 from surgery.transforms.low_rank_layer import Block, LowRankLayer

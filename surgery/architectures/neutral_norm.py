@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 TINY_SCALE = 2.0**-30
 TINY_EPS = 1e-6

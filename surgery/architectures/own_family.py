@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from surgery.anatomy import AttentionAnatomy
 from surgery.architectures import decilm, own_class
 from surgery.architectures.own_class import own_config
 from surgery.checkpoint import CheckpointReader, TensorSpec
+from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import ATTENTION_PREFIX
 
 OWN_FAMILY = "a plain checkpoint of the source's own family"

@@ -17,7 +17,7 @@ from torch import Tensor
 from surgery.architectures import deepseek_v3
 from surgery.architectures.neutral_norm import NeutralNorm, neutral_norm, recognised_norm
 from surgery.checkpoint import CheckpointReader, TensorSpec
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.families.base import ATTENTION_PREFIX
 
 Ranks = tuple[tuple[int, ...], ...]

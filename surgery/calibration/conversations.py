@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.calibration.self_samples import sample_replies
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.sequences import tokenize
 
 REPLY = 160

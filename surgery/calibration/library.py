@@ -7,9 +7,9 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from surgery.anatomy import AttentionAnatomy
 from surgery.calibration.statistics import LagStatistics, LayerStatistics
-from surgery.layer_files import LayerFiles
+from surgery.common.layer_files import LayerFiles
+from surgery.families.anatomy import AttentionAnatomy
 
 
 class StatisticsLibrary(LayerFiles):

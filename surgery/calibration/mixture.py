@@ -31,7 +31,7 @@ from surgery.calibration.sequences import (
     tokenised,
 )
 from surgery.calibration.text import BUILTIN, iter_documents
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 PROSE, CODE, CHAT = "prose", "code", "chat"
 DEFAULT: Mapping[str, float] = {PROSE: 0.5, CODE: 0.3, CHAT: 0.2}

@@ -2,7 +2,7 @@
 
 The text is the language reference behind `help()` and the docstrings of the standard library. Models have read much of
 it: what they know by heart hides damage to attention, which is why the share of such tokens is measured and reported
-(`surgery.texts`), and why losses are measured on other text (`surgery.calibration.installed`).
+(`surgery.calibration.texts`), and why losses are measured on other text (`surgery.calibration.installed`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import torch
 from torch import LongTensor, Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.loss import evaluation_mode
 
 FREE = -1

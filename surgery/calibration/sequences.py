@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.calibration.planted import Wording, in_code, plant
 from surgery.calibration.text import iter_documents
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.sequences import tokenize
 
 SPREAD = 16

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgery.anatomy import AttentionAnatomy, Projection
-from surgery.attention import attention_weights
 from surgery.calibration.kronecker import KroneckerFactors, kronecker_factors, weighted_moment
-from surgery.rope import phases, to_complex
+from surgery.families.anatomy import AttentionAnatomy, Projection
+from surgery.families.attention import attention_weights
+from surgery.families.rope import phases, to_complex
 
 
 @dataclass

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from surgery.anatomy import AttentionAnatomy
-from surgery.attention import CapturedAttention
 from surgery.calibration.statistics import LayerStatistics, MomentAccumulator
-from surgery.layer_files import LayerFiles
-from surgery.layer_stream import LayerStream
+from surgery.common.layer_files import LayerFiles
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.attention import CapturedAttention
+from surgery.running.layer_stream import LayerStream
 
 
 class BoundaryStore(LayerFiles):

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 BUILTIN = "builtin"
 SELF = "self"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from surgery.checkpoint.disk import disk_errors
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

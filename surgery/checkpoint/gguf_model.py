@@ -20,7 +20,7 @@ from torch import Tensor
 
 from surgery.checkpoint.gguf_header import GgufHeader, GgufTensor
 from surgery.checkpoint.gguf_store import Mapped
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 _UNQUANTISED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -16,7 +16,7 @@ from surgery.checkpoint.disk import disk_errors, read_exactly
 from surgery.checkpoint.gguf_header import GgufTensor
 from surgery.checkpoint.stores import ByteRanges
 from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 _MODEL, _CUT, _TEMPLATE = "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template"
 _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens; the others are found by the merges alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 _FILES = [
     "*.json",

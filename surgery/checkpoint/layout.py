@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surgery.checkpoint.disk import disk_errors, read_json
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 if TYPE_CHECKING:
     from surgery.checkpoint.tensors import TensorInfo

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from surgery.checkpoint.hub import download, is_hub_id
 from surgery.checkpoint.layout import CONFIG
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 ADAPTER = "adapter_config.json"
 GGUF = ".gguf"

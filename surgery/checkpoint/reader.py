@@ -19,7 +19,7 @@ from surgery.checkpoint.layout import CONFIG, check_index, find_sidecars, find_w
 from surgery.checkpoint.location import find_gguf, locate
 from surgery.checkpoint.stores import PickleStore, SafetensorsStore, Store
 from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes, describe
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 
 class CheckpointReader:

@@ -14,7 +14,7 @@ from typing import Any
 
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.tensors import DTYPE_OF_NAME, NAME_OF_DTYPE, TensorInfo, TensorSpec
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 # The safetensors library refuses longer headers.
 MAX_HEADER_BYTES = 100_000_000

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, sync_folder, sync_tree, tree_bytes
 from surgery.checkpoint.layout import CONFIG
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 try:
     import fcntl

@@ -16,7 +16,7 @@ from torch import Tensor
 from surgery.checkpoint.disk import disk_errors, read_exactly
 from surgery.checkpoint.safetensors_format import read_header
 from surgery.checkpoint.tensors import NAME_OF_DTYPE, TensorInfo, as_bytes, describe
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 ByteRanges = Sequence[tuple[int, int]]
 

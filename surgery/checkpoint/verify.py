@@ -7,7 +7,7 @@ from pathlib import Path
 
 from surgery.checkpoint.reader import CheckpointReader
 from surgery.checkpoint.tensors import Described, all_finite, describe
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 _SHOWN = 5
 

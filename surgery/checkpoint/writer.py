@@ -16,7 +16,7 @@ from surgery.checkpoint.layout import WEIGHTS, WEIGHTS_INDEX
 from surgery.checkpoint.safetensors_format import encode_header
 from surgery.checkpoint.staging import MARKER, Staging
 from surgery.checkpoint.tensors import NAME_OF_DTYPE, Described, TensorSpec, all_finite, as_bytes, describe
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 if TYPE_CHECKING:
     from surgery.checkpoint.reader import CheckpointReader

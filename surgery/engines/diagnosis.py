@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
 from surgery.engines.facts import Facts
 from surgery.engines.table import verdicts
 from surgery.engines.verdict import Verdict
-from surgery.errors import SurgeryError
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from surgery.common.errors import SurgeryError
 from surgery.engines.trials import VLLM_MLA_HEADS
-from surgery.errors import SurgeryError
 
 ENGINES = ("vllm", "sglang", "llama.cpp", "mlx", "all")
 
@@ -54,7 +54,7 @@ def mla_limits(engine: str, head_dim: int, value_dim: int) -> MLALimits:
 
 
 def cache_dtype_flags(engine: str, bits: int | str) -> str:
-    """An engine's own quantised cache nearest to ``bits`` of :class:`surgery.settings.QuantizedSettings`.
+    """An engine's own quantised cache nearest to ``bits``, those of ``--to quantized``.
 
     As their sources name it; none of them was tried.
     """

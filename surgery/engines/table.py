@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from surgery.common.errors import SurgeryError
 from surgery.engines import in_transformers, llama_cpp, mlx, sglang, vllm
 from surgery.engines.facts import Facts
 from surgery.engines.verdict import REFUSED, Verdict
-from surgery.errors import SurgeryError
 
 # What --engine asks of the table.
 ASKED = {

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.checkpoint import CheckpointReader
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
+from surgery.common.human import origin
 from surgery.evaluation.names import name_and_path
-from surgery.human import origin
-from surgery.loading import loading
+from surgery.running.loading import loading
 
 REPORT = "surgery_report.json"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 
 def name_and_path(given: str) -> tuple[str, str]:

@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.calibration.conversations import HELD_OUT_PROMPTS, sample_conversations
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.eval.report.document import SCHEMA, Report, finish, read_report
 from surgery.eval.report.tracking import require_wandb
 from surgery.eval.session import ComparingTask, Session, Task
@@ -26,9 +26,9 @@ from surgery.evaluation.rows import Row, check_names, plan_variants
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore, key_of
 from surgery.evaluation.tasks import Tasks, build_tasks
-from surgery.progress import Progress
-from surgery.report import environment
-from surgery.source import process_device
+from surgery.reporting.report import environment
+from surgery.running.processes import Processes
+from surgery.running.source import process_device
 from surgery.version import __version__
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from surgery.errors import SurgeryError
-from surgery.file_settings import FileSettings, did_you_mean, whole_number
+from surgery.common.errors import SurgeryError
+from surgery.common.file_settings import FileSettings, did_you_mean, whole_number
 
 BUILTIN = "builtin"
 NO_VARIANTS = "none"

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 MARKER = "surgery-eval.json"
 

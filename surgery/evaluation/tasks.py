@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.held_out_text import Document, HeldOutText, held_out_text
 from surgery.eval.needle import default_lengths
 from surgery.eval.recall import recall_prompts

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from surgery.calibration.installed import installed_code, installed_prose
 from surgery.calibration.text import iter_documents
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.held_out_text import Document
 from surgery.evaluation.settings import BUILTIN, EvalSettings
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.disk import disk_errors
+from surgery.common.errors import SurgeryError
 from surgery.engines.facts import Facts
 from surgery.engines.llama_cpp import obstacle
-from surgery.errors import SurgeryError
 from surgery.export.gguf_model import GGUFModel, GGUFTensor
 from surgery.export.gguf_tokenizer import copied_tokenizer, read_tokenizer
 

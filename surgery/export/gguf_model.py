@@ -20,9 +20,9 @@ from torch import Tensor
 from surgery.architectures.decilm import feed_forward_width
 from surgery.architectures.deepseek_v3 import interleaving
 from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
 from surgery.engines.facts import DECILM, MLA
 from surgery.engines.llama_cpp import LLAMAS
-from surgery.errors import SurgeryError
 
 ARCHITECTURES = {MLA: "deepseek2", DECILM: "deci", **dict.fromkeys(LLAMAS, "llama")}
 NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}

@@ -1,6 +1,6 @@
 """Model families: one short declarative file each, and the registry that finds one for a config."""
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.families.base import Family, head_shape
 from surgery.families.llama import LLAMA
 from surgery.families.mistral import MISTRAL

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from surgery.anatomy import AttentionAnatomy, HeadNorm
-from surgery.errors import SurgeryError
-from surgery.rope import rope_frequencies
+from surgery.common.errors import SurgeryError
+from surgery.families.anatomy import AttentionAnatomy, HeadNorm
+from surgery.families.rope import rope_frequencies
 
 LAYER_PREFIX = "model.layers.{layer}."
 ATTENTION_PREFIX = "model.layers.{layer}.self_attn."

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import LongTensor, Tensor
 
-from surgery.attention_tap import AttentionCall, tapped
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.session import device_of
 from surgery.heads.scorer import HeadScores, ScoringSession
+from surgery.running.attention_tap import AttentionCall, tapped
 
 SAMPLES = 16
 POSITIONS = 500

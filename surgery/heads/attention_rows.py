@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import LongTensor, Tensor
 
-from surgery.attention_tap import AttentionCall
+from surgery.running.attention_tap import AttentionCall
 
 ENTRIES = 1 << 24
 """Attention weights at a time: 64 MB."""

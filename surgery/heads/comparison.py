@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.heads.pattern import HeadPattern, count_of
 
 SHARES = 0.125, 0.25, 0.5, 0.75

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import LongTensor, Tensor
 
-from surgery.attention_tap import AttentionCall, tapped
 from surgery.heads.gate_training import train_gates
 from surgery.heads.gates import gated_heads, input_device
 from surgery.heads.scorer import HeadScores, ScoringSession
+from surgery.running.attention_tap import AttentionCall, tapped
 
 LEARNING_RATE = 0.02
 """The paper's."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.heads.gates import recomputed_layers
 from surgery.heads.scorer import ScoringSession
 

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from surgery.attention_tap import AttentionCall, tapped
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.loss import ROWS_AT_ONCE, LogitReader
 from surgery.heads.streaming import streaming_output
+from surgery.running.attention_tap import AttentionCall, tapped
 
 
 def gated_output(call: AttentionCall, gates: Tensor, sinks: int, recent: int) -> Tensor:

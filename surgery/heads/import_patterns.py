@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from surgery.checkpoint.disk import disk_errors, read_json
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.heads.pattern import HeadPattern
 
 DUO_FILE, PRULONG_FILE = "full_attention_heads.tsv", "masks.tsv"

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import LongTensor, Tensor
 
-from surgery.attention_tap import AttentionCall, tapped
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.session import device_of
 from surgery.heads.attention_rows import attention_rows, row_pieces
 from surgery.heads.scorer import HeadScores, ScoringSession
+from surgery.running.attention_tap import AttentionCall, tapped
 
 SAMPLES = 4
 RANDOM_TOKENS, REPETITIONS = 2500, 4

@@ -13,8 +13,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from surgery.checkpoint.disk import disk_errors
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
+from surgery.common.errors import SurgeryError
+from surgery.running.processes import Processes
 
 HEADER = "surgery-heads-journal"
 """Key of the JSON header among the metadata of the safetensors file."""

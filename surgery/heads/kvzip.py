@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 from torch import LongTensor, Tensor
 
-from surgery.attention_tap import AttentionCall, tapped
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.sequences import tokenize
 from surgery.eval.session import device_of
 from surgery.heads.attention_rows import attention_rows, row_pieces
 from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.heads.ties import break_ties
+from surgery.running.attention_tap import AttentionCall, tapped
 
 SAMPLES = 8
 CHUNK = 2000

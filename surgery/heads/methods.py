@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.heads.scorer import Scorer
 from surgery.heads.settings import METHODS
 

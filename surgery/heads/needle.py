@@ -11,14 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surgery.attention_tap import AttentionCall, tapped
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.loss import LogitReader
 from surgery.eval.session import device_of
 from surgery.heads.attention_rows import attention_rows, row_pieces
 from surgery.heads.needles import NeedleSet
 from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.heads.ties import break_ties
+from surgery.running.attention_tap import AttentionCall, tapped
 
 SAMPLES = 16
 ANSWERED = 0.5

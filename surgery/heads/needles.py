@@ -14,7 +14,7 @@ import torch
 from torch import BoolTensor, LongTensor
 from transformers import PreTrainedTokenizerBase
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.recall import answered_question, draw_facts, fact_line, recall_line
 from surgery.eval.sequences import check_longer_than, tokenize
 

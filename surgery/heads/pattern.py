@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import BoolTensor, Tensor
 
 from surgery.checkpoint.disk import disk_errors, sync_folder
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 KEY, FORMAT = "surgery_heads", 1
 """Entry of a file's metadata that holds the header, and the number of its form."""

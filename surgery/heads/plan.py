@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import BoolTensor, Tensor
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 Units = Sequence[Sequence[tuple[int, ...]]]
 """For every layer its units, each the KV heads that are in it."""

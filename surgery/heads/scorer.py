@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from torch import LongTensor, Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.eval.distributed import Processes
 from surgery.eval.session import ProgressLike
 from surgery.heads.journal import Journal
 from surgery.heads.needles import NeedleSet
 from surgery.heads.settings import HeadSettings
+from surgery.running.processes import Processes
 
 
 @dataclass(frozen=True)

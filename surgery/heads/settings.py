@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from surgery.errors import SurgeryError
-from surgery.file_settings import FileSettings
+from surgery.common.errors import SurgeryError
+from surgery.common.file_settings import FileSettings
 
 METHODS = ("duo", "prulong", "needle", "induction", "kvzip", "attention-area", "ablation")
 SUFFIX = ".safetensors"

@@ -13,7 +13,7 @@ import torch
 from torch import BoolTensor, Tensor
 from transformers import PreTrainedModel
 
-from surgery.attention_tap import AttentionCall, tapped
+from surgery.running.attention_tap import AttentionCall, tapped
 
 PIECE = 256
 """Queries at a time: a sequence of any length takes memory for this many times those that they see."""

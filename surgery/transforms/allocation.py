@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 # Moves that greedy measures together, of those that promise something one by one, before it gives up.
 GREEDY_ATTEMPTS = 4

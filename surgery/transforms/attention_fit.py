@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from surgery.anatomy import AttentionAnatomy
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.rope import to_complex, to_real
 from surgery.kernels.mla_decode.reference import causal_mask
-from surgery.rope import to_complex, to_real
 from surgery.transforms.algebra import psd_powers
 from surgery.transforms.conjugate_gradients import solve
 from surgery.transforms.least_squares import BLOCKS, PROBED, SEEN_FLOOR, SMALLEST_WEIGHT

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from surgery.anatomy import AttentionAnatomy
 from surgery.calibration.statistics import LayerStatistics
-from surgery.rope import phases, rotate
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.rope import phases, rotate
 from surgery.transforms.algebra import damp, reduced_rank_projection
 from surgery.transforms.low_rank_layer import normalised
 

@@ -14,9 +14,9 @@ from math import comb, prod
 import torch
 from torch import Tensor
 
-from surgery.anatomy import AttentionAnatomy
 from surgery.calibration.statistics import LayerStatistics
-from surgery.rope import to_complex, to_real
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.rope import to_complex, to_real
 from surgery.transforms.algebra import damp, eigh_descending, psd_powers, reduced_rank_projection
 from surgery.transforms.key_basis import frequency_blocks
 

@@ -16,9 +16,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from surgery.anatomy import AttentionAnatomy
 from surgery.calibration.statistics import LayerStatistics
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
+from surgery.families.anatomy import AttentionAnatomy
 from surgery.transforms.allocation import proportional
 
 

@@ -30,9 +30,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from surgery.anatomy import AttentionAnatomy
 from surgery.calibration.statistics import LayerStatistics
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
+from surgery.families.anatomy import AttentionAnatomy
 from surgery.transforms.head_grouping import (
     Group,
     GroupMaps,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surgery.anatomy import AttentionAnatomy
-from surgery.rope import phases
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.rope import phases
 from surgery.transforms.algebra import psd_powers
 from surgery.transforms.attention_fit import (
     LinearisedAttention,

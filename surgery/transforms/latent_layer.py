@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from surgery.anatomy import AttentionAnatomy
-from surgery.attention import causal_attention
-from surgery.rope import phases, rotate
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.attention import causal_attention
+from surgery.families.rope import phases, rotate
 
 
 @dataclass(frozen=True)

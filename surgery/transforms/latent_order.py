@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.transforms.algebra import eigh_descending, psd_powers
 from surgery.transforms.latent_layer import LatentLayer
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from surgery.families.rope import phases, to_complex, to_real
 from surgery.kernels.mla_decode.reference import causal_mask
-from surgery.rope import phases, to_complex, to_real
 from surgery.transforms.algebra import psd_powers
 from surgery.transforms.conjugate_gradients import solve
 from surgery.transforms.latent_layer import LatentLayer

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgery.anatomy import AttentionAnatomy
 from surgery.calibration.statistics import LayerStatistics
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
+from surgery.families.anatomy import AttentionAnatomy
 from surgery.transforms.algebra import damp, psd_powers
 from surgery.transforms.low_rank_layer import Block, LowRankLayer
 from surgery.transforms.low_rank_methods import METHODS, BlockMoments, method_named

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from surgery.anatomy import AttentionAnatomy, HeadNorm
-from surgery.errors import SurgeryError
-from surgery.rope import phases
+from surgery.common.errors import SurgeryError
+from surgery.families.anatomy import AttentionAnatomy, HeadNorm
+from surgery.families.rope import phases
 from surgery.transforms.algebra import eigh_descending, psd_powers
 from surgery.transforms.attention_fit import (
     LinearisedAttention,

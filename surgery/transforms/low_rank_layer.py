@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from surgery.anatomy import AttentionAnatomy, HeadNorm
-from surgery.rope import phases, rotate
+from surgery.families.anatomy import AttentionAnatomy, HeadNorm
+from surgery.families.rope import phases, rotate
 
 
 @dataclass(frozen=True)

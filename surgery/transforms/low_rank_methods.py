@@ -32,9 +32,9 @@ from math import cos, pi
 import torch
 from torch import Tensor
 
-from surgery.anatomy import AttentionAnatomy
 from surgery.calibration.statistics import LayerStatistics
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
+from surgery.families.anatomy import AttentionAnatomy
 from surgery.transforms.algebra import eigh_descending, reduced_rank_projection
 from surgery.transforms.allocation import proportional
 from surgery.transforms.low_rank_layer import Block

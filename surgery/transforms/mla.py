@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgery.anatomy import AttentionAnatomy
 from surgery.calibration.statistics import LagStatistics, LayerStatistics
+from surgery.families.anatomy import AttentionAnatomy
 from surgery.transforms import partial_rope
 from surgery.transforms.algebra import damp, reduced_rank_projection
 from surgery.transforms.key_basis import KeyBasis, energy_basis, folded_basis, identity_basis

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from surgery.anatomy import AttentionAnatomy
+from surgery.families.anatomy import AttentionAnatomy
 from surgery.transforms.key_basis import KeyBasis
 from surgery.transforms.latent_layer import LatentLayer
 

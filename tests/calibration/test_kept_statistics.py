@@ -7,11 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from surgery import layer_statistics
-from surgery.convert_low_rank import convert_to_low_rank
-from surgery.convert_mla import convert_to_mla
-from surgery.progress import Progress
-from surgery.settings import ConvertSettings, LowRankSettings
+from surgery.calibration import layer_statistics
+from surgery.common.progress import Progress
+from surgery.structures.low_rank.convert import convert_to_low_rank
+from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
 
 QUICK = {"calibration": "builtin", "calibration_tokens": 96, "calibration_length": 48, "held_out": 2, "fit_queries": 16}
 

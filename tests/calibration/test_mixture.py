@@ -12,7 +12,7 @@ from surgery.calibration.installed import installed_code, installed_prose
 from surgery.calibration.mixture import DEFAULT, build_mixture, shares_of, without_chat
 from surgery.calibration.prose import builtin_prose, paragraphs
 from surgery.calibration.self_samples import sample_replies
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
 

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from surgery.calibration.self_samples import sample_from_model
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 TOKENIZER = SimpleNamespace(bos_token_id=1, eos_token_id=0)
 

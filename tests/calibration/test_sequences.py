@@ -8,11 +8,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-import surgery.errors
+import surgery
 from surgery.calibration.sequences import build_calibration, token_hash
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
-ASSETS = Path(surgery.errors.__file__).parent / "assets"
+ASSETS = Path(surgery.__file__).parent / "assets"
 FACT = re.compile(r"# The secret key of (\w+) is (\d{5})\.\n")
 RECALL = re.compile(r"# Recall: the secret key of (\w+) is (\d{5})\.\n")
 

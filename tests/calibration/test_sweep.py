@@ -5,12 +5,12 @@ import torch
 from tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM
 
-from surgery import layer_stream
 from surgery.calibration.kronecker import kronecker_factors
 from surgery.calibration.statistics import lag_statistics
 from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
-from surgery.settings import ConvertSettings
-from surgery.source import Source
+from surgery.running import layer_stream
+from surgery.running.source import Source
+from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.key_basis import identity_basis
 
 TOKENS = torch.randint(4096, (3, 24), generator=torch.Generator().manual_seed(0))
@@ -157,8 +157,8 @@ def test_lag_statistics_equal_a_direct_sum(checkpoints):
     inputs = layer.inputs[:1].double()
     lags = lag_statistics(anatomy, basis, inputs)
 
-    from surgery.attention import attention_weights
-    from surgery.rope import to_complex
+    from surgery.families.attention import attention_weights
+    from surgery.families.rope import to_complex
 
     projection = anatomy.project(inputs)
     weights = attention_weights(anatomy, projection)[0]

@@ -8,7 +8,7 @@ import pytest
 
 from surgery.calibration import text as text_module
 from surgery.calibration.text import iter_documents, load_text
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 DOCUMENTS = ["first\ndocument\n", "zweites: äöü", "third"]
 

@@ -11,7 +11,7 @@ from tiny_models import DEMO
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.checkpoint import CheckpointReader, gguf_store
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 TOKENS = torch.arange(3, 67)[None] * 61 % 4096
 KINDS = {"Q8_0": torch.bfloat16, "Q4_1": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 
 class Hostile:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from surgery.checkpoint import CheckpointReader, TensorInfo
 from surgery.checkpoint import tensors as tensors_module
 from surgery.checkpoint.stores import SafetensorsStore
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 # The safetensors library has no torch type for it.
 UNKNOWN_TO_LIBRARY = "float8_e8m0fnu.weight"

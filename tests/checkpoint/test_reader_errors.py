@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from surgery.checkpoint import CheckpointReader
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 INDEX = "model.safetensors.index.json"
 

@@ -11,7 +11,7 @@ import torch
 from surgery.checkpoint import CheckpointWriter, TensorSpec, check_output, parse_size
 from surgery.checkpoint.disk import format_size
 from surgery.checkpoint.staging import MARKER
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 PLAN = {"a": TensorSpec(torch.float32, (2,))}
 

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from surgery.checkpoint import TensorSpec, verify_files
 from surgery.checkpoint.tensors import NAME_OF_DTYPE, all_finite
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 
 @pytest.fixture

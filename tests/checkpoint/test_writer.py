@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, verify_files
 from surgery.checkpoint.stores import SafetensorsStore
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 PLAN = {"a": TensorSpec(torch.float32, (2, 3)), "b": TensorSpec(torch.bfloat16, (4,))}
 A, B = torch.arange(6.0).reshape(2, 3), torch.ones(4, dtype=torch.bfloat16)

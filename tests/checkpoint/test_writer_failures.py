@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from surgery.checkpoint import CheckpointWriter, TensorSpec
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 
 PLAN = {"a": TensorSpec(torch.float32, (2, 3)), "b": TensorSpec(torch.bfloat16, (4,))}
 A, B = torch.arange(6.0).reshape(2, 3), torch.ones(4, dtype=torch.bfloat16)

@@ -15,9 +15,10 @@ from environments import NotInstallable, interpreter, plugin_path
 from tiny_models import CONFIGS, DEMO, HELD_OUT, LLAMA3_ROPE, SHAPE, make_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from surgery.convert_heads import convert_to_gqa
-from surgery.convert_mla import convert_to_mla
-from surgery.settings import ConvertSettings, KVHeadsSettings
+from surgery.structures.kv_heads.convert import convert_to_gqa
+from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
 
 NEW_TOKENS = 64
 PROMPTS = [[1, 100, 200, 300, 400], list(range(50, 90)), [7]]

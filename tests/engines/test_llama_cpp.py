@@ -6,10 +6,10 @@ import pytest
 from engine_cases import NEW_TOKENS, PROMPTS, TEXT, Case, assert_same, demo, greedy, run
 from transformers import AutoTokenizer
 
-from surgery.convert_mla import convert_to_mla
 from surgery.engines.trials import LLAMA_CPP
 from surgery.export import export_checkpoint
-from surgery.settings import ConvertSettings
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
 
 pytestmark = pytest.mark.engines
 

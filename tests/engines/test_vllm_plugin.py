@@ -17,10 +17,10 @@ from engine_cases import NEW_TOKENS, PROMPTS, demo, environment, greedy, plugged
 from own_checkpoints import SOURCES, cached_numbers, changed, make
 from transformers import AutoTokenizer
 
-from surgery.convert_mla import convert_to_mla
 from surgery.engines.facts import Facts
 from surgery.engines.trials import VLLM_PLUGIN
-from surgery.settings import ConvertSettings
+from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.mla.settings import ConvertSettings
 
 pytestmark = [
     pytest.mark.engines,

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.bootstrap import paired_difference
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
+from surgery.common.errors import SurgeryError
+from surgery.running.processes import Processes
 
 PROMPTS = [[1, 40, 7, 300], [1], [9, 9, 12], list(range(5, 30)), [1, 2, 77], [1, 55, 56, 57, 58, 3000], [800, 4000]]
 

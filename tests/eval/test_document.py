@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.report.document import SCHEMA, finish, merge, read_report
 
 LOSSES = [1.0, 1.1, 1.2]

@@ -11,11 +11,11 @@ import torch
 from tiny_models import DEMO
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
+from surgery.common.errors import SurgeryError
 from surgery.eval.generation import complete
 from surgery.eval.session import Session
 from surgery.eval.tasks.generate import GenerateTask
+from surgery.running.processes import Processes
 
 PROMPTS = [[1, 40, 7, 300], [1], [9, 9, 12], list(range(5, 30)), [1, 2, 77], [1, 55, 56, 57, 58, 3000], [800, 4000]]
 

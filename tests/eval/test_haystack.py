@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.haystack import Haystack, largest_fit, python_reference
 from surgery.eval.word_lists import ADJECTIVES, NOUNS, VERBS, adjective_noun, draw_distinct
 

@@ -3,7 +3,7 @@ import torch
 from tiny_models import DEMO, HELD_OUT
 from transformers import AutoTokenizer
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.held_out_text import Document, held_out_text
 from surgery.eval.sequences import random_windows, tokenize
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes, forward_with_cache, kv_bytes_per_token, measure_kv, random_tokens
 
 TINY = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)

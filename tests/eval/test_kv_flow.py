@@ -4,7 +4,7 @@ import pytest
 import torch
 from own_models import KINDS, tiny_source
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import measure_kv
 from surgery.eval.kv_flow import causal_entries, measure_footprint, measure_peak
 from surgery.eval.tasks.kv_bytes import KVBytesTask

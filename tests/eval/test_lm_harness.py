@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytest.importorskip("lm_eval")
 pytest.importorskip("datasets")
 
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
+from surgery.common.errors import SurgeryError
 from surgery.eval.session import Session
 from surgery.eval.tasks.lm_harness import LmHarnessTask
+from surgery.running.processes import Processes
 
 CHOICE = """
 task: user_choice

@@ -16,13 +16,13 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-import surgery.errors
+import surgery
 import surgery.eval.loss as loss_module
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.loss import LogitReader, causal_lm_loss, evaluation_mode
 from surgery.eval.sequences import random_windows, tokenize
 
-ASSETS = Path(surgery.errors.__file__).parent / "assets"
+ASSETS = Path(surgery.__file__).parent / "assets"
 TINY = dict(
     vocab_size=97,
     hidden_size=32,

@@ -7,14 +7,14 @@ import torch
 from tiny_models import DEMO, FAMILIES, HELD_OUT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.eval.held_out_text import Document, held_out_text
 from surgery.eval.loss import LogitReader
 from surgery.eval.session import Session
 from surgery.eval.tasks.loss import LossTask, position_buckets
 from surgery.eval.token_losses import divergence, losses_through_cache
-from surgery.progress import Progress
+from surgery.running.processes import Processes
 
 
 @pytest.fixture(scope="module")

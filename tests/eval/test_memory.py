@@ -7,15 +7,15 @@ from tiny_models import CONFIGS, DEMO
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.eval import peak_memory
-from surgery.eval.distributed import Processes
 from surgery.eval.memory import OutOfMemory, unless_out_of_memory
 from surgery.eval.peak_memory import PeakMemory
 from surgery.eval.session import Session
 from surgery.eval.tasks.memory import MemoryTask
 from surgery.eval.tensor_bytes import weight_bytes
-from surgery.progress import Progress
+from surgery.running.processes import Processes
 
 SESSION = Session(None, Processes(cpu=True), Progress(silent=True))
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peaks of a CPU are measured on Linux only")

@@ -7,8 +7,8 @@ from copying_model import CopyingModel
 from tiny_models import CONFIGS, DEMO, HELD_OUT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.eval.haystack import python_reference
 from surgery.eval.needle import ANSWER_TOKENS, NeedleHaystack, default_lengths, needle_prompts
 from surgery.eval.recall import QUESTION, fact_line, recall_accuracy, recall_prompts
@@ -16,7 +16,7 @@ from surgery.eval.ruler.domain import DOMAINS
 from surgery.eval.sequences import tokenize
 from surgery.eval.session import Session
 from surgery.eval.tasks.needle import NeedleTask
-from surgery.progress import Progress
+from surgery.running.processes import Processes
 
 SOURCE = HELD_OUT.read_text(encoding="utf-8")[:40_000]
 TEXTS = {"text": python_reference()[:40_000], "code": SOURCE}

@@ -9,12 +9,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-import surgery.errors
-from surgery.errors import SurgeryError
+import surgery
+from surgery.common.errors import SurgeryError
 from surgery.eval.recall import NAMES, RecallSet, draw_facts, recall_accuracy, recall_prompts
 from surgery.eval.sequences import tokenize
 
-ASSETS = Path(surgery.errors.__file__).parent / "assets"
+ASSETS = Path(surgery.__file__).parent / "assets"
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import torch
 from copying_model import CERTAIN, CopyingModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.eval.repeat import LEAD, SKIPPED, SPAN, repeat_rows
 from surgery.eval.session import Session
 from surgery.eval.tasks.match import MatchTask, agreement
 from surgery.eval.tasks.repeat import RepeatTask
-from surgery.progress import Progress
+from surgery.running.processes import Processes
 
 VOCABULARY = 997
 IDS = np.random.default_rng(0).integers(3, VOCABULARY, size=4000)

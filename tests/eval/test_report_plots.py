@@ -5,7 +5,7 @@ import pytest
 from matplotlib.colors import to_hex
 from sample_report import LIMIT, sample_report
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.report import heat_maps, pareto, plots
 from surgery.eval.report.figures import PLOTS, save_needle_png, save_pngs
 from surgery.eval.report.style import label, looks, to_svg

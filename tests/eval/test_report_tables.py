@@ -4,7 +4,7 @@ import json
 import pytest
 from sample_report import sample_report
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.report import csv_file
 from surgery.eval.report.tables import columns, described, interval, scalars, signed
 

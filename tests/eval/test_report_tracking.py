@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from sample_report import sample_report
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.report.tracking import log_to_wandb
 
 PICTURE = bytes.fromhex("89504e470d0a1a0a")

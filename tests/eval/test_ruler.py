@@ -10,8 +10,8 @@ from tiny_models import DEMO, HELD_OUT
 from transformers import AutoTokenizer
 
 import surgery.eval.tasks.ruler as ruler_task
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.eval.haystack import python_reference
 from surgery.eval.recall import FACT, NAMES, QUESTION
 from surgery.eval.ruler.domain import CODE, DOMAINS, TEXT
@@ -20,7 +20,7 @@ from surgery.eval.ruler.sample import Sample
 from surgery.eval.ruler.suite import TASKS, build
 from surgery.eval.session import Session
 from surgery.eval.tasks.ruler import RulerTask
-from surgery.progress import Progress
+from surgery.running.processes import Processes
 
 LENGTH = 1536
 SOURCE = HELD_OUT.read_text(encoding="utf-8")[:60_000]

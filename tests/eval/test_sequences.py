@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-import surgery.errors
-from surgery.errors import SurgeryError
+import surgery
+from surgery.common.errors import SurgeryError
 from surgery.eval.sequences import random_windows, tokenize
 
 TEXT = list(range(100, 300))
@@ -38,7 +38,7 @@ def test_known_offsets():
 
 
 def test_the_published_evaluation_sequences_do_not_change():
-    assets = Path(surgery.errors.__file__).parent / "assets"
+    assets = Path(surgery.__file__).parent / "assets"
     tokenizer = AutoTokenizer.from_pretrained(assets / "demo-model")
     text = tokenize(tokenizer, (assets / "heldout-stdlib.txt").read_text(encoding="utf-8"))
     windows = random_windows(text, count=24, length=1024, seed=2, bos=tokenizer.bos_token_id)

@@ -6,15 +6,15 @@ from tiny_models import CONFIGS
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.eval.kv_cache import random_tokens
 from surgery.eval.roofline import Ceilings, bytes_read
 from surgery.eval.session import Session
 from surgery.eval.speed import measure_speed, roofline
 from surgery.eval.tasks import speed as speed_task
 from surgery.eval.tasks.speed import SpeedTask
-from surgery.progress import Progress
+from surgery.running.processes import Processes
 
 SESSION = Session(None, Processes(cpu=True), Progress(silent=True), seed=5)
 CEILINGS = Ceilings(bytes_per_second=1e9, flops_per_second=1e12)

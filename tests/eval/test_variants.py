@@ -13,7 +13,7 @@ from transformers import (
     StaticCache,
 )
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.loss import LogitReader, causal_lm_loss
 from surgery.eval.variants.mean_pool import mean_pool

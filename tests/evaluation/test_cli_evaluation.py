@@ -8,8 +8,8 @@ import torch
 from command_line import run_main
 from tiny_models import make_checkpoint
 
-from surgery.errors import SurgeryError
-from surgery.named_models import demo_model
+from surgery.checkpoint.named_models import demo_model
+from surgery.common.errors import SurgeryError
 
 QUICK = ["--windows", "2", "--length", "64", "--tasks", "loss", "--seed", "5", "--device", "cpu", "--variants", "none"]
 

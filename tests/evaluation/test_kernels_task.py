@@ -6,14 +6,14 @@ from tiny_models import DEMO, HELD_OUT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.acceleration import plain_heads
-from surgery.eval.distributed import Processes
+from surgery.common.progress import Progress
 from surgery.eval.held_out_text import Document, held_out_text
 from surgery.eval.report.tables import columns
 from surgery.eval.session import Session
 from surgery.eval.tasks.loss import LossTask
 from surgery.evaluation.kernels_task import WINDOWS, KernelsTask
 from surgery.evaluation.settings import EvalSettings
-from surgery.progress import Progress
+from surgery.running.processes import Processes
 
 DECODED = 5
 

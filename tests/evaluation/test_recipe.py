@@ -7,9 +7,9 @@ import torch
 import yaml
 from tiny_models import make_checkpoint
 
-from surgery.errors import SurgeryError
-from surgery.progress import Progress
-from surgery.recipe import Recipe, run_recipe
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.workflow.recipe import Recipe, run_recipe
 
 QUICK = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 1, "fit_steps": 0, "rope_dim": 4}
 

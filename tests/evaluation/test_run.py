@@ -8,13 +8,13 @@ import pytest
 import torch
 from tiny_models import DEMO, make_checkpoint
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.eval.tasks.loss import LossTask
 from surgery.evaluation.output import write_report
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore
-from surgery.progress import Progress
 
 SMALL = {"windows": 4, "length": 64, "decoded": 8, "recall_prompts": 2, "batch_size": 2, "device": "cpu"}
 

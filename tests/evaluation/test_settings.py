@@ -1,6 +1,6 @@
 import pytest
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.evaluation.settings import TASKS, EvalSettings
 
 

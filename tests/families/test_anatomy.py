@@ -5,11 +5,11 @@ import torch
 from tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM
 
-from surgery.attention import CapturedAttention
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.families import family_of
-from surgery.settings import ConvertSettings
-from surgery.source import Source
+from surgery.families.attention import CapturedAttention
+from surgery.running.source import Source
+from surgery.structures.mla.settings import ConvertSettings
 
 
 @pytest.mark.parametrize("name", FAMILIES)

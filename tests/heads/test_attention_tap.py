@@ -6,8 +6,8 @@ from copying_model import CopyingModel
 from tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM
 
-from surgery.attention_tap import AttentionCall, tapped
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
+from surgery.running.attention_tap import AttentionCall, tapped
 
 
 def load(path):

@@ -8,9 +8,8 @@ import torch
 from tiny_models import DEMO, HELD_OUT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from surgery.attention_tap import AttentionCall, tapped
-from surgery.errors import SurgeryError
-from surgery.eval.distributed import Processes
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.eval.sequences import random_windows, tokenize
 from surgery.heads import attention_area, attention_rows, induction, kvzip, needle
 from surgery.heads.methods import scorer
@@ -18,7 +17,8 @@ from surgery.heads.needles import needle_sequences
 from surgery.heads.scorer import ScoringSession
 from surgery.heads.settings import HeadSettings
 from surgery.heads.ties import break_ties
-from surgery.progress import Progress
+from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.processes import Processes
 
 CHEAP = ("needle", "induction", "kvzip", "attention-area")
 

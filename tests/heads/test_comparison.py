@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.report.heat_maps import LIMIT_COLOUR
 from surgery.heads.comparison import compare, near_threshold, spearman
 from surgery.heads.heat_map import head_maps, save_head_maps

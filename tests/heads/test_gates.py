@@ -16,14 +16,14 @@ from scoring import scoring_session
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from surgery.attention_tap import AttentionCall, tapped
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.loss import LogitReader
 from surgery.heads import duo, gates, prulong
 from surgery.heads.gate_training import schedule, train_gates
 from surgery.heads.gates import gated_heads, gated_output, input_device, mean_loss, recomputed_layers
 from surgery.heads.journal import Journal
 from surgery.heads.streaming import streaming_heads, streaming_output
+from surgery.running.attention_tap import AttentionCall, tapped
 
 SCORERS = {"duo": duo, "prulong": prulong}
 OBJECTIVES = {"duo": duo.DuoObjective, "prulong": prulong.PruLongObjective}

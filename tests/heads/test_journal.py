@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.heads.journal import Journal
 
 IDENTITY = {"model": "a", "seed": 3, "sizes": (1, 2)}

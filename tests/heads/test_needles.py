@@ -5,7 +5,7 @@ import torch
 from tiny_models import DEMO, HELD_OUT
 from transformers import AutoTokenizer
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.sequences import tokenize
 from surgery.heads.needles import DEPTHS, needle_sequences
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.heads.import_patterns import read_pattern
 from surgery.heads.pattern import KEY, HeadPattern
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.heads.plan import HeadPlan, compile_plan, single_heads
 
 SCORES = torch.tensor([[0.9, 0.1, 0.5, 0.2], [0.3, 0.8, 0.05, 0.6]])

@@ -5,9 +5,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
-from surgery.attention_tap import AttentionCall, tapped
 from surgery.heads import streaming
 from surgery.heads.streaming import mixed_output, streaming_heads, streaming_output
+from surgery.running.attention_tap import AttentionCall, tapped
 
 
 def make_call(length, mask=None):

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.loss import LogitReader
 from surgery.eval.variants.quantized_kv import quantize_kv

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from surgery import cli
+from surgery.cli import program as cli
 
 ROOT = Path(__file__).resolve().parents[2]
 
 IMPORTED = """
 import contextlib, sys
 sys.argv[0] = 'surgery'
-from surgery.cli import app
+from surgery.cli.program import app
 with contextlib.suppress(SystemExit):
     app()
 print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)), file=sys.stderr)

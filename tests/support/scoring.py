@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from surgery.eval.distributed import Processes
 from surgery.heads.journal import Journal
 from surgery.heads.needles import needle_sequences
 from surgery.heads.scorer import ScoringSession
 from surgery.heads.settings import HeadSettings
+from surgery.running.processes import Processes
 
 SHAPE = {"sinks": 4, "recent": 12, "length": 96, "facts": 1}
 

@@ -5,7 +5,7 @@ import torch
 from own_models import VOCAB, tiny_source, tokens
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.attention import use_attention
 
 CPU = torch.device("cpu")

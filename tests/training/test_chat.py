@@ -7,8 +7,8 @@ import torch
 from tiny_models import DEMO
 from transformers import AutoTokenizer
 
-from surgery.errors import SurgeryError
-from surgery.progress import Progress
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.training.chat import ChatEncoder, holds_conversations, read_records
 from surgery.training.data import IGNORED
 from surgery.training.open_data import open_data

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.checkpoints import STATE, WEIGHTS, Checkpoints, latest, read_state
 from surgery.training.run_log import RunLog, drop_later_lines
 

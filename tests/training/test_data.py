@@ -7,7 +7,7 @@ from own_models import KINDS, tiny_source
 from tiny_models import DEMO
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.data import IGNORED, Batch, Row, collate, dealt
 from surgery.training.document_masks import honours_document_masks
 from surgery.training.open_data import open_data

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.data import Batch
 from surgery.training.distillation import Distillation
 from surgery.training.estimate import estimate

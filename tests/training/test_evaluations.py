@@ -16,11 +16,11 @@ from healing import heal_here, heal_settings, log_of, losses_of, settings_file
 from safetensors.torch import load_file, save_file
 from tiny_models import DEMO, HELD_OUT, make_checkpoint
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.tasks import RECALL_SEED
-from surgery.progress import Progress
 from surgery.training import evaluations, loop
 from surgery.training.evaluations import same_random_numbers, scalars
 from surgery.training.guards import Interrupted

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training import liger, objectives
 from surgery.training.chunks import States
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_models import make_checkpoint
 from transformers import AutoModelForCausalLM
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training import guards, loop
 from surgery.training.guards import Interrupted, SpikeGuard, knobs, memory_errors
 from surgery.training.heal import main

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from surgery.architectures.sliced import LatentModel, sliced_tensors
 from surgery.checkpoint import CheckpointReader
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.training import loop
 from surgery.training.guards import Interrupted

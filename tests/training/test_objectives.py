@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy as whole_cross_entropy
 from torch.nn.functional import softmax
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training import objectives
 from surgery.training.chunks import States, chunk_count
 from surgery.training.objectives import ObjectiveWeights, combine, logit_losses, predicting

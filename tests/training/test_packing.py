@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.data import IGNORED
 from surgery.training.mixture import MixedSequences
 from surgery.training.packing import PackedSequences, Recalls, RowShape

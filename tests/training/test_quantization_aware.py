@@ -12,7 +12,7 @@ from tiny_models import make_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.model.hybrid_cache import PlainLayer, StreamingLayer
 from surgery.model.straight_through import StraightThroughCodes

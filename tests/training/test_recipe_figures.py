@@ -10,11 +10,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from surgery.architectures.deepseek_v3 import StockMLA
 from surgery.architectures.spec import MLASpec
-from surgery.bench import SHAPES
-from surgery.human import count, duration, size
-from surgery.recipe import Recipe
+from surgery.bench.convert import SHAPES
+from surgery.common.human import count, duration, size
 from surgery.training.estimate import estimate
 from surgery.training.settings import HealSettings
+from surgery.workflow.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PEAK, UTILISATION, GPUS = 989e12, 0.4, 8

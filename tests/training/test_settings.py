@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.objectives import ObjectiveWeights
 from surgery.training.schedule import Budget, learning_rate
 from surgery.training.settings import LOSSES, SHAPES, HealSettings, named

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import log_softmax
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training import objectives, teacher_logits
 from surgery.training.chunks import States
 from surgery.training.objectives import ObjectiveWeights, logit_losses

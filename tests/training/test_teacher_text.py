@@ -3,7 +3,7 @@ import torch
 from tiny_models import CONFIGS, DEMO
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training import teacher_text
 from surgery.training.open_data import open_data
 from surgery.training.teacher_text import fingerprint, sample_teacher

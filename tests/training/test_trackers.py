@@ -10,7 +10,7 @@ import pytest
 from healing import heal_here, heal_settings, log_of, losses_of
 from tiny_models import make_checkpoint
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training import heal, trackers
 from surgery.training.settings import HealSettings
 from surgery.training.trackers import Tracker, check_tracker

@@ -6,7 +6,7 @@ import pytest
 import torch
 from own_models import lossless_model, tiny_source, tokens
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.training.entry_factors import EntryFactors, adapter_factors, factors_of, read_factors
 from surgery.training.trainable import add_adapters, choose, parameter_groups
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from surgery.errors import SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.transforms.allocation import greedy, proportional, water_fill
 
 EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)

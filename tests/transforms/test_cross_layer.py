@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from surgery.anatomy import AttentionAnatomy, HeadNorm
-from surgery.attention import attend, output
 from surgery.calibration.statistics import LayerStatistics
+from surgery.families.anatomy import AttentionAnatomy, HeadNorm
+from surgery.families.attention import attend, output
 from surgery.model.group_stores import MergedPairs
 from surgery.transforms.algebra import damp, psd_powers
 from surgery.transforms.cross_layer import SimulatedGroup, loss_metric, merged_pair, prompt_basis, shared_basis

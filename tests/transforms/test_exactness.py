@@ -4,10 +4,10 @@ import pytest
 import torch
 from tiny_models import FAMILIES
 
-from surgery import attention
+from surgery.families import attention
 from surgery.kernels.mla_decode.reference import latent_attention
-from surgery.settings import ConvertSettings
-from surgery.source import Source
+from surgery.running.source import Source
+from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.key_basis import energy_basis, folded_basis, identity_basis
 from surgery.transforms.partial_rope import latent_form, latent_rows, truncate
 

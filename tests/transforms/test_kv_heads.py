@@ -10,15 +10,15 @@ from tiny_models import CONFIGS, FAMILIES
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from surgery import attention
-from surgery.anatomy import AttentionAnatomy
-from surgery.attention import CapturedAttention
 from surgery.calibration.kronecker import kronecker_factors
 from surgery.calibration.statistics import LayerStatistics, MomentAccumulator
-from surgery.errors import SurgeryError
-from surgery.rope import phases, rotate, to_complex, to_real
-from surgery.settings import ConvertSettings
-from surgery.source import Source
+from surgery.common.errors import SurgeryError
+from surgery.families import attention
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.attention import CapturedAttention
+from surgery.families.rope import phases, rotate, to_complex, to_real
+from surgery.running.source import Source
+from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.attention_fit import flat, unflat
 from surgery.transforms.head_grouping import cheapest_groups, partition_count, partitions, reorder_kv_heads
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from surgery.errors import SurgeryError
-from surgery.settings import ConvertSettings
-from surgery.source import Source
+from surgery.common.errors import SurgeryError
+from surgery.running.source import Source
+from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.algebra import reduced_rank_projection
 from surgery.transforms.key_basis import energy_basis
 from surgery.transforms.latent_order import order_latents

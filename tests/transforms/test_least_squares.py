@@ -4,9 +4,9 @@ import pytest
 import torch
 from tiny_models import FAMILIES
 
-from surgery import attention
-from surgery.settings import ConvertSettings
-from surgery.source import Source
+from surgery.families import attention
+from surgery.running.source import Source
+from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.algebra import reduced_rank_projection
 from surgery.transforms.key_basis import energy_basis
 from surgery.transforms.least_squares import Block, LatentFit, Parameters

@@ -7,13 +7,13 @@ import torch
 from tiny_models import DEMO, FAMILIES
 from torch import Tensor
 
-from surgery.anatomy import AttentionAnatomy, HeadNorm
-from surgery.attention import CapturedAttention
 from surgery.calibration.library import weight_statistics
+from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.statistics import LayerStatistics, MomentAccumulator
-from surgery.errors import SurgeryError
-from surgery.settings import ConversionSettings
-from surgery.source import Source
+from surgery.common.errors import SurgeryError
+from surgery.families.anatomy import AttentionAnatomy, HeadNorm
+from surgery.families.attention import CapturedAttention
+from surgery.running.source import Source
 from surgery.transforms.algebra import damp
 from surgery.transforms.low_rank import METRIC_DAMPING, LowRankConversion, SharedMoments, low_rank_layer
 from surgery.transforms.low_rank_layer import Block, SimulatedLowRank

@@ -8,12 +8,12 @@ from tiny_models import DEMO, HELD_OUT
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from surgery.anatomy import AttentionAnatomy, HeadNorm
-from surgery.attention import CapturedAttention
-from surgery.errors import SurgeryError
-from surgery.rope import phases
-from surgery.settings import ConvertSettings
-from surgery.source import Source
+from surgery.common.errors import SurgeryError
+from surgery.families.anatomy import AttentionAnatomy, HeadNorm
+from surgery.families.attention import CapturedAttention
+from surgery.families.rope import phases
+from surgery.running.source import Source
+from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.algebra import reduced_rank_projection
 from surgery.transforms.attention_fit import flat, unflat
 from surgery.transforms.low_rank_fit import _Linearisation, _Weights, fit_low_rank_layer, order_latents

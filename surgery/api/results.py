@@ -1,0 +1,290 @@
+"""What the functions of the package return: numbers, the report they are from, and the model on demand."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+from surgery.common.errors import SurgeryError
+from surgery.common.pictures import Page, Svg
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from surgery.heads.pattern import HeadPattern
+
+
+class TemporaryFolder:
+    """A folder that goes with this object, and at the latest with the process.
+
+    Attributes:
+        remove: removes it now.
+    """
+
+    def __init__(self) -> None:
+        self.path = Path(mkdtemp(prefix="surgery-result-"))
+        self.remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was made, and the model in it.
+
+    Attributes:
+        path: its folder. Without an ``out`` it is a temporary one, which goes with this object.
+        source: what it was made from: a place, or the result that was given; None for a model in memory.
+    """
+
+    path: Path
+    source: Checkpoint | str | None = field(default=None, repr=False, kw_only=True)
+    _device: str | None = field(default=None, repr=False, kw_only=True)
+    _kept: TemporaryFolder | None = field(default=None, repr=False, compare=False, kw_only=True)
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model, loaded when it is first asked for, in its own dtype, on the device of the one that was given.
+
+        Raises:
+            SurgeryError: transformers cannot load it.
+        """
+        from transformers import AutoModelForCausalLM
+
+        from surgery.running.loading import loading
+
+        with loading(str(self.path)):
+            model = AutoModelForCausalLM.from_pretrained(self.path, dtype="auto", local_files_only=True)
+        return model.to(self._device or "cpu").eval()
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Its tokenizer.
+
+        Raises:
+            SurgeryError: there is none.
+        """
+        from transformers import AutoTokenizer
+
+        from surgery.running.loading import loading
+
+        with loading(f"tokenizer of {self.path}"):
+            return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+
+    def save(self, out: str | Path, *, overwrite: bool = False) -> Path:
+        """Copies the checkpoint into a folder, whole or not at all.
+
+        Raises:
+            SurgeryError: the folder exists and may not be replaced, or cannot be written.
+        """
+        from surgery.checkpoint.disk import disk_errors, tree_bytes
+        from surgery.checkpoint.staging import Staging, check_output
+
+        check_output(self.path, Path(out))
+        staging = Staging(Path(out), overwrite=overwrite)
+        staging.check_space(tree_bytes(self.path))
+        staging.create()
+        try:
+            with disk_errors(staging.partial):
+                shutil.copytree(self.path, staging.partial, dirs_exist_ok=True)
+            staging.commit()
+        except BaseException:
+            staging.discard()
+            raise
+        return staging.out
+
+
+@dataclass(frozen=True)
+class Converted(Checkpoint):
+    """What :func:`surgery.convert` and :func:`surgery.slice` make.
+
+    Attributes:
+        loss_before, loss_after: nats per token on held-out text, of the source and of what was written, as it was
+            loaded again; None where no text was read.
+        recall_before, recall_after: share of planted facts that are found; None likewise.
+        kv_bytes_before, kv_bytes_after: KV bytes per token over all layers, counted in the live cache afterwards.
+        report: everything else: settings, stages, layers, hashes, versions, engines.
+    """
+
+    loss_before: float | None
+    loss_after: float | None
+    recall_before: float | None
+    recall_after: float | None
+    kv_bytes_before: float
+    kv_bytes_after: float
+    report: dict[str, Any] = field(repr=False)
+
+    @property
+    def kv_ratio(self) -> float:
+        """Share of the KV bytes that is left."""
+        return self.kv_bytes_after / self.kv_bytes_before
+
+    @classmethod
+    def of(cls, path: Path, report: dict[str, Any], **others: Any) -> Converted:
+        """From a conversion's report."""
+        first, last, kv = report["ladder"][0], report["ladder"][-1], report["kv"]
+        return cls(
+            path,
+            first["loss"],
+            last["loss"],
+            first["recall"],
+            last["recall"],
+            kv["source_bytes_per_token"],
+            kv["measured_bytes_per_token"],
+            report,
+            **others,
+        )
+
+
+@dataclass(frozen=True)
+class Healed(Checkpoint):
+    """What :func:`surgery.heal` makes.
+
+    Attributes:
+        loss_source, loss_before, loss_after: nats per token on held-out text, of the teacher, of the checkpoint that
+            was healed and of what came of it; None where it was not measured.
+        recall_source, recall_before, recall_after: share of planted facts that are found; None likewise.
+        gap_closed: share of the conversion's loss that was won back; None where nothing had been lost.
+        report: everything else, as ``healing`` in the checkpoint's report has it.
+    """
+
+    loss_source: float | None
+    loss_before: float | None
+    loss_after: float | None
+    recall_source: float | None
+    recall_before: float | None
+    recall_after: float | None
+    gap_closed: float | None
+    report: dict[str, Any] = field(repr=False)
+
+    @classmethod
+    def of(cls, path: Path, healing: dict[str, Any], **others: Any) -> Healed:
+        """From the record of a healing."""
+        measured = {row["name"]: row for row in healing["quality"]}
+        stages = [measured.get(name) or {} for name in ("source", "converted", "healed")]
+        losses, recalls = ([stage.get(name) for stage in stages] for name in ("loss", "recall"))
+        return cls(path, *losses, *recalls, healing["gap_closed"], healing, **others)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model of an evaluation.
+
+    Attributes:
+        role: baseline, checkpoint, or variant for a cheaper form of the baseline.
+        loss: nats per token on held-out text; None where it was not measured.
+        recall: share of planted facts that are found; None likewise.
+        kv_bytes: KV bytes per token over all layers, counted in the live cache.
+        kv_ratio: of the baseline's; None without one.
+    """
+
+    name: str
+    role: str
+    loss: float | None
+    recall: float | None
+    kv_bytes: float
+    kv_ratio: float | None
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What :func:`surgery.evaluate` measured; notebooks show its page.
+
+    Attributes:
+        rows: the models, the baseline first, its cheaper forms last.
+        report: everything that was measured, as report.json has it.
+        folder: of the report's files; None without an ``out``.
+    """
+
+    rows: tuple[Row, ...]
+    report: dict[str, Any] = field(repr=False)
+    folder: Path | None = None
+
+    def __getitem__(self, name: str) -> Row:
+        """The row of that name."""
+        return next(row for row in self.rows if row.name == name)
+
+    @cached_property
+    def page(self) -> Page:
+        """The report as a page with tables and plots."""
+        from surgery.eval.report import page
+
+        return Page(page.render(self.report))
+
+    def plot(self, name: str = "pareto-loss") -> Svg | None:
+        """One plot of the page; None where the report has nothing for it.
+
+        Args:
+            name: pareto-loss, pareto-recall, loss-by-position, needle, ruler, memory, speed or layer-errors.
+
+        Raises:
+            SurgeryError: there is no such plot.
+        """
+        from surgery.common.file_settings import did_you_mean
+        from surgery.eval.report.figures import PLOTS
+        from surgery.eval.report.style import to_svg
+
+        if name not in PLOTS:
+            raise SurgeryError(f"plot {name!r}: choose {', '.join(PLOTS)}{did_you_mean(name, list(PLOTS))}")
+        figure = PLOTS[name].draw(self.report)
+        return None if figure is None else Svg(to_svg(figure))
+
+    def _repr_html_(self) -> str:
+        return self.page._repr_html_()
+
+    @classmethod
+    def of(cls, report: dict[str, Any], folder: Path | None) -> Evaluated:
+        """From the report of an evaluation."""
+        rows = tuple(
+            Row(
+                row["name"],
+                row["role"],
+                (row["results"].get("loss") or {}).get("loss"),
+                (row["results"].get("recall") or {}).get("accuracy"),
+                row["kv"]["bytes_per_token"],
+                row["kv"]["ratio"],
+            )
+            for row in report["rows"]
+        )
+        return cls(rows, report, folder)
+
+
+@dataclass(frozen=True)
+class ScoredHeads:
+    """What :func:`surgery.score_heads` found; ``heads`` of a hybrid conversion takes it.
+
+    Attributes:
+        path: of the pattern file. Without an ``out`` it is a temporary one, which goes with this object.
+        pattern: the scores with all that is known of them.
+    """
+
+    path: Path
+    pattern: HeadPattern = field(repr=False)
+    _kept: TemporaryFolder | None = field(default=None, repr=False, compare=False, kw_only=True)
+
+    @property
+    def scores(self) -> Tensor:
+        """[layers, KV heads] in float32, higher for heads that need their whole context."""
+        return self.pattern.scores
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What the heads were scored with."""
+        return self.pattern.settings
+
+    @cached_property
+    def plot(self) -> Svg:
+        """A heat map of the scores."""
+        from surgery.eval.report.style import to_svg
+        from surgery.heads.heat_map import head_maps
+        from surgery.heads.scoring import OUTLINED
+
+        return Svg(to_svg(head_maps({self.pattern.method: self.pattern}, OUTLINED)))
+
+    def _repr_svg_(self) -> str:
+        return str(self.plot)

@@ -1,0 +1,1 @@
+"""Benchmarks of conversions, kernels and decoding."""

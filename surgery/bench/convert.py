@@ -1,0 +1,134 @@
+"""``surgery bench convert``: how long a conversion takes and how much memory, on a real model's shape.
+
+The checkpoint is made here: random weights of the named shape, sharded as the original is. Time and peak memory do not
+depend on what the weights say. The conversion runs in a process of its own, so that its peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from surgery.checkpoint import CheckpointWriter, TensorSpec
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _llama(hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocabulary: int, rope: dict) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": mlp,
+        "vocab_size": vocabulary,
+        "rope_parameters": rope,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+SHAPES = {
+    "llama3-8b": _llama(4096, 32, 32, 8, 14_336, 128_256, LLAMA3_ROPE),
+    "llama2-7b": _llama(4096, 32, 32, 32, 11_008, 32_000, {"rope_type": "default", "rope_theta": 10_000.0}),
+    "llama3-1b": _llama(2048, 16, 32, 8, 8192, 128_256, LLAMA3_ROPE),
+}
+
+
+@dataclass(frozen=True)
+class ConvertBench:
+    """Measured seconds and bytes of one conversion."""
+
+    shape: str
+    source_bytes: int
+    seconds: float
+    peak_memory_bytes: int
+    report: dict
+
+
+def measure_conversion(shape: str, folder: Path, arguments: list[str], progress: Progress) -> ConvertBench:
+    """Makes a random checkpoint of ``shape`` in ``folder`` if it is not there, and converts it.
+
+    Args:
+        arguments: further arguments of ``surgery convert``.
+
+    Raises:
+        SurgeryError: an unknown shape, or the conversion failed.
+    """
+    if shape not in SHAPES:
+        raise SurgeryError(f"unknown shape {shape!r}: choose {', '.join(SHAPES)}")
+    source = folder / shape
+    if not source.exists():
+        make_random_checkpoint(source, SHAPES[shape], progress)
+    command = [sys.executable, "-m", "surgery", "convert", "--to", "mla", str(source)]
+    command += ["--out", str(folder / f"{shape}-mla"), "--overwrite", "--json", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SurgeryError(f"the conversion failed: {' '.join(command)}")
+    report = json.loads(done.stdout)
+    return ConvertBench(
+        shape,
+        sum(file.stat().st_size for file in source.glob("*.safetensors")),
+        sum(report["seconds"].values()),
+        report["peak_memory_bytes"],
+        report,
+    )
+
+
+def make_random_checkpoint(out: Path, config: dict, progress: Progress, seed: int = 0) -> None:
+    """Writes a Llama checkpoint of random bf16 weights, tensor by tensor."""
+    plan = {name: TensorSpec(torch.bfloat16, shape) for name, shape in _llama_shapes(config)}
+    generator = torch.Generator().manual_seed(seed)
+    with CheckpointWriter(out, plan) as writer:
+        with progress.phase("random weights", sum(spec.nbytes for spec in plan.values()), "B") as advance:
+            for name, spec in plan.items():
+                if "norm" in name:
+                    tensor = torch.ones(spec.shape, dtype=spec.dtype)
+                else:
+                    tensor = torch.empty(spec.shape, dtype=spec.dtype).normal_(0, 0.02, generator=generator)
+                writer.write(name, tensor)
+                advance(spec.nbytes)
+        writer.write_json("config.json", config)
+        writer.finish()
+        writer.commit()
+
+
+def _llama_shapes(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, mlp = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        yield prefix + "input_layernorm.weight", (hidden,)
+        yield prefix + "self_attn.q_proj.weight", (queries, hidden)
+        yield prefix + "self_attn.k_proj.weight", (keys, hidden)
+        yield prefix + "self_attn.v_proj.weight", (keys, hidden)
+        yield prefix + "self_attn.o_proj.weight", (hidden, queries)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+        yield prefix + "mlp.gate_proj.weight", (mlp, hidden)
+        yield prefix + "mlp.up_proj.weight", (mlp, hidden)
+        yield prefix + "mlp.down_proj.weight", (hidden, mlp)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (config["vocab_size"], hidden)

@@ -1,0 +1,294 @@
+"""``surgery bench decode``: tokens a second and peak memory of decoding, source beside converted, whole models.
+
+All models go through one greedy loop over a cache of a fixed number of tokens (:mod:`surgery.bench.cache`), filled at
+random: a step reads the most likely token of the last one. Steps are timed as they are launched from Python, and, on a
+GPU, as a CUDA graph of the step that is replayed, which leaves out what Python takes. Both are reported.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.bench import models as bench_models
+from surgery.bench.cache import held_bytes, steady_cache
+from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
+from surgery.eval.memory import OutOfMemory, unless_out_of_memory
+from surgery.eval.tensor_bytes import weight_bytes
+from surgery.kernels.bench.measure import device_facts
+from surgery.kernels.bench.run import versions
+from surgery.kernels.bench.tuning import write_json
+
+SCHEMA = 1
+STEPS = 8
+REPEATS = 3
+MOST_ROWS = 512
+USABLE = 0.9
+"""Of the free memory, what the caches of the largest batch may take."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to measure.
+
+    Attributes:
+        name: of the row.
+        kind: source, what `--to` names, or checkpoint.
+        build: makes it on a device.
+    """
+
+    name: str
+    kind: str
+    build: Callable[[torch.device], Any]
+
+
+@dataclass(frozen=True)
+class DecodeSettings:
+    """What is measured.
+
+    Attributes:
+        contexts: tokens of the cache.
+        batches: rows; None stands for as many as fit.
+        rank, rope_dim: of converted models of a named shape.
+        structures: what a named shape is converted to.
+        kernels: whether models run as they are (False), accelerated (True), or in turn.
+        seconds: after which nothing more is begun.
+    """
+
+    contexts: tuple[int, ...]
+    batches: tuple[int | None, ...]
+    rank: int = 512
+    rope_dim: int = 64
+    structures: tuple[str, ...] = ("mla",)
+    kernels: tuple[bool, ...] = (False, True)
+    seconds: float = float("inf")
+
+
+def subjects(given: Sequence[str], settings: DecodeSettings) -> Iterator[Subject]:
+    """Named shapes as source and converted, folders as they are.
+
+    Raises:
+        SurgeryError: neither a folder nor a shape, or an unknown structure.
+    """
+    for structure in settings.structures:
+        if structure not in bench_models.STRUCTURES:
+            raise SurgeryError(f"--to {structure}: choose {', '.join(bench_models.STRUCTURES)}")
+    for name in given:
+        if Path(name).is_dir() or Path(name).suffix == ".gguf":
+            reader = CheckpointReader.open(name)
+            folder = reader.model_folder()
+            yield Subject(reader.name, "checkpoint", lambda at, f=folder: bench_models.load_folder(f, at))
+            continue
+        config = bench_models.source_config(name)
+        yield Subject(name, "source", lambda at, c=config: bench_models.random_model(c, at))
+        for structure in settings.structures:
+            made = bench_models.STRUCTURES[structure](config, settings.rank, settings.rope_dim)
+            yield Subject(name, structure, lambda at, c=made: bench_models.random_model(c, at))
+
+
+def measure_decoding(
+    given: Sequence[str],
+    settings: DecodeSettings,
+    device: torch.device,
+    *,
+    out: Path | None = None,
+    command: str = "",
+    say: Callable[[str], Any] = lambda line: None,
+) -> dict:
+    """Measures all subjects, plain and accelerated; the record is written to `out` after each row.
+
+    Raises:
+        SurgeryError: a subject that cannot be.
+    """
+    began = time.monotonic()
+    record: dict[str, Any] = {
+        "schema": SCHEMA,
+        "command": command,
+        "device": device_facts(device),
+        "versions": {**versions(), "transformers": _transformers()},
+        "cache": "random numbers at the full context, no prompt was read; every step is at the same length",
+        "note": None if device.type == "cuda" else "measured on a CPU: figures say nothing of a GPU",
+        "rows": [],
+    }
+    for subject in list(subjects(given, settings)):
+        for accelerated in settings.kernels:
+            if time.monotonic() - began > settings.seconds:
+                record["note"] = f"stopped after {settings.seconds:.0f} s: not everything was measured"
+                break
+            for row in _rows(subject, accelerated, settings, device, began):
+                record["rows"].append(row)
+                _against_source(record["rows"])
+                say(_line(row))
+                if out is not None:
+                    write_json(out, record)
+    if out is not None:
+        write_json(out, record)
+    return record
+
+
+@torch.no_grad()
+def _rows(
+    subject: Subject, accelerated: bool, settings: DecodeSettings, device: torch.device, began: float
+) -> Iterator[dict]:
+    place = {"model": subject.name, "kind": subject.kind, "accelerated": accelerated}
+    model = unless_out_of_memory(lambda: subject.build(device))
+    if isinstance(model, OutOfMemory):
+        yield {**place, "skipped": "the weights do not fit"}
+        return
+    place["weight_bytes"] = weight_bytes(model)
+    try:
+        if accelerated:
+            from surgery.acceleration import accelerate
+
+            done = accelerate(model)
+            if done.refused:
+                yield {**place, "skipped": done.refused}
+                return
+            place |= {"layers": sorted(set(done.layers)), "logit_error": done.error}
+        for context in settings.contexts:
+            tried: set[int] = set()
+            for wanted in settings.batches:
+                if time.monotonic() - began > settings.seconds:
+                    return
+                at = {**place, "context": context}
+                row = _row(model, at, wanted, device, tried)
+                if row is not None:
+                    yield row
+    except (ImportError, SurgeryError, ValueError) as error:
+        yield {**place, "skipped": " ".join(str(error).split())[:200]}
+    finally:
+        del model
+        _free(device)
+
+
+def _row(model: Any, place: dict, wanted: int | None, device: torch.device, tried: set[int]) -> dict | None:
+    """One measurement; the largest batch is looked for downwards. None if that batch was measured already."""
+    batch = wanted or _largest(model, place["context"], device)
+    while batch not in tried:
+        tried.add(batch)
+        found = unless_out_of_memory(lambda batch=batch: _measure(model, batch, place["context"], device))
+        _free(device)
+        if not isinstance(found, OutOfMemory):
+            return {**place, "batch": batch, "largest": wanted is None, **found}
+        if wanted is not None or batch == 1:
+            return {**place, "batch": batch, "largest": wanted is None, "skipped": "out of memory"}
+        batch = max(1, batch * 3 // 4)
+    return None
+
+
+def _largest(model: Any, context: int, device: torch.device) -> int:
+    """Rows whose caches fit beside the weights, to begin with."""
+    _free(device)
+    row = held_bytes(steady_cache(model, 1, 1, device)) / 2 * context
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
+    return int(min(max(USABLE * free / row, 1), MOST_ROWS))
+
+
+def _measure(model: Any, batch: int, context: int, device: torch.device) -> dict:
+    cache = steady_cache(model, batch, context, device)
+    token = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    position = torch.full((batch, 1), context, dtype=torch.long, device=device)
+
+    def step() -> None:
+        out = model(input_ids=token, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        token.copy_(out.logits[:, -1:].argmax(-1))
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    step(), step()
+    eager = _seconds(step, device)
+    replayed, refused = _graph_seconds(step, device)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    best = min(filter(None, (eager, replayed)))
+    return {
+        "cache_bytes": held_bytes(cache),
+        "peak_memory_bytes": peak,
+        "step_seconds": eager,
+        "graph_step_seconds": replayed,
+        "graph_refused": refused,
+        "tokens_per_second": batch / best,
+    }
+
+
+def _seconds(step: Callable[[], Any], device: torch.device) -> float:
+    """Median seconds of a step over some runs of `STEPS`, no longer than needed on a CPU."""
+    found = []
+    for _ in range(REPEATS):
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(STEPS if device.type == "cuda" else 2):
+            step()
+        _wait(device)
+        found.append((time.perf_counter() - start) / (STEPS if device.type == "cuda" else 2))
+    return statistics.median(found)
+
+
+def _graph_seconds(step: Callable[[], Any], device: torch.device) -> tuple[float | None, str | None]:
+    """Seconds of a replayed step, or why it could not be recorded."""
+    if device.type != "cuda":
+        return None, "no GPU"
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        step(), step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        _wait(device)
+        return None, " ".join(str(error).split())[:120]
+    graph.replay()
+    return _seconds(graph.replay, device), None
+
+
+def _against_source(rows: list[dict]) -> None:
+    """How many times the source's tokens a second, as it is and at the same place, a row reaches."""
+    measured = [row for row in rows if "tokens_per_second" in row]
+    sources = {
+        (row["model"], row["context"], "largest" if row["largest"] else row["batch"]): row["tokens_per_second"]
+        for row in measured
+        if row["kind"] == "source" and not row["accelerated"]
+    }
+    for row in measured:
+        source = sources.get((row["model"], row["context"], "largest" if row["largest"] else row["batch"]))
+        if source:
+            row["times_source"] = row["tokens_per_second"] / source
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _transformers() -> str:
+    import transformers
+
+    return transformers.__version__
+
+
+def _line(row: dict) -> str:
+    how = "accelerated" if row["accelerated"] else "as it is"
+    place = f"{row['model']} {row['kind']}, {how}"
+    if "context" in row:
+        place += f", context {row['context']}, batch {row.get('batch')}"
+    if "skipped" in row:
+        return f"{place}: skipped, {row['skipped']}"
+    return f"{place}: {row['tokens_per_second']:,.0f} tokens/s"

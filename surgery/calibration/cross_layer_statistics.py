@@ -1,0 +1,40 @@
+"""What the layers of a group have to do with each other: the joint second moment of their keys and values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.sweep import BoundaryStore
+from surgery.running.source import Source
+
+
+@torch.no_grad()
+def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, batch_size: int) -> Tensor:
+    """``E[z zᵀ]`` of the stacked ``z_i = [k ; v]`` of layers ``start`` to ``stop`` - 1, [W·n, W·n] in float64.
+
+    Keys are without biases and before their norm. Products of a batch are taken in the stream's dtype and summed in
+    float64.
+
+    Args:
+        store: what entered each layer in the forward sweep over calibration text.
+    """
+    stream = opened.stream
+    rows, inputs = [], []
+    for index in range(start, stop):
+        anatomy = opened.anatomy(index).to(stream.device, stream.dtype)
+        scale = opened.input_scale(index).to(stream.device, stream.dtype)
+        # The norm before the attention is the source's, and its weight can act on the rows instead.
+        rows.append(torch.cat([anatomy.k.flatten(0, 1), anatomy.v.flatten(0, 1)]) * scale)
+        inputs.append(store.load(index))
+    width = sum(len(part) for part in rows)
+    moment = torch.zeros(width, width, dtype=torch.float64)
+    tokens = inputs[0].shape[:2].numel()
+    for first in range(0, len(inputs[0]), batch_size):
+        stacked = []
+        for hidden, part in zip(inputs, rows, strict=True):
+            x = hidden[first : first + batch_size].flatten(0, 1).to(stream.device, stream.dtype)
+            stacked.append(torch.nn.functional.rms_norm(x, x.shape[-1:], eps=opened.config.rms_norm_eps) @ part.mT)
+        z = torch.cat(stacked, dim=-1)
+        moment += (z.mT @ z).double().cpu()
+    return moment / tokens

@@ -1,0 +1,69 @@
+"""Held-out text and recall prompts, and how a streamed model does on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surgery.running.layer_stream import LayerStream
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean loss in nats per predicted token and share of recall prompts answered right; None where not measured.
+
+    Attributes:
+        logit_difference: of a form that must equal the source, the largest difference of logits on a short text,
+            relative to the largest logit.
+    """
+
+    loss: float | None
+    recall: float | None
+    logit_difference: float | None = None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Sequences that no statistics were taken on, all of one length, so that they stream as one batch.
+
+    The first ``texts`` rows are text whose loss is measured, the others recall prompts with a mask over their answers.
+    """
+
+    tokens: Tensor  # [N, T]
+    texts: int
+    answers: Tensor  # bool [N - texts, T]
+
+    @classmethod
+    def of_text(cls, texts: Tensor) -> HeldOut:
+        return cls(texts, len(texts), torch.zeros(0, texts.shape[1], dtype=torch.bool))
+
+    @classmethod
+    def random(cls, vocabulary: int, count: int, length: int, seed: int) -> HeldOut:
+        """Random tokens: nothing to score, but enough to compare logits."""
+        generator = torch.Generator().manual_seed(seed)
+        return cls(torch.randint(vocabulary, (count, length), generator=generator), 0, torch.zeros(count, length) > 0)
+
+    def with_recall(self, tokens: Tensor, answers: Tensor) -> HeldOut:
+        return HeldOut(torch.cat([self.tokens, tokens]), self.texts, answers)
+
+    def score(self, stream: LayerStream, hidden: Tensor) -> Score:
+        """Scores final hidden states [N, T, D], before the last norm."""
+        loss = stream.loss(hidden[: self.texts], self.tokens[: self.texts]) if self.texts else None
+        recall = None
+        if self.answers.any() and len(hidden) > self.texts:
+            row, position = self.answers.nonzero().T
+            predicted = stream.logits(hidden[self.texts :][row, position - 1].to(stream.device, stream.dtype)).argmax(
+                -1
+            )
+            wrong = predicted.cpu() != self.tokens[self.texts :][row, position]
+            recall = 1 - len(row[wrong].unique()) / len(self.answers)
+        return Score(loss, recall)
+
+
+def logit_difference(stream: LayerStream, hidden: Tensor, other_stream: LayerStream, other: Tensor) -> float:
+    """Largest logit difference at the last position of every sequence, relative to the largest logit."""
+    logits = stream.logits(hidden[:, -1].to(stream.device, stream.dtype))
+    others = other_stream.logits(other[:, -1].to(other_stream.device, other_stream.dtype))
+    return float((logits - others).abs().max() / logits.abs().max())

@@ -1,0 +1,107 @@
+"""Gathers what a conversion needs to know of every layer, from text or from weights alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.kept_statistics import KeptStatistics
+from surgery.calibration.library import StatisticsLibrary, prior_lags, weight_statistics
+from surgery.calibration.sequences import token_hash
+from surgery.calibration.settings import ConversionSettings
+from surgery.calibration.statistics import LayerStatistics, lag_statistics
+from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
+from surgery.common.progress import Progress
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.running.source import Source
+
+if TYPE_CHECKING:
+    from surgery.transforms.key_basis import KeyBasis
+
+# Lag statistics take the whole attention matrix of a sequence; eight sequences of a thousand tokens settle them.
+LAG_SEQUENCES = 8
+
+BasisOf = Callable[[AttentionAnatomy, LayerStatistics], "KeyBasis"]
+"""The key basis whose components a transform wants to know the attention over lags of."""
+
+
+def gather(
+    opened: Source,
+    library: StatisticsLibrary,
+    tokens: Tensor | None,
+    store: BoundaryStore,
+    settings: ConversionSettings,
+    progress: Progress,
+    *,
+    gradients: bool,
+    basis_of: BasisOf | None = None,
+) -> None:
+    """Fills the library by one forward and one backward sweep over calibration tokens [N, T], or from weights alone.
+
+    Args:
+        tokens: None for the weights alone.
+        store: gets what entered each layer in the forward sweep.
+        gradients: whether moments of the loss gradient are wanted.
+        basis_of: for lag statistics; None for none.
+    """
+    if tokens is None:
+        _from_weights(opened, library, progress, basis_of)
+        return
+    stream, kept = opened.stream, None
+
+    def forward() -> Tensor:
+        with progress.phase("calibrate: forward", stream.num_layers) as advance:
+            return forward_sweep(stream, tokens, store, settings.batch_size, advance)
+
+    if settings.keep_statistics:
+        kept = KeptStatistics(settings.keep_statistics, _facts(opened, tokens, settings, gradients, basis_of))
+        if kept.read_into(library):
+            progress.note(f"statistics: those kept in {settings.keep_statistics}")
+            store.fill_when_asked(forward)
+            return
+    final = forward()
+    with progress.phase("calibrate: backward", stream.num_layers) as advance:
+        layers = backward_sweep(
+            stream, opened.anatomy, store, final, settings.batch_size, gradients=gradients, seed=settings.seed
+        )
+        for layer in layers:
+            lags = None
+            if basis_of is not None:
+                # Evenly spread, so that text with and without planted recalls is in it.
+                chosen = torch.linspace(0, len(tokens) - 1, min(LAG_SEQUENCES, len(tokens))).long()
+                basis = basis_of(layer.anatomy, layer.statistics)
+                lags = lag_statistics(layer.anatomy, basis, layer.inputs[chosen])
+            library.save(layer.index, layer.statistics, lags)
+            advance()
+    if kept:
+        kept.keep(library)
+
+
+def _facts(
+    opened: Source, tokens: Tensor, settings: ConversionSettings, gradients: bool, basis_of: BasisOf | None
+) -> dict[str, Any]:
+    """All that statistics follow from. Which basis lags are taken in is a matter of the method."""
+    return {
+        "source": opened.reader.fingerprint(),
+        "tokens": token_hash(tokens),
+        "gradients": gradients,
+        "lags_of": basis_of and settings.method,
+        **{name: getattr(settings, name) for name in ("seed", "dtype", "batch_size")},
+    }
+
+
+def _from_weights(opened: Source, library: StatisticsLibrary, progress: Progress, basis_of: BasisOf | None) -> None:
+    """Fills the library from the weights; the model's context bounds the lags that are thought of."""
+    context = opened.config.max_position_embeddings
+    with progress.phase("statistics of weights", opened.layers) as advance:
+        for index in range(opened.layers):
+            anatomy = opened.anatomy(index).to(torch.float64)
+            statistics = weight_statistics(anatomy, opened.input_scale(index).double())
+            lags = None
+            if basis_of is not None:
+                lags = prior_lags(anatomy, basis_of(anatomy, statistics), statistics, context)
+            library.save(index, statistics, lags)
+            advance()

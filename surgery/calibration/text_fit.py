@@ -1,0 +1,67 @@
+"""How well a source knows the text that it is calibrated on and measured with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from surgery.common.progress import Progress
+from surgery.eval.tasks.loss import MEMORISED
+from surgery.running.layer_stream import LayerStream, blocks_of
+
+SEQUENCES = 4
+"""Sequences of each kind of use that are read, the first ones."""
+FAR_OFF, BY_HEART = 5.0, 0.3
+"""Mean losses beyond which a text does not fit: the source cannot read it, or has learnt it by heart."""
+
+
+@torch.no_grad()
+def measure_fit(
+    stream: LayerStream, tokens: Tensor, order: Sequence[str] | None, batch_size: int, progress: Progress
+) -> dict[str, dict[str, float]]:
+    """The source's loss on the first sequences [N, T], by the kind of each.
+
+    Args:
+        order: the kind of each sequence; None: all are of one, called "text".
+
+    Returns:
+        By kind "loss" (nats per token), "memorised" (share of tokens below `MEMORISED`), "tokens" that were predicted.
+    """
+    tokens = tokens[:SEQUENCES]
+    kinds = list(order or ["text"] * len(tokens))[: len(tokens)]
+    hidden = stream.embed(tokens)
+    with progress.phase("source's loss on the text", stream.num_layers) as advance:
+        # Layers of a converted source that share something run together only.
+        own_class = bool(getattr(stream.config, "attention_layers", None))
+        singles = [(index, index + 1) for index in range(stream.num_layers)]
+        for start, stop in blocks_of(stream.config) if own_class else singles:
+            with stream.block(start, stop) as layers:
+                stream.run_layer(layers, hidden, batch_size)
+            advance(stop - start)
+    losses = stream.token_losses(hidden, tokens).view(len(tokens), -1).cpu()
+    fit = {}
+    for kind in dict.fromkeys(kinds):
+        own = losses[[place for place, other in enumerate(kinds) if other == kind]]
+        memorised = (own < MEMORISED).double().mean()
+        fit[kind] = {"loss": float(own.mean()), "memorised": float(memorised), "tokens": own.numel()}
+    return fit
+
+
+def misfits(fit: dict[str, dict[str, float]], *, chats: bool) -> list[str]:
+    """What is wrong with a calibration text, a line each.
+
+    Args:
+        chats: whether the source is a model for conversations, and none are in the text.
+    """
+    found = []
+    for kind, measured in fit.items():
+        said = f"the source's loss on the {kind} is {measured['loss']:.2f} nats per token"
+        if measured["loss"] > FAR_OFF:
+            found.append(f"{said}: it was not trained on such text; give --calibration text that it was trained on")
+        elif measured["loss"] < BY_HEART:
+            found.append(f"{said}: it knows it by heart, which hides damage; give other text with --calibration")
+    if chats:
+        found.append("the source is a model for conversations and calibrated without: add chat=0.2 to --calibration")
+    return found

@@ -1,0 +1,220 @@
+"""The token sequences of a conversion: calibration, held-out text and recall prompts, all from one text source."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.held_out import HeldOut
+from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
+from surgery.calibration.text_fit import measure_fit, misfits
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.running.loading import LOADING
+
+if TYPE_CHECKING:
+    from surgery.calibration.mixture import Conversations
+    from surgery.calibration.sequences import CalibrationSet
+
+# Random tokens that stand in for held-out text where there is none, to compare logits on.
+RANDOM_SEQUENCES, RANDOM_LENGTH = 2, 64
+RECALL_PROMPTS_PER_TEXT = 1
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token sequences and where they came from."""
+
+    calibration: Tensor | None  # [N, T]; None for a conversion from weights alone
+    held_out: HeldOut
+    description: dict
+
+
+def load_texts(opened, settings: ConversionSettings, progress: Progress, *, run_source: bool = True) -> Texts:
+    """Tokenises what the settings name, and measures how well the source knows it.
+
+    Args:
+        run_source: without it nothing is measured, and prose stands in the place of the source's own conversations.
+
+    Raises:
+        SurgeryError: there is no tokenizer, or the text cannot be read or is too short.
+    """
+    if settings.calibration == NO_CALIBRATION:
+        held_out = HeldOut.random(opened.config.vocab_size, RANDOM_SEQUENCES, RANDOM_LENGTH, settings.seed)
+        return Texts(None, held_out, {"source": NO_CALIBRATION})
+    from surgery.eval.recall import recall_prompts
+
+    tokenizer = load_tokenizer(opened.reader.path)
+    build = _builder(opened, tokenizer, settings, progress, run_source)
+    if settings.held_out_text is not None:
+        build = _with_held_out(build, tokenizer, settings, opened.config.max_position_embeddings)
+    built = build(settings.recall)
+    # The prompts plant facts of their own: the text between them must hold no others.
+    filler = built.held_out if settings.recall == 0 else build(0.0).held_out
+    held_out, note = HeldOut.of_text(built.held_out), "recall prompts in held-out text"
+    length = built.held_out.shape[1]
+    try:
+        prompts = recall_prompts(
+            tokenizer,
+            filler.flatten().tolist(),
+            RECALL_PROMPTS_PER_TEXT * len(built.held_out),
+            length,
+            settings.seed,
+        )
+        held_out = held_out.with_recall(prompts.tokens, prompts.answer_mask)
+    except SurgeryError as error:
+        # Short sequences and some tokenizers have no room for the task; the loss is still worth having.
+        note = f"no recall prompts: {error}"
+        progress.note(note)
+    # Of a GGUF file the tokenizer lies in a temporary folder, which is nobody's to find.
+    description = {**built.description, "tokenizer": str(opened.reader.source), "recall_prompts": note}
+    if run_source:
+        description["fit"] = _measure(opened, tokenizer, built, settings, progress)
+    return Texts(built.tokens, held_out, description)
+
+
+def _builder(
+    opened, tokenizer, settings: ConversionSettings, progress: Progress, run_source: bool
+) -> Callable[[float], CalibrationSet]:
+    """What makes the sequences, given the share of them with planted recalls. The source writes only once."""
+    from surgery.calibration.mixture import CHAT, build_mixture, shares_of, without_chat
+    from surgery.calibration.sequences import build_calibration
+    from surgery.calibration.text import BUILTIN, SELF
+
+    request = {
+        "tokens": settings.calibration_tokens,
+        "length": settings.calibration_length,
+        "seed": settings.seed,
+        "held_out": settings.held_out,
+        "max_positions": opened.config.max_position_embeddings,
+        "text_field": settings.text_field,
+    }
+    shares = shares_of(settings.calibration, tokenizer)
+    if shares is None:
+        source = settings.calibration
+        if source == SELF:
+            progress.note("sampling calibration text from the model itself")
+            source = _own_samples(opened, tokenizer, settings)
+        return lambda recall: build_calibration(tokenizer, source, recall=recall, **request)
+    if CHAT in shares and not run_source:
+        shares = without_chat(shares)
+    elif CHAT in shares and settings.calibration == BUILTIN and (reason := _too_large_to_load(opened)):
+        progress.note(f"calibration without conversations: {reason}")
+        shares = without_chat(shares)
+    conversations = _own_conversations(opened, tokenizer, settings, progress)
+    return lambda recall: build_mixture(tokenizer, shares, conversations, recall=recall, **request)
+
+
+def _with_held_out(
+    build: Callable[[float], CalibrationSet], tokenizer, settings: ConversionSettings, max_positions: int
+) -> Callable[[float], CalibrationSet]:
+    """The same with held-out sequences of a text of one's own."""
+    from surgery.calibration.sequences import CalibrationSet, build_calibration, token_hash
+
+    def replaced(recall: float) -> CalibrationSet:
+        built = build(recall)
+        length = built.tokens.shape[1]
+        tokens = build_calibration(
+            tokenizer,
+            settings.held_out_text,
+            tokens=settings.held_out * length,
+            length=length,
+            recall=recall,
+            seed=settings.seed,
+            held_out=0,
+            max_positions=max_positions,
+            text_field=settings.text_field,
+        ).tokens
+        order = built.description.get("order")
+        told = {"held_out_source": settings.held_out_text, "held_out_sha256": token_hash(tokens)}
+        if order:
+            told["order"] = {**order, "held_out": ["text"] * len(tokens)}
+        return CalibrationSet(built.tokens, tokens, {**built.description, **told})
+
+    return replaced
+
+
+def _measure(opened, tokenizer, built: CalibrationSet, settings: ConversionSettings, progress: Progress) -> dict:
+    """Says what the text is and where it does not fit the source."""
+    order = built.description.get("order", {"calibration": None, "held_out": None})
+    fit = {
+        use: measure_fit(opened.stream, tokens, order[use], settings.batch_size, progress)
+        for use, tokens in (("calibration", built.tokens), ("held_out", built.held_out))
+    }
+    parts = built.description.get("parts")
+    shares = ", ".join(f"{part['share']:.0%} {name}" for name, part in (parts or {}).items()) or settings.calibration
+    losses = ", ".join(f"{found['loss']:.2f} on {kind}" for kind, found in fit["calibration"].items())
+    progress.note(f"calibration: {built.tokens.numel():,} tokens: {shares}; source's loss {losses}")
+    chats = bool(getattr(tokenizer, "chat_template", None)) and "chat" not in (parts or {"chat": None})
+    for line in misfits(fit["calibration"], chats=chats):
+        progress.note(f"warning: {line}")
+    return fit
+
+
+def load_tokenizer(path):
+    """The tokenizer of a checkpoint folder.
+
+    Raises:
+        SurgeryError: there is none that transformers can read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except LOADING as error:
+        reason = " ".join(str(error).split())[:200]
+        raise SurgeryError(f"{path}: no usable tokenizer ({reason}); use --calibration none") from None
+
+
+def _whole_model(opened):
+    """The source as one model, on the device where its layers run; a CPU is slow in half precision."""
+    from transformers import AutoModelForCausalLM
+
+    device = opened.stream.device
+    dtype = torch.float32 if device.type == "cpu" else "auto"
+    folder = opened.reader.model_folder()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device)
+
+
+def _too_large_to_load(opened) -> str | None:
+    """Why the source is not loaded as a whole without being asked to; None where it can be."""
+    import psutil
+
+    weights = sum(opened.reader.info(name).nbytes for name in opened.reader.names())
+    device = opened.stream.device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if weights <= free // 2:
+        return None
+    return f"the source's {weights / 2**30:.0f} GiB would take more than half of the free memory; ask for chat=SHARE"
+
+
+def _own_samples(opened, tokenizer, settings: ConversionSettings) -> Tensor:
+    """Samples of the model itself, [N, T]; needs the whole model in memory, in its own dtype."""
+    from surgery.calibration.self_samples import sample_from_model
+
+    # The pool has to hold calibration and held-out windows, with room to draw them at random.
+    tokens = 2 * (settings.calibration_tokens + settings.held_out * settings.calibration_length)
+    length = min(settings.calibration_length, opened.config.max_position_embeddings)
+    return sample_from_model(_whole_model(opened), tokenizer, tokens, length, settings.batch_size, seed=settings.seed)
+
+
+def _own_conversations(opened, tokenizer, settings: ConversionSettings, progress: Progress) -> Conversations:
+    """Conversations with the source, sampled when they are asked for the first time."""
+    from surgery.calibration.conversations import HELD_OUT_PROMPTS, PROMPTS, sample_conversations
+
+    model = functools.cache(lambda: _whole_model(opened))
+
+    @functools.cache
+    def conversations(unseen: bool, tokens: int) -> list[list[int]]:
+        prompts = HELD_OUT_PROMPTS if unseen else PROMPTS
+        with progress.phase("sample conversations", tokens, "token") as advance:
+            found = sample_conversations(model(), tokenizer, tokens, prompts, settings.seed)
+            advance(tokens)
+        return found
+
+    return conversations

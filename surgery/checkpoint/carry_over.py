@@ -1,0 +1,52 @@
+"""What a conversion leaves as it is: every tensor but the attention's, and the files beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from surgery.checkpoint import CheckpointReader, CheckpointWriter
+from surgery.checkpoint.tokenizer_class import keep_tokens
+from surgery.common.progress import Progress
+
+REPORT, CARD, SOURCE_CARD = "surgery_report.json", "README.md", "README.source.md"
+
+
+def copy_tensors(
+    reader: CheckpointReader,
+    names: Sequence[str],
+    factors: Mapping[str, float],
+    writer: CheckpointWriter,
+    progress: Progress,
+) -> None:
+    """Copies tensors byte for byte; those with a factor are scaled by it."""
+    with progress.phase("copy the rest", sum(reader.info(name).nbytes for name in names), "B") as advance:
+        for name in names:
+            if name in factors:
+                writer.write(name, _scaled(reader.tensor(name), factors[name]))
+            else:
+                writer.copy(name, reader)
+            advance(reader.info(name).nbytes)
+
+
+def copy_sidecars(reader: CheckpointReader, code: Iterable[Path], writer: CheckpointWriter) -> None:
+    """Copies tokenizer, generation config and the like, the source's card under another name, and code files.
+
+    ``config.json`` has to be written before: it decides which tokenizer class transformers takes.
+    """
+    for path in reader.sidecars():
+        relative = path.relative_to(reader.path).as_posix()
+        if relative != REPORT:
+            writer.copy_file(path, SOURCE_CARD if relative == CARD else relative)
+    for path in code:
+        writer.copy_file(path, path.name)
+    keep_tokens(reader, writer)
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    """``tensor * factor`` in place, rounded once, a piece at a time: an embedding in float64 would not fit."""
+    for piece in tensor.view(-1).split(2**22):
+        piece.copy_(piece.double() * factor)
+    return tensor

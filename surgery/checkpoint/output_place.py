@@ -1,0 +1,42 @@
+"""Where the output of a verb goes, and what it may not replace. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from surgery.checkpoint.staging import check_output
+from surgery.common.errors import SurgeryError
+
+
+def default_output(source: str | Path, target: str) -> Path:
+    """Beside the source, its name with the target behind it; in the working folder for a hub id."""
+    path = Path(source)
+    if path.is_file():  # a GGUF file
+        return path.with_name(f"{path.stem}-{target}")
+    return path.parent / f"{path.name}-{target}" if path.is_dir() else Path(f"{path.name}-{target}")
+
+
+def settle_output(
+    source: str | Path, read: Path | None, out: str | Path | None, target: str, *, overwrite: bool
+) -> Path:
+    """Where the output goes.
+
+    Args:
+        read: the folder or file that ``source`` is read from; None for a hub model that nobody fetched yet.
+        out: as asked for; an empty folder is taken.
+
+    Raises:
+        SurgeryError: the output exists and may not be replaced, or is the source.
+    """
+    out = Path(out) if out else default_output(source, target)
+    if read is not None:
+        check_output(read, out)
+    if os.path.lexists(out) and not overwrite and not is_empty_folder(out):
+        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
+    return out
+
+
+def is_empty_folder(path: Path) -> bool:
+    """Whether there is a folder with nothing in it."""
+    return path.is_dir() and not any(path.iterdir())

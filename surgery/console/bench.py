@@ -1,0 +1,173 @@
+"""What `surgery bench` prints, and predicted times of `surgery inspect`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from surgery.common.human import decimal, duration, size
+from surgery.console.page import make_table, new_page, plain, print_json
+
+
+def show_bench(bench, *, as_json: bool = False) -> None:
+    """Prints a measured conversion (:class:`surgery.bench.convert.ConvertBench`)."""
+    if as_json:
+        print_json(asdict(bench))
+        return
+    page, report = new_page(), bench.report
+    page.print(f"\n[bold]{plain(bench.shape)}[/bold], {size(bench.source_bytes)} of weights")
+    page.print(
+        make_table(["phase", "seconds"], [(name, decimal(value, 1)) for name, value in report["seconds"].items()])
+    )
+    page.print(f"{duration(bench.seconds)} in all, peak memory {size(bench.peak_memory_bytes)}")
+
+
+def show_speed(page: Console, rows: list[dict], gpu: dict | None = None) -> None:
+    """Predicted times by context and batch, :func:`surgery.inspection.speed_forecast.speed_against`; or nothing.
+
+    With ``gpu`` also what they were predicted for.
+    """
+    if not rows:
+        return
+    if gpu:
+        rates = f"{gpu['bytes_per_second'] / 1e12:.2f} TB/s and {gpu['flops_per_second'] / 1e12:.0f} TFLOP/s"
+        page.print(
+            f"attention of a decoding step on {plain(gpu['name'])}, all layers, predicted at {rates}"
+            f" ({plain(gpu['source'])})",
+            soft_wrap=True,
+        )
+    compared = "speedup" in rows[0]
+    columns = ["context", "batch", *(["source"] if compared else []), "time", *(["speed-up", "of bytes"] * compared)]
+    cells = []
+    for row in rows:
+        cell = [f"{row['context'] // 1024}k", row["batch"]]
+        cell += [_time(row["source_seconds"])] if compared else []
+        cell += [_time(row["seconds"])]
+        cell += [_ratio(row["speedup"]), _ratio(row["bytes_ratio"])] if compared else []
+        why = f"bound by {row['bound']}" if row.get("faster", True) else f"will not be faster: {row['reason']}"
+        cells.append((*cell, why))
+    page.print(make_table([*columns, ""], cells, right=tuple(range(1, len(columns)))))
+
+
+def show_kernels(record: dict, written: list[Path], *, as_json: bool = False) -> None:
+    """Prints a record of `kernels/bench/run.py`."""
+    if as_json:
+        print_json(record)
+        return
+    page, limits = new_page(), record["ceilings"]
+    page.print(f"\n[bold]{plain(record['device']['name'])}[/bold]")
+    if limits:
+        page.print(
+            f"ceilings measured in this run: copy {limits['bytes_per_second'] / 1e12:.2f} TB/s, read and written bytes"
+            f" both counted; bf16 product {limits['flops_per_second'] / 1e12:.0f} TFLOP/s",
+            soft_wrap=True,
+        )
+    head = [
+        "operation",
+        "shape",
+        "batch",
+        "context",
+        "error",
+        "of best",
+        "time",
+        "GB/s",
+        "of copy",
+        "TFLOP/s",
+        "of matmul",
+    ]
+    rows = [_kernel_row(row) for row in record["rows"]]
+    page.print(make_table([*head, "over GQA", "fastest other"], rows, right=tuple(range(2, 12))))
+    for row in record["rows"]:
+        if "gate" in row and not row["gate"]["passed"]:
+            place = f"{row['operation']} {row['model']} {row['variant']}, batch {row['batch']}, {row['context']} tokens"
+            page.print(f"[bold red]wrong[/bold red] {plain(place)}: {plain('; '.join(row['gate']['reasons']))}")
+    _show_notes(page, record["note"], written)
+
+
+def _kernel_row(row: dict) -> tuple:
+    place = (row["operation"], f"{row['model']} {row['variant']}", row["batch"], _tokens(row["context"]))
+    if "skipped" in row:
+        return (*place, *[""] * 8, row["skipped"])
+    gate = row["gate"]
+    error = "-" if gate["error"] is None else f"{gate['error']:.1e}"
+    relative = "-" if gate["times_best_library"] is None else f"{gate['times_best_library']:.1f}x"
+    if "seconds" not in row:
+        return (*place, error, relative, *["-"] * 6, "right" if gate["passed"] else "wrong: not timed")
+    others = [(each["seconds"], name) for name, each in row.get("baselines", {}).items() if "seconds" in each]
+    best = f"{min(others)[1]} {_time(min(others)[0])}" if others else "-"
+    return (
+        *place,
+        error,
+        relative,
+        _time(row["seconds"]),
+        f"{row['bytes_per_second'] / 1e9:,.0f}",
+        f"{row['share_of_copy']:.0%}",
+        f"{row['flops_per_second'] / 1e12:,.0f}",
+        f"{row['share_of_matmul']:.0%}",
+        _ratio(row["speedup_over_gqa_decode"]) if "speedup_over_gqa_decode" in row else "-",
+        best,
+    )
+
+
+def show_decoding(record: dict, written: list[Path], *, as_json: bool = False) -> None:
+    """Prints a record of :func:`surgery.bench.decode.measure_decoding`."""
+    if as_json:
+        print_json(record)
+        return
+    page = new_page()
+    page.print(f"\n[bold]{plain(record['device']['name'])}[/bold]; caches of {plain(record['cache'])}", soft_wrap=True)
+    head = ["model", "attention", "kernels", "context", "batch", "tokens/s", "step", "in a graph", "peak memory"]
+    rows = [_decode_row(row) for row in record["rows"]]
+    page.print(make_table([*head, "of the source", ""], rows, right=tuple(range(3, 10))))
+    _show_notes(page, record["note"], written)
+
+
+def _decode_row(row: dict) -> tuple:
+    place = (row["model"], row["kind"], "ours" if row["accelerated"] else "stock")
+    at = (_tokens(row["context"]) if "context" in row else "", row.get("batch", ""))
+    if "skipped" in row:
+        return (*place, *at, *[""] * 5, row["skipped"])
+    graph = row["graph_step_seconds"]
+    return (
+        *place,
+        *at,
+        f"{row['tokens_per_second']:,.0f}",
+        _time(row["step_seconds"]),
+        "-" if graph is None else _time(graph),
+        "-" if row["peak_memory_bytes"] is None else size(row["peak_memory_bytes"]),
+        _ratio(row["times_source"]) if "times_source" in row else "-",
+        "largest batch" if row["largest"] else "",
+    )
+
+
+def show_parts(record: dict, *, as_json: bool = False) -> None:
+    """Prints how the parts of :func:`surgery.bench.everything.run_all` ended."""
+    if as_json:
+        print_json(record)
+        return
+    page = new_page()
+    rows = [(part["name"], duration(part["seconds"]), part["ended"], part["log"] or "-") for part in record["parts"]]
+    page.print(make_table(["part", "time", "ended", "log"], rows, right=(1,)))
+    page.print(plain(record["out"]), soft_wrap=True)
+
+
+def _show_notes(page: Console, note: str | None, written: list[Path]) -> None:
+    if note:
+        page.print(plain(note), soft_wrap=True)
+    for path in written:
+        page.print(plain(path), soft_wrap=True)
+
+
+def _tokens(count: int) -> str:
+    return f"{count // 1024}k" if count % 1024 == 0 else str(count)
+
+
+def _time(seconds: float) -> str:
+    """Microseconds, or milliseconds where they are many."""
+    return f"{seconds * 1e6:,.0f} us" if seconds < 1e-2 else f"{seconds * 1e3:,.1f} ms"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}x" if value < 10 else f"{value:.1f}x"

@@ -1,0 +1,320 @@
+"""What the verbs print on standard output: tables for people, or with ``as_json`` one JSON object and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from surgery.common.human import decimal, duration, loss_of_stage, origin, per_token, share, size
+from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.engines import spoken
+
+OWN_CLASS = "surgery"
+
+
+def show_conversion(conversion, *, as_json: bool = False) -> None:
+    """Prints a finished conversion (:class:`surgery.structures.converter.Conversion`)."""
+    report = conversion.report.to_dict()
+    if as_json:
+        print_json({"path": str(conversion.path), **report})
+        return
+    page, source, target, kv = new_page(), report["source"], report["target"], report["kv"]
+    first, last = report["ladder"][0], report["ladder"][-1]
+    named = origin(source["path"], source.get("dequantised_from"))
+    page.print(f"\n[bold]{plain(named)} → {plain(conversion.path.name)}[/bold]")
+    page.print(
+        make_table(
+            ["", "source", "converted"],
+            [
+                ("class", source["model_type"], target["model_type"]),
+                (
+                    "KV cache per token",
+                    per_token(kv["source_bytes_per_token"]),
+                    f"{per_token(kv['measured_bytes_per_token'])}, {share(kv['ratio'])}",
+                ),
+                *_numbers(kv, target),
+                *_flow(kv),
+                ("held-out loss, nats per token", decimal(first["loss"], 4), decimal(last["loss"], 4)),
+                ("recall of planted keys", decimal(first["recall"], 2), decimal(last["recall"], 2)),
+            ],
+        )
+    )
+    _show_ladder(page, report["ladder"])
+    _show_layers(page, report["layers"])
+    if report["splits"]:
+        _show_splits(page, report["splits"], (target["rope_dim"], target["kv_lora_rank"]))
+    _show_carrier(page, target)
+    page.print(
+        f"{duration(sum(report['seconds'].values()))}, peak memory {size(report['peak_memory_bytes'])}\n"
+        f"[bold]{plain(conversion.path)}[/bold]",
+        soft_wrap=True,
+    )
+
+
+def _numbers(kv: dict, target: dict) -> list[tuple[str, str, str]]:
+    """How many numbers are kept and how, of conversions that end in a quantised cache."""
+    if "numbers_bytes_per_token" not in target:
+        return []
+    kept = share(target["numbers_bytes_per_token"] / kv["source_bytes_per_token"])
+    return [("numbers kept", "100%", f"{kept}, as {target['kv_cache']['format']}")]
+
+
+def _flow(kv: dict) -> list[tuple[str, str, str]]:
+    """Peak and footprint, of conversions that were looked at for them."""
+    if "peak_ratio" not in kv:
+        return []
+    return [
+        ("most that keys and values took", "100%", share(kv["peak_ratio"])),
+        ("attention computed", "100%", share(kv["footprint"])),
+    ]
+
+
+def show_plan(plan, *, as_json: bool = False) -> None:
+    """Prints a dry run (:class:`surgery.structures.mla.dry_run.ConversionPlan`)."""
+    if as_json:
+        print_json(plan.to_dict())
+        return
+    page, source, kv, disk, work = new_page(), plan.source, plan.kv, plan.disk, plan.work
+    named = origin(source["path"], source["dequantised_from"])
+    page.print(f"\n[bold]dry run: {plain(named)} → {plain(plan.out)}[/bold] (nothing is written)")
+    page.print(
+        make_table(
+            ["", "source", "converted"],
+            [
+                ("class", source["model_type"], plan.target["model_type"]),
+                (
+                    "KV cache per token",
+                    per_token(kv["source_bytes_per_token"]),
+                    f"{per_token(kv['bytes_per_token'])}, {share(kv['ratio'])}",
+                ),
+                ("weights on disk", size(source["weight_bytes"]), size(disk["output_bytes"])),
+            ],
+        )
+    )
+    _show_splits(page, plan.splits, None)
+    _show_carrier(page, plan.target)
+    memory, device = plan.memory, plan.memory["device_bytes"]
+    rows = [
+        ("output", size(disk["output_bytes"]), f"{size(disk['output_free_bytes'])} free"),
+        (
+            "temporary files",
+            size(disk["temporary_bytes"]),
+            f"{disk['temporary_folder']}, {size(disk['temporary_free_bytes'])} free",
+        ),
+        ("memory", size(memory["host_bytes"]), _parts(memory["host_parts"])),
+        *([("accelerator memory", size(device), _parts(memory["device_parts"]))] if device else []),
+        (
+            "time",
+            duration(work["estimated_seconds"]),
+            f"{work['total_flops'] / 1e12:,.1f} TFLOP, here at most {work['flops_per_second'] / 1e9:,.0f} GFLOP/s",
+        ),
+    ]
+    page.print(make_table(["estimate", "", ""], rows, right=(1,)))
+    tokens = plan.tokens
+    page.print(
+        f"calibration: {tokens['calibration']} sequences of {tokens['length']} tokens; held out: {tokens['held_out']}"
+        f" and {tokens['recall_prompts']} recall prompts. Memory and time are estimates."
+    )
+
+
+def show_doctor(diagnosis, *, as_json: bool = False) -> None:
+    """Prints what engines do with a checkpoint (:class:`surgery.engines.diagnosis.Diagnosis`)."""
+    if as_json:
+        print_json(diagnosis.to_dict())
+        return
+    page = new_page()
+    page.print(f"\n[bold]{plain(diagnosis.path)}[/bold] ({plain(diagnosis.facts.kind)})")
+    rows = []
+    for verdict in diagnosis.verdicts:
+        held = verdict.cache_bytes_per_token
+        why = f"{verdict.reason}; {verdict.remedy}" if verdict.remedy else verdict.reason
+        rows.append((verdict.engine, verdict.version, verdict.status, per_token(held) if held else "-", why))
+    page.print(make_table(["engine", "version", "", "KV cache per token", "because"], rows, right=(3,)))
+    _show_commands(page, {verdict.engine: verdict.to_dict() for verdict in diagnosis.verdicts})
+
+
+def show_export(exported, *, as_json: bool = False) -> None:
+    """Prints what was written for an engine (:class:`surgery.export.Exported`)."""
+    if as_json:
+        print_json(exported.to_dict())
+        return
+    page = new_page()
+    page.print(f"{plain(exported.architecture)} in {exported.weights}, {size(exported.bytes)}, {exported.tokenizer}")
+    page.print(f"[bold]{plain(exported.path)}[/bold]", soft_wrap=True)
+    page.print(plain(exported.command), soft_wrap=True, highlight=False)
+
+
+def show_demo(demo, *, as_json: bool = False) -> None:
+    """Prints the demo's outcome (:class:`surgery.demo.run.Demo`)."""
+    if as_json:
+        print_json(demo.to_dict())
+        return
+    page, source, converted = new_page(), demo.source, demo.converted
+    page.print("\n[bold]before and after, measured by stock transformers without this package[/bold]")
+    page.print(f"source: {plain(demo.name)}", soft_wrap=True)
+    ratio = converted.kv_bytes_per_token / source.kv_bytes_per_token
+    page.print(
+        make_table(
+            ["", "source", "converted"],
+            [
+                ("loaded as", source.model_class, converted.model_class),
+                (
+                    "KV cache per token",
+                    per_token(source.kv_bytes_per_token),
+                    f"{per_token(converted.kv_bytes_per_token)}, {share(ratio)}",
+                ),
+                ("held-out loss, nats per token", decimal(source.loss, 4), decimal(converted.loss, 4)),
+                ("recall of planted keys", decimal(source.recall, 2), decimal(converted.recall, 2)),
+            ],
+        )
+    )
+    for name, measured in (("source", source), ("converted", converted)):
+        page.print(f"[bold]{name}[/bold] writes:")
+        page.print(f"[dim]{plain(demo.prompt)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
+    page.print(f"{duration(demo.seconds)}; the converted model is in {plain(demo.path)}", soft_wrap=True)
+    page.print("Next: surgery inspect CKPT/              what a model of yours caches, and what it can become")
+    page.print("      surgery convert --to mla CKPT/     converts it; --dry-run says first what that takes")
+    page.print("      surgery eval NEW/ --baseline CKPT/ measures the two beside each other and beside cheap baselines")
+
+
+def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False) -> None:
+    """Prints an evaluation's report, and where its files are."""
+    from surgery.eval.report.tables import columns
+
+    if as_json:
+        print_json(report)
+        return
+    page, settings = new_page(), report["settings"]
+    page.print(f"\n[bold]{plain(report['title'])}[/bold]")
+    if settings["limit"]:
+        page.print(f"[bold yellow]quick look: at most {settings['limit']} samples a task[/bold yellow]")
+    shown = [column for column in columns(report) if column.key != "name" and column.on_terminal]
+    rows = []
+    for row in report["rows"]:
+        cells = []
+        for column in shown:
+            # Intervals of everything would not fit a terminal; the page and the JSON have them.
+            interval = column.change_text(row) if column.is_difference else None
+            cells.append(column.text(row, report) + (f" {interval}" if interval else ""))
+        rows.append((row["name"], *cells))
+    page.print(make_table(["", *(column.title for column in shown)], rows, right=tuple(range(1, len(shown) + 1))))
+    page.print(
+        f"measured in {settings['dtype']} on {settings['device']}, seed {settings['seed']}; "
+        + (
+            "differences to the baseline with 95% intervals of a paired bootstrap"
+            if report["baseline"]
+            else "no baseline"
+        )
+    )
+    for path in written:
+        page.print(plain(path), soft_wrap=True)
+
+
+def _show_ladder(page: Console, ladder: list[dict]) -> None:
+    if ladder[0]["loss"] is None:
+        page.print("loss and recall were not measured: there was no text\n")
+        return
+    page.print("where the loss comes from")
+    rows = [(row["stage"], loss_of_stage(row), decimal(row["recall"], 2)) for row in ladder]
+    page.print(make_table(["stage", "loss", "recall"], rows, right=(1, 2)))
+
+
+def _show_layers(page: Console, layers: list[dict]) -> None:
+    page.print("error of each layer: predicted from statistics, measured on its own output")
+    if "full_heads" in layers[0]:
+        head, cells = ["full heads", "streaming heads", "compensated"], _streaming
+    elif "groups" in layers[0]:
+        head, cells = ["merged KV heads", "keys, predicted", "values, predicted"], _merged_heads
+    elif "keys_by" in layers[0]:
+        head, cells = ["keys share a scale by"], _codes
+    elif "shared_rank" in layers[0]:
+        # Groups of layers that share a cache have shares of energy that were measured, single layers predictions.
+        kind = "not rebuilt" if isinstance(layers[0]["layer"], str) else "predicted"
+        head, cells = ["latents", "read too", f"keys, {kind}", f"values, {kind}"], _latents
+    else:
+        head, cells = ["rank", "rotated", "RoPE, predicted", "latent, predicted"], _latent
+    stages = list(layers[0]["measured"])
+    rows = [(layer["layer"], *cells(layer), *(share(layer["measured"][stage]) for stage in stages)) for layer in layers]
+    page.print(make_table(["layer", *head, *stages], rows))
+
+
+def _latent(layer: dict) -> tuple:
+    return layer["rank"], layer["rope_dim"], share(layer["rope_error"]), share(layer["latent_error_share"])
+
+
+def _streaming(layer: dict) -> tuple:
+    kinds = (layer["full_heads"], layer["streaming_heads"], layer["compensated_heads"])
+    return tuple(" ".join(map(str, heads)) or "-" for heads in kinds)
+
+
+def _codes(layer: dict) -> tuple:
+    return (layer["keys_by"],)
+
+
+def _latents(layer: dict) -> tuple:
+    ranks = " + ".join(map(str, layer["ranks"]))
+    return ranks, layer["shared_rank"], _relative(layer["key_error"]), _relative(layer["value_error"])
+
+
+def _merged_heads(layer: dict) -> tuple:
+    groups = "  ".join("+".join(map(str, group)) for group in layer["groups"])
+    return groups, _relative(layer["key_error"]), _relative(layer["value_error"])
+
+
+def _relative(error: float | None) -> str:
+    """An error that was predicted, or a dash where nothing predicts it."""
+    return "-" if error is None else f"{error:.2g}"
+
+
+def _show_splits(page: Console, splits: list[dict], chosen: tuple[int, int] | None) -> None:
+    """The splits of the budget: tried ones with their losses, planned ones with their KV bytes."""
+    if len(splits) == 1 and chosen:
+        return
+    folds = any(split.get("fold", 1) > 1 for split in splits)
+    last = "held-out loss" if chosen else "KV per token"
+    losses = [split["held_out_loss"] for split in splits if split.get("held_out_loss") is not None]
+    rows = []
+    for split in splits:
+        loss = split.get("held_out_loss")
+        value = decimal(loss, 4) if chosen else per_token(split["kv_bytes_per_token"])
+        is_chosen = (split["rope_dim"], split["rank"]) == chosen and loss in (None, min(losses, default=None))
+        fold = (split.get("fold", 1),) if folds else ()
+        rows.append((split["rope_dim"], split["rank"], *fold, value, "chosen" if is_chosen else ""))
+    page.print("splits of the budget" + (" that were tried" if chosen else " that would be tried"))
+    page.print(make_table(["rotated", "latent rank", *(["fold"] if folds else []), last, ""], rows))
+
+
+def _show_carrier(page: Console, target: dict) -> None:
+    page.print(class_and_why(target["model_type"], target["reasons"]), soft_wrap=True)
+    show_engines(page, target["engines"])
+    limits = target.get("engine_limits")
+    if limits:
+        cost = limits["held_out_loss"] - limits["free_held_out_loss"]
+        free = " + ".join(map(str, limits["free_split"]))
+        page.print(
+            f"--engine {limits['engine']} costs {cost:+.4f} nats before the fit, against {free} with any frequency"
+        )
+
+
+def show_engines(page: Console, engines: dict) -> None:
+    """A report's table of engines, and the commands that serve."""
+    page.print(make_table(["engine", "the result"], spoken(engines).items()))
+    _show_commands(page, engines)
+
+
+def _show_commands(page: Console, engines: dict) -> None:
+    for said in engines.values():
+        if not isinstance(said, str) and said["command"]:
+            page.print(f"{plain(said['engine'])}: {plain(said['command'])}", soft_wrap=True, highlight=False)
+
+
+def class_and_why(model_type: str, reasons: list[str]) -> str:
+    why = "; ".join(reasons)
+    return plain(f"model class of this package: {why}" if model_type == OWN_CLASS else f"class {model_type}: {why}")
+
+
+def _parts(parts: dict[str, int]) -> str:
+    """The three largest parts of an amount of memory."""
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {size(amount)}" for name, amount in largest)

@@ -1,0 +1,63 @@
+"""What the verb ``heal`` prints: a table for people, or with ``as_json`` one JSON object and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from surgery.common.human import count, decimal, duration, share, size
+from surgery.console.page import make_table, new_page, plain, print_json
+
+
+def show_healed(healed, *, as_json: bool = False) -> None:
+    """Prints a finished healing (:class:`surgery.healing.heal.Healed`)."""
+    healing = healed.healing
+    if as_json:
+        print_json({"path": str(healed.path), **healing})
+        return
+    page = new_page()
+    page.print(f"\n[bold]{plain(healed.path.name)}: healed[/bold]")
+    if healing["table"]:
+        rows = [(e["name"], decimal(e["loss"], 4), decimal(e["recall"], 2)) for e in healing["table"]]
+        page.print(make_table(["", "held-out loss", "recall"], rows))
+    if healing["gap_closed"] is not None:
+        page.print(f"{share(healing['gap_closed'])} of the loss that the conversion cost was won back")
+    speed = healing["tokens_per_second"]
+    page.print(
+        f"{count(healing['tokens'])} tokens in {healing['steps']:,} steps, {duration(healing['seconds'])}"
+        + (f", {count(speed)} tokens/s" if speed else "")
+        + f", peak memory {size(healing['peak_memory_bytes'])}; ended: {plain(healing['ended'])}"
+    )
+    if healing["tracker_failed"]:
+        page.print(f"the tracker failed at {plain(healing['tracker_failed'])}; heal.jsonl has everything")
+    page.print(f"[bold]{plain(healed.path)}[/bold]", soft_wrap=True)
+
+
+def show_plan(plan, *, as_json: bool = False) -> None:
+    """Prints a dry run (:class:`surgery.healing.heal.HealingPlan`)."""
+    if as_json:
+        print_json(asdict(plan))
+        return
+    page, found, settings = new_page(), plan.estimate, plan.settings
+    parameters, devices = found["parameters"], found["processes"]
+    page.print(f"\n[bold]dry run: {plain(plan.student)} → {plain(plan.out)}[/bold] (nothing is trained or written)")
+    page.print(
+        f"{count(parameters['trained'])} of {count(parameters['student'])} parameters train in {settings['dtype']}, on"
+        f" {devices} {'device' if devices == 1 else 'devices'}{', sharded' if found['sharded'] else ''}"
+    )
+    top = max(found["phases"], key=lambda name: sum(found["phases"][name].values()))
+    rows = [(name, size(held)) for name, held in found["held"].items() if held]
+    rows += [(f"{top}: {name}", size(held)) for name, held in found["phases"][top].items() if held]
+    page.print(make_table(["memory of a device", ""], [*rows, ("peak", size(found["peak_bytes"]))], right=(1,)))
+    rows = [(name, count(flops)) for name, flops in found["flops_per_token"].items() if flops]
+    page.print(make_table(["FLOPs of a token", ""], rows, right=(1,)))
+    budget = (
+        f"{found['steps']:,} steps, {count(found['tokens'])} tokens" if found["steps"] else "as long as it is given"
+    )
+    total = f", {found['total_flops'] / 1e15:,.1f} PFLOP" if found["total_flops"] else ""
+    page.print(f"budget: {budget}{total}; {found['tokens_per_step']:,} tokens a step")
+    if plan.time and plan.time["seconds"] is not None:
+        page.print(
+            f"time: {duration(plan.time['seconds'])} at {share(plan.time['utilisation'])} of"
+            f" {plan.time['peak_flops'] / 1e12:,.1f} TFLOP/s, of each device"
+        )
+    page.print("All of it is computed from shapes, not measured; what is left out: docs/healing.md.")

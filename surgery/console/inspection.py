@@ -1,0 +1,104 @@
+"""What `surgery inspect` prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from surgery.common.human import count, origin, per_token, size
+from surgery.console.bench import show_speed
+from surgery.console.conversion import class_and_why
+from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.engines import spoken
+
+
+def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = False) -> None:
+    """Prints an inspection (:class:`surgery.inspection.inspect.Inspection`) and draws its spectra, if it has any.
+
+    Raises:
+        SurgeryError: ``plot`` cannot be written.
+    """
+    from surgery.inspection.spectra import draw_spectra
+
+    drawn = None
+    if inspection.spectra is not None:
+        drawn = plot or Path(f"{inspection.name}-spectra.png")
+        draw_spectra(inspection.spectra, inspection.name, inspection.calibration["source"], drawn)
+    if as_json:
+        print_json({**inspection.to_dict(), "plot": str(drawn) if drawn else None})
+        return
+    page = new_page()
+    named = origin(inspection.name, inspection.architecture.get("dequantised_from"))
+    page.print(f"\n[bold]{plain(named)}[/bold]")
+    page.print(make_table(["", ""], _facts(inspection), header=False))
+    kv = inspection.kv
+    rows = [(f"{context // 1024}k tokens", size(held)) for context, held in kv["bytes_at"].items()]
+    page.print(make_table(["KV cache", ""], [("per token", per_token(kv["bytes_per_token"])), *rows], right=(1,)))
+    show_speed(page, inspection.speed, inspection.gpu)
+    shown = None
+    for target in inspection.targets:
+        page.print(f"[bold]{plain(target['command'])}[/bold]")
+        if not target["applies"]:
+            page.print(f"  does not apply: {plain('; '.join(target['reasons']))}\n", soft_wrap=True)
+            continue
+        page.print(f"  {class_and_why(target['class'], target['reasons'])}", soft_wrap=True)
+        page.print(make_table(["engine", "the result"], spoken(target["engines"]).items()))
+        # Variants of one target that differ in their class only take the same time.
+        if target["speed"] != shown:
+            show_speed(page, target["speed"])
+        shown = target["speed"]
+    if inspection.spectra is not None:
+        _show_spectra(page, inspection.spectra)
+        page.print(f"drawn in {plain(drawn)}", soft_wrap=True)
+
+
+def _facts(inspection) -> list[tuple[str, str]]:
+    facts = inspection.architecture
+    base = f", base {facts['rope_theta']:,g}" if facts["rope_theta"] else ""
+    extras = [
+        f"biases on {', '.join(facts['biases'])}" if facts["biases"] else "",
+        "q/k-norm" if facts["qk_norm"] else "",
+        "mixture of experts" if facts["experts"] else "",
+        "tied embeddings" if facts["tied_embeddings"] else "",
+    ]
+    return [
+        ("family", facts["model_type"]),
+        ("parameters", f"{count(facts['parameters'])} in {facts['dtype']}"),
+        ("layers", f"{facts['layers']} of width {facts['hidden']:,}"),
+        ("heads", f"{facts['heads']} queries{_cached_heads(facts)}"),
+        *[("attention", kind) for kind in facts.get("attention", [])],
+        ("RoPE", f"{facts['rope_type']}{base}, {facts['max_positions']:,} positions"),
+        ("attention windows", _windows(inspection.windows)),
+        ("vocabulary", f"{facts['vocabulary']:,}"),
+        ("besides", ", ".join(filter(None, extras)) or "-"),
+    ]
+
+
+def _cached_heads(facts: dict) -> str:
+    """Keys and values of a family's own attention; others say what they cache in a line of their own."""
+    return "" if "attention" in facts else f", {facts['kv_heads']} keys and values, {facts['head_dim']} numbers each"
+
+
+def _part(value: float) -> str:
+    """A share near one, which is not rounded up to all."""
+    return ">99.99%" if 0.9999 < value < 1 else f"{value:.2%}"
+
+
+def _windows(windows: list[int | None]) -> str:
+    limited = [window for window in windows if window is not None]
+    if not limited:
+        return "none"
+    sizes = ", ".join(f"{window:,}" for window in sorted(set(limited)))
+    return f"{sizes} tokens in {len(limited)} of {len(windows)} layers"
+
+
+def _show_spectra(page: Console, spectra: list) -> None:
+    found = [spectrum.to_dict() for spectrum in spectra]
+    widths, shares = list(found[0]["kept"]), list(found[0]["rank_for"])
+    page.print("share of the loss-weighted KV energy that fits in a rank, as a part of the KV width (keys unrotated)")
+    rows = [(layer["layer"], *(_part(layer["kept"][width]) for width in widths)) for layer in found]
+    page.print(make_table(["layer", *widths], rows))
+    page.print(f"rank that holds a share, of {found[0]['width']}")
+    rows = [(layer["layer"], *(layer["rank_for"][wanted] for wanted in shares)) for layer in found]
+    page.print(make_table(["layer", *(f"{float(wanted):.1%}" for wanted in shares)], rows))

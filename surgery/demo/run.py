@@ -1,0 +1,200 @@
+"""``surgery demo``: converts a model and lets stock transformers, in another process, compare the two."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from surgery.checkpoint.named_models import BUILTIN, SMOLLM2, asset, model_named
+from surgery.common.errors import SurgeryError
+from surgery.common.human import origin
+
+SEED = 2
+NEW_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class DemoModel:
+    """A model that can be shown, and what is done with it so that two cores take minutes.
+
+    Attributes:
+        prompt: what is to be continued; with ``chat`` a question in the model's own template.
+        kv_ratio: share of the KV bytes to keep, if nothing else is asked for.
+        settings: of the conversion, where the defaults would take too long.
+        windows, prompts: held-out windows for the loss and recall prompts, each of ``length`` tokens.
+    """
+
+    prompt: str
+    kv_ratio: float
+    settings: dict[str, Any] = field(default_factory=dict)
+    chat: bool = False
+    windows: int = 8
+    prompts: int = 16
+    length: int = 1024
+
+
+DEMO_MODELS = {
+    BUILTIN: DemoModel(
+        'def read_lines(path):\n    with open(path, encoding="utf-8") as',
+        kv_ratio=0.25,
+        settings={"held_out": 4, "fit_steps": 2, "fit_queries": 128},
+    ),
+    # 25 times larger: the closed form alone, from a twelfth of the text.
+    SMOLLM2: DemoModel(
+        "What is a cache, and what is it good for?",
+        kv_ratio=0.5,
+        settings={"fit_steps": 0, "calibration_tokens": 2048, "calibration_length": 512, "held_out": 2},
+        chat=True,
+        windows=4,
+        prompts=4,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What stock transformers says of one checkpoint.
+
+    Attributes:
+        model_class: the class it was loaded as.
+        kv_bytes_per_token: growth of the live cache, in the checkpoint's dtype.
+        loss: nats per token on held-out text, in float32.
+        recall: share of planted five-digit keys found.
+        completion: the greedy continuation of the demo's prompt.
+    """
+
+    model_class: str
+    kv_bytes_per_token: float
+    loss: float
+    recall: float
+    completion: str
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The demo's outcome: where the converted model is, and both models measured."""
+
+    path: Path
+    name: str
+    prompt: str
+    source: Measured
+    converted: Measured
+    seconds: float
+
+    def to_dict(self) -> dict:
+        return {**asdict(self), "path": str(self.path)}
+
+
+def run_demo(
+    out: str | Path,
+    *,
+    model: str = BUILTIN,
+    kv_ratio: float | None = None,
+    overwrite: bool = False,
+    as_json: bool = False,
+) -> Demo:
+    """Converts a model into ``out``, measures both in a process without this package and prints the result.
+
+    Args:
+        model: a name in ``DEMO_MODELS``.
+        kv_ratio: by default the model's own.
+
+    Raises:
+        SurgeryError: there is no such model, the conversion's, or the measuring process failed.
+    """
+    from surgery.checkpoint import CheckpointReader
+    from surgery.common.progress import Progress
+    from surgery.console.conversion import show_demo
+    from surgery.structures.mla.convert import convert_to_mla
+    from surgery.structures.mla.settings import ConvertSettings
+
+    if model not in DEMO_MODELS:
+        raise SurgeryError(f"--model {model}: choose {' or '.join(DEMO_MODELS)}")
+    shown = DEMO_MODELS[model]
+    kv_ratio = kv_ratio or shown.kv_ratio
+    start = time.perf_counter()
+    progress = Progress()
+    reader = CheckpointReader.open(model_named(model))
+    conversion = convert_to_mla(
+        reader.source,
+        out,
+        ConvertSettings(kv_ratio=kv_ratio, **shown.settings),
+        overwrite=overwrite,
+        command=f"surgery demo --model {model} --kv-ratio {kv_ratio:g}",
+        progress=progress,
+    )
+    progress.note("loading both models with stock transformers in a process of their own")
+    source, converted = measure_with_stock_transformers([reader.model_folder(), conversion.path], shown)
+    named = origin(reader.name, reader.dequantised_from)
+    asked = f"{shown.prompt}\n" if shown.chat else shown.prompt  # an answer begins on a line of its own
+    demo = Demo(conversion.path, named, asked, source, converted, time.perf_counter() - start)
+    show_demo(demo, as_json=as_json)
+    return demo
+
+
+def measure_with_stock_transformers(checkpoints: list[Path], shown: DemoModel) -> list[Measured]:
+    """Measures checkpoints of one tokenizer, the first's, in a process where this package cannot be imported.
+
+    Raises:
+        SurgeryError: the process failed, with its last line.
+    """
+    from safetensors.torch import save_file
+
+    from surgery.calibration.texts import load_tokenizer
+
+    tokenizer = load_tokenizer(checkpoints[0])
+    with tempfile.TemporaryDirectory(prefix="surgery-demo-") as folder:
+        tokens, request = Path(folder, "tokens.safetensors"), Path(folder, "request.json")
+        save_file(held_out_tokens(tokenizer, shown), tokens)
+        wanted = {
+            "tokens": str(tokens),
+            "checkpoints": [str(Path(path).resolve()) for path in checkpoints],
+            "prompt": prompt_tokens(tokenizer, shown),
+            "new_tokens": NEW_TOKENS,
+        }
+        request.write_text(json.dumps(wanted), encoding="utf-8")
+        lines = _run_measuring(request)
+    found = [json.loads(line) for line in lines]
+    return [Measured(model_class=item.pop("class"), **item) for item in found]
+
+
+def held_out_tokens(tokenizer, shown: DemoModel) -> dict:
+    """Windows of the shipped held-out text and recall prompts in it, the same on every machine."""
+    from surgery.eval.recall import recall_prompts
+    from surgery.eval.sequences import random_windows, tokenize
+
+    ids = tokenize(tokenizer, asset("heldout-stdlib.txt").read_text(encoding="utf-8"))
+    asked = recall_prompts(tokenizer, ids, shown.prompts, shown.length, SEED)
+    return {
+        "windows": random_windows(ids, shown.windows, shown.length, SEED, tokenizer.bos_token_id),
+        "prompts": asked.tokens,
+        "answers": asked.answer_mask,
+    }
+
+
+def prompt_tokens(tokenizer, shown: DemoModel) -> list[int]:
+    """The demo's prompt as the model wants to read it."""
+    if shown.chat:
+        asked = [{"role": "user", "content": shown.prompt}]
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False).input_ids
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return start + tokenizer(shown.prompt, add_special_tokens=False).input_ids
+
+
+def _run_measuring(request: Path) -> list[str]:
+    # -I: neither the working folder, nor this package's, nor PYTHONPATH is searched for modules.
+    command = [sys.executable, "-I", str(Path(__file__).with_name("measure.py")), str(request)]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=offline, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise SurgeryError(f"stock transformers could not run the models: {reason}")
+    return done.stdout.strip().splitlines()

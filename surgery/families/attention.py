@@ -1,0 +1,81 @@
+"""Attention as the source computes it, on the family-neutral anatomy: the ground truth of every conversion."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from surgery.families.anatomy import AttentionAnatomy, Projection
+from surgery.families.rope import phases, rotate
+from surgery.kernels.mla_decode.reference import causal_mask
+
+
+def rotated_heads(anatomy: AttentionAnatomy, projection: Projection) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [B, H, T, ·] of a prompt as they meet in the softmax, heads repeated."""
+    repeat = anatomy.heads // anatomy.kv_heads
+    phase = phases(
+        anatomy.inv_freq, torch.arange(projection.q.shape[1], device=projection.q.device), projection.q.dtype
+    )
+    q, k = rotate(projection.q, phase), rotate(projection.k, phase)
+    if projection.key_gain is not None:
+        k = k * projection.key_gain[..., None]
+    k, v = (x.repeat_interleave(repeat, dim=2) for x in (k, projection.v))
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def attend(anatomy: AttentionAnatomy, projection: Projection) -> Tensor:
+    """Mixed head values [B, T, H, e] of a causal prompt."""
+    q, k, v = rotated_heads(anatomy, projection)
+    return causal_attention(q, k, v, anatomy.scale, anatomy.window).transpose(1, 2)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Softmax attention [B, H, T, ·] of a prompt to itself, within ``window`` latest tokens if given."""
+    tokens, width = q.shape[2], v.shape[-1]
+    # The fused kernels of PyTorch want keys and values of one width; without them this takes five times as long.
+    if width < k.shape[-1]:
+        v = nn.functional.pad(v, (0, k.shape[-1] - width))
+    if window is None or window >= tokens:
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    else:
+        mask = causal_mask(tokens, tokens, window, q.device)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return mixed[..., :width]
+
+
+def attention_weights(anatomy: AttentionAnatomy, projection: Projection) -> Tensor:
+    """Softmax weights [B, H, T, T] of a causal prompt; quadratic memory, for calibration one sequence at a time."""
+    q, k, _ = rotated_heads(anatomy, projection)
+    visible = causal_mask(q.shape[2], q.shape[2], anatomy.window, q.device)
+    return (q @ k.mT * anatomy.scale).masked_fill(~visible, -torch.inf).softmax(-1)
+
+
+def output(anatomy: AttentionAnatomy, mixed: Tensor) -> Tensor:
+    """The output projection of head values [B, T, H, e]: [B, T, D]."""
+    return nn.functional.linear(mixed.flatten(2), anatomy.o.flatten(1), anatomy.o_bias)
+
+
+class CapturedAttention(nn.Module):
+    """Stands in for a transformers attention module, computes the same output and remembers its projections.
+
+    With ``gradients`` the remembered keys, values and outputs keep the gradients that a later backward pass leaves on
+    them.
+    """
+
+    def __init__(self, anatomy: AttentionAnatomy, *, gradients: bool = False):
+        super().__init__()
+        self.anatomy, self.gradients = anatomy, gradients
+        self.inputs: Tensor | None = None
+        self.projection: Projection | None = None
+        self.outputs: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
+        self.inputs = hidden_states.detach()
+        self.projection = self.anatomy.project(hidden_states)
+        if self.gradients:
+            self.projection.k.retain_grad()
+            self.projection.v.retain_grad()
+        self.outputs = output(self.anatomy, attend(self.anatomy, self.projection))
+        if self.gradients:
+            self.outputs.retain_grad()
+        return self.outputs, None

@@ -1,0 +1,35 @@
+"""Where a pattern of heads goes, and what it may not replace. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from surgery.common.errors import SurgeryError
+from surgery.heads.settings import SUFFIX
+
+
+def default_pattern(source: str | Path, method: str) -> Path:
+    """Beside the source; beside the working folder for a hub id."""
+    path = Path(source)
+    if not path.exists():
+        return Path(f"{path.name}-heads-{method}{SUFFIX}")
+    path = path.resolve()
+    return path.with_name(f"{path.stem if path.is_file() else path.name}-heads-{method}{SUFFIX}")
+
+
+def check_pattern(out: Path, overwrite: bool) -> Path:
+    """The path of the heat map beside a pattern.
+
+    Raises:
+        SurgeryError: one of the two is there already, or the pattern's name has another ending.
+    """
+    if out.suffix != SUFFIX:
+        raise SurgeryError(f"--out {out}: a pattern is a file of that ending, {out.name}{SUFFIX}")
+    heat_map = out.with_suffix(".png")
+    for path in (out, heat_map):
+        if path.is_dir():
+            raise SurgeryError(f"{path}: is a folder; choose another --out")
+        if os.path.lexists(path) and not overwrite:
+            raise SurgeryError(f"{path}: exists; choose another --out or pass --overwrite")
+    return heat_map

@@ -1,0 +1,337 @@
+"""``surgery heads``: opens a model and its texts, scores its KV heads with every seed, and writes the pattern."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import LongTensor, Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.architectures.hybrid import StreamableModel
+from surgery.calibration.sequences import build_calibration, token_hash
+from surgery.checkpoint.disk import disk_errors
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
+from surgery.families import family_of
+from surgery.heads.heat_map import save_head_maps
+from surgery.heads.journal import Journal
+from surgery.heads.methods import scorer
+from surgery.heads.needles import NeedleSet, needle_sequences
+from surgery.heads.pattern import HeadPattern
+from surgery.heads.place import check_pattern, default_pattern
+from surgery.heads.scorer import HeadScores, ScoringSession
+from surgery.heads.settings import HeadSettings
+from surgery.reporting.report import environment
+from surgery.running.loading import load_config
+from surgery.running.processes import Processes
+from surgery.running.source import process_device
+from surgery.version import __version__
+
+LENGTH = 4_096
+"""Tokens of a sequence where nobody says, if the model can take them."""
+
+OUTLINED = 0.25
+"""Share of the heads, those with the highest scores, that heat maps outline."""
+
+SECONDS = "seconds_so_far"
+"""Among the facts of a journal's entries."""
+
+
+@dataclass(frozen=True)
+class ScoredHeads:
+    """A finished scoring.
+
+    Attributes:
+        path: of the pattern's file.
+        heat_map: of the picture beside it.
+        is_main: whether this is the process that prints.
+    """
+
+    path: Path
+    heat_map: Path
+    pattern: HeadPattern
+    is_main: bool = True
+
+
+def score_heads(
+    source: str | Path,
+    out: str | Path | None = None,
+    settings: HeadSettings | None = None,
+    *,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    progress: Progress | None = None,
+) -> ScoredHeads:
+    """Scores every KV head of a checkpoint and writes the pattern file, with a heat map beside it.
+
+    With several processes (``accelerate launch``) they share the sequences. An interrupted scoring of the same model,
+    settings and text goes on from its journal, which lies beside the output until that is written.
+
+    Args:
+        source: local folder or hub id.
+        out: file to write, NAME.safetensors, with NAME.png beside it; by default the source's name with "-heads-METHOD"
+            behind it.
+        settings: default :class:`HeadSettings`.
+        overwrite: replace existing files.
+        allow_pickle: read pickled weights if there are no others.
+        progress: bars; silent if None.
+
+    Raises:
+        SurgeryError: the model cannot be scored, the text cannot be read, or the output exists or cannot be written.
+    """
+    settings, progress = settings or HeadSettings(), progress or Progress(silent=True)
+    processes = Processes(cpu=settings.device == "cpu")
+    progress = progress if processes.is_main else Progress(silent=True)
+    device = process_device(settings.device, processes)
+    out = Path(out).expanduser() if out else default_pattern(source, settings.method)
+    heat_map = processes.from_main(lambda: _settle_output(out, overwrite))
+    checkpoint = Checkpoint.open(str(source), allow_pickle=allow_pickle)
+    check_scorable(checkpoint)
+    settings = replace(settings, length=sequence_length(settings, checkpoint.reader.config))
+    score = scorer(settings.method)
+    tokenizer = checkpoint.tokenizer()
+    model = load_model(checkpoint, device, settings)
+    texts = Texts(tokenizer, settings)
+    identity = {
+        "model": checkpoint.sha256,
+        "config": checkpoint.config_sha256,
+        "tokenizer": tokenizer_sha256(tokenizer),
+        "settings": settings.to_dict(),
+        "text": _file_state(settings.text),
+        "version": __version__,
+    }
+    found: list[HeadScores] = []
+    journals: list[TimedJournal] = []
+    seconds = 0.0
+    for seed in range(settings.seed, settings.seed + settings.seeds):
+        path = out.with_name(f".{out.name}.seed{seed}.journal")
+        journal = TimedJournal(path, {**identity, "seed": seed}, processes, progress.note)
+        session = ScoringSession(
+            model, tokenizer, settings, texts.text(seed), texts.needles(seed), seed, processes, progress, journal
+        )
+        found.append(score(session))
+        journals.append(journal)
+        seconds += journal.seconds
+    pattern = _pattern(found, settings, checkpoint, texts, seconds)
+
+    def write() -> None:
+        pattern.save(out, overwrite=overwrite)
+        save_head_maps(heat_map, {pattern.method: pattern}, OUTLINED)
+
+    processes.from_main(write)
+    for journal in journals:
+        journal.remove()
+    return ScoredHeads(out, heat_map, pattern, processes.is_main)
+
+
+def sequence_length(settings: HeadSettings, config: dict) -> int:
+    """Tokens of a sequence: as asked for, or what the model can take.
+
+    Raises:
+        SurgeryError: the model cannot take so many, or every token is a sink or recent.
+    """
+    limit = config.get("max_position_embeddings") or LENGTH
+    length = settings.length or min(limit, LENGTH)
+    if length > limit:
+        raise SurgeryError(f"--length {length}: the model takes {limit} tokens")
+    if length <= settings.sinks + settings.recent:
+        raise SurgeryError(
+            f"sequences of {length} tokens are no longer than {settings.sinks} sinks and {settings.recent} recent "
+            "tokens: no head would miss anything; raise --length or lower --sinks and --recent"
+        )
+    return length
+
+
+def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Layers and KV heads of a model whose heads could stream each by itself: what a pattern is of.
+
+    Raises:
+        SurgeryError: its heads cannot; says what they are and what to do.
+    """
+    from surgery.model.cache_layer import check_full_attention
+
+    config, given = checkpoint.reader.config, checkpoint.given
+    kinds = {entry["kind"] for entry in config.get("attention_layers") or () if entry}
+    if config.get("model_type") == "deepseek_v3" or "latent" in kinds:
+        raise SurgeryError(f"{given}: all heads of MLA share one latent, none has a cache of its own; score its source")
+    if "hybrid" in kinds or any("streaming" in (entry or ()) for entry in config.get("attention_layers") or ()):
+        raise SurgeryError(f"{given}: some of its heads stream already; score its source")
+    if config.get("kv_cache"):
+        raise SurgeryError(f"{given}: its KV cache is quantised; score its source")
+    if not config.get("attention_layers"):
+        family_of(config)  # others may cap their logits or have sinks of their own, which scorers would leave out
+    loaded = load_config(checkpoint.reader.path)
+    try:
+        check_full_attention(loaded, "a pattern of full and streaming heads")
+    except ValueError as error:
+        raise SurgeryError(f"{given}: {error}") from None
+    model = StreamableModel.of(checkpoint.reader.path, config, loaded)
+    return model.layers, model.kv_heads
+
+
+def load_model(checkpoint: Checkpoint, device: torch.device, settings: HeadSettings) -> PreTrainedModel:
+    """The model, frozen, where it is to run.
+
+    Raises:
+        SurgeryError: it cannot be loaded.
+    """
+    model = checkpoint.load(torch.device("cpu") if settings.offload else device)
+    dtype = settings.dtype
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
+    cast(model, getattr(torch, dtype))
+    model.requires_grad_(False)
+    if settings.offload:
+        _offload_layers(model, device)
+    return model
+
+
+class TimedJournal(Journal):
+    """A journal that counts the seconds of its scoring, those before an interruption with it."""
+
+    def __init__(
+        self,
+        path: Path,
+        identity: Mapping[str, Any],
+        processes: Processes,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """As `Journal`."""
+        super().__init__(path, identity, processes, note)
+        self._before = max((facts.get(SECONDS, 0.0) for facts in self._facts.values()), default=0.0)
+        self._start = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Until now. What was done between the last `put` and an interruption has to be done again, and counts once."""
+        return self._before + time.perf_counter() - self._start
+
+    def put(self, key: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
+        """As `Journal.put`."""
+        super().put(key, tensors, {**(facts or {}), SECONDS: self.seconds})
+
+
+@dataclass
+class Texts:
+    """Natural text and sequences with needles by seed, and hashes of all that was handed out."""
+
+    tokenizer: PreTrainedTokenizerBase
+    settings: HeadSettings
+    hashes: set[str] = field(default_factory=set)
+
+    def text(self, seed: int) -> Callable[[int], LongTensor]:
+        """Windows of natural text [n, T] by n."""
+
+        @cache
+        def windows(count: int) -> LongTensor:
+            return self._noted(self._windows(count, seed, self.settings.recall, "tokenizer"))
+
+        return windows
+
+    def needles(self, seed: int) -> Callable[[int], NeedleSet]:
+        """Sequences with planted facts by their number."""
+
+        @cache
+        def sequences(count: int) -> NeedleSet:
+            length, facts = self.settings.length, self.settings.facts
+            # At least two windows: what is drawn from them must be longer than one.
+            filler = self._windows(max(count, 2), seed, 0.0, None).flatten().tolist()
+            found = needle_sequences(self.tokenizer, filler, count, length, facts, seed)
+            self._noted(found.tokens)
+            return found
+
+        return sequences
+
+    @property
+    def sha256(self) -> str | None:
+        """Hash of all sequences that were handed out; None for none."""
+        return hashlib.sha256("".join(sorted(self.hashes)).encode()).hexdigest() if self.hashes else None
+
+    def _windows(self, count: int, seed: int, recall: float, bos: Literal["tokenizer"] | None) -> LongTensor:
+        settings, length = self.settings, self.settings.length
+        return build_calibration(
+            self.tokenizer,
+            settings.text,
+            tokens=count * length,
+            length=length,
+            recall=recall,
+            seed=seed,
+            held_out=0,
+            bos=bos,
+            text_field=settings.text_field,
+        ).tokens
+
+    def _noted(self, tokens: LongTensor) -> LongTensor:
+        self.hashes.add(token_hash(tokens))
+        return tokens
+
+
+def _settle_output(out: Path, overwrite: bool) -> Path:
+    """Path of the heat map beside a pattern, once it is clear that both can be written: before hours of scoring.
+
+    Raises:
+        SurgeryError: they cannot, or are there.
+    """
+    heat_map = check_pattern(out, overwrite)
+    with disk_errors(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out.parent).close()
+    return heat_map
+
+
+def _file_state(text: str) -> list[int] | None:
+    """What changes if the file with the text does; None where the text is in no file."""
+    path = Path(text).expanduser()
+    if not path.is_file():
+        return None
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _offload_layers(model: PreTrainedModel, device: torch.device) -> None:
+    """Leaves the layers of a model on the CPU, to be brought in one by one; all else goes to the device."""
+    try:
+        from accelerate import cpu_offload
+    except ImportError:
+        raise SurgeryError("--offload needs accelerate: pip install accelerate") from None
+    base = model.base_model
+    layers, base.layers = base.layers, nn.ModuleList()
+    model.to(device)
+    base.layers = layers
+    for layer in layers:
+        cpu_offload(layer, execution_device=device)
+
+
+def _pattern(
+    found: list[HeadScores], settings: HeadSettings, checkpoint: Checkpoint, texts: Texts, seconds: float
+) -> HeadPattern:
+    """The mean over seeds, with their spread; parts and facts are those of the first."""
+    stacked = torch.stack([scores.scores for scores in found]).double()
+    return HeadPattern(
+        scores=stacked.mean(0).float(),
+        method=settings.method,
+        sinks=settings.sinks,
+        recent=settings.recent,
+        spread=stacked.std(0).float() if len(found) > 1 else None,
+        parts=found[0].parts,
+        settings=settings.to_dict(),
+        facts=found[0].facts,
+        data_sha256=texts.sha256,
+        model={
+            "name": checkpoint.place,
+            "sha256": checkpoint.sha256,
+            "config_sha256": checkpoint.config_sha256,
+        },
+        seeds=tuple(range(settings.seed, settings.seed + settings.seeds)),
+        seconds=round(seconds, 2),
+        versions=environment(),
+    )

@@ -1,0 +1,1 @@
+"""Recovery training: the order of events around the training itself."""

@@ -1,0 +1,358 @@
+"""``surgery heal``: recovery training of a converted checkpoint, verified and measured.
+
+The training itself is `surgery.training.heal`, which any accelerate configuration launches; here are the settings and
+the command for it, and what comes after: the trained checkpoint is run through its caches as a conversion's result is,
+measured beside its source and what it was before, and gets its name once its report says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from surgery.architectures.entry_factors import entry_factors
+from surgery.checkpoint import CheckpointReader, check_output
+from surgery.checkpoint.carry_over import CARD, REPORT
+from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.output_place import default_output
+from surgery.checkpoint.staging import Staging
+from surgery.common.errors import SurgeryError
+from surgery.common.file_settings import read_mapping
+from surgery.common.progress import Progress
+from surgery.engines import engine_table
+from surgery.evaluation.run import Request, evaluate
+from surgery.evaluation.settings import EvalSettings
+from surgery.healing.launchers import count_processes, is_sharded, launch_command, outside, run_to_its_end
+from surgery.healing.recorded_source import find_source
+from surgery.healing.verification import verify_healed
+from surgery.model import register
+from surgery.reporting.healing_table import gap_closed, quality_table, stages
+from surgery.reporting.report import Report, previous_report
+from surgery.training.settings import LEARNED_FROM, HealSettings
+from surgery.training.trackers import check_tracker
+
+TRAINED, SETTINGS, FACTORS, FACTS = "trained", "heal.yaml", "entry_factors.json", "heal.json"
+HEALING = "surgery_healing.json"
+"""The record of a healing beside a student that has no conversion's report."""
+
+
+@dataclass(frozen=True)
+class HealRequest:
+    """What was asked for.
+
+    Attributes:
+        student: the converted checkpoint.
+        out: folder to write; the student's name with "-healed" behind it by default.
+        config: YAML file of :class:`surgery.training.settings.HealSettings`; None for the defaults.
+        given: settings by name that win over the file's.
+        processes: to start; None for the ``launcher``'s number, or for one without it.
+        launcher: accelerate configuration file (`surgery.healing.launchers.find_launcher`).
+        measure: evaluation settings by name for the source, the student and the healed checkpoint; None measures none.
+        command: as it was called, for the report.
+    """
+
+    student: str
+    out: Path | None = None
+    config: Path | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    processes: int | None = None
+    launcher: Path | None = None
+    measure: Mapping[str, Any] | None = field(default_factory=dict)
+    overwrite: bool = False
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Healed:
+    """A healed checkpoint, and the ``healing`` of its report.
+
+    Its "table" is source, conversion and result, of stages before too ("earlier"), and "gap_closed" is over all of it;
+    "quality" is what this stage was measured as.
+    """
+
+    path: Path
+    healing: dict[str, Any]
+
+
+def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> Healed:
+    """Trains, verifies, measures and writes. An interrupted training goes on with the same request.
+
+    What the training needs lies in ``<out>.healing`` until it is done.
+
+    Raises:
+        SurgeryError: the request is impossible, the training failed, or what it made does not pass verification.
+    """
+    progress = progress or Progress(silent=True)
+    if find_spec("accelerate") is None:
+        raise SurgeryError('healing needs accelerate: pip install "model-surgery[train]"')
+    student = CheckpointReader.open(request.student)
+    request = with_teacher(request, student, progress)
+    out = request.out or default_output(request.student, "healed")
+    check_output(student.source, out)
+    staging = Staging(out, overwrite=request.overwrite)
+    work = staging.out.with_name(f"{staging.out.name}.healing")
+    settings = training_settings(request, student, work, staging.out)
+    check_tracker(settings)
+    with disk_errors(work):
+        work.mkdir(parents=True, exist_ok=True)
+    if not _trained_already(work, settings):
+        _train(request, settings, student, work, progress)
+    trained = work / TRAINED
+    facts = json.loads((trained / FACTS).read_text(encoding="utf-8"))
+    verification = verify_healed(CheckpointReader.open(trained), student, settings, progress)
+    quality = _quality(request, settings, trained, work, progress)
+    healing = {
+        "command": request.command,
+        **{name: facts[name] for name in KEPT},
+        "settings": _but_places(facts["settings"]),
+        "verification": verification,
+        "quality": quality,
+        "earlier": _earlier(student.path),
+    }
+    healing["table"] = quality_table(healing)
+    healing["gap_closed"] = gap_closed(healing["table"])
+    staging.create()
+    try:
+        with disk_errors(staging.partial):
+            for path in sorted(trained.iterdir()):
+                shutil.copytree(path, staging.partial / path.name) if path.is_dir() else shutil.copy2(
+                    path, staging.partial / path.name
+                )
+            _write_report(staging.partial, student.path, healing, staging.out.name)
+        staging.commit()
+    except BaseException:
+        staging.discard()
+        raise
+    with disk_errors(work):
+        shutil.rmtree(work)
+    return Healed(staging.out, healing)
+
+
+@dataclass(frozen=True)
+class HealingPlan:
+    """What a healing would take; plain values only.
+
+    Attributes:
+        settings: of the training.
+        estimate: bytes and FLOPs (`surgery.training.estimate.Estimate`).
+        time: the peak and the utilisation that were given, and the seconds they make; None without a peak.
+    """
+
+    student: str
+    out: str
+    settings: dict[str, Any]
+    estimate: dict[str, Any]
+    time: dict[str, float | None] | None
+
+
+def plan_healing(request: HealRequest, peak_flops: float | None = None, utilisation: float = 0.4) -> HealingPlan:
+    """Plans `heal_checkpoint` with the same request, from the models' configs: nothing is trained or written.
+
+    Args:
+        peak_flops, utilisation: of `Estimate.seconds`; without a peak there is no time.
+
+    Raises:
+        SurgeryError: the request is impossible, or the models cannot be followed on shapes alone.
+    """
+    from surgery.training.estimate import estimate
+    from surgery.training.shapes import load_config
+
+    register()
+    student = CheckpointReader.open(request.student)
+    request = with_teacher(request, student, Progress(silent=True))
+    out = request.out or default_output(request.student, "healed")
+    check_output(student.source, out)
+    Staging(out, overwrite=request.overwrite)
+    settings = training_settings(request, student, out)
+    processes = count_processes(request.processes, request.launcher)
+    if settings.dtype == "auto":  # as the training will find it, if it runs here
+        can = settings.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        settings = replace(settings, dtype="bf16" if can else "fp32")
+    configs = [
+        None if path is None else load_config(CheckpointReader.open(path), settings)
+        for path in (settings.student, settings.teacher)
+    ]
+    found = estimate(*configs, settings, processes, sharded=is_sharded(request.launcher))
+    time = None
+    if peak_flops is not None:
+        seconds = found.seconds(peak_flops, utilisation)
+        time = {"peak_flops": peak_flops, "utilisation": utilisation, "seconds": seconds}
+    return HealingPlan(settings.student, str(out), _plain(settings.to_dict()), found.to_dict(), time)
+
+
+def with_teacher(request: HealRequest, student: CheckpointReader, progress: Progress) -> HealRequest:
+    """The same request with the student's recorded source for a teacher, where nothing is said to distil from.
+
+    An objective of one's own may do without; the default one would turn into another without a word.
+
+    Raises:
+        SurgeryError: the source is not to be found.
+    """
+    said = {**(read_mapping(request.config) if request.config else {}), **request.given}
+    if any(said.get(name) for name in LEARNED_FROM):
+        return request
+    teacher = find_source(student)
+    progress.note(f"teacher: {teacher}, which the student's report names as its source")
+    return replace(request, given={**request.given, "teacher": str(teacher)})
+
+
+KEPT = ("steps", "sequences_per_step", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "ended", "loss")
+KEPT += ("held_out", "parameters", "precision", "device", "processes", "document_masks", "data", "versions")
+KEPT += ("measuring_seconds", "evaluations", "evaluation_settings", "wandb", "tracker_failed")
+PLACES = ("student", "teacher", "teacher_logits", "out", "entry_factors", "overwrite", "tracker_folder")
+
+
+def training_settings(
+    request: HealRequest, student: CheckpointReader, work: Path, out: Path | None = None
+) -> HealSettings:
+    """The settings of the training that a request asks for.
+
+    Args:
+        work: for what only the training needs.
+        out: the healed checkpoint's folder: what a tracker writes stays beside it. None for ``work``.
+
+    Raises:
+        SurgeryError: a setting is unknown or impossible, or the student's cache has a basis of each prompt's own.
+    """
+    settings = (
+        HealSettings.from_file(request.config, **request.given) if request.config else HealSettings(**request.given)
+    )
+    kinds = {entry["kind"] for entry in student.config.get("attention_layers") or () if entry}
+    if "cross_layer_prompt" in kinds:
+        raise SurgeryError(f"{student.path}: its basis is each prompt's own, made of no weights: nothing to heal")
+    factors = work / FACTORS if entry_factors(student) and not settings.entry_factors else settings.entry_factors
+    return replace(
+        settings,
+        student=str(student.source.absolute()),
+        teacher=None if settings.teacher is None else str(CheckpointReader.open(settings.teacher).source.absolute()),
+        out=str(work / TRAINED),
+        entry_factors=None if factors is None else str(factors),
+        overwrite=True,
+        tracker_folder=settings.tracker_folder or str((out or work).with_name(f"{(out or work).name}.tracking")),
+    )
+
+
+def healed_already(request: HealRequest) -> bool:
+    """Whether the output is there, healed from the same student and teacher with the same settings.
+
+    A setting that was not known when it was made counts as its default.
+
+    Raises:
+        SurgeryError: there is something else.
+    """
+    out = request.out or default_output(request.student, "healed")
+    if not out.exists():
+        return False
+    student = CheckpointReader.open(request.student)
+    wanted = training_settings(request, student, out)
+    try:
+        made = json.loads((out / FACTS).read_text(encoding="utf-8"))
+        same = made["student_sha256"] == student.fingerprint()
+        if wanted.teacher is not None:
+            same = same and made["teacher_sha256"] == CheckpointReader.open(wanted.teacher).fingerprint()
+        same = same and made["processes"] == count_processes(request.processes, request.launcher)
+        known = _plain(HealSettings().to_dict()) | made["settings"]
+        same = same and _but_places(known) == _but_places(_plain(wanted.to_dict()))
+    except (OSError, ValueError, KeyError):
+        same = False
+    if not same:
+        raise SurgeryError(f"{out}: is of another student or other settings; remove it, or choose another folder")
+    return True
+
+
+def _but_places(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without those that only say where things lie."""
+    return {name: value for name, value in settings.items() if name not in PLACES}
+
+
+def _train(
+    request: HealRequest, settings: HealSettings, student: CheckpointReader, work: Path, progress: Progress
+) -> None:
+    with disk_errors(work):
+        if settings.entry_factors == str(work / FACTORS):
+            (work / FACTORS).write_text(json.dumps(entry_factors(student), indent=1) + "\n", encoding="utf-8")
+        config = work / SETTINGS
+        config.write_text(yaml.safe_dump(_plain(settings.to_dict()), sort_keys=False), encoding="utf-8")
+    command = launch_command(config, request.processes, request.launcher)
+    progress.note(f"training: {shlex.join(command)}")
+    # The package may be imported from where it lies, not only where it is installed.
+    environment = outside(dict(os.environ)) | {"TOKENIZERS_PARALLELISM": "false"}
+    code = run_to_its_end(command, environment)
+    if code:
+        raise SurgeryError(f"the training ended with exit code {code}, see above; the same command goes on")
+
+
+def _trained_already(work: Path, settings: HealSettings) -> bool:
+    """Whether a training with these settings was finished before, and only what comes after it is missing."""
+    try:
+        made = json.loads((work / TRAINED / FACTS).read_text(encoding="utf-8"))["settings"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return made == _plain(settings.to_dict())
+
+
+def _quality(
+    request: HealRequest, settings: HealSettings, trained: Path, work: Path, progress: Progress
+) -> list[dict[str, Any]]:
+    """Loss and recall of the source (where there is one), the student and the healed checkpoint."""
+    if request.measure is None:
+        return []
+    rows = {"converted": settings.student, "healed": str(trained)}
+    chosen = EvalSettings(
+        **{"tasks": ("loss", "recall"), "decoded": 0, "variants": (), "device": settings.device, **request.measure}
+    )
+    asked = Request(
+        tuple(f"{name}={path}" for name, path in rows.items()),
+        None if settings.teacher is None else f"source={settings.teacher}",
+        work / "evaluation",
+        chosen,
+        command=request.command,
+        overwrite=True,
+    )
+    report = evaluate(asked, progress).report
+    return [
+        {
+            "name": row["name"],
+            "loss": row["results"]["loss"]["loss"],
+            "recall": (row["results"].get("recall") or {}).get("accuracy"),
+        }
+        for row in report["rows"]
+    ]
+
+
+def _earlier(student: Path) -> list[dict[str, Any]]:
+    """The healings that made the student, each without those before it, if it was healed itself."""
+    before = (previous_report(student) or {}).get("healing")
+    with suppress(OSError, ValueError):
+        before = before or json.loads((student / HEALING).read_text(encoding="utf-8"))
+    return [{**stage, "earlier": []} for stage in stages(before)] if before else []
+
+
+def _write_report(folder: Path, student: Path, healing: dict[str, Any], name: str) -> None:
+    """Puts the healing into the conversion's report and card; without a report it gets a file of its own."""
+    found = previous_report(student)
+    if found is None:
+        (folder / HEALING).write_text(json.dumps(healing, indent=1) + "\n", encoding="utf-8")
+        return
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    target = {**found["target"], "engines": engine_table(config, name)}
+    report = {**found, "target": target, "healing": healing}
+    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    known = {each.name for each in fields(Report)}
+    card = Report(**{key: value for key, value in report.items() if key in known}).card(name)
+    (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(values))

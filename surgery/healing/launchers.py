@@ -1,0 +1,97 @@
+"""How a training is started: alone, as several processes of this machine, or as an accelerate configuration says.
+
+Configurations that ship are called by their names: ``fsdp2`` is ``configs/accelerate/fsdp2.yaml``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from surgery.common.errors import SurgeryError
+from surgery.common.file_settings import did_you_mean, read_mapping
+
+SHIPPED = Path(__file__).parent.parent / "configs" / "accelerate"
+SHARDED = ("FSDP", "DEEPSPEED")
+
+
+def find_launcher(given: str | Path) -> Path:
+    """The file of a configuration: a path, or the name of one that ships.
+
+    Raises:
+        SurgeryError: there is neither, or it cannot be read.
+    """
+    path = Path(given).expanduser()
+    if not path.is_file():
+        names = sorted(each.stem for each in SHIPPED.glob("*.yaml"))
+        if str(given) not in names:
+            hint = did_you_mean(str(given), names)
+            raise SurgeryError(f"launcher {given}: is no file and none of {', '.join(names)}{hint}")
+        path = SHIPPED / f"{given}.yaml"
+    read_mapping(path)
+    return path
+
+
+def check_processes(processes: object) -> None:
+    """Raises SurgeryError unless it is None or a number of processes."""
+    whole = isinstance(processes, int) and not isinstance(processes, bool)
+    if processes is not None and not (whole and processes >= 1):
+        raise SurgeryError(f"processes must be a whole number of at least 1, not {processes!r}")
+
+
+def count_processes(processes: int | None, launcher: Path | None) -> int:
+    """How many there will be: as many as are asked for, else what the configuration says, else one."""
+    if processes is not None:
+        return processes
+    return 1 if launcher is None else int(read_mapping(launcher).get("num_processes") or 1)
+
+
+def is_sharded(launcher: Path | None) -> bool:
+    """Whether a configuration has weights that train in parts on its processes."""
+    return launcher is not None and read_mapping(launcher).get("distributed_type") in SHARDED
+
+
+def launch_command(config: Path, processes: int | None, launcher: Path | None) -> list[str]:
+    """The command that trains with the settings in ``config``; ``processes`` win over the launcher's own number."""
+    module = ["-m", "surgery.training.heal", "--config", str(config)]
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    if launcher is not None:
+        number = [] if processes is None else ["--num_processes", str(processes)]
+        return [*launch, "--config_file", str(launcher), *number, *module]
+    if processes in (None, 1):
+        return [sys.executable, *module]
+    many = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
+    return [*launch, *many, "--dynamo_backend", "no", *module]
+
+
+def run_to_its_end(command: list[str], environment: dict[str, str]) -> int:
+    """Runs a command and gives its exit code; where this process is interrupted, the command gets time to save.
+
+    It has a process group of its own, launchers' children with it: all are asked to stop at once, whoever was
+    interrupted, and a second interruption ends them.
+    """
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        return process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        raise
+
+
+def outside(environment: dict[str, str]) -> dict[str, str]:
+    """An environment without what makes a process one of several, where this one is: a new training is not."""
+    if "WORLD_SIZE" not in environment:
+        return dict(environment)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
+    names += ("ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    ours = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_")
+    return {name: value for name, value in environment.items() if name not in names and not name.startswith(ours)}

@@ -1,0 +1,1 @@
+"""What a checkpoint is and what it can become, before any conversion."""

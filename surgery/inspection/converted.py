@@ -1,0 +1,123 @@
+"""What `surgery inspect` says of a checkpoint that was converted before: the project's own class, or stock MLA."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from surgery.checkpoint.reader import CheckpointReader
+from surgery.common.errors import SurgeryError
+from surgery.common.human import per_token
+from surgery.families import FAMILIES, head_shape
+from surgery.families.base import ATTENTION_PREFIX
+from surgery.inspection import attention_structures as structures
+from surgery.inspection.speed_forecast import batches, speed_against
+from surgery.kernels.gpus import GPU
+from surgery.kernels.planner import Attention, Grouped, Latent, LowRank
+from surgery.reporting.report import previous_report
+from surgery.running.loading import load_config
+from surgery.running.skeleton import skeleton
+
+MODEL_TYPES = ("surgery", "deepseek_v3")
+
+
+def converted_facts(reader: CheckpointReader, gpu: GPU, contexts: tuple[int, ...]) -> dict[str, Any]:
+    """Arguments of an :class:`surgery.inspection.inspect.Inspection`.
+
+    Raises:
+        SurgeryError: the config is impossible.
+    """
+    said, own = reader.config, reader.config["model_type"] == "surgery"
+    config = load_config(reader.path)
+    dtype = reader.info(ATTENTION_PREFIX.format(layer=0) + "o_proj.weight").dtype
+    layers = _structures(config, said, dtype.itemsize)
+    family = FAMILIES.get(getattr(config, "base_model_type", None))
+    windows = [family.window(config, layer) if family else None for layer in range(len(layers))]
+    source = original(reader.path, config, windows, dtype.itemsize)
+    if own:
+        model = skeleton(said, dtype)
+        held = {context: model.kv_cache_bytes(1, context) for context in contexts}
+    else:
+        held = {context: round(context * sum(layer.token_bytes(context) for layer in layers)) for context in contexts}
+    longest = max(contexts)
+    weights = sum(reader.info(name).nbytes for name in reader.names())
+    rows = batches(source or layers, weights, gpu)
+    return {
+        "name": reader.name,
+        "architecture": _architecture(reader, config, layers, dtype),
+        "windows": windows,
+        "kv": {
+            "bytes_per_token": round(held[longest] / longest),
+            "bytes_per_token_and_layer": round(held[longest] / longest / len(layers)),
+            "bytes_at": held,
+        },
+        "targets": [],
+        "speed": speed_against(source, layers, rows, gpu),
+    }
+
+
+def original(folder: Path, config: Any, windows: structures.Windows, number_bytes: float) -> list[Attention] | None:
+    """The attention that a checkpoint had before its first conversion; None where nothing tells.
+
+    The report beside the weights says it, and of the own class its config.
+    """
+    report = previous_report(folder)
+    while report and report.get("previous"):
+        report = report["previous"]
+    try:
+        said = report["source"]
+        heads, kv_heads, head_dim = said["heads"], said["kv_heads"], said["head_dim"]
+    except (TypeError, KeyError):
+        if not hasattr(config, "base_model_type"):
+            return None
+        heads, kv_heads, head_dim = head_shape(config)
+    size = {"key_bytes": number_bytes, "value_bytes": number_bytes}
+    return [Grouped(heads, kv_heads, head_dim, head_dim, window, **size) for window in windows]
+
+
+def _structures(config: Any, said: dict[str, Any], number_bytes: float) -> list[Attention]:
+    if said["model_type"] == "surgery":
+        return structures.of_own_class(config, number_bytes)
+    try:
+        return structures.of_stock_mla(said, number_bytes)
+    except KeyError as error:
+        raise SurgeryError(f"config.json of deepseek_v3 does not say {error}") from None
+
+
+def _architecture(reader: CheckpointReader, config: Any, layers: list[Attention], dtype: Any) -> dict[str, Any]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    tied = bool(config.tie_word_embeddings)
+    names = [name for name in reader.names() if not (tied and name == "lm_head.weight")]
+    base = getattr(config, "base_model_type", None)
+    infos = [reader.info(name) for name in names]
+    return {
+        "model_type": config.model_type + (f" over {base}" if base else ""),
+        "attention": [f"{count} layers: {kind}" for kind, count in Counter(map(_kind, layers)).items()],
+        "layers": len(layers),
+        "hidden": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "vocabulary": config.vocab_size,
+        "max_positions": config.max_position_embeddings,
+        "rope_type": rope.get("rope_type", "default"),
+        "rope_theta": rope.get("rope_theta"),
+        "biases": [],
+        "qk_norm": any(name.endswith("q_norm.weight") for name in names),
+        "experts": any(".experts." in name for name in names),
+        "tied_embeddings": tied,
+        "dtype": str(dtype).removeprefix("torch."),
+        "parameters": sum(info.nbytes // info.dtype.itemsize for info in infos),
+    }
+
+
+def _kind(layer: Attention) -> str:
+    """A layer's structure in words."""
+    token = per_token(layer.token_bytes(131_072))
+    if isinstance(layer, Latent):
+        kept = f", the last {layer.window:,} tokens" if layer.window else ""
+        return f"latent of {layer.rank} and {layer.rope_dim} rotated numbers{kept}, a step reads {token} a token"
+    if isinstance(layer, LowRank):
+        ranks = " + ".join(str(block.rank) for block in layer.blocks)
+        return f"keys rebuilt from latents of {ranks}, a step reads {token} a token"
+    streaming = f", {layer.streaming_heads} of them streaming" if layer.streaming_heads else ""
+    return f"{layer.kv_heads} keys and values of {layer.key_dim}{streaming}, a step reads {token} a token"

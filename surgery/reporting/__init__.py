@@ -1,0 +1,1 @@
+"""The record of a conversion and the model card made from it."""

@@ -1,0 +1,174 @@
+"""The model card of a converted checkpoint, made from its report."""
+
+from __future__ import annotations
+
+from surgery.common.human import loss_of_stage, origin
+from surgery.engines import spoken
+from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts, stages
+
+LOADING = {
+    "stock": """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("{name}")""",
+    "surgery": """\
+import surgery  # registers the model class; without the package pass trust_remote_code=True
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("{name}")""",
+    "nemotron-nas": """\
+# A class of vLLM and llama.cpp, not of transformers.
+from vllm import LLM
+
+model = LLM("{name}", trust_remote_code=True)""",
+}
+
+
+STRUCTURES = {
+    "mla": "multi-head latent attention (MLA)",
+    "gqa": "grouped-query attention with fewer KV heads (GQA)",
+    "mqa": "multi-query attention (MQA)",
+    "lowrank": "low-rank keys and values",
+    "crosslayer": "keys and values that adjacent layers share",
+    "quantized": "attention over a quantised KV cache",
+    "hybrid": "full heads beside streaming ones, which keep first and recent tokens only",
+}
+
+
+def model_card(report, name: str) -> str:
+    """README.md of a converted checkpoint."""
+    source, target, kv = report.source, report.target, report.kv
+    measured = kv["measured_bytes_per_token"]
+    engines = "\n".join(f"| {engine} | {said} |" for engine, said in spoken(target["engines"]).items())
+    return f"""---
+library_name: transformers
+base_model: {source["path"]}
+tags:
+- model-surgery
+- {target["to"]}
+- kv-cache-compression
+---
+
+# {name}
+
+{origin(source["path"], source.get("dequantised_from"))} with its attention rewritten to {STRUCTURES[target["to"]]} by
+model-surgery {report.to_dict()["surgery_version"]}. {_training(report.healing)}
+
+| | source | this model |
+|---|---:|---:|
+| KV cache, bytes per token | {kv["source_bytes_per_token"]:,} | {measured:,.0f} ({kv["ratio"]:.1%}) |
+{_score_rows(report.ladder)}
+Class `{target["model_type"]}` ({"; ".join(target["reasons"])}), {_shape(source, target)}{_codes(target)},
+method `{target["method"]}`. The KV bytes were measured on live caches.
+
+```python
+{LOADING.get(target["model_type"], LOADING["stock"]).format(name=name)}
+```
+
+## Where the loss comes from
+
+{ladder_table(report.ladder)}
+
+Losses are nats per token on held-out calibration text ({report.calibration.get("source")}), recall is the share of
+planted five-digit keys that the model finds again.
+
+{_healing(report.healing)}## Engines
+
+| engine | loads |
+|---|---|
+{engines}
+
+## Provenance
+
+Source weights sha256 `{source["sha256"]}`, command `{report.command or "Python API"}`; settings, versions and per-layer
+errors are in `surgery_report.json`. The licence of the source applies; its own card, if any, is `README.source.md`.
+"""
+
+
+def _training(healing: dict | None) -> str:
+    if healing is None:
+        return "It was calibrated, not trained."
+    return f"It was healed by distillation: {sum(stage['tokens'] for stage in stages(healing)):,} tokens."
+
+
+def _healing(healing: dict | None) -> str:
+    """Source, conversion and result of recovery training, and what its stages took; a section of its own."""
+    if healing is None:
+        return ""
+    told = ["## Healing\n"]
+    table = quality_table(healing)
+    if table:
+        told += ["| | loss | recall |", "|---|---:|---:|"]
+        told += [f"| {row['name']} | {number(row['loss'], '.4f')} | {number(row['recall'], '.2f')} |" for row in table]
+        closed = gap_closed(table)
+        share = "" if closed is None else f" {closed:.0%} of the loss that the conversion cost was won back."
+        told += [f"\nLosses on held-out text.{share} The figures above are the conversion's.\n"]
+    told += ["| stage | trains | objective | learning rate | rows a step | data | steps | tokens | time | on |"]
+    told += ["|---|---|---|---:|---|---|---:|---:|---:|---|"]
+    for index, facts in enumerate(stage_facts(healing), 1):
+        told.append(
+            f"| {index} | {facts['trains']} | {facts['objective']} | {facts['learning_rate']:g} | {facts['rows']} |"
+            f" {facts['data']} | {facts['steps']:,} | {facts['tokens']:,} | {facts['seconds']:,.0f} s |"
+            f" {facts['machine']} |"
+        )
+    return "\n".join(told) + "\n\nAll settings are in `surgery_report.json`, every step in `heal.jsonl`.\n\n"
+
+
+def _shape(source: dict, target: dict) -> str:
+    """What of each token is cached, in words."""
+    if target["to"] == "hybrid":
+        extra = f", {target['compensated_heads']} of them with a compensation token" * bool(target["compensated_heads"])
+        streaming = target["heads"] - target["full_heads"]
+        window = f"{target['sinks']} first and {target['recent']} recent tokens"
+        return f"{streaming} of {target['heads']} KV heads stream over {window}{extra}"
+    if "kv_heads" in target:
+        heads = target["kv_heads"]
+        kept = _range(heads) if isinstance(heads, list) else heads
+        return f"{kept} KV heads in place of {source['kv_heads']}"
+    if "ranks" in target:
+        exact = f", {target['window']} recent and {target['sinks']} first tokens exact" if target["window"] else ""
+        return f"{_range(target['ranks'])} latents{exact}"
+    if target["to"] == "quantized":
+        return "keys and values of its source"
+    rank = _range(target["kv_lora_ranks"])
+    return f"latent rank {rank}, {target['rope_dim']} rotated numbers"
+
+
+def _codes(target: dict) -> str:
+    """How a cache is quantised, in words; nothing where it is not."""
+    cache = target.get("kv_cache")
+    if cache is None:
+        return ""
+    rotation = ", a Hadamard rotation folded into the weights" if target["hadamard"] else ""
+    window = f", the last {cache['window']} tokens exact" if cache["window"] else ""
+    return f" as {cache['format']} in groups of {cache['group']}{window}{rotation}"
+
+
+def _range(numbers: list[int]) -> str:
+    """One number for all layers, or the least and the greatest."""
+    least, greatest = min(numbers), max(numbers)
+    return str(least) if least == greatest else f"{least} to {greatest} by layer"
+
+
+def ladder_table(ladder: list[dict]) -> str:
+    """Loss and recall per stage in Markdown."""
+    rows = ["| stage | loss | recall |", "|---|---:|---:|"]
+    rows += [f"| {row['stage']} | {loss_of_stage(row)} | {number(row['recall'], '.2f')} |" for row in ladder]
+    return "\n".join(rows)
+
+
+def number(value: float | None, form: str) -> str:
+    """A measured value, or a dash where there is none."""
+    return "-" if value is None else format(value, form)
+
+
+def _score_rows(ladder: list[dict]) -> str:
+    first, last = ladder[0], ladder[-1]
+    if first["loss"] is None:
+        return "\n"
+    return (
+        f"| loss on held-out calibration text | {first['loss']:.4f} | {last['loss']:.4f} |\n"
+        f"| recall of planted keys | {number(first['recall'], '.2f')} | {number(last['recall'], '.2f')} |\n"
+    )

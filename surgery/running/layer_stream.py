@@ -1,0 +1,290 @@
+"""Runs a causal language model one decoder layer at a time, straight from its checkpoint.
+
+Memory is bounded by one layer (and one slice of the vocabulary) whatever the model's size. A layer runs in the
+model's own transformers class: a one-layer model is built around its tensors, so masks, position embeddings and
+expert kernels are transformers', for source and converted checkpoints alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from surgery.common.errors import SurgeryError
+from surgery.families import FAMILIES
+from surgery.families.base import LAYER_PREFIX
+from surgery.families.llama import LLAMA
+
+VOCABULARY_SLICE = 16_384
+TOKEN_SLICE = 2_048
+
+
+class LayerStream:
+    """A causal model whose layers are loaded when they are run and dropped afterwards.
+
+    Args:
+        reader: an open checkpoint.
+        config: its transformers config.
+        single_layer_config: gives the config of a one-layer model that stands for layer ``i``.
+        device: where layers run.
+        dtype: what they run in; weights are cast from the checkpoint's dtype.
+    """
+
+    def __init__(
+        self,
+        reader,
+        config,
+        single_layer_config: Callable[[object, int], object],
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ):
+        self.reader, self.config = reader, config
+        self.device, self.dtype = torch.device(device), dtype
+        self._single_layer_config = single_layer_config
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token embeddings [N, T, D] of ids [N, T]."""
+        ids, inverse = tokens.unique(return_inverse=True)
+        rows = self.reader.rows("model.embed_tokens.weight", ids)
+        return rows.to(self.device, self.dtype)[inverse.to(self.device)]
+
+    @contextlib.contextmanager
+    def layer(self, index: int) -> Iterator[StreamedLayer]:
+        """Loads layer ``index`` for the length of a ``with`` block."""
+        streamed = StreamedLayer(self._load(index, index + 1))
+        try:
+            yield streamed
+        finally:
+            # The caller's name for the layer outlives the block, into the loading of the next one.
+            streamed.model = None
+
+    @contextlib.contextmanager
+    def block(self, start: int, stop: int) -> Iterator[StreamedBlock]:
+        """Loads layers ``start`` to ``stop`` - 1 as one model, for the length of a ``with`` block.
+
+        Layers that share something (a cross-layer basis, latents of earlier layers) can be run in no other way. Their
+        entries in ``attention_layers`` must name each other by place in the group, not by index in the model.
+        """
+        streamed = StreamedBlock(self._load(start, stop))
+        try:
+            yield streamed
+        finally:
+            streamed.model = None
+
+    def _load(self, start: int, stop: int) -> nn.Module:
+        """A decoder of layers ``start`` to ``stop`` - 1, without vocabulary and final norm."""
+        state: dict[str, Tensor] = {}
+        for index in range(start, stop):
+            prefix, place = LAYER_PREFIX.format(layer=index), LAYER_PREFIX.format(layer=index - start)
+            tensors = self.reader.tensors(prefix)
+            if not tensors:
+                raise SurgeryError(f"{self.reader.path}: no tensors of layer {index}")
+            state |= {place + name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        hidden = self.config.hidden_size
+        state["model.embed_tokens.weight"] = torch.zeros(1, hidden)
+        state["model.norm.weight"] = torch.ones(hidden)
+        state["lm_head.weight"] = torch.zeros(1, hidden)
+        config = _joined([self._single_layer_config(self.config, index) for index in range(start, stop)])
+        model = _model_from_state(config, state, self.dtype).to(self.device)
+        state.clear()  # what was cast to another dtype would stay in memory twice
+        return model
+
+    def run_layer(self, layer: StreamedLayer, hidden: Tensor, batch_size: int, attention=None) -> Tensor:
+        """Applies a layer to [N, T, D] in batches, in place (the input's memory is reused)."""
+        with torch.no_grad():
+            for start in range(0, len(hidden), batch_size):
+                batch = hidden[start : start + batch_size].to(self.device, self.dtype)
+                hidden[start : start + batch_size] = layer(batch, attention).to(hidden)
+        return hidden
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """The norm before the output projection, applied to [..., D]."""
+        weight = self.reader.tensor("model.norm.weight").to(self.device, self.dtype)
+        return nn.functional.rms_norm(hidden, hidden.shape[-1:], weight, self.config.rms_norm_eps)
+
+    @property
+    def output_name(self) -> str:
+        return "lm_head.weight" if "lm_head.weight" in self.reader else "model.embed_tokens.weight"
+
+    def output_slices(self) -> Iterator[tuple[int, Tensor]]:
+        """The output projection in slices of rows: (first token id, weight [n, D])."""
+        vocabulary = self.reader.info(self.output_name).shape[0]
+        for start in range(0, vocabulary, VOCABULARY_SLICE):
+            ids = torch.arange(start, min(start + VOCABULARY_SLICE, vocabulary))
+            yield start, self.reader.rows(self.output_name, ids).to(self.device, self.dtype)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of final hidden states [..., D] before the norm; meant for few tokens."""
+        normed = self.final_norm(hidden)
+        return torch.cat([normed @ weight.T for _, weight in self.output_slices()], dim=-1)
+
+    @torch.no_grad()
+    def loss(self, hidden: Tensor, tokens: Tensor) -> float:
+        """Mean cross-entropy in nats per predicted token, of final hidden states [N, T, D] before the norm."""
+        return self.token_losses(hidden, tokens).mean().item()
+
+    @torch.no_grad()
+    def token_losses(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Cross-entropies [N (T - 1)] in nats, fp64, of final hidden states [N, T, D] before the norm."""
+        normed = self.final_norm(hidden[:, :-1].to(self.device, self.dtype)).flatten(0, 1)
+        labels = tokens[:, 1:].flatten().to(self.device)
+        normaliser = torch.full((len(labels),), -torch.inf, device=self.device)
+        chosen = torch.zeros(len(labels), device=self.device)
+        for first, weight in self.output_slices():
+            for rows in torch.arange(len(labels), device=self.device).split(TOKEN_SLICE):
+                logits = (normed[rows] @ weight.T).float()
+                normaliser[rows] = torch.logaddexp(normaliser[rows], logits.logsumexp(-1))
+                local = labels[rows] - first
+                inside = (local >= 0) & (local < len(weight))
+                chosen[rows[inside]] = logits[inside].gather(1, local[inside, None])[:, 0]
+        return normaliser.double() - chosen.double()
+
+    @torch.no_grad()
+    def sampled_loss_gradient(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
+        """Gradient of the summed cross-entropy at ``hidden`` [N, T, D], labels drawn from the model itself.
+
+        With such labels the second moment of gradients is the true Fisher information, not the empirical one.
+        Two passes over the vocabulary keep the logits from ever existing whole: the first gives the probability of
+        each slice of it, by which a token's slice is drawn; the second draws the label within and sums the gradient.
+        One uniform number a token, put through the inverse of the cumulative distribution, decides both.
+        """
+        with torch.enable_grad():
+            leaf = hidden.to(self.device, self.dtype).detach().requires_grad_()
+            normed = self.final_norm(leaf)
+        flat = normed.detach().flatten(0, 1)
+        places = torch.arange(len(flat), device=self.device).split(TOKEN_SLICE)
+        slices = [
+            torch.cat([(flat[rows] @ weight.T).float().logsumexp(-1) for rows in places])
+            for _, weight in self.output_slices()
+        ]
+        normaliser = torch.stack(slices).logsumexp(0)
+        below = torch.stack([(part - normaliser).double().exp() for part in slices]).cumsum(0)  # up to a slice's end
+        drawn = torch.rand(len(flat), generator=generator, dtype=torch.float64).to(self.device)
+        chosen = (drawn >= below).sum(0).clamp_max(len(slices) - 1)
+        gradient = torch.zeros_like(flat)
+        for place, (_, weight) in enumerate(self.output_slices()):
+            for rows in places:
+                probability = ((flat[rows] @ weight.T).float() - normaliser[rows, None]).exp()
+                own = (chosen[rows] == place).nonzero()[:, 0]
+                rest = drawn[rows[own]] - (below[place - 1, rows[own]] if place else 0)
+                cumulative = probability[own].double().cumsum(-1)
+                label = torch.searchsorted(cumulative, rest[:, None], right=True)[:, 0].clamp_max(len(weight) - 1)
+                probability[own, label] -= 1
+                gradient[rows] += probability.to(weight) @ weight
+        normed.backward(gradient.view_as(normed))
+        return leaf.grad
+
+
+@dataclass
+class StreamedLayer:
+    """One loaded decoder layer, callable on hidden states [B, T, D] as long as it is loaded."""
+
+    model: nn.Module | None
+
+    def __call__(self, hidden: Tensor, attention: nn.Module | None = None) -> Tensor:
+        """The layer's output for a causal prompt; ``attention`` stands in for its own attention if given."""
+        block = self.model.layers[0]
+        own = block.self_attn
+        if attention is not None:
+            block.self_attn = attention
+        try:
+            return self.model(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        finally:
+            block.self_attn = own
+
+    def attention_inputs(self, hidden: Tensor) -> Tensor:
+        """What enters the layer's attention, [B, T, D]: all families here normalise before it."""
+        return self.model.layers[0].input_layernorm(hidden)
+
+    def decode(self, hidden: Tensor, prompt: int, cache) -> Tensor:
+        """The same output computed through a live cache: the first ``prompt`` tokens at once, then one by one."""
+        pieces = [hidden[:, :prompt], *hidden[:, prompt:].split(1, dim=1)]
+        outputs = [
+            self.model(inputs_embeds=piece, past_key_values=cache, use_cache=True) for piece in pieces if piece.shape[1]
+        ]
+        return torch.cat([output.last_hidden_state for output in outputs], dim=1)
+
+    @property
+    def config(self):
+        return self.model.config
+
+
+@dataclass
+class StreamedBlock(StreamedLayer):
+    """Adjacent decoder layers, loaded together."""
+
+    def __call__(self, hidden: Tensor, attention: Sequence[nn.Module] | None = None) -> Tensor:
+        """The last layer's output for a causal prompt [B, T, D]; ``attention`` has a stand-in for every layer."""
+        layers = self.model.layers
+        own = [layer.self_attn for layer in layers]
+        for layer, module in zip(layers, own if attention is None else attention, strict=True):
+            layer.self_attn = module
+        try:
+            return self.model(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        finally:
+            for layer, module in zip(layers, own, strict=True):
+                layer.self_attn = module
+
+
+def _joined(singles: list):
+    """One config of several layers from the configs of each."""
+    config, count = singles[0], len(singles)
+    for name in ("layer_types", "attention_layers"):
+        if getattr(config, name, None):
+            setattr(config, name, [entry for single in singles for entry in getattr(single, name)])
+    if getattr(config, "mlp_only_layers", None) is not None:
+        config.mlp_only_layers = [place for place, single in enumerate(singles) if single.mlp_only_layers]
+    config.num_hidden_layers = count
+    return config
+
+
+def single_layer_config(config, layer: int):
+    """A one-layer copy of a converted checkpoint's config (stock MLA or the project's own class)."""
+    # The own class keeps the fields of the family that it was made from; stock MLA has none to adapt.
+    family = FAMILIES.get(getattr(config, "base_model_type", None), LLAMA)
+    single = family.single_layer_config(config, layer)
+    if getattr(config, "attention_layers", None):
+        single.attention_layers = [config.attention_layers[layer]]
+    return single
+
+
+def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
+    """A one-layer decoder without final norm, its weights taken from ``state`` by transformers' own loading rules."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    # Loading through transformers applies its checkpoint conversions (fused experts), which a plain
+    # load_state_dict would miss. Its bar would print once a layer.
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        causal_class = AutoModelForCausalLM._model_mapping[type(config)]
+        causal, info = causal_class.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, attn_implementation="sdpa"
+        )
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    problems = {kind: sorted(map(str, found)) for kind, found in info.items() if found}
+    if problems:
+        raise SurgeryError(f"a layer does not load into {causal_class.__name__}: {problems}")
+    decoder = causal.model
+    decoder.norm = nn.Identity()
+    return decoder.eval().requires_grad_(False)
+
+
+def blocks_of(config) -> list[tuple[int, int]]:
+    """Layers of an own-class config that can be run apart: those that share latents or a cache run together."""
+    entries = [entry or {} for entry in config.attention_layers]
+    starts = [i for i, entry in enumerate(entries) if not entry.get("shared_layers") and not entry.get("place")]
+    return list(zip(starts, [*starts[1:], config.num_hidden_layers], strict=True))

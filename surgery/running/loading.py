@@ -1,0 +1,51 @@
+"""What transformers raises where it cannot load a config, a tokenizer or a model, as one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+
+from surgery.common.errors import SurgeryError
+
+LOADING = (
+    ValueError,
+    OSError,
+    KeyError,
+    TypeError,
+    ImportError,
+    AttributeError,
+    RuntimeError,
+    StrictDataclassError,  # a config whose values are impossible, or contradict each other
+)
+
+
+@contextmanager
+def loading(what: str, remedy: str = "") -> Iterator[None]:
+    """Turns what transformers raises in the block, which loads ``what``, into one line.
+
+    Raises:
+        SurgeryError: it cannot be loaded; ``remedy`` says what to do then.
+    """
+    try:
+        yield
+    except LOADING as error:
+        reason = " ".join(str(error).split())[:300]
+        raise SurgeryError(f"{what}: transformers cannot load it ({reason}){remedy and f'; {remedy}'}") from error
+
+
+def load_config(path: Path):
+    """The transformers config of a folder; never runs code from it.
+
+    Raises:
+        SurgeryError: transformers refuses it.
+    """
+    from transformers import AutoConfig
+
+    from surgery import model as own_model
+
+    own_model.register()
+    with loading(f"{path}/config.json"):
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)

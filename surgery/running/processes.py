@@ -1,0 +1,131 @@
+"""Measuring over several processes: every batch is done by one of them, and all of them end with all results.
+
+Batches are made before they are dealt out, so that a batch holds the same samples whatever the number of processes, and
+results come back in the order of the batches. Two processes therefore give the numbers of one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from surgery.common.errors import SurgeryError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+PATIENCE = timedelta(weeks=4)
+"""How long a process waits for the others. The default of minutes would end a run while one of them measures alone; a
+process that died ends the others through their launcher."""
+
+
+class Processes:
+    """The processes that `accelerate launch` or `torchrun` started, or this one alone.
+
+    Attributes:
+        rank: number of this process, from 0.
+        count: how many there are.
+    """
+
+    def __init__(self, *, cpu: bool = False) -> None:
+        """`cpu` keeps them off the accelerators.
+
+        Raises:
+            SurgeryError: there are several processes and accelerate is not installed.
+        """
+        self.rank, self.count = 0, 1
+        self._state = None
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            try:
+                from accelerate import PartialState
+            except ImportError:
+                raise SurgeryError("several processes need accelerate: pip install accelerate") from None
+            # Without an accelerator, accelerate takes several processes for one each unless it is told.
+            self._state = PartialState(cpu=cpu or not torch.accelerator.is_available(), timeout=PATIENCE)
+            self.rank, self.count = self._state.process_index, self._state.num_processes
+            if self._state.backend == "gloo":
+                # Its threads abort a process that ends before them, now and then.
+                atexit.register(self._state.destroy_process_group)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.rank == 0
+
+    def map(self, function: Callable[[Item], Result], items: Sequence[Item], done: Callable[[], Any] = int) -> list:
+        """`function` of every item, in order, on every process; each process computes its share.
+
+        Args:
+            function: its results must pickle; tensors should be on the CPU.
+            done: called after every item of this process, and for those that others did meanwhile.
+
+        Raises:
+            SurgeryError: `function` did in some process; every process raises that of the lowest rank.
+        """
+        mine: list[tuple[int, Any]] = []
+        refusal = None
+        try:
+            for index in range(self.rank, len(items), self.count):
+                mine.append((index, function(items[index])))
+                for _ in range(min(self.count, len(items) - index + self.rank)):
+                    done()
+        except SurgeryError as error:
+            refusal = error
+        if self._state is None:
+            shares = [(mine, refusal)]
+        else:
+            from accelerate.utils import gather_object
+
+            shares = gather_object([(mine, refusal)])
+        for _, refusal in shares:
+            if refusal is not None:
+                raise refusal
+        return [
+            result for _, result in sorted((pair for share, _ in shares for pair in share), key=lambda pair: pair[0])
+        ]
+
+    def from_main(self, function: Callable[[], Result]) -> Result:
+        """What `function` gives on the main process; the others wait for it and do not call it.
+
+        Raises:
+            SurgeryError: `function` did; every process raises it, so that all can go on with what comes next.
+        """
+        if self._state is None:
+            return function()
+        from accelerate.utils import broadcast_object_list
+
+        outcome: tuple[Any, SurgeryError | None] = (None, None)
+        if self.is_main:
+            try:
+                outcome = (function(), None)
+            except SurgeryError as error:
+                outcome = (None, error)
+        result, refusal = broadcast_object_list([outcome])[0]
+        if refusal is not None:
+            raise refusal
+        return result
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean of every process's `tensor` of one shape, the same to the last bit on all of them.
+
+        For small ones: they are pickled, and added in the order of the processes' ranks.
+        """
+        if self._state is None:
+            return tensor
+        from accelerate.utils import gather_object
+
+        total, *others = gather_object([tensor.detach().cpu()])
+        for other in others:
+            total = total + other
+        return (total / self.count).to(tensor.device)
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self._state is not None:
+            self._state.wait_for_everyone()

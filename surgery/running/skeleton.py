@@ -1,0 +1,25 @@
+"""A model of the project's own class without memory: what shapes and bytes are asked of before anything is written."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from surgery import model as own_model
+from surgery.common.errors import SurgeryError
+from surgery.model import SurgeryForCausalLM
+
+
+def skeleton(config: dict, dtype: torch.dtype) -> SurgeryForCausalLM:
+    """The model of a config.json, on the meta device.
+
+    Raises:
+        SurgeryError: it is impossible.
+    """
+    own_model.register()
+    fields = {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(own_model.SurgeryConfig(**fields), dtype=dtype)
+    except ValueError as error:
+        raise SurgeryError(str(error)) from None

@@ -1,0 +1,161 @@
+"""An opened source checkpoint: its files, its family, and the means to run it layer by layer."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
+from surgery.families import FAMILIES, Family, family_of
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.base import ATTENTION_PREFIX
+from surgery.running.layer_stream import LayerStream, single_layer_config
+from surgery.running.loading import load_config
+from surgery.running.processes import Processes
+
+
+class RunSettings(Protocol):
+    """Where layers run, and in what: names of a device, or "auto", and of a dtype."""
+
+    device: str
+    dtype: str
+
+
+@dataclass
+class Source:
+    """An opened source checkpoint with all that its family says about it."""
+
+    reader: CheckpointReader
+    family: Family
+    config: object
+    stream: LayerStream
+
+    @classmethod
+    def open(cls, source: str | Path, settings: RunSettings, *, allow_pickle: bool = False) -> Source:
+        """Opens and checks a checkpoint.
+
+        Raises:
+            SurgeryError: it cannot be read, or its family, RoPE or weights are not supported.
+        """
+        reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
+        family = family_of(reader.config)
+        config = load_config(reader.path)
+        for layer in range(config.num_hidden_layers):
+            family.attention_names(reader, layer)
+        stream = LayerStream(
+            reader,
+            config,
+            family.single_layer_config,
+            device=checked_device(settings.device),
+            dtype=getattr(torch, settings.dtype),
+        )
+        return cls(reader, family, config, stream)
+
+    @property
+    def layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    def anatomy(self, layer: int) -> AttentionAnatomy:
+        """The anatomy of one layer.
+
+        Raises:
+            SurgeryError: one of its weights is not finite.
+        """
+        anatomy = self.family.anatomy(self.reader, self.config, layer)
+        for name in "qkvo":
+            if not getattr(anatomy, name).isfinite().all():
+                raise SurgeryError(f"{self.reader.path}: NaN or infinity in {name}_proj of layer {layer}")
+        return anatomy
+
+    def input_scale(self, layer: int) -> Tensor:
+        """The weight of the norm before a layer's attention, [D]."""
+        return self.reader.tensor(f"model.layers.{layer}.input_layernorm.weight")
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Dtype of the attention's tensors."""
+        return _weight_dtype(self.reader)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of every layer, or None."""
+        return tuple(self.family.window(self.config, layer) for layer in range(self.layers))
+
+
+@dataclass
+class OwnSource:
+    """An opened checkpoint that was converted before: the project's own class, or stock MLA."""
+
+    reader: CheckpointReader
+    config: object
+    stream: LayerStream
+
+    @classmethod
+    def open(cls, reader: CheckpointReader, settings: RunSettings) -> OwnSource:
+        """Raises SurgeryError where transformers refuses its config, or there is no such device."""
+        config = load_config(reader.path)
+        device, dtype = checked_device(settings.device), getattr(torch, settings.dtype)
+        return cls(reader, config, LayerStream(reader, config, single_layer_config, device=device, dtype=dtype))
+
+    @property
+    def layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Dtype of the attention's tensors."""
+        return _weight_dtype(self.reader)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of every layer, or None."""
+        family = FAMILIES.get(getattr(self.config, "base_model_type", None))
+        return tuple(family.window(self.config, layer) if family else None for layer in range(self.layers))
+
+
+def _weight_dtype(reader: CheckpointReader) -> torch.dtype:
+    return reader.info(ATTENTION_PREFIX.format(layer=0) + "o_proj.weight").dtype
+
+
+def open_any(reader: CheckpointReader, settings: RunSettings) -> Source | OwnSource:
+    """Opens a checkpoint of a family, or one that was converted before.
+
+    Raises:
+        SurgeryError: it is neither, or is damaged.
+    """
+    if reader.config.get("model_type") in FAMILIES:
+        return Source.open(reader.source, settings)
+    return OwnSource.open(reader, settings)
+
+
+def checked_device(name: str) -> torch.device:
+    """The device of that name; "auto" is a CUDA device if there is one.
+
+    Raises:
+        SurgeryError: there is no such device on this machine.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0][:120]
+        raise SurgeryError(f"--device {name}: cannot be used here ({reason})") from None
+
+
+def process_device(name: str, processes: Processes) -> torch.device:
+    """The device of that name for one of several processes: on a machine with accelerators each has its own.
+
+    Raises:
+        SurgeryError: there is no such device on this machine.
+    """
+    device = checked_device(name)
+    if device.type == "cuda" and processes.count > 1:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device

@@ -1,0 +1,1 @@
+"""What attention can become: a folder for each target, and the one order of events of a conversion."""

@@ -1,0 +1,1 @@
+"""Layers that share one cache of old tokens."""

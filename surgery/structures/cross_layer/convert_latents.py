@@ -1,0 +1,299 @@
+"""``surgery convert --to crosslayer --method xkv`` of an MLA checkpoint of the own class: a basis over layers' latents.
+
+What a layer caches as a rotated key stays as it is; the groups' latents get one basis, found as that of keys and values
+is (:mod:`surgery.structures.cross_layer.convert`), with moments and gradients taken at ``kv_down``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.architectures.cross_layer import REASON
+from surgery.architectures.own_class import MODEL_TYPE
+from surgery.calibration.sweep import BoundaryStore, forward_sweep
+from surgery.calibration.texts import load_texts
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
+from surgery.checkpoint.output_place import settle_output
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.families.base import ATTENTION_PREFIX
+from surgery.model.attention_functions import rotate_pairs
+from surgery.reporting.report import SourceShape
+from surgery.running.source import OwnSource
+from surgery.structures.converter import Conversion, Outcome, finish
+from surgery.structures.cross_layer.report import SHARED, GroupReport, predicted_bytes
+from surgery.structures.cross_layer.settings import CrossLayerSettings
+from surgery.structures.ladder import ERROR_SEQUENCES, Ladder
+from surgery.transforms.algebra import damp
+from surgery.transforms.cross_layer import METRIC_DAMPING, SharedBasis, SimulatedGroup, SimulatedMember, shared_basis
+
+
+class LatentSource(OwnSource):
+    """An opened MLA checkpoint of the own class."""
+
+    @classmethod
+    def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> LatentSource:
+        """Raises SurgeryError where it cannot be taken."""
+        if reader.config["model_type"] != MODEL_TYPE:
+            raise SurgeryError(
+                f"{reader.path}: a stock {reader.config['model_type']} cannot hold layers that share a cache; `surgery "
+                "convert --to mla --carrier own` makes a checkpoint whose latents can be shared"
+            )
+        if settings.method != "xkv":
+            raise SurgeryError(f"{reader.path}: latents are shared by method xkv, not {settings.method}")
+        opened = super().open(reader, settings)
+        kinds = {None if entry is None else entry["kind"] for entry in opened.config.attention_layers}
+        if kinds != {"latent"}:
+            found = ", ".join(sorted(str(kind or "the family's own") for kind in kinds))
+            raise SurgeryError(f"{reader.path}: layers with attention of kind {found}; those of MLA can share latents")
+        for layer, window in enumerate(opened.windows):
+            if window is not None:
+                raise SurgeryError(f"layer {layer} has a sliding window and forgets: its latents cannot be shared")
+        return opened
+
+    def rank(self, layer: int) -> int:
+        """Width of a layer's latent."""
+        return self.config.attention_layers[layer]["kv_lora_rank"]
+
+    def positional(self, layer: int) -> int:
+        """Numbers that a layer caches beside its latent."""
+        entry = self.config.attention_layers[layer]
+        gains = self.config.num_key_value_heads if entry["key_norm_eps"] is not None else 0
+        return 2 * len(entry["rope_inv_freq"]) + gains
+
+    def down(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """Weight [r, D] and bias [r] that give the latent."""
+        prefix, rank = ATTENTION_PREFIX.format(layer=layer) + "kv_down.", self.rank(layer)
+        bias = self.reader.tensor(prefix + "bias")[:rank] if prefix + "bias" in self.reader else None
+        return self.reader.tensor(prefix + "weight")[:rank], bias
+
+
+def convert_cross_layer_latents(
+    reader: CheckpointReader,
+    source: str | Path,
+    out: str | Path | None,
+    settings: CrossLayerSettings,
+    overwrite: bool,
+    command: str,
+    progress: Progress,
+) -> Conversion:
+    """Lets groups of layers share their latents; arguments as of ``convert_cross_layer``.
+
+    Raises:
+        SurgeryError: bad input or an impossible request; nothing is left behind.
+    """
+    opened = LatentSource.open(reader, settings)
+    out = settle_output(source, reader.source, out, "crosslayer", overwrite=overwrite)
+    groups = [(i, min(i + settings.group_size, opened.layers)) for i in range(0, opened.layers, settings.group_size)]
+    ranks = [_wanted_rank(opened, start, stop, settings) for start, stop in groups]
+    dtype = reader.info(ATTENTION_PREFIX.format(layer=0) + "kv_down.weight").dtype
+    config, tensors = _planned(opened, groups, ranks, dtype, settings)
+    texts = load_texts(opened, settings, progress)
+    if texts.calibration is None:
+        raise SurgeryError("method xkv: what layers have in common shows in text only: drop --calibration none")
+    with BoundaryStore() as store:
+        metrics = _metrics(opened, texts.calibration, store, settings, progress)
+        with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
+            ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, (SHARED,))
+            reports = []
+            with progress.phase("convert", opened.layers) as advance:
+                for (start, stop), rank in zip(groups, ranks, strict=True):
+                    moment = _joint_moment(opened, store, start, stop, settings.batch_size)
+                    basis = shared_basis(moment, metrics[start:stop], rank)
+                    reports.append(_carry(opened, start, stop, basis, ladder, settings))
+                    for place, (down, up) in enumerate(zip(basis.down, basis.up, strict=True)):
+                        prefix = ATTENTION_PREFIX.format(layer=start + place)
+                        writer.write(prefix + "basis_down", down.to(dtype).contiguous())
+                        writer.write(prefix + "basis_up", up.to(dtype).contiguous())
+                    advance(stop - start)
+            width = sum(opened.rank(i) + opened.positional(i) for i in range(opened.layers))
+            outcome = Outcome(
+                config=config,
+                replaced=set(),
+                target={
+                    "to": "crosslayer",
+                    "method": settings.method,
+                    "model_type": MODEL_TYPE,
+                    "reasons": [REASON],
+                    "groups": [list(span) for span in groups],
+                    "ranks": ranks,
+                    "sinks": settings.sinks,
+                    "window": settings.window,
+                    "block": settings.block,
+                },
+                kv_bytes=predicted_bytes(config, dtype, settings.method),
+                groups=groups,
+                layers=reports,
+                scores=ladder.scores(),
+                simulated=ladder.hidden[SHARED],
+                own_class=True,
+                shape=SourceShape.of_config(opened.config, dtype, width * dtype.itemsize),
+            )
+            report = finish(writer, tensors, opened, settings, texts, outcome, command, progress)
+    return Conversion(writer.out, report)
+
+
+def _wanted_rank(opened: LatentSource, start: int, stop: int, settings: CrossLayerSettings) -> int:
+    """Numbers of the latents that a group keeps of a token: the ratio is of all that its layers cache."""
+    full = sum(opened.rank(i) for i in range(start, stop))
+    beside = sum(opened.positional(i) for i in range(start, stop))
+    ratio = 0.5 if settings.kv_ratio is None else settings.kv_ratio
+    rank = settings.rank * (stop - start) if settings.rank else int(ratio * (full + beside) + 1e-9) - beside
+    rank -= rank % settings.rank_multiple
+    if not 1 <= rank < full:
+        raise SurgeryError(
+            f"layers {start} to {stop - 1} cache {full} numbers of latents and {beside} of rotated keys, which stay: "
+            f"{rank} for the latents (in multiples of {settings.rank_multiple}) is impossible, choose another ratio"
+        )
+    return rank
+
+
+def _planned(
+    opened: LatentSource,
+    groups: Sequence[tuple[int, int]],
+    ranks: Sequence[int],
+    dtype: torch.dtype,
+    settings: CrossLayerSettings,
+) -> tuple[dict[str, Any], dict[str, TensorSpec]]:
+    """The config.json of the result, and all of its tensors."""
+    reader = opened.reader
+    tensors = {name: TensorSpec(reader.info(name).dtype, reader.info(name).shape) for name in reader.names()}
+    layers = []
+    for (start, stop), rank in zip(groups, ranks, strict=True):
+        for index in range(start, stop):
+            group = {"kind": "cross_layer_latent", "group_size": stop - start, "place": index - start, "rank": rank}
+            recent = {"block": settings.block, "sinks": settings.sinks, "window": settings.window}
+            layers.append({**opened.config.attention_layers[index], **group, **recent})
+            prefix, width = ATTENTION_PREFIX.format(layer=index), opened.rank(index)
+            tensors[prefix + "basis_down"] = TensorSpec(dtype, (rank, width))
+            tensors[prefix + "basis_up"] = TensorSpec(dtype, (width, rank))
+    return {**reader.config, "attention_layers": layers}, tensors
+
+
+def _metrics(
+    opened: LatentSource, tokens: Tensor, store: BoundaryStore, settings: CrossLayerSettings, progress: Progress
+) -> list[Tensor]:
+    """The Fisher information of every layer's latent, [r, r] in float64, damped; fills the store on the way."""
+    stream, size = opened.stream, settings.batch_size
+    with progress.phase("calibrate: forward", stream.num_layers) as advance:
+        final = forward_sweep(stream, tokens, store, size, advance)
+    generator = torch.Generator().manual_seed(settings.seed)
+    upstream = torch.cat([stream.sampled_loss_gradient(rows, generator).cpu() for rows in final.split(size)])
+    metrics: list[Tensor] = []
+    with progress.phase("calibrate: backward", stream.num_layers) as advance:
+        for index in reversed(range(stream.num_layers)):
+            rank = opened.rank(index)
+            metric = torch.zeros(rank, rank, dtype=torch.float64)
+            with stream.layer(index) as layer:
+                seen: list[Tensor] = []
+                down = layer.model.layers[0].self_attn.kv_down
+                down.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(output))
+                for rows, above in zip(store.load(index).split(size), upstream.split(size), strict=True):
+                    leaf = rows.to(stream.device, stream.dtype).requires_grad_()
+                    seen.clear()
+                    out = layer(leaf)
+                    gradient, latent = torch.autograd.grad(out, (leaf, seen[0]), above.to(out))
+                    flat = latent[..., :rank].flatten(0, 1)
+                    metric += (flat.mT @ flat).double().cpu()
+                    above.copy_(gradient)
+            metrics.append(damp(metric / tokens.numel(), METRIC_DAMPING))
+            advance()
+    return metrics[::-1]
+
+
+@torch.no_grad()
+def _joint_moment(opened: LatentSource, store: BoundaryStore, start: int, stop: int, batch_size: int) -> Tensor:
+    """``E[z zᵀ]`` of the stacked latents, float64 [Σ r, Σ r]."""
+    stream = opened.stream
+    inputs = [store.load(index) for index in range(start, stop)]
+    maps = []
+    for index in range(start, stop):
+        weight, bias = opened.down(index)
+        scale = opened.reader.tensor(f"model.layers.{index}.input_layernorm.weight")
+        maps.append([None if part is None else part.to(stream.device, stream.dtype) for part in (scale, weight, bias)])
+    width = sum(opened.rank(index) for index in range(start, stop))
+    moment = torch.zeros(width, width, dtype=torch.float64)
+    for batches in zip(*(hidden.split(batch_size) for hidden in inputs), strict=True):
+        latents = []
+        for hidden, (scale, weight, bias) in zip(batches, maps, strict=True):
+            x = hidden.flatten(0, 1).to(stream.device, stream.dtype)
+            x = nn.functional.rms_norm(x, x.shape[-1:], scale, opened.config.rms_norm_eps)
+            latents.append(nn.functional.linear(x, weight, bias))
+        z = torch.cat(latents, dim=-1)
+        moment += (z.mT @ z).double().cpu()
+    return moment / inputs[0].shape[:2].numel()
+
+
+@torch.no_grad()
+def _carry(
+    opened: LatentSource,
+    start: int,
+    stop: int,
+    basis: SharedBasis,
+    ladder: Ladder,
+    settings: CrossLayerSettings,
+) -> GroupReport:
+    """Runs a group in both stages of the ladder, and says what it loses."""
+    stream, hidden = opened.stream, ladder.hidden
+    with stream.block(start, stop) as layers:
+        recent = (settings.block, settings.sinks, settings.window)
+        members = [SimulatedLatents(layer.self_attn, *recent) for layer in layers.model.layers]
+        group = SimulatedGroup(members, basis.to(stream.device, stream.dtype).rebuild)
+        sample = hidden["source"][:ERROR_SEQUENCES].to(stream.device, stream.dtype)
+        want = layers(sample)
+        error = float((group.run(layers, sample) - want).norm() / (want - sample).norm())
+        (lost,) = group.errors()
+        for rows in hidden[SHARED].split(settings.batch_size):
+            rows.copy_(group.run(layers, rows.to(stream.device, stream.dtype)))
+        stream.run_layer(layers, hidden["source"], settings.batch_size)
+    return GroupReport(f"{start}-{stop - 1}", (len(basis.down[0]),), 0, lost, lost, basis.error, {SHARED: error})
+
+
+class SimulatedLatents(SimulatedMember):
+    """A member whose z are the latents of a :class:`surgery.model.LatentAttention`."""
+
+    def __init__(self, attention: nn.Module, block: int, sinks: int, window: int):
+        super().__init__(block, sinks, window)
+        # A namespace, so that the module that it stands in for does not become a part of it.
+        self._own = SimpleNamespace(attention=attention)
+        self._beside: Tensor | None = None
+
+    @property
+    def parts(self) -> list[int]:
+        """Of the latent."""
+        return [self._own.attention.kv_lora_rank]
+
+    def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
+        own = self._own.attention
+        if self.exact is None:
+            self._beside = None
+        first = 0 if self.exact is None else self.exact.shape[1]
+        tokens = hidden_states.shape[1]
+        cos, sin = own.rotary(torch.arange(first, first + tokens, device=hidden_states.device)[None])
+        latent, rope = own.kv_down(hidden_states).split((own.kv_lora_rank, own.rope_dim), dim=-1)
+        beside = rotate_pairs(rope[:, None], cos, sin)[:, 0]
+        if own.key_norm_eps is not None:
+            keys = own.k_proj(hidden_states).unflatten(-1, (own.num_kv_heads, own.head_dim))
+            gain = (keys.square().mean(-1) + own.key_norm_eps).rsqrt()
+            beside = torch.cat([beside, gain], dim=-1)
+        self._beside = beside if self._beside is None else torch.cat([self._beside, beside], dim=1)
+        read, place, visible = self._read(latent)
+        beside = self._beside[:, place]
+
+        query = own.q_proj(hidden_states).unflatten(-1, (own.num_heads, own.head_dim))
+        query = query if own.q_norm is None else own.q_norm(query)
+        query = torch.einsum("bthd,hdk->bhtk", query, own.query_up)
+        content, turned = query.split((own.kv_lora_rank, own.rope_dim), dim=-1)
+        logits = content @ read.mT[:, None] + rotate_pairs(turned, cos, sin) @ beside[:, None, :, : own.rope_dim].mT
+        if own.key_norm_eps is not None:
+            gain = beside[..., own.rope_dim :].mT  # [B, G, K]
+            logits = logits * gain.repeat_interleave(own.num_heads // own.num_kv_heads, dim=1)[:, :, None]
+        weights = (logits * own.scaling).masked_fill(~visible, -torch.inf).softmax(-1)
+        out = torch.einsum("bhtk,bkr,hvr->bthv", weights, read, own.value_up)
+        return own.o_proj(out.flatten(2)), None

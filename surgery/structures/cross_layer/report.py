@@ -1,0 +1,48 @@
+"""What conversions to a cache that layers share have in common: the report of a group, and its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from surgery.verify.written import prompt_of
+
+SHARED = "shared"
+"""The stage after the source in the ladder of the report."""
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One group of layers in the report.
+
+    Attributes:
+        layer: the group's first and last.
+        ranks: numbers that the group keeps of a token that is no longer exact; for merged pairs direction and norms.
+        shared_rank: of those, what other groups read: none.
+        key_error, value_error: share of the keys', and of the values', energy on held-out text that is not rebuilt.
+        error: predicted share of the energy that is lost in the metric of the loss, see
+            :class:`surgery.transforms.cross_layer.SharedBasis`; None where nothing predicts it.
+        measured: relative error of what the group adds to the hidden states, on the source's inputs, by stage.
+    """
+
+    layer: str
+    ranks: tuple[int, ...]
+    shared_rank: int
+    key_error: float
+    value_error: float
+    error: float | None
+    measured: dict[str, float]
+
+
+def predicted_bytes(config: dict[str, Any], dtype: torch.dtype, method: str) -> Callable[[int], int]:
+    """KV bytes of one sequence by its tokens; with a basis of the prompt's own, as verification divides them."""
+    from surgery.model import SurgeryConfig, SurgeryForCausalLM
+
+    with torch.device("meta"):
+        decoder = SurgeryForCausalLM(SurgeryConfig(**config)).to(dtype).model
+    if method == "xkv-prompt":
+        return lambda tokens: decoder.kv_cache_bytes(1, tokens, prompt=prompt_of(tokens))
+    return lambda tokens: decoder.kv_cache_bytes(1, tokens)

@@ -1,0 +1,1 @@
+"""Heads that keep their whole context beside heads that keep sinks and recent tokens."""

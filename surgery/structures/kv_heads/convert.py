@@ -1,0 +1,355 @@
+"""``surgery convert --to gqa`` and ``--to mqa``: fewer KV heads, in a plain checkpoint of the source's own family.
+
+Where layers keep different numbers of heads, another class carries the same tensors.
+
+Statistics come from two sweeps over calibration text; one pass then merges the heads of every layer, fits it and
+carries all stages through it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from surgery.architectures import decilm
+from surgery.architectures.own_family import (
+    attention_tensors,
+    choose_carrier,
+    config_with_query_heads,
+    has_head_dim,
+    planned_attention,
+)
+from surgery.calibration import layer_statistics
+from surgery.calibration.library import StatisticsLibrary
+from surgery.calibration.statistics import LayerStatistics
+from surgery.calibration.sweep import BoundaryStore
+from surgery.calibration.texts import load_texts
+from surgery.checkpoint import CheckpointWriter, TensorSpec
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.engines import refuse_unless_loadable
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.attention import CapturedAttention
+from surgery.running.layer_stream import LayerStream
+from surgery.running.source import Source
+from surgery.structures.alternatives import Alternatives, least_loss
+from surgery.structures.converter import Conversion, Outcome, finish, open_request
+from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.ladder import Ladder
+from surgery.structures.sequential_fit import SequentialFit, Solve
+from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
+from surgery.transforms.kv_heads import MergedLayer, allocate_kv_heads, merge_kv_heads, unmerged
+from surgery.transforms.kv_heads_fit import fit_merged_layer
+
+STAGES = ("merged", "fitted")
+
+DEFAULT_RATIO = 0.5
+RATIO_TOLERANCE = 0.02
+"""How far a ratio may be from a number of heads, relatively: 0.33 means two of six."""
+
+
+@dataclass(frozen=True)
+class HeadsLayerReport:
+    """One layer of the report.
+
+    Attributes:
+        groups: the source's KV heads that each KV head stands for.
+        key_error, value_error: predicted, before the fit; see :class:`surgery.transforms.kv_heads.MergedLayer`. Method
+            key-norm has none, its query heads read other keys.
+        measured: relative error of the layer's own output on the source's inputs, at each lossy stage.
+        queries: of method key-norm, the query heads of each KV head.
+    """
+
+    layer: int
+    groups: tuple[tuple[int, ...], ...]
+    key_error: float | None
+    value_error: float | None
+    measured: dict[str, float]
+    queries: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The heads of the result: KV heads by layer, and query heads, the same number in every layer.
+
+    ``queries``: by layer, the query heads that each KV head is dealt; None where all get equally many.
+    """
+
+    kv_heads: list[int]
+    heads: int
+    queries: list[list[int]] | None = None
+
+
+def convert_to_gqa(
+    source: str | Path,
+    out: str | Path | None = None,
+    settings: KVHeadsSettings | None = None,
+    *,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    command: str = "",
+    progress: Progress | None = None,
+) -> Conversion:
+    """Merges KV heads and writes a checkpoint with fewer of them, of the source's family if all layers are alike.
+
+    Args:
+        source: local folder or hub id.
+        out: folder to write; the source's name with "-gqa" or "-mqa" behind it by default.
+        settings: default :class:`KVHeadsSettings`.
+        overwrite: replace an existing checkpoint in ``out``.
+        allow_pickle: read pickled weights if there are no others.
+        command: what the user typed, for the report.
+        progress: bars; silent if None.
+
+    Raises:
+        SurgeryError: bad input or an impossible request; nothing is left behind.
+    """
+    settings, progress = settings or KVHeadsSettings(), progress or Progress(silent=True)
+    target = "mqa" if settings.kv_heads == 1 else "gqa"
+    opened, out = open_request(source, out, target, settings, overwrite=overwrite, allow_pickle=allow_pickle)
+    first = opened.anatomy(0)
+    budget = wanted_heads(settings, first, opened.layers)
+    if settings.carrier == "decilm" or (settings.engine is not None and settings.allocate == "spectrum"):
+        decilm.check(opened.reader.config)
+    if settings.method == "key-norm" and budget > opened.layers and not has_head_dim(opened.config):
+        raise SurgeryError(
+            f"method key-norm adds query heads, and {opened.reader.config['model_type']} configs have no head_dim to "
+            "tell that they are as wide as before: choose another method"
+        )
+    weighted = settings.method == "fisher"
+    texts = load_texts(opened, settings, progress)
+    with StatisticsLibrary() as library, BoundaryStore() as store, Alternatives() as alternatives:
+        # The errors that the report predicts are in the metric of the loss, whatever metric the method works in.
+        layer_statistics.gather(opened, library, texts.calibration, store, settings, progress, gradients=True)
+        plan = _plan_heads(opened, budget, library, settings, progress)
+        kv_heads = plan.kv_heads
+        config = opened.reader.config
+        if plan.heads != first.heads:
+            config = config_with_query_heads(config, plan.heads, first.head_dim)
+        carrier = choose_carrier(config, kv_heads, _wanted_carrier(settings, kv_heads))
+        if settings.engine is not None:
+            refuse_unless_loadable(settings.engine, carrier.final_config or carrier.config)
+        tensors = _planned_tensors(opened, plan, first.head_dim)
+        with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
+            fit = None
+            if weighted and texts.calibration is not None and settings.fit_steps:
+                fit = SequentialFit(opened.stream, store, texts.calibration, settings.batch_size)
+            stages = STAGES if fit else STAGES[:1]
+            ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, stages)
+            reports = _merge_layers(opened, plan, library, fit, ladder, alternatives, settings, progress)
+            scores = ladder.scores()
+            result = least_loss(stages, scores)
+            alternatives.write(result, opened.layers, writer)
+            width = sum(kv_heads) * (first.head_dim + first.value_dim) * first.q.dtype.itemsize
+            outcome = Outcome(
+                config=carrier.config,
+                replaced=_replaced_names(opened),
+                target={
+                    "to": "mqa" if max(kv_heads) == 1 else "gqa",
+                    "method": settings.method,
+                    "model_type": carrier.model_type,
+                    "reasons": [carrier.reason],
+                    "kv_heads": kv_heads[0] if len(set(kv_heads)) == 1 else kv_heads,
+                    "result": result,
+                },
+                kv_bytes=lambda tokens: width * tokens,
+                layers=reports,
+                scores=scores,
+                simulated=ladder.hidden[result],
+                own_class=carrier.own_class,
+                final_config=carrier.final_config,
+                final_code=carrier.final_code,
+            )
+            report = finish(writer, tensors, opened, settings, texts, outcome, command, progress)
+    return Conversion(writer.out, report)
+
+
+def _wanted_carrier(settings: KVHeadsSettings, kv_heads: list[int]) -> str:
+    """DeciLM for layers that differ where an engine is asked for."""
+    return "decilm" if settings.engine is not None and len(set(kv_heads)) > 1 else settings.carrier
+
+
+def wanted_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: int) -> int:
+    """KV heads to keep in all layers together: as many as were asked for, or the ratio's; at most half by default.
+
+    Raises:
+        SurgeryError: the layers cannot be merged at all, or not to that number.
+    """
+    if anatomy.q_norm is not None or anatomy.k_norm is not None:
+        raise SurgeryError(
+            "KV heads behind a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla instead"
+        )
+    heads = anatomy.kv_heads
+    if heads == 1:
+        raise SurgeryError("the source has one KV head already: convert --to mla instead")
+    choices = _choices(heads)[:-1]
+    ratio = DEFAULT_RATIO if settings.kv_ratio is None else settings.kv_ratio
+    if settings.allocate == "spectrum":
+        average = ratio * heads if settings.kv_heads is None else settings.kv_heads
+        if not 1 <= average < heads:
+            raise SurgeryError(
+                f"{average:g} KV heads a layer on average: choose fewer than the source's {heads}, and one at least"
+            )
+        return int(average * layers + 1e-9)
+    if settings.kv_heads is not None:
+        if settings.kv_heads not in choices:
+            raise SurgeryError(
+                f"--kv-heads {settings.kv_heads}: the source's {heads} can become {', '.join(map(str, choices))}"
+            )
+        return settings.kv_heads * layers
+    if settings.kv_ratio is None:
+        return max(count for count in choices if count <= ratio * heads) * layers
+    nearest = min(choices, key=lambda count: abs(count - ratio * heads))
+    if abs(nearest - ratio * heads) <= RATIO_TOLERANCE * nearest:
+        return nearest * layers
+    if ratio * heads < 1:
+        raise SurgeryError(
+            f"--kv-ratio {ratio:g}: one of the source's {heads} KV heads is more; convert --to mla instead"
+        )
+    gives = ", ".join(f"{count / heads:.4g} gives {count}" for count in choices)
+    raise SurgeryError(
+        f"--kv-ratio {ratio:g}: of {heads} KV heads that is no whole number of heads that divides them; {gives}"
+    )
+
+
+def _choices(heads: int) -> list[int]:
+    """Numbers that a layer's KV heads can become, in groups of one size; their own last."""
+    return [count for count in range(1, heads + 1) if heads % count == 0]
+
+
+def _plan_heads(
+    opened: Source, budget: int, library: StatisticsLibrary, settings: KVHeadsSettings, progress: Progress
+) -> _Plan:
+    """Spends the budget of KV heads over the layers, or deals query heads to them."""
+    first = opened.anatomy(0)
+    if settings.allocate == "spectrum":
+        return _Plan(_allocate(opened, budget, library, settings, progress), first.heads)
+    uniform = [budget // opened.layers] * opened.layers
+    if settings.method != "key-norm":
+        return _Plan(uniform, first.heads)
+    queries = [
+        deal_queries(pooled_key_norms(opened.anatomy(layer), library.load(layer)[0], kv_heads), first.heads)
+        for layer, kv_heads in enumerate(uniform)
+    ]
+    size = first.heads // uniform[0]
+    if any(set(counts) != {size} for counts in queries):
+        size = padded_group(max(map(max, queries)), uniform[0], first.hidden)
+    return _Plan(uniform, uniform[0] * size, queries)
+
+
+def _allocate(
+    opened: Source, budget: int, library: StatisticsLibrary, settings: KVHeadsSettings, progress: Progress
+) -> list[int]:
+    """KV heads of every layer, by predicted error."""
+    errors = []
+    with progress.phase("allocate", opened.layers) as advance:
+        for index in range(opened.layers):
+            anatomy, statistics = opened.anatomy(index).to(torch.float64), library.load(index)[0]
+            merged = {count: _merge(anatomy, statistics, count, settings) for count in _choices(anatomy.kv_heads)}
+            errors.append({count: layer.key_error + layer.value_error for count, layer in merged.items()})
+            advance()
+    return allocate_kv_heads(errors, budget)
+
+
+def _merge(
+    anatomy: AttentionAnatomy, statistics: LayerStatistics, kv_heads: int, settings: KVHeadsSettings
+) -> MergedLayer:
+    if kv_heads == anatomy.kv_heads:
+        return unmerged(anatomy)
+    method = "mean-pool" if settings.method == "key-norm" else settings.method
+    return merge_kv_heads(anatomy, statistics, kv_heads, method)
+
+
+def _merge_layers(
+    opened: Source,
+    plan: _Plan,
+    library: StatisticsLibrary,
+    fit: SequentialFit | None,
+    ladder: Ladder,
+    alternatives: Alternatives,
+    settings: KVHeadsSettings,
+    progress: Progress,
+) -> list[HeadsLayerReport]:
+    """Merges, fits and measures one layer after the other."""
+    stream, reports = opened.stream, []
+    with progress.phase("convert", opened.layers) as advance:
+        for index in range(opened.layers):
+            source = opened.anatomy(index)
+            anatomy = source.to(torch.float64)
+            statistics = library.load(index)[0]
+            merged, queries = _merge(anatomy, statistics, plan.kv_heads[index], settings), None
+            if plan.queries is not None:
+                queries = tuple(plan.queries[index])
+                padded = pad_groups(merged.anatomy, queries, plan.heads // len(queries))
+                merged = replace(merged, anatomy=padded, key_error=None, value_error=None)
+            kept = plan.kv_heads[index] == source.kv_heads
+            attention = CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))
+            forms = {"merged": attention}
+            with stream.layer(index) as layer:
+                if fit:
+                    solve = _unchanged(attention) if kept else _solver(merged, statistics, index, stream, settings)
+                    forms["fitted"] = attention = fit.fit(index, layer, anatomy, solve)
+                errors = ladder.advance(
+                    layer, anatomy, {name: lambda form=form: form for name, form in forms.items()}, forms
+                )
+            for form, merged_form in forms.items():
+                result = source if kept else merged_form.anatomy.to("cpu", source.q.dtype)
+                alternatives.save(form, index, attention_tensors(result, index))
+            reports.append(
+                HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors, queries)
+            )
+            advance()
+    return reports
+
+
+def _unchanged(attention: CapturedAttention) -> Solve:
+    """A layer that keeps its heads stays as it is: fitted too, the demo model lost more."""
+    return lambda inputs, targets: attention
+
+
+def _solver(
+    merged: MergedLayer, statistics: LayerStatistics, index: int, stream: LayerStream, settings: KVHeadsSettings
+) -> Solve:
+    """The least-squares problem of one layer, from its closed form and the moment of its output's loss gradient."""
+
+    def solve(inputs: Tensor, targets: Tensor) -> CapturedAttention:
+        fitted, _, _ = fit_merged_layer(
+            merged.anatomy.to(stream.device, stream.dtype),
+            inputs,
+            targets,
+            statistics.output_metric.to(stream.device),
+            steps=settings.fit_steps,
+            iterations=settings.fit_iterations,
+            queries=settings.fit_queries,
+            seed=settings.seed + index,
+        )
+        return CapturedAttention(fitted)
+
+    return solve
+
+
+def _replaced_names(opened: Source) -> set[str]:
+    """The attention's tensors; and a copy of tied embeddings, which would only say the same again."""
+    names = {name for layer in range(opened.layers) for name in opened.family.attention_names(opened.reader, layer)}
+    return names | ({"lm_head.weight"} if opened.config.tie_word_embeddings else set())
+
+
+def _planned_tensors(opened: Source, plan: _Plan, head_dim: int) -> dict[str, TensorSpec]:
+    """Every tensor of the output, in the source's order."""
+    reader = opened.reader
+    attention: dict[str, TensorSpec] = {}
+    for layer in range(opened.layers):
+        # Frequencies that some old checkpoints store are the config's own.
+        names = [name for name in opened.family.attention_names(reader, layer) if "rotary_emb" not in name]
+        attention |= planned_attention(reader, names, layer, plan.heads, plan.kv_heads[layer], head_dim)
+    replaced = _replaced_names(opened)
+    tensors = {}
+    for name in reader.names():
+        if name in attention:
+            tensors[name] = attention[name]
+        elif name not in replaced:
+            tensors[name] = TensorSpec(reader.info(name).dtype, reader.info(name).shape)
+    return tensors

@@ -1,0 +1,106 @@
+"""The exactness ladder: every stage of a conversion carried through the model side by side on held-out text.
+
+Of an MLA conversion: source → merged → rotated are exact, partial RoPE and truncation each lose something, a
+least-squares fit wins some of it back; what is written and loaded again must equal the last. One loss per stage says
+where a conversion's loss comes from. Exact stages have none to tell: a short text shows that their logits are the
+source's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor, nn
+
+from surgery.calibration.held_out import HeldOut, Score, logit_difference
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.attention import CapturedAttention
+from surgery.running.layer_stream import LayerStream, StreamedLayer
+
+# Tokens of the first held-out sequence that exact stages are compared with the source on.
+EXACT_TOKENS = 128
+# Sequences on which a layer's own output error is measured; it settles long before the loss does.
+ERROR_SEQUENCES = 2
+
+Form = Callable[[], nn.Module]
+"""Makes a stand-in for a layer's attention; called when it is needed, as exact forms are as wide as the whole cache."""
+
+
+class Ladder:
+    """Hidden states of every stage, advanced layer by layer.
+
+    Args:
+        stream: the source model.
+        held_out: text and recall prompts.
+        batch_size: sequences at a time.
+        stages: names of the stages after the source, in order.
+        exact: those of them that must compute what the source does; they pass a short text only.
+        steps: those on the way to a result, whose loss is measured and whose recall is not.
+
+    Attributes:
+        hidden: by stage, [N, T, D]; of exact stages [1, EXACT_TOKENS, D], of steps the rows of text.
+    """
+
+    def __init__(
+        self,
+        stream: LayerStream,
+        held_out: HeldOut,
+        batch_size: int,
+        stages: tuple[str, ...],
+        *,
+        exact: Collection[str] = (),
+        steps: Collection[str] = (),
+    ):
+        self._stream, self._held_out, self._batch_size, self._exact = stream, held_out, batch_size, exact
+        embedded = stream.embed(held_out.tokens)
+        rows = {stage: embedded for stage in ("source", *stages)}
+        rows |= dict.fromkeys(exact, embedded[:1, :EXACT_TOKENS])
+        if held_out.texts:
+            rows |= dict.fromkeys(steps, embedded[: held_out.texts])
+        self.hidden: dict[str, Tensor] = {stage: hidden.clone() for stage, hidden in rows.items()}
+
+    def advance(
+        self, layer: StreamedLayer, anatomy: AttentionAnatomy, forms: dict[str, Form], lossy: Collection[str]
+    ) -> dict[str, float]:
+        """Runs one layer in every stage.
+
+        Args:
+            anatomy: the source's attention.
+            forms: the layer's attention in every stage but the source, on the stream's device and in its dtype.
+            lossy: the stages whose errors are measured.
+
+        Returns:
+            The layer's own relative output error in each lossy stage, ``‖converted - source‖ / ‖source‖`` on the
+            source's inputs.
+        """
+        captured = self._source_output(layer, anatomy)
+        errors = {}
+        for name, form in forms.items():
+            attention = form()
+            if name in lossy:
+                errors[name] = _relative_error(attention, captured)
+            self._stream.run_layer(layer, self.hidden[name], self._batch_size, attention)
+        self._stream.run_layer(layer, self.hidden["source"], self._batch_size)
+        return errors
+
+    def scores(self) -> dict[str, Score]:
+        """Loss and recall of every stage, once all layers have passed; of exact stages how far logits are off."""
+        return {stage: self._score(stage, hidden) for stage, hidden in self.hidden.items()}
+
+    def _score(self, stage: str, hidden: Tensor) -> Score:
+        if stage not in self._exact:
+            return self._held_out.score(self._stream, hidden)
+        source = self.hidden["source"][: len(hidden), : hidden.shape[1]]
+        return Score(None, None, logit_difference(self._stream, source, self._stream, hidden))
+
+    @torch.no_grad()
+    def _source_output(self, layer: StreamedLayer, anatomy: AttentionAnatomy) -> CapturedAttention:
+        captured = CapturedAttention(anatomy.to(self._stream.device, self._stream.dtype))
+        layer(self.hidden["source"][:ERROR_SEQUENCES].to(self._stream.device, self._stream.dtype), captured)
+        return captured
+
+
+@torch.no_grad()
+def _relative_error(attention: nn.Module, source: CapturedAttention) -> float:
+    return float((attention(source.inputs)[0] - source.outputs).norm() / source.outputs.norm())

@@ -1,0 +1,114 @@
+"""From a KV budget to the splits between rotated numbers and latent that are worth trying."""
+
+from __future__ import annotations
+
+from surgery.common.errors import SurgeryError
+from surgery.engines.limits import FAST_ROPE, mla_limits
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.rope import default_theta
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.transforms.mla import METHODS, Split
+
+# Shares of the budget that go to rotated numbers when the split is chosen by trying: small budgets want less than a
+# third, half of the cache two fifths and more. Real models want less rotation than the demo model.
+ROPE_SHARES = (0.125, 0.2, 0.3, 0.375, 0.45)
+
+
+def candidate_splits(settings: ConvertSettings, anatomy: AttentionAnatomy, reserved: int) -> list[Split]:
+    """The splits that fit the settings; one if they leave no choice.
+
+    Args:
+        anatomy: any layer of the model; all have one shape.
+        reserved: numbers per token that the carrier needs beside latent and rotated keys.
+
+    Raises:
+        SurgeryError: the budget is impossible.
+    """
+    full = anatomy.kv_width
+    pairs, max_rope = anatomy.head_dim // 2, anatomy.kv_heads * anatomy.head_dim
+    if settings.kv_lora_rank is not None and settings.rope_dim is not None:
+        if settings.kv_ratio is not None:
+            raise SurgeryError("give either kv_ratio or both kv_lora_rank and rope_dim, not all three")
+        sizes = [(settings.rope_dim, settings.kv_lora_rank)]
+    else:
+        ratio = 0.25 if settings.kv_ratio is None else settings.kv_ratio
+        budget = int(ratio * full + 1e-9) - reserved
+        if settings.kv_lora_rank is not None:
+            sizes = [((budget - settings.kv_lora_rank) // 2 * 2, settings.kv_lora_rank)]
+        elif settings.rope_dim is not None:
+            sizes = [(settings.rope_dim, budget - settings.rope_dim)]
+        else:
+            shares = {min(max(2, 2 * round(budget * share / 2)), max_rope) for share in ROPE_SHARES}
+            sizes = [(rope, budget - rope) for rope in sorted(shares)]
+            if METHODS[settings.method].folds:
+                sizes = [_folded_size(budget, pairs)]
+        if budget < 2:
+            raise SurgeryError(
+                f"kv_ratio {ratio:g} leaves {budget} of {full} numbers per token and layer: ask for more"
+            )
+    if settings.engine is not None:
+        sizes = _engine_sizes(settings, anatomy, sizes)
+    elif settings.rope_frequencies == "grid":
+        sizes = list(dict.fromkeys((min(rope, 2 * pairs), rank + max(0, rope - 2 * pairs)) for rope, rank in sizes))
+    for rope, rank in sizes:
+        _check(rope, rank, reserved, full, max_rope)
+    if not METHODS[settings.method].folds:
+        return [Split(rope, rank) for rope, rank in sizes]
+    return [Split(rope, rank, fold) for rope, rank in sizes for fold in _folds(settings, rope, pairs)]
+
+
+def _engine_sizes(
+    settings: ConvertSettings, anatomy: AttentionAnatomy, sizes: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The nearest sizes that an engine carries, of no more bytes: rotated numbers that are no zeros, and rank."""
+    limits = mla_limits(settings.engine, anatomy.head_dim, anatomy.value_dim)
+    grid = 2 * default_pairs(anatomy)
+    found = []
+    for rope, rank in sizes:
+        width = rope + rank
+        if limits.head_sizes is None and limits.width is not None and grid < FAST_ROPE:
+            fast = False  # no zeros are added to what is rotated
+        else:
+            fast = limits.width is not None and width >= limits.width
+        if fast and settings.kv_lora_rank is None:
+            width = limits.width
+        cached = FAST_ROPE if limits.head_sizes or fast else min(rope, grid)
+        found.append((min(cached, grid), width - cached))
+    return list(dict.fromkeys(found))
+
+
+def default_pairs(anatomy: AttentionAnatomy) -> int:
+    """How many of the highest frequencies are a grid of default RoPE: all, unless a scaling bends the lower ones."""
+    count = anatomy.head_dim // 2
+    while count > 1 and default_theta(anatomy.inv_freq[:count]) is None:
+        count -= 1
+    return count
+
+
+def _check(rope: int, rank: int, reserved: int, full: int, max_rope: int) -> None:
+    if rope < 0 or rope > max_rope or rope % 2:
+        raise SurgeryError(f"{rope} rotated numbers per token are impossible: choose an even number up to {max_rope}")
+    if rank < 1:
+        raise SurgeryError(f"{rope} rotated numbers leave a latent of rank {rank}: the budget is too small")
+    if rope + rank + reserved >= full:
+        raise SurgeryError(f"{rope} + {rank + reserved} numbers per token would not be fewer than the source's {full}")
+
+
+def _folded_size(budget: int, pairs: int) -> tuple[int, int]:
+    """TransMLA keeps one head's worth of rotated pairs, or a power-of-two part of it; at most half of the budget."""
+    rope = 2 * pairs
+    while rope > 2 and rope > budget / 2:
+        rope //= 2
+    return rope, budget - rope
+
+
+def _folds(settings: ConvertSettings, rope: int, pairs: int) -> list[int]:
+    """Folds that divide the frequencies, from the smallest that is possible to eight times that."""
+    if rope == 0 or pairs % (rope // 2):
+        raise SurgeryError(f"method transmla keeps {2 * pairs} rotated numbers or a part that divides it, not {rope}")
+    smallest = pairs // (rope // 2)
+    if settings.freqfold is None:
+        return [smallest * 2**i for i in range(4) if pairs % (smallest * 2**i) == 0]
+    if settings.freqfold % smallest or pairs % settings.freqfold:
+        raise SurgeryError(f"freqfold {settings.freqfold} must be a multiple of {smallest} that divides {pairs}")
+    return [settings.freqfold]

@@ -1,0 +1,305 @@
+"""How much memory, disk and time a conversion takes, from shapes alone and one quick benchmark.
+
+Numbers are counted in the symbols of :mod:`surgery.families.anatomy`, with n = G (d + e) the KV width of a layer, T the
+length of a sequence, N calibration and M held-out sequences, B the batch, V the vocabulary, P the parameters of the
+largest decoder layer, s and c the bytes of a number in the checkpoint and in the compute dtype.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from surgery.calibration.layer_statistics import LAG_SEQUENCES
+from surgery.families.base import LAYER_PREFIX
+from surgery.running.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
+from surgery.structures.ladder import EXACT_TOKENS
+from surgery.structures.mla.report import EXACT_STAGES
+from surgery.structures.mla.split import SPLIT_SEQUENCES
+from surgery.transforms import mla
+
+# What a layer reaches of the rate of one large matrix product: norms, softmax and small products take the rest.
+EFFICIENCY = 0.5
+# Square matrices [n, n] in float64 that live at once while a layer's statistics are used: both moments, their images in
+# the key basis, their roots, eigenvectors and workspace.
+ALGEBRA_MATRICES = 8
+# Multiples of n³ that a layer's eigendecompositions and products take.
+ALGEBRA_CUBES = 60
+BENCHMARK_SIZE, BENCHMARK_SECONDS = 1024, 0.15
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The shapes that decide what a conversion costs.
+
+    Attributes:
+        layer_parameters, active_parameters: of the largest decoder layer, all and those that one token passes (fewer
+            with experts).
+        splits: how many splits of the budget are tried.
+        embedding_bytes: of a matrix that is held whole because the residual stream is rescaled; or 0.
+    """
+
+    layers: int
+    layer_parameters: int
+    active_parameters: int
+    attention_parameters: int
+    intermediate: int
+    hidden: int
+    heads: int
+    head_dim: int
+    kv_heads: int
+    vocabulary: int
+    length: int
+    calibration: int
+    held_out: int
+    recall_prompts: int
+    batch: int
+    splits: int
+    cached: int  # numbers that the result caches per token and layer
+    fit_steps: int
+    fit_iterations: int
+    fit_queries: int
+    stored: int  # s
+    compute: int  # c
+    gradients: bool
+    lags: bool
+    embedding_bytes: int
+    on_host: bool
+
+    @classmethod
+    def of(cls, opened, settings, splits: list[mla.Split], tokens: dict[str, int], carrier) -> Workload:
+        anatomy, config, method = opened.anatomy(0), opened.config, mla.METHODS[settings.method]
+        largest, active = _layer_sizes(opened)
+        stored = anatomy.q.dtype.itemsize
+        rescaled = carrier.stock and carrier.writer.rescale != 1.0
+        return cls(
+            layers=opened.layers,
+            layer_parameters=largest,
+            active_parameters=active,
+            attention_parameters=sum(x.numel() for x in (anatomy.q, anatomy.k, anatomy.v, anatomy.o)),
+            intermediate=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+            hidden=anatomy.hidden,
+            heads=anatomy.heads,
+            head_dim=anatomy.head_dim,
+            kv_heads=anatomy.kv_heads,
+            vocabulary=config.vocab_size,
+            length=tokens["length"],
+            calibration=tokens["calibration"],
+            held_out=tokens["held_out"],
+            recall_prompts=tokens["recall_prompts"],
+            batch=settings.batch_size,
+            splits=len(splits),
+            cached=max(split.rank + split.rope_dim for split in splits),
+            fit_steps=settings.fit_steps if method.gradients and tokens["calibration"] else 0,
+            fit_iterations=settings.fit_iterations,
+            fit_queries=min(settings.fit_queries, tokens["length"]),
+            stored=stored,
+            compute=opened.stream.dtype.itemsize,
+            gradients=method.gradients,
+            lags=method.lags,
+            embedding_bytes=config.vocab_size * anatomy.hidden * stored if rescaled else 0,
+            on_host=opened.stream.device.type == "cpu",
+        )
+
+    @property
+    def kv_width(self) -> int:
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def stages(self) -> int:
+        """Residual streams that the ladder carries: the source, the exact stages, two or three lossy ones."""
+        return 1 + len(EXACT_STAGES) + (3 if self.fit_steps else 2)
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Temporary disk of the sweeps: N T D numbers before every layer."""
+        return self.calibration * self.length * self.hidden * self.layers * self.compute
+
+    @property
+    def statistics_bytes(self) -> int:
+        """Temporary disk of the statistics: four moments n² and two D² (one n² without gradients), and lags."""
+        moments = 4 if self.gradients else 1
+        lags = 3 * self.kv_heads * self.head_dim // 2 * self.heads if self.lags else 0
+        output = 2 * self.hidden**2 if self.gradients else 0
+        return self.layers * 8 * (moments * self.kv_width**2 + output + lags)
+
+    def memory(self) -> dict:
+        """Peak bytes, the larger of calibration and conversion, in host and device memory, and what they consist of.
+
+        ======================= =====================================================================================
+        one layer               P (s + c): its tensors as stored, and the module that runs
+        activations             calibration: 4 N T D c (a boundary, its gradient, the attention's inputs twice), and
+                                2 N T (n + D) c with gradients (a layer's keys, values, outputs and theirs);
+                                conversion: one M T D c per stage of the ladder, and 4 N T D c for the fit
+        one batch               calibration: B T (16 D + 6 H d + 6 I) c for autograd; conversion: 3 B T H n c, queries
+                                of the merged stage; one slice of the vocabulary beside it
+        attention weights       4 H T² c of one sequence, for lag statistics
+        fit                     N H Q (T + 5 k) c: the linearised attention of Q sampled queries, k numbers cached
+        statistics              8 matrices [n, n] in float64
+        float64 forms           the attention in float64, three times, and two merged stages, H d n numbers each
+        rescaled tensor         the embeddings in float64, where the residual stream is rescaled
+        process                 Python, torch and transformers as they are loaded now
+        ======================= =====================================================================================
+
+        On an accelerator the layer, its batch and its attention weights are there, everything else on the host.
+        """
+        process = psutil.Process().memory_info().rss
+        phases = [self._calibration_memory(), self._conversion_memory()]
+        if self.embedding_bytes:
+            phases.append(({"rescaled tensor": self.embedding_bytes}, {}))
+        if self.on_host:
+            phases = [({**host, **device}, {}) for host, device in phases]
+        host = max((host for host, _ in phases), key=lambda parts: sum(parts.values()))
+        device = max((device for _, device in phases), key=lambda parts: sum(parts.values()))
+        return {
+            "host_bytes": process + sum(host.values()),
+            "host_parts": {**host, "process": process},
+            "device_bytes": sum(device.values()),
+            "device_parts": device,
+        }
+
+    def estimate(self, speed: dict[str, float]) -> dict:
+        """Floating point operations by phase and the time they take at a measured speed."""
+        model, algebra = self._model_flops(), self._algebra_flops()
+        seconds = sum(model.values()) / (speed["flops_per_second"] * EFFICIENCY)
+        seconds += algebra / (speed["float64_flops_per_second"] * EFFICIENCY)
+        return {
+            "flops": {**model, "algebra in float64": algebra},
+            "total_flops": sum(model.values()) + algebra,
+            **speed,
+            "estimated_seconds": seconds,
+        }
+
+    def _layer_bytes(self) -> int:
+        return self.layer_parameters * (self.stored + self.compute)
+
+    def _vocabulary_bytes(self) -> int:
+        rows = min(self.vocabulary, VOCABULARY_SLICE)
+        tokens = min(self.batch * self.length, TOKEN_SLICE)
+        return rows * self.hidden * (self.stored + self.compute) + 3 * 4 * rows * tokens
+
+    def _calibration_memory(self) -> tuple[dict[str, int], dict[str, int]]:
+        tokens, batch = self.calibration * self.length, min(self.batch, self.calibration) * self.length
+        if not tokens:
+            return {"statistics": 8 * ALGEBRA_MATRICES * self.kv_width**2}, {}
+        width = 16 * self.hidden + 6 * self.heads * self.head_dim + 6 * self.intermediate
+        met = 2 * (self.kv_width + self.hidden) if self.gradients else 0
+        host = {
+            "activations": (4 * self.hidden + met) * tokens * self.compute,
+            "statistics": 8 * ALGEBRA_MATRICES * self.kv_width**2,
+        }
+        one_batch = max(batch * width * self.compute, self._vocabulary_bytes())
+        device = {"one layer": self._layer_bytes(), "one batch": one_batch}
+        if self.lags:
+            device["attention weights"] = 4 * self.heads * self.length**2 * self.compute
+        return host, device
+
+    def _conversion_memory(self) -> tuple[dict[str, int], dict[str, int]]:
+        sequences = self.held_out + self.recall_prompts
+        merged = self.heads * self.head_dim * self.kv_width
+        fitted = 4 * self.calibration if self.fit_steps else 0
+        host = {
+            "activations": (self.stages * sequences + fitted) * self.length * self.hidden * self.compute,
+            "statistics": 8 * ALGEBRA_MATRICES * self.kv_width**2,
+            "float64 forms": 8 * (3 * self.attention_parameters + 2 * merged),
+        }
+        batch = min(self.batch, sequences) * self.length
+        queries = 3 * batch * self.heads * self.kv_width * self.compute
+        device = {
+            "one layer": self._layer_bytes() + 2 * merged * self.compute,
+            "one batch": max(queries, self._vocabulary_bytes()),
+        }
+        if self.fit_steps:
+            rows = self.calibration * self.heads * self.fit_queries
+            device["fit"] = rows * (self.length + 5 * self.cached) * self.compute
+        return host, device
+
+    def _model_flops(self) -> dict[str, int]:
+        """Of runs of the model: forward once, backward three times (recomputed, and twice the forward's work)."""
+        forward = 2 * self.active_parameters + 2 * self.length * self.heads * self.head_dim
+        vocabulary = 2 * self.vocabulary * self.hidden
+        tokens = self.calibration * self.length
+        texts = self.held_out * self.length
+        held_out = (self.held_out + self.recall_prompts) * self.length
+        found = {}
+        if tokens:
+            found["calibrate: forward"] = tokens * self.layers * forward
+            passes = 3 if self.gradients else 1
+            found["calibrate: backward"] = tokens * (self.layers * passes * forward + 3 * self.gradients * vocabulary)
+            if self.lags:
+                sequences = min(LAG_SEQUENCES, self.calibration)
+                # Three sums per component over the whole attention matrix of every head.
+                components = self.kv_heads * self.head_dim // 2
+                found["lag statistics"] = sequences * self.layers * 6 * self.heads * self.length**2 * components
+        absorbed = self._absorbed_flops(self.kv_width)
+        if self.splits > 1 and texts:
+            small = self.layers * (forward + self._absorbed_flops(self.cached))
+            tried = min(self.held_out, SPLIT_SEQUENCES) * self.length
+            found["try splits"] = self.splits * tried * (small + vocabulary)
+        exact = len(EXACT_STAGES) * (forward + absorbed) * min(EXACT_TOKENS, held_out)
+        lossy = forward + self._absorbed_flops(self.cached)
+        results = self.stages - 2 - len(EXACT_STAGES)
+        # Partial RoPE alone caches nearly all, and passes the text only; the source and the results all sequences.
+        steps = texts * (forward + absorbed)
+        found["convert"] = self.layers * (exact + steps + held_out * (forward + results * lossy))
+        found["convert"] += (results + 2) * texts * vocabulary
+        if self.fit_steps:
+            # A product with J or its transpose takes four products of the size of the attention matrix.
+            product = 8 * self.heads * self.fit_queries * self.length * self.cached
+            steps = self.fit_steps * (2 * self.fit_iterations + 3) * product
+            found["fit"] = self.calibration * self.layers * (steps + 3 * self.length * forward)
+        found["verify"] = held_out * self.layers * forward + texts * vocabulary
+        return found
+
+    def _absorbed_flops(self, width: int) -> int:
+        """Of one token's attention with absorbed queries of ``width`` numbers, in a simulated layer."""
+        return 2 * self.heads * self.head_dim * width + 2 * self.length * self.heads * width
+
+    def _algebra_flops(self) -> int:
+        return self.layers * (self.splits + 1) * ALGEBRA_CUBES * self.kv_width**3
+
+
+def measure_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Floating point operations per second of a large matrix product: in ``dtype`` on the device, in float64 here."""
+    return {
+        "flops_per_second": _matmul_speed(device, dtype),
+        "float64_flops_per_second": _matmul_speed(torch.device("cpu"), torch.float64),
+    }
+
+
+def _matmul_speed(device: torch.device, dtype: torch.dtype) -> float:
+    matrix = torch.ones(BENCHMARK_SIZE, BENCHMARK_SIZE, device=device, dtype=dtype)
+
+    def synchronise() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    _ = matrix @ matrix
+    synchronise()
+    start, runs = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < BENCHMARK_SECONDS or not runs:
+        _ = matrix @ matrix
+        synchronise()
+        runs += 1
+    return 2 * BENCHMARK_SIZE**3 * runs / elapsed
+
+
+def _layer_sizes(opened) -> tuple[int, int]:
+    """Parameters of the largest decoder layer: all, and those that one token passes."""
+    config, reader = opened.config, opened.reader
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+    used = getattr(config, "num_experts_per_tok", 0) / experts if experts else 1.0
+    totals = [[0, 0] for _ in range(opened.layers)]
+    prefix = LAYER_PREFIX.partition("{")[0]
+    for name in reader.names():
+        if not name.startswith(prefix):
+            continue
+        layer = int(name.removeprefix(prefix).partition(".")[0])
+        if layer < len(totals):
+            numel = reader.info(name).nbytes // reader.info(name).dtype.itemsize
+            totals[layer][".experts." in name] += numel
+    largest = max(totals, key=sum)
+    return sum(largest), round(largest[0] + used * largest[1])

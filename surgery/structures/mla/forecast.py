@@ -1,0 +1,88 @@
+"""What can be said of a conversion before it starts: the class that will carry it, its KV bytes and its engines.
+
+One thing is open then: which frequencies keep RoPE, where they are free to be chosen. Many engines load the grid of
+default RoPE only. Small budgets often choose just that (the highest frequencies, once each), larger ones do not, so
+both outcomes are foreseen, and an engine's verdict is that of the list of frequencies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from surgery.architectures.choose import Carrier
+from surgery.engines import engine_table, refuse_unless_loadable
+from surgery.running.skeleton import skeleton
+from surgery.running.source import Source
+from surgery.structures.mla.output import carrier_of
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.mla.split import MLAPlan
+from surgery.transforms import mla
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The outcome of one split of the budget, as far as it is known beforehand.
+
+    Attributes:
+        kv_bytes_per_token: of the result, all layers, at an infinite window; the most that it can be. Of a quantised
+            cache, once all tokens are codes.
+        frequencies_known: whether the rotary frequencies are settled already.
+        engines: what each will say of the result, :func:`surgery.engines.engine_table`.
+    """
+
+    split: mla.Split
+    carrier: Carrier
+    kv_bytes_per_token: float
+    frequencies_known: bool
+    engines: dict[str, dict]
+
+
+def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> Forecast:
+    """Foresees the conversion of an opened source with one split.
+
+    Raises:
+        SurgeryError: the wanted carrier cannot hold it, or the engine asked for does not take it.
+    """
+    config = opened.reader.config
+    outcomes = [
+        carrier_of(opened, MLAPlan(mla.METHODS[settings.method], split, counts), settings)
+        for counts in _possible_counts(opened, split, settings)
+    ]
+    # The last is the one without a grid: the class is the same, and what a norm needs besides is in it.
+    carrier = outcomes[-1]
+    if settings.engine is not None:
+        refuse_unless_loadable(settings.engine, carrier.writer.config(config))
+    return Forecast(
+        split,
+        carrier,
+        max(_kv_bytes(outcome, opened, settings) for outcome in outcomes),
+        len(outcomes) == 1,
+        engine_table(carrier.writer.config(config)),
+    )
+
+
+def _kv_bytes(carrier: Carrier, opened: Source, settings: ConvertSettings) -> float:
+    writer = carrier.writer
+    if settings.quantizes:
+        config = {**writer.config(opened.reader.config), "kv_cache": settings.kv_cache()}
+        return skeleton(config, writer.spec.dtype).kv_cache_bytes(1, settings.group) / settings.group
+    return sum(writer.kv_width(layer) for layer in range(opened.layers)) * writer.spec.dtype.itemsize
+
+
+def _possible_counts(opened: Source, split: mla.Split, settings: ConvertSettings) -> list[torch.Tensor | None]:
+    """Components of each frequency that keep RoPE, in the outcomes that engines tell apart: a grid, and no grid."""
+    if mla.METHODS[settings.method].folds:
+        return [None]  # fixed by the method
+    anatomy = opened.anatomy(0)
+    pairs, wanted = anatomy.head_dim // 2, split.rope_dim // 2
+    highest = (torch.arange(pairs) < wanted).long()
+    if settings.rope_frequencies == "grid":
+        return [highest]
+    full, rest = divmod(wanted, anatomy.kv_heads)
+    lowest = torch.zeros(pairs, dtype=torch.long)
+    lowest[pairs - full :] = anatomy.kv_heads
+    if rest:
+        lowest[pairs - full - 1] = rest
+    return [highest, lowest] if 0 < wanted <= pairs else [lowest]

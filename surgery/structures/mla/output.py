@@ -1,0 +1,77 @@
+"""What carries an MLA conversion: the class, and what it caches beside latents and rotated keys."""
+
+from __future__ import annotations
+
+import torch
+
+from surgery.architectures.choose import Carrier, choose_carrier
+from surgery.architectures.spec import MLASpec
+from surgery.engines import mla_limits
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.running.source import Source
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.mla.split import MLAPlan
+
+
+def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: AttentionAnatomy) -> int:
+    """Cached numbers per token that are neither latent nor rotated key: an exact key norm's, a constant channel's.
+
+    The carrier is known for sure only after the split; what it may need at most is set aside, so that the budget holds.
+    """
+    if anatomy.k_norm is not None:
+        return anatomy.kv_heads
+    if settings.engine is not None:
+        return 0  # engines take no bias, and so no constant channel
+    stock = settings.carrier != "own" and settings.allocate == "uniform" and not opened.family.experts
+    eps = opened.reader.config.get("rms_norm_eps", 1e-6)
+    constant = settings.latent_norm == "constant" or (
+        settings.latent_norm == "auto" and (anatomy.q.dtype == torch.float16 or abs(eps - 1e-6) > 1e-12)
+    )
+    return int(stock and constant)
+
+
+def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carrier:
+    """The class that carries a planned conversion.
+
+    Raises:
+        SurgeryError: the settings ask for one that cannot.
+    """
+    anatomy = opened.anatomy(0)
+    if plan.counts is None:
+        split = plan.split
+        pairs = anatomy.head_dim // 2
+        frequency = torch.arange(0, pairs, pairs // (split.rope_dim // 2))
+    else:
+        frequency = torch.arange(len(plan.counts)).repeat_interleave(plan.counts)
+    layers = opened.layers
+    names = opened.family.attention_names(opened.reader, 0)
+    spec = MLASpec(
+        heads=anatomy.heads,
+        kv_heads=anatomy.kv_heads,
+        head_dim=anatomy.head_dim,
+        value_dim=anatomy.value_dim,
+        hidden=anatomy.hidden,
+        ranks=plan.ranks or (plan.split.rank,) * layers,
+        inv_freq=(anatomy.inv_freq[frequency],) * layers,
+        dtype=anatomy.q.dtype,
+        query_bias=any(name.endswith("q_proj.bias") for name in names),
+        latent_bias=any(name.endswith(("k_proj.bias", "v_proj.bias")) for name in names),
+        output_bias=any(name.endswith("o_proj.bias") for name in names),
+        key_norm_eps=anatomy.k_norm.eps if anatomy.k_norm else None,
+        windows=tuple(opened.family.window(opened.config, layer) for layer in range(layers)),
+    )
+    return choose_carrier(
+        opened.reader.config,
+        spec,
+        experts=opened.family.experts,
+        mlp_bias=opened.family.mlp_bias(opened.config),
+        wanted=settings.carrier,
+        latent_norm=settings.latent_norm,
+        head_sizes=_head_sizes(settings, anatomy),
+    )
+
+
+def _head_sizes(settings: ConvertSettings, anatomy: AttentionAnatomy) -> tuple[int, int, int] | None:
+    if settings.engine is None:
+        return None
+    return mla_limits(settings.engine, anatomy.head_dim, anatomy.value_dim).head_sizes

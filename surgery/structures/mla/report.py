@@ -1,0 +1,67 @@
+"""What the report of an MLA conversion says of the target and of each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from surgery.architectures.choose import Carrier
+from surgery.transforms.mla import ConvertedLayer
+
+EXACT_STAGES, LOSSY_STAGES = ("merged", "rotated"), ("partial RoPE", "truncated", "fitted")
+"""Stages of an MLA conversion in the ladder of the report, after the source."""
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Errors of one layer, predicted from statistics and measured on held-out text.
+
+    Attributes:
+        rope_error: predicted share of the squared scores lost with the dropped rotations.
+        latent_error: predicted squared error of the truncated latent in the method's metric.
+        latent_error_share: the same relative to the latent's whole energy.
+        energies: of the latents that are kept, descending, each the cost of its loss in the method's metric, or after a
+            fit in that of the fit: what slicing goes by.
+        measured: relative error of the layer's own output on the source's inputs, at each lossy stage.
+    """
+
+    layer: int
+    rank: int
+    rope_dim: int
+    rope_error: float | None
+    latent_error: float
+    latent_error_share: float
+    energies: list[float]
+    measured: dict[str, float]
+
+    @classmethod
+    def of(cls, layer: int, converted: ConvertedLayer, energies: Tensor, errors: dict[str, float]) -> LayerReport:
+        return cls(
+            layer,
+            converted.truncated.rank,
+            converted.truncated.rope_dim,
+            converted.rope_error,
+            converted.latent_error,
+            converted.latent_error / max(float(converted.energy.sum()), 1e-300),
+            energies.tolist(),
+            errors,
+        )
+
+
+def mla_target(carrier: Carrier, method: str, layers: list[LayerReport]) -> dict:
+    """The target of :class:`surgery.structures.converter.Outcome`."""
+    writer = carrier.writer
+    return {
+        "to": "mla",
+        "method": method,
+        "model_type": "deepseek_v3" if carrier.stock else "surgery",
+        "reasons": list(carrier.reasons),
+        "kv_lora_rank": layers[0].rank if writer.spec.uniform else None,
+        "kv_lora_ranks": list(writer.spec.ranks),
+        "rope_dim": layers[0].rope_dim,
+        "inverse_frequencies": writer.spec.inv_freq[0].tolist(),
+        "default_rope_theta": writer.theta if carrier.stock else None,
+        "latent_norm": writer.norm.kind if carrier.stock else None,
+        "residual_rescale": writer.rescale if carrier.stock else None,
+    }

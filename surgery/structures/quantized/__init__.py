@@ -1,0 +1,1 @@
+"""A KV cache of a few bits."""

@@ -1,0 +1,238 @@
+"""The last stage of a conversion: its KV cache kept as codes, measured and verified through that cache.
+
+``--to quantized`` is this stage alone. With ``bits`` any other conversion whose result can be quantised ends in it:
+what was written stays as it is, config.json gets ``kv_cache``, and the model is then run through its quantised cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from surgery.architectures.cached import REASON, check_quantizable, rotated_tensors
+from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
+from surgery.calibration.held_out import HeldOut, Score, logit_difference
+from surgery.checkpoint import CheckpointReader, CheckpointWriter
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.running.layer_stream import LayerStream, blocks_of, single_layer_config
+from surgery.running.loading import load_config
+from surgery.running.skeleton import skeleton
+from surgery.running.source import OwnSource, Source
+from surgery.structures.settings import StructureSettings
+from surgery.verify.flow import predicted_flow
+from surgery.verify.written import CACHE_TOLERANCE, TOLERANCE, Verification, run_through_cache, verify_by_running
+
+if TYPE_CHECKING:
+    from surgery.structures.converter import Outcome
+
+PIECE = 8
+"""Tokens at a time in which held-out text is read through the cache: near decoding, where it is one."""
+
+ERROR_SEQUENCES = 2
+
+
+@dataclass(frozen=True)
+class QuantizedLayerReport:
+    """One layer of the report, or adjacent ones that only run together.
+
+    Attributes:
+        layer: the first of them.
+        keys_by: what shares a scale of keys, or of the latent in their place: channel or token.
+        measured: difference of the output to that with an exact cache, relative to what the layer adds to its inputs,
+            on the source's inputs.
+    """
+
+    layer: int
+    keys_by: str
+    measured: dict[str, float]
+
+
+LOSSES_READ = f"through the cache, {PIECE} tokens at a time; the source's in one forward pass"
+"""For the report."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The stages by name, final hidden states and scores; and a report of each layer, or block of them."""
+
+    hidden: dict[str, Tensor]
+    scores: dict[str, Score]
+    layers: list[QuantizedLayerReport]
+
+
+def measure_quantized(
+    opened: Source | OwnSource,
+    written: Path,
+    held_out: HeldOut,
+    rotated: bool,
+    dtype: torch.dtype,
+    settings: StructureSettings,
+    progress: Progress,
+) -> Measured:
+    """Carries the stages through the model: the source, the rotated weights, and these through quantised caches.
+
+    The caches are made by hand and given to a model that keeps exact ones, so that the written model, which makes its
+    own, is compared with something else; unless it keeps a window besides, which only itself knows how to.
+
+    Raises:
+        SurgeryError: the rotated weights are another function than the source's.
+    """
+    source, config, reader = opened.stream, load_config(written), CheckpointReader.open(written)
+    new_layers = [config.quantized_layer(entry) for entry in config.attention_layers]
+    stream, coded = (
+        LayerStream(reader, streamed, single_layer_config, device=source.device, dtype=source.dtype)
+        for streamed in (config, load_config(written))
+    )
+    config.kv_cache = None
+    by_hand = not (config.exact_window or config.streams)
+    coded = stream if by_hand else coded
+    embedded = source.embed(held_out.tokens)
+    stages = ("source", "rotated", "quantized") if rotated else ("source", "quantized")
+    hidden, layers, batch = {stage: embedded.clone() for stage in stages}, [], settings.batch_size
+    with progress.phase("measure", opened.layers) as advance:
+        for start, stop in blocks_of(config):
+
+            def new_cache(start: int = start, stop: int = stop) -> Cache:
+                if not by_hand:
+                    return DynamicCache()
+                return Cache(layers=[QuantizedKVLayer(*layer.settings()) for layer in new_layers[start:stop]])
+
+            inputs = hidden["source"][:ERROR_SEQUENCES].clone()
+            with stream.block(start, stop) as layer:
+                exact = stream.run_layer(layer, inputs.clone(), batch)
+                if rotated:
+                    stream.run_layer(layer, hidden["rotated"], batch)
+            with coded.block(start, stop) as layer:
+                read = run_through_cache(coded, layer, inputs.clone(), batch, PIECE, new_cache)
+                error = float((read - exact).norm() / (exact - inputs).norm())
+                run_through_cache(coded, layer, hidden["quantized"], batch, PIECE, new_cache)
+            with source.block(start, stop) as layer:
+                source.run_layer(layer, hidden["source"], batch)
+            layers.append(QuantizedLayerReport(start, new_layers[start].keys_by, {"quantized": error}))
+            advance(stop - start)
+    if rotated:
+        difference = logit_difference(source, hidden["source"], stream, hidden["rotated"])
+        if not difference <= TOLERANCE[dtype]:
+            raise SurgeryError(f"{opened.reader.path}: the rotation changes its logits by {difference:.1e}")
+    scores = {stage: held_out.score(stream, states) for stage, states in hidden.items()}
+    return Measured(hidden, scores, layers)
+
+
+def quantize_written(
+    writer: CheckpointWriter,
+    opened: Source | OwnSource,
+    outcome: Outcome,
+    held_out: HeldOut,
+    settings: StructureSettings,
+    progress: Progress,
+) -> tuple[Outcome, Verification]:
+    """Has a checkpoint of the own class, written and not yet committed, keep its cache quantised.
+
+    Nothing is written twice but config.json and, with ``hadamard``, the tensors that take the rotation. What was
+    written is compared with the simulation before, as it computes with an exact cache.
+
+    Args:
+        writer: has everything but the report, with an exact cache in config.json.
+        opened: what the conversion started from.
+        outcome: of the conversion so far.
+
+    Returns:
+        The outcome and the verification of the quantised model.
+
+    Raises:
+        SurgeryError: its cache cannot be quantised, or it computes something else than was simulated.
+    """
+    reader, dtype, stages = CheckpointReader.open(writer.partial), opened.weight_dtype, ["quantized"]
+    exact = OwnSource.open(reader, settings)
+    check_quantizable(writer.out, exact.config)
+    if settings.hadamard:
+        stages.insert(0, "hadamard")
+        with progress.phase("rotate", opened.layers) as advance:
+            for layer in range(opened.layers):
+                for name, tensor in rotated_tensors(reader, exact.config, layer).items():
+                    writer.rewrite(name, tensor)
+                advance()
+        exact = OwnSource.open(CheckpointReader.open(writer.partial), settings)
+    config = {**outcome.config, "kv_cache": settings.kv_cache()}
+    writer.write_json("config.json", config)
+    measured = measure_quantized(exact, writer.partial, held_out, False, dtype, settings, progress)
+    written = measured.hidden["source"]
+    difference = logit_difference(opened.stream, outcome.simulated, exact.stream, written)
+    if not difference <= TOLERANCE[dtype] + CACHE_TOLERANCE[exact.stream.dtype]:
+        raise SurgeryError(f"{writer.out}: logits as written differ from the simulation by {difference:.1e}")
+    quantized = skeleton(config, dtype)
+    verification = verify_codes(writer.partial, opened, config, measured, held_out, settings, progress)
+    for coded in measured.layers:
+        reports = [layer for layer in outcome.layers if layer.layer == coded.layer]
+        for report in reports:
+            report.measured.update(coded.measured)
+    at = verification.kv_tokens
+    scores = {"hadamard": measured.scores["source"], "quantized": measured.scores["quantized"]}
+    outcome = replace(
+        outcome,
+        config=config,
+        target={
+            **outcome.target,
+            **quantized_facts(settings),
+            "numbers_bytes_per_token": outcome.kv_bytes(at) / at,
+        },
+        kv_bytes=lambda tokens: quantized.kv_cache_bytes(1, tokens),
+        scores={**outcome.scores, **{stage: scores[stage] for stage in stages}},
+        simulated=measured.hidden["quantized"],
+    )
+    return outcome, replace(verification, logit_difference=max(difference, verification.logit_difference))
+
+
+def verify_codes(
+    folder: Path,
+    opened: Source,
+    config: dict[str, Any],
+    measured: Measured,
+    held_out: HeldOut,
+    settings: StructureSettings,
+    progress: Progress,
+) -> Verification:
+    """Loads a checkpoint that keeps its cache as codes and runs it as `surgery.verify.written.verify_by_running` does.
+
+    Args:
+        folder: the checkpoint, whose config is ``config``.
+        opened: what held-out text ran through in ``measured``.
+    """
+    dtype = opened.weight_dtype
+    quantized = skeleton(config, dtype)
+    return verify_by_running(
+        folder,
+        dtype,
+        opened.stream,
+        measured.hidden["quantized"],
+        held_out,
+        opened.windows,
+        lambda tokens: quantized.kv_cache_bytes(1, tokens),
+        settings.batch_size,
+        progress,
+        piece=PIECE,
+        blocks=blocks_of(quantized.config),
+        flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
+    )
+
+
+def in_own_class(outcome: Outcome) -> Outcome:
+    """The same result carried by the own class, which alone keeps a quantised cache."""
+    target = outcome.target
+    if target["model_type"] != MODEL_TYPE:
+        target = {**target, "model_type": MODEL_TYPE, "reasons": [REASON]}
+    config = own_config(outcome.config, layer_entries(outcome.config))
+    return replace(outcome, config=config, target=target, own_class=True)
+
+
+def quantized_facts(settings: StructureSettings) -> dict:
+    """What a report's target says of a quantised cache."""
+    return {"kv_cache": settings.kv_cache(), "hadamard": settings.hadamard, "losses_read": LOSSES_READ}

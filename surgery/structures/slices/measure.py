@@ -1,0 +1,104 @@
+"""What slices of a checkpoint would compute, before any is written: the whole model with latents set to zero."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surgery.architectures.sliced import LatentModel, Ranks
+from surgery.calibration.held_out import HeldOut, Score
+from surgery.common.progress import Progress
+from surgery.running.layer_stream import LayerStream, StreamedLayer
+from surgery.structures.ladder import ERROR_SEQUENCES
+
+BEFORE, SLICED = "before slicing", "sliced"
+"""Stages of a slice in the ladder of the report."""
+
+
+@dataclass(frozen=True)
+class MeasuredSlice:
+    """What held-out text says of the best candidate.
+
+    Attributes:
+        losses: of all candidates; None where there is no text.
+        before, score: of the whole checkpoint, and of the candidate.
+        hidden: its final hidden states [N, T, D].
+        errors: of each of its layers.
+    """
+
+    best: str
+    losses: dict[str, float | None]
+    before: Score
+    score: Score
+    hidden: Tensor
+    errors: list[dict[str, float]]
+
+
+def measure_slices(
+    stream: LayerStream,
+    whole: LatentModel,
+    candidates: dict[str, Ranks],
+    held_out: HeldOut,
+    batch_size: int,
+    progress: Progress,
+) -> MeasuredSlice:
+    """Carries the whole model, and the whole model without the latents that each candidate drops, through the text.
+
+    Of several candidates the one of least loss is the best; without text the last one is.
+    """
+    embedded = stream.embed(held_out.tokens)
+    hidden = {name: embedded.clone() for name in candidates}
+    errors: dict[str, list[dict[str, float]]] = {name: [] for name in candidates}
+    with progress.phase("measure", whole.layers) as advance:
+        for start, stop in whole.groups():
+            with stream.block(start, stop) as layer:
+                inputs = embedded[:ERROR_SEQUENCES].clone().to(stream.device, stream.dtype)
+                exact = _attention_outputs(layer, inputs)
+                stream.run_layer(layer, embedded, batch_size)
+                for name, ranks in candidates.items():
+                    kept = [whole.kept_rows(index, ranks) for index in range(start, stop)]
+                    with _silenced(layer, whole.down_name, kept):
+                        cut = _attention_outputs(layer, inputs)
+                        stream.run_layer(layer, hidden[name], batch_size)
+                    pairs = zip(cut, exact, strict=True)
+                    errors[name] += [{SLICED: float((a - b).norm() / b.norm())} for a, b in pairs]
+            advance(stop - start)
+    scores = {name: held_out.score(stream, states) for name, states in hidden.items()}
+    losses = {name: score.loss for name, score in scores.items()}
+    best = min(losses, key=losses.get) if held_out.texts else list(losses)[-1]
+    return MeasuredSlice(best, losses, held_out.score(stream, embedded), scores[best], hidden[best], errors[best])
+
+
+@torch.no_grad()
+def _attention_outputs(layer: StreamedLayer, inputs: Tensor) -> list[Tensor]:
+    """What the attention of each loaded layer puts out, [B, T, D]."""
+    outputs: list[Tensor] = []
+    hooks = [
+        block.self_attn.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
+        for block in layer.model.layers
+    ]
+    layer(inputs)
+    for hook in hooks:
+        hook.remove()
+    return outputs
+
+
+@contextlib.contextmanager
+def _silenced(layer: StreamedLayer, name: str, kept: list[tuple[int, ...]]) -> Iterator[None]:
+    """Has the projections of that name in each loaded layer put out zero but for some rows, for a ``with`` block."""
+    projections = [getattr(block.self_attn, name) for block in layer.model.layers]
+    original = [[parameter.clone() for parameter in down.parameters()] for down in projections]
+    with torch.no_grad():
+        for down, rows in zip(projections, kept, strict=True):
+            dropped = torch.ones(down.out_features, dtype=torch.bool, device=down.weight.device)
+            dropped[list(rows)] = False
+            for parameter in down.parameters():
+                parameter[dropped] = 0
+        yield
+        for down, tensors in zip(projections, original, strict=True):
+            for parameter, tensor in zip(down.parameters(), tensors, strict=True):
+                parameter.copy_(tensor)

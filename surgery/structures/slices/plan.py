@@ -1,0 +1,146 @@
+"""How a slice spends its budget: the latents that every block keeps, by what its conversion reported they are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from surgery.architectures.sliced import LatentModel, Ranks
+from surgery.calibration.settings import NO_CALIBRATION
+from surgery.checkpoint.carry_over import REPORT
+from surgery.common.errors import SurgeryError
+from surgery.reporting.report import previous_report
+from surgery.transforms.allocation import proportional, water_fill
+
+STRUCTURES = ("lowrank", "crosslayer", "mla")
+"""What ``--to`` said where latents were made."""
+
+LOSS_WEIGHTED = ("fisher", "separate", "cascade")
+"""Methods whose energies are shares of one loss, so that those of different layers compare."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The conversion that made a checkpoint's latents.
+
+    Attributes:
+        target: what its report says that it made.
+        source_bytes: KV bytes per token of what it converted.
+        energies: of all its latents, for every layer and block; the checkpoint may have fewer by now.
+        comparable: whether energies of different layers are in one unit.
+        multiple: of which every rank is one.
+    """
+
+    target: dict
+    source_bytes: float
+    energies: list[list[Tensor]]
+    comparable: bool
+    multiple: int
+
+    @classmethod
+    def of(cls, path: Path) -> Origin:
+        """Reads it from the report beside a checkpoint, or the reports in that one.
+
+        Raises:
+            SurgeryError: there is none, or the latents are in no order that a slice could go by.
+        """
+        for report in _history(path):
+            target = report["target"]
+            if target.get("hadamard"):
+                raise SurgeryError(f"{path}: a Hadamard rotation mixed its latents; slice before --to quantized")
+            if target["to"] in STRUCTURES and "sliced" not in target:
+                break
+        else:
+            raise SurgeryError(
+                f"{path}: no {REPORT} that tells of a conversion to latents; surgery slice needs the one beside the "
+                "weights, convert again if it is lost"
+            )
+        if any("energies" not in layer for layer in report["layers"]):
+            raise SurgeryError(f"{path}: {REPORT} does not say what its latents are worth; convert its source again")
+        method, settings = target["method"], report["settings"]
+        return cls(
+            target,
+            report["kv"]["source_bytes_per_token"],
+            [_by_block(layer) for layer in report["layers"]],
+            method in LOSS_WEIGHTED and settings["calibration"] != NO_CALIBRATION,
+            settings.get("rank_multiple", 1),
+        )
+
+
+def plan_slice(
+    path: Path, model: LatentModel, origin: Origin, kv_ratio: float, itemsize: int, allocate: str
+) -> dict[str, Ranks]:
+    """The ranks that a slice may have, by allocation; all spend the whole budget, none exceeds it.
+
+    Args:
+        path: of the checkpoint, for errors.
+        kv_ratio: share of the KV bytes per token of what the origin converted; an exact window comes on top.
+        itemsize: bytes of a cached number.
+        allocate: "spectrum" drops the least energy in all, "uniform" the same share of every block; "auto" gives both
+            and what is half-way between them, to be measured, where energies compare and ranks may differ.
+
+    Raises:
+        SurgeryError: the budget is not less than what the checkpoint takes, or leaves some block without a latent; or
+            the allocation is impossible.
+    """
+    if allocate == "spectrum" and model.stock:
+        raise SurgeryError(f"{path}: stock deepseek_v3 has one rank for all layers: --allocate uniform")
+    if allocate == "spectrum" and not origin.comparable:
+        raise SurgeryError(
+            f"{path}: --allocate spectrum compares layers by the loss; its conversion (method "
+            f"{origin.target['method']}) did not measure latents by that: use uniform"
+        )
+    before = [rank for ranks in model.ranks for rank in ranks]
+    fixed = sum(model.fixed(layer) for layer in range(model.layers))
+    share = itemsize / origin.source_bytes
+    if kv_ratio >= (sum(before) + fixed) * share:
+        raise SurgeryError(
+            f"{path}: keeps {(sum(before) + fixed) * share:.4g} of the KV bytes of what it was converted from: "
+            f"--kv-ratio {kv_ratio:g} is no less"
+        )
+    multiple = origin.multiple
+    least = multiple * len(before)
+    total = int(kv_ratio / share + 1e-6) - fixed
+    if total < least:
+        raise SurgeryError(
+            f"{path}: --kv-ratio {kv_ratio:g} is too small: one latent in multiples of {multiple} in each of "
+            f"{len(before)} blocks and {fixed} other numbers take {(least + fixed) * share:.4g}"
+        )
+    if model.stock:
+        return {"uniform": _shaped([total // len(before)] * len(before), model)}
+    # By what there was at first, so that a slice of a slice is that slice of the whole.
+    sizes = [len(energies) for blocks in origin.energies for energies in blocks]
+    found = {"uniform": proportional(sizes, total, multiple, multiple, before)}
+    if allocate != "uniform" and origin.comparable:
+        spectra = [
+            energies[:rank]
+            for blocks, ranks in zip(origin.energies, model.ranks, strict=True)
+            for energies, rank in zip(blocks, ranks, strict=True)
+        ]
+        found["spectrum"] = water_fill(spectra, total, minimum=multiple, multiple=multiple)
+        means = [(a + b) / 2 for a, b in zip(*found.values(), strict=True)]
+        found["between"] = proportional(means, total, multiple, multiple, before)
+    return {name: _shaped(ranks, model) for name, ranks in found.items() if allocate in ("auto", name)}
+
+
+def _shaped(ranks: list[int], model: LatentModel) -> Ranks:
+    """Ranks of all blocks, layer by layer."""
+    remaining = iter(ranks)
+    return tuple(tuple(next(remaining) for _ in blocks) for blocks in model.ranks)
+
+
+def _history(path: Path) -> Iterator[dict]:
+    """The report of a checkpoint, that of its source, and so on."""
+    report = previous_report(path)
+    while report is not None:
+        yield report
+        report = report.get("previous")
+
+
+def _by_block(layer: dict) -> list[Tensor]:
+    energies = torch.tensor(layer["energies"], dtype=torch.float64)
+    return list(energies.split(layer.get("ranks") or [len(energies)]))

@@ -1,0 +1,1 @@
+"""What was written is run and held to what was simulated."""

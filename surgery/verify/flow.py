@@ -1,0 +1,83 @@
+"""Peak and footprint of a model that is run a few layers at a time: see `surgery.eval.kv_flow` for what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from surgery.common.errors import SurgeryError
+from surgery.eval.kv_flow import EntryCounter, UpdateWatch, causal_entries
+from surgery.running.attention_tap import tapped
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What a prompt in one pass and decoded tokens after it take.
+
+    Attributes:
+        peak_bytes: the most that keys and values took at any time, in the dtype of the run.
+        footprint: share of full causal attention that was computed.
+    """
+
+    peak_bytes: int
+    footprint: float
+
+
+@dataclass
+class FlowWatch:
+    """Watches layers that decode the same tokens one after the other, as if they had done so together."""
+
+    _counter: EntryCounter = field(default_factory=EntryCounter)
+    _blocks: list[list[list[int]]] = field(default_factory=list)
+
+    @contextmanager
+    def block(self, decoder: nn.Module) -> Iterator[None]:
+        """Watches all passes of a decoder of one or more layers, for the length of a ``with`` block."""
+        watch, passes = UpdateWatch(), []
+
+        def begin(*_) -> None:
+            passes.append([watch.held, 0, 0])
+            watch.peak = 0
+
+        def end(*_) -> None:
+            passes[-1][1:] = watch.peak, watch.held
+
+        hooks = [decoder.register_forward_pre_hook(begin), decoder.register_forward_hook(end)]
+        try:
+            with watch.updates(), tapped(decoder, self._counter):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._blocks.append(passes)
+
+    def flow(self, layers: int, heads: int, tokens: int) -> Flow:
+        """What all layers together took; ``heads`` of queries in each, ``tokens`` in all passes."""
+        peak = 0
+        for passes in zip(*self._blocks, strict=True):
+            others = sum(before for before, _, _ in passes)
+            for before, live, after in passes:
+                peak = max(peak, others - before + live)
+                others += after - before
+        return Flow(peak, self._counter.entries / (layers * heads * causal_entries(tokens)))
+
+
+def check_flow(path, measured: Flow, predicted: Flow) -> None:
+    """Raises SurgeryError where what was measured is not what was predicted."""
+    if measured.peak_bytes != predicted.peak_bytes:
+        raise SurgeryError(
+            f"{path}: keys and values took up to {measured.peak_bytes} bytes, {predicted.peak_bytes} were predicted"
+        )
+    if not abs(measured.footprint - predicted.footprint) <= 1e-9:
+        raise SurgeryError(
+            f"{path}: attention looked at {measured.footprint:.6f} of all pairs, predicted were "
+            f"{predicted.footprint:.6f}"
+        )
+
+
+def predicted_flow(model, prompt: int, steps: int) -> Flow:
+    """What a model of the project's own class says of itself."""
+    return Flow(model.kv_peak_bytes(1, prompt, prompt, steps), model.kv_footprint(prompt, steps))

@@ -1,0 +1,219 @@
+"""Checks a written checkpoint by running it: the classes that will load it, layer by layer, against the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.held_out import HeldOut, Score, logit_difference
+from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
+from surgery.running.layer_stream import LayerStream, StreamedLayer, single_layer_config
+from surgery.running.loading import load_config
+from surgery.verify.flow import Flow, FlowWatch, check_flow
+
+# Tokens of the first held-out sequence that are decoded one by one through a live cache, after a prompt. The prompt is
+# long enough for caches that keep windows and groups of tokens to show what they keep; shorter text is taken whole.
+PROMPT, STEPS = 1000, 8
+
+# Largest relative difference of logits that is taken for rounding, by the dtype of the written weights.
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
+# Layers run in this precision or better, where decoding through the cache must agree with one forward pass.
+CACHE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05}
+# Where the cache is quantised, a number that rounding moves over the edge of a step moves by the step.
+QUANTIZED_TOLERANCE = 0.05
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a written checkpoint did when it was loaded again.
+
+    Attributes:
+        score: loss and recall.
+        logit_difference: largest relative difference of logits to the simulation.
+        cache_difference: largest relative difference of a layer's output, decoded through its cache, to one forward
+            pass; of a quantised cache, to decoding after the same prompt in two pieces. None where neither is the same
+            function.
+        kv_tokens: tokens that the live caches of all layers held when they were measured.
+        kv_bytes_per_token: their bytes over these.
+        flow: peak and footprint of reading and decoding so many tokens, in the dtype of the run; None where they were
+            not to be looked at.
+    """
+
+    score: Score
+    logit_difference: float
+    cache_difference: float | None
+    kv_tokens: int
+    kv_bytes_per_token: float
+    flow: Flow | None = None
+
+
+def verify_by_running(
+    path: Path,
+    weight_dtype: torch.dtype,
+    source_stream: LayerStream,
+    simulated: Tensor,
+    held_out: HeldOut,
+    windows: tuple[int | None, ...],
+    predicted_bytes: Callable[[int], int],
+    batch_size: int,
+    progress: Progress,
+    *,
+    piece: int | None = None,
+    blocks: Sequence[tuple[int, int]] | None = None,
+    flow: Callable[[int, int], Flow] | None = None,
+) -> Verification:
+    """Loads the checkpoint in ``path`` layer by layer and runs it.
+
+    Args:
+        weight_dtype: of the rewritten tensors; the KV bytes are those of a model that runs in it.
+        source_stream: gives device and compute dtype, and the logits of the simulation.
+        simulated: final hidden states [N, T, D] of the simulated conversion.
+        windows: sliding window of every layer, or None.
+        predicted_bytes: KV bytes that the live caches of all layers must hold of one sequence of that many tokens.
+        piece: read the held-out text that many tokens at a time, through the live cache; None: in one forward pass.
+        blocks: first layer and the one after the last of layers that run together only; by default each alone.
+        flow: gives the peak and footprint that a prompt and decoded tokens must have, in the dtype of the run.
+
+    Raises:
+        SurgeryError: a layer does not load, decoding differs from one forward pass, logits differ from the
+            simulation by more than rounding, or the caches hold, or take on the way, other bytes than predicted.
+    """
+    reader = CheckpointReader.open(path)
+    config = load_config(path)
+    _check_meta(config, reader)
+    stream = LayerStream(reader, config, single_layer_config, device=source_stream.device, dtype=source_stream.dtype)
+    hidden = stream.embed(held_out.tokens)
+    # Bytes of a layer with a window are measured while it still fills.
+    tokens = max(1, min(PROMPT + STEPS, hidden.shape[1], *(window - 1 for window in windows if window)))
+    differences, measured, quantized, watch = [], 0, False, None if flow is None else FlowWatch()
+    with progress.phase("verify: reload and run", stream.num_layers) as advance:
+        for start, stop in blocks or [(index, index + 1) for index in range(stream.num_layers)]:
+            with stream.block(start, stop) as layer:
+                cache = _new_cache(layer)
+                text = hidden[:1, :tokens].to(stream.device, stream.dtype)
+                difference = _decode(layer, text, cache, watch)
+                measured += _bytes_in(weight_dtype, cache, stream.dtype)
+                quantized = quantized or _reads_ahead(cache)
+                if difference is not None:
+                    differences.append(difference)
+                if piece is None:
+                    stream.run_layer(layer, hidden, batch_size)
+                else:
+                    run_through_cache(stream, layer, hidden, batch_size, piece, lambda layer=layer: _new_cache(layer))
+            advance(stop - start)
+    difference = logit_difference(source_stream, simulated, stream, hidden)
+    allowed = QUANTIZED_TOLERANCE if quantized else CACHE_TOLERANCE[stream.dtype]
+    for worst in differences:
+        if not worst <= allowed:  # nor is NaN
+            raise SurgeryError(f"{path}: decoding through the cache differs from one forward pass by {worst:.1e}")
+    if not difference <= TOLERANCE[weight_dtype] + CACHE_TOLERANCE[stream.dtype]:
+        raise SurgeryError(f"{path}: logits of the written checkpoint differ from the simulation by {difference:.1e}")
+    if measured != predicted_bytes(tokens):
+        raise SurgeryError(
+            f"the live cache takes {measured} bytes at {tokens} tokens, where {predicted_bytes(tokens)} were predicted"
+        )
+    found = None
+    if watch is not None:
+        prompt = prompt_of(tokens)
+        found = watch.flow(stream.num_layers, config.num_attention_heads, tokens)
+        check_flow(path, found, flow(prompt, tokens - prompt))
+    worst = max(differences, default=None)
+    return Verification(held_out.score(stream, hidden), difference, worst, tokens, measured / tokens, found)
+
+
+@torch.no_grad()
+def run_through_cache(
+    stream: LayerStream,
+    layer: StreamedLayer,
+    hidden: Tensor,
+    batch_size: int,
+    piece: int,
+    new_cache: Callable[[], object],
+) -> Tensor:
+    """Applies a layer to [N, T, D] ``piece`` tokens at a time through caches of ``new_cache()``, in place.
+
+    As every layer sees the same pieces, this is the model decoding that many tokens at a time.
+    """
+    for rows in hidden.split(batch_size):
+        cache = new_cache()
+        for part in rows.split(piece, dim=1):
+            inputs = part.to(stream.device, stream.dtype)
+            part.copy_(layer.model(inputs_embeds=inputs, past_key_values=cache, use_cache=True).last_hidden_state)
+    return hidden
+
+
+def _check_meta(config, reader: CheckpointReader) -> None:
+    """Builds the whole model without memory and compares the tensors outside its layers; layers load one by one."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    for name, tensor in model.state_dict().items():
+        if ".layers." in name or name in tied:
+            continue
+        if name not in reader or reader.info(name).shape != tuple(tensor.shape):
+            found = reader.info(name).shape if name in reader else "absent"
+            raise SurgeryError(f"{reader.path}: {name} is {found}, {type(model).__name__} wants {tuple(tensor.shape)}")
+
+
+@torch.no_grad()
+def _decode(layer: StreamedLayer, hidden: Tensor, cache, watch: FlowWatch | None) -> float | None:
+    """Fills the cache with [1, T, D], the last few tokens one by one; the relative difference of what must be equal.
+
+    None where nothing must be.
+    """
+    prompt = prompt_of(hidden.shape[1])
+    with nullcontext() if watch is None else watch.block(layer.model):
+        got = layer.decode(hidden, prompt, cache)
+    if _reads_ahead(cache):
+        # A pass that completes a group of tokens reads it quantised, so one forward pass is another function. But
+        # what a layer keeps of its inputs does not depend on their pieces. Those of a second layer do.
+        if len(cache.layers) > 1:
+            return None
+        half = prompt // 2
+        other = _new_cache(layer)
+        first = layer.decode(hidden[:, :half], half, other)
+        second = layer.decode(hidden[:, half:], prompt - half, other)
+        got, want = got[:, prompt:], torch.cat([first, second], dim=1)[:, prompt:]
+    else:
+        want = layer(hidden)
+    return float((got - want).abs().max() / want.abs().max()) if want.numel() else 0.0
+
+
+def prompt_of(tokens: int) -> int:
+    """How many of that many tokens are taken for the prompt."""
+    return max(1, tokens - STEPS)
+
+
+def _new_cache(layer: StreamedLayer):
+    """An empty cache such as ``generate`` makes it; the layer puts in what it keeps."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=layer.config)
+
+
+def _reads_ahead(cache) -> bool:
+    # A layer may keep its latents in another one, beside exact tokens.
+    held = [*cache.layers, *(getattr(layer, "latents", None) for layer in cache.layers)]
+    return any(getattr(layer, "reads_ahead", False) for layer in held)
+
+
+def _bytes_in(weight_dtype: torch.dtype, cache, dtype: torch.dtype) -> int:
+    """Bytes of a live cache, were the numbers that it holds in the ``dtype`` of the run those of a model in another."""
+    held = [tensor for tensor in plain_tensors(cache) if tensor.ndim > 0 or tensor.is_floating_point()]
+    parts = [part for layer in cache.layers for part in getattr(layer, "parts", [layer])]
+    wide = [tensor for part in parts for tensor in getattr(part, "wide_tensors", ())]
+    as_wide = torch.promote_types(weight_dtype, torch.float32)
+    of_model = [tensor for tensor in held if tensor.dtype == dtype and not any(tensor is other for other in wide)]
+    numbers = storage_bytes(of_model) // dtype.itemsize * weight_dtype.itemsize
+    codes = storage_bytes(t for t in held if t.dtype != dtype and not any(t is other for other in wide))
+    return numbers + codes + sum(tensor.numel() for tensor in wide) * as_wide.itemsize

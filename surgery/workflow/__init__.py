@@ -1,0 +1,1 @@
+"""Recipe files: steps, each a verb with its settings."""

@@ -1,0 +1,75 @@
+"""What the steps of a recipe name: each other, checkpoints and pattern files; all of it there before the first runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from surgery.checkpoint.location import find_local
+from surgery.checkpoint.named_models import BUILTIN, SMOLLM2
+from surgery.common.errors import SurgeryError
+from surgery.common.file_settings import did_you_mean
+
+MAKE_CHECKPOINTS = ("convert", "slice", "heal")
+MAKE_PATTERNS = ("heads",)
+CHECKPOINTS = {
+    "convert": ("source",),
+    "slice": ("source",),
+    "heads": ("source",),
+    "compare-heads": ("measure",),
+    "heal": ("student", "teacher"),
+    "eval": ("baseline", "checkpoints"),
+}
+"""Settings of each verb that name checkpoints, one or a list of them."""
+
+PATTERNS = {"convert": ("heads",), "compare-heads": ("patterns",)}
+"""Likewise, of patterns."""
+
+
+class Step(Protocol):
+    """What is looked at of a step."""
+
+    verb: str
+    name: str
+    settings: dict[str, Any]
+
+
+def check_names(path: Path, steps: Sequence[Step]) -> None:
+    """Resolves every name that a step uses: of an earlier step, of a model that ships, a file, a folder or a hub id.
+
+    Raises:
+        SurgeryError: a name is none of these, or only a later step makes it.
+    """
+    made: dict[str, str] = {}
+    for number, step in enumerate(steps):
+        where, later = f"{path}, step {step.name}", [other.name for other in steps[number:]]
+        for name in _named(step, CHECKPOINTS):
+            if not (made.get(name) in MAKE_CHECKPOINTS or name in (BUILTIN, SMOLLM2)):
+                try:
+                    find_local(name)
+                except SurgeryError as error:
+                    raise SurgeryError(f"{where}: {_why(name, made, later) or error}") from None
+        for name in _named(step, PATTERNS):
+            if not (made.get(name) in MAKE_PATTERNS or Path(name).expanduser().is_file()):
+                raise SurgeryError(f"{where}: {_why(name, made, later) or f'{name}: no such pattern file'}")
+        made[step.name] = step.verb
+
+
+def _named(step: Step, settings: dict[str, tuple[str, ...]]) -> list[str]:
+    """The names in those settings of a step, without what rows of an evaluation are called."""
+    found = []
+    for setting in settings.get(step.verb, ()):
+        given = step.settings.get(setting)
+        found += given if isinstance(given, list) else [] if given is None else [given]
+    return [str(name).partition("=")[2] or str(name) if step.verb == "eval" else str(name) for name in found]
+
+
+def _why(name: str, made: dict[str, str], later: list[str]) -> str | None:
+    """What is wrong with a name that a step could have meant."""
+    if name in later:
+        return f"{name} is not made by an earlier step; move it up"
+    if name in made:
+        return f"{name} is a {made[name]} step, which makes no such thing"
+    hint = did_you_mean(name, list(made))
+    return f"{name}: no earlier step makes it, and there is no such folder{hint}" if hint else None

@@ -1,0 +1,401 @@
+"""Recipe files: a list of steps, each with the settings of a verb; ``surgery run`` does them in order.
+
+    name: two-ratios
+    steps:
+      - convert: {source: org/name, name: half, to: mla, kv_ratio: 0.5}
+      - convert: {source: org/name, name: quarter, to: mla, kv_ratio: 0.25}
+      - eval: {name: report, baseline: org/name, checkpoints: [half, quarter], tasks: [loss, recall]}
+
+An eval step may have a `title`, and `publish`, another folder for its report without the results that it goes on from.
+A step's output lies under its name in the work folder, and later steps may use the name as a checkpoint: `convert` and
+`slice` steps compose by it. A `heads` step makes a pattern, which `heads` of a conversion and `patterns` of a
+`compare-heads` step may name. A `heal` step trains a `student` with its `teacher`, in as many `processes` as
+it says or by a `launcher`, an accelerate configuration or the name of one that ships; `measure` holds settings of the
+evaluation of source, student and result, and with `measure: false` losses are left to an eval step. `builtin` is the
+model that ships with the package, `smollm2` a small real one. Steps that are done already, from the same source with
+the same settings, are kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgery.common.errors import SurgeryError
+from surgery.common.file_settings import did_you_mean, read_mapping, typed
+from surgery.common.progress import Progress
+from surgery.workflow.names import check_names
+
+if TYPE_CHECKING:
+    from surgery.calibration.settings import ConversionSettings
+    from surgery.heads.settings import HeadSettings
+    from surgery.running.processes import Processes
+    from surgery.structures.registry import Target
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: the verb, and its settings by name."""
+
+    verb: str
+    name: str
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe file."""
+
+    path: Path
+    name: str
+    steps: tuple[Step, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Recipe:
+        """Reads and checks a recipe; whether its settings are right is checked before any step runs.
+
+        Raises:
+            SurgeryError: it cannot be read, has an unknown verb, or two steps of one name.
+        """
+        content = read_mapping(path)
+        for key in content:
+            if key not in ("name", "steps"):
+                raise SurgeryError(f"{path}: unknown entry {key!r}{did_you_mean(str(key), ['name', 'steps'])}")
+        listed = content.get("steps")
+        if not isinstance(listed, list) or not listed:
+            raise SurgeryError(f"{path}: no steps; see recipes/testbed-report.yaml")
+        steps = tuple(_step(path, number, entry) for number, entry in enumerate(listed, 1))
+        names = [step.name for step in steps]
+        for name in names:
+            if names.count(name) > 1:
+                raise SurgeryError(f"{path}: two steps are called {name}")
+        return cls(path, str(content.get("name", path.stem)), steps)
+
+
+@dataclass
+class Finished:
+    """What a recipe made: checkpoints and patterns by step, and the last report with its files."""
+
+    checkpoints: dict[str, Path] = field(default_factory=dict)
+    patterns: dict[str, Path] = field(default_factory=dict)
+    report: dict[str, Any] | None = None
+    written: list[Path] = field(default_factory=list)
+
+
+def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
+    """Runs all steps.
+
+    Args:
+        work: folder for their outputs; None for the recipe's name, in the current folder.
+
+    Raises:
+        SurgeryError: the recipe is wrong (before anything runs), or a step's own.
+    """
+    recipe = Recipe.read(path)
+    work = work or Path(recipe.name)
+    finished = Finished()
+    # All settings are checked first: a typing error in the last step should not cost an hour.
+    ready = [VERBS[step.verb](step, f"{path}, step {step.name}") for step in recipe.steps]
+    check_names(path, recipe.steps)
+
+    from surgery.running.processes import Processes
+
+    processes = Processes()
+    for number, (step, do) in enumerate(zip(recipe.steps, ready, strict=True), 1):
+        if processes.is_main:
+            progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
+        # Each step's report states the seconds of its own phases.
+        do(work / step.name, finished, progress.fresh(), processes)
+    return finished
+
+
+Action = Callable[[Path, Finished, Progress, "Processes"], None]
+
+
+def _convert(step: Step, where: str) -> Action:
+    from surgery.structures.registry import find_target
+
+    given = dict(step.settings)
+    try:
+        target = find_target(given.pop("to", "mla"))
+    except SurgeryError as error:
+        raise SurgeryError(f"{where}: {error}") from None
+    return _make(step, target, given, where)
+
+
+def _slice(step: Step, where: str) -> Action:
+    from surgery.structures.registry import SLICE
+
+    return _make(step, SLICE, dict(step.settings), where)
+
+
+def _make(step: Step, target: Target, given: dict[str, Any], where: str) -> Action:
+    """Makes a checkpoint from another."""
+    source = _taken(given, "source", where)
+    try:
+        settings = target.settings(given)
+    except SurgeryError as error:
+        raise SurgeryError(f"{where}: {error}") from None
+
+    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
+        checkpoint = _checkpoint(source, finished)
+        finished.checkpoints[step.name] = out
+        asked = settings
+        if (pattern := finished.patterns.get(getattr(settings, "heads", None))) is not None:
+            asked = replace(settings, heads=str(pattern))
+        # A conversion is not shared: the other processes wait for it.
+        processes.from_main(
+            lambda: _convert_unless_there(target, checkpoint, out, asked, f"surgery run {where}", progress)
+        )
+
+    return do
+
+
+def _evaluate(step: Step, where: str) -> Action:
+    from surgery.evaluation.settings import EvalSettings
+
+    given = dict(step.settings)
+    checkpoints, baseline = _taken(given, "checkpoints", where), given.pop("baseline", None)
+    publish, title = given.pop("publish", None), given.pop("title", None)
+    if not isinstance(checkpoints, list):
+        raise SurgeryError(f"{where}: checkpoints must be a list")
+    settings = EvalSettings.from_mapping(given, where)
+
+    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
+        from surgery.evaluation.output import track, write_report
+        from surgery.evaluation.run import Request, evaluate
+
+        named = tuple(_row(name, finished) for name in checkpoints)
+        request = Request(
+            named,
+            None if baseline is None else _row(baseline, finished),
+            out,
+            settings,
+            command=f"surgery run {where}",
+            title=title,
+            overwrite=True,
+        )
+        evaluation = evaluate(request, progress)
+        if not evaluation.is_main:
+            return
+        finished.report = evaluation.report
+        finished.written = write_report(evaluation.report, out)
+        if publish is not None:
+            Path(publish).mkdir(parents=True, exist_ok=True)
+            finished.written += write_report(evaluation.report, Path(publish))
+        if settings.wandb:
+            track(evaluation.report, out, settings.wandb, settings.wandb_mode)
+
+    return do
+
+
+def _score_heads(step: Step, where: str) -> Action:
+    from surgery.heads.settings import HeadSettings
+
+    given = dict(step.settings)
+    source = _taken(given, "source", where)
+    settings = HeadSettings.from_mapping(given, where)
+
+    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
+        from surgery.heads.scoring import score_heads
+
+        checkpoint = _checkpoint(source, finished)
+        path = finished.patterns[step.name] = out.with_name(f"{out.name}.safetensors")
+        if processes.from_main(lambda: _scored_already(path, checkpoint, settings)):
+            progress.note(f"{path}: is there already")
+            return
+        score_heads(checkpoint, path, settings, progress=progress)
+
+    return do
+
+
+def _compare_heads(step: Step, where: str) -> Action:
+    from surgery.heads.compare import CompareRequest
+
+    given = dict(step.settings)
+    patterns, publish = _taken(given, "patterns", where), given.pop("publish", None)
+    if not isinstance(patterns, list):
+        raise SurgeryError(f"{where}: patterns must be a list")
+    known = {field.name for field in fields(CompareRequest)} - {"patterns", "out", "overwrite", "command"}
+    for name in given:
+        if name not in known:
+            raise SurgeryError(f"{where}: unknown setting {name!r}{did_you_mean(str(name), sorted(known))}")
+    if "shares" in given:
+        given["shares"] = tuple(given["shares"])
+    given = typed(CompareRequest, given, where)
+    asked = CompareRequest((), Path(), overwrite=True, command=f"surgery run {where}", **given)
+
+    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
+        from surgery.heads.compare import compare_patterns, publish_comparison
+
+        named = tuple(f"{name}={finished.patterns.get(name, name)}" for name in patterns)
+        measure = None if asked.measure is None else _checkpoint(asked.measure, finished)
+        comparison = compare_patterns(replace(asked, patterns=named, out=out, measure=measure), progress)
+        if processes.is_main:
+            finished.written += comparison.written
+            if publish is not None:
+                finished.written += publish_comparison(comparison, Path(publish))
+
+    return do
+
+
+def _heal(step: Step, where: str) -> Action:
+    from surgery.healing.launchers import check_processes, find_launcher
+    from surgery.training.settings import HealSettings
+    from surgery.training.trackers import check_tracker
+
+    given = dict(step.settings)
+    student, teacher = _taken(given, "student", where), _taken(given, "teacher", where)
+    processes, launcher = given.pop("processes", None), given.pop("launcher", None)
+    measure = _measure(given.pop("measure", True), where)
+    settings = HealSettings.from_mapping({**given, "teacher": teacher}, where)
+    try:
+        check_processes(processes)
+        launcher = None if launcher is None else find_launcher(str(launcher))
+        check_tracker(settings)
+    except SurgeryError as error:
+        raise SurgeryError(f"{where}: {error}") from None
+
+    def do(out: Path, finished: Finished, progress: Progress, waiting: Processes) -> None:
+        from surgery.healing.heal import HealRequest, heal_checkpoint, healed_already
+
+        source = _checkpoint(teacher, finished)
+        request = HealRequest(
+            _checkpoint(student, finished),
+            out,
+            given={**given, "teacher": source},
+            processes=processes,
+            launcher=launcher,
+            measure=measure,
+            command=f"surgery run {where}",
+        )
+        finished.checkpoints[step.name] = out
+
+        def heal() -> None:
+            if healed_already(request):
+                progress.note(f"{out}: is there already")
+            else:
+                heal_checkpoint(request, progress)
+
+        waiting.from_main(heal)
+
+    return do
+
+
+def _measure(given: Any, where: str) -> dict[str, Any] | None:
+    """Evaluation settings of a healing: its own for true, none at all for false."""
+    from surgery.evaluation.settings import EvalSettings
+
+    if isinstance(given, bool):
+        return {} if given else None
+    if not isinstance(given, dict):
+        raise SurgeryError(f"{where}: measure must be true, false or settings of an evaluation, not {given!r}")
+    for name in set(given) & {"tasks", "variants"}:
+        raise SurgeryError(f"{where}: measure has no {name}: use an eval step for other than loss and recall")
+    EvalSettings.from_mapping(given, where)
+    return given
+
+
+VERBS: dict[str, Callable[[Step, str], Action]] = {
+    "convert": _convert,
+    "slice": _slice,
+    "heads": _score_heads,
+    "compare-heads": _compare_heads,
+    "heal": _heal,
+    "eval": _evaluate,
+}
+
+
+def _step(path: Path, number: int, entry: Any) -> Step:
+    where = f"{path}, step {number}"
+    if not isinstance(entry, dict) or len(entry) != 1:
+        raise SurgeryError(
+            f"{where}: must be one verb with its settings, such as `convert: {{source: ..., name: ...}}`"
+        )
+    ((verb, settings),) = entry.items()
+    if verb not in VERBS:
+        raise SurgeryError(f"{where}: unknown verb {verb!r}{did_you_mean(str(verb), list(VERBS))}")
+    if not isinstance(settings, dict):
+        raise SurgeryError(f"{where}: {verb} has no settings")
+    settings = dict(settings)
+    name = str(_taken(settings, "name", where))
+    if Path(name).name != name or name in ("", ".", ".."):
+        raise SurgeryError(f"{where}: name {name!r} must be a plain file name")
+    return Step(verb, name, settings)
+
+
+def _taken(settings: dict[str, Any], name: str, where: str) -> Any:
+    try:
+        return settings.pop(name)
+    except KeyError:
+        raise SurgeryError(f"{where}: {name} is missing") from None
+
+
+def _checkpoint(name: str, finished: Finished) -> str:
+    """A checkpoint's path or hub id: of an earlier step, of the model that ships, or as it is given."""
+    from surgery.checkpoint.named_models import model_named
+
+    return str(finished.checkpoints[name]) if name in finished.checkpoints else model_named(name)
+
+
+def _row(given: str, finished: Finished) -> str:
+    """A row of an evaluation: ``name=checkpoint``, or a step's name for both."""
+    name, sign, checkpoint = str(given).partition("=")
+    if not sign:
+        name = checkpoint = str(given)
+    found = _checkpoint(checkpoint, finished)
+    return f"{name}={found}" if sign or found != checkpoint else checkpoint
+
+
+def _convert_unless_there(
+    target: Target, source: str, out: Path, settings: ConversionSettings, command: str, progress: Progress
+) -> None:
+    if out.exists():
+        _check_kept(out, source, settings)
+        progress.note(f"{out}: is there already")
+        return
+    target.convert(source, out, settings, command=command, progress=progress)
+
+
+def _check_kept(out: Path, source: str, settings: ConversionSettings) -> None:
+    """Raises SurgeryError unless a finished conversion is of that source with those settings.
+
+    A setting that was not known when it was made counts as its default.
+    """
+    from surgery.checkpoint import CheckpointReader
+    from surgery.heads.import_patterns import read_pattern
+
+    try:
+        report = json.loads((out / "surgery_report.json").read_text(encoding="utf-8"))
+        made = {field.name: field.default for field in fields(settings)} | report["settings"]
+        kept = {"keep_statistics": settings.keep_statistics}  # a place only
+        same = json.loads(json.dumps(made | kept)) == json.loads(json.dumps(settings.to_dict()))
+        same = same and report["source"]["sha256"] == CheckpointReader.open(source).fingerprint()
+        if (heads := getattr(settings, "heads", None)) is not None:
+            same = same and report["target"]["pattern"]["sha256"] == read_pattern(heads).sha256
+    except (OSError, ValueError, KeyError, TypeError):
+        same = False
+    if not same:
+        raise SurgeryError(f"{out}: is of another source or other settings; remove it, or choose another --work folder")
+
+
+def _scored_already(path: Path, source: str, settings: HeadSettings) -> bool:
+    """Whether a pattern is there, of that source with those settings.
+
+    Raises:
+        SurgeryError: there is one of others.
+    """
+    from surgery.checkpoint import CheckpointReader
+    from surgery.heads.pattern import HeadPattern
+    from surgery.heads.scoring import sequence_length
+
+    if not path.exists():
+        return False
+    pattern, reader = HeadPattern.load(path), CheckpointReader.open(source)
+    wanted = {**settings.to_dict(), "length": sequence_length(settings, reader.config)}
+    if dict(pattern.settings) != wanted or pattern.model.get("sha256") != reader.fingerprint():
+        raise SurgeryError(f"{path}: is of another model or other settings; remove it, or choose another --work folder")
+    return True
