@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, make_checkpoint
 
 from surgery.common.errors import SurgeryError
-from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
 
 QUICK = {
@@ -118,7 +118,7 @@ def test_one_clear_line_and_a_clean_disk(case, tmp_path):
     edit(source)
     before = sorted(path.name for path in source.iterdir())
     with pytest.raises(SurgeryError, match=message) as caught:
-        convert_to_mla(source, tmp_path / "out", ConvertSettings(**{**QUICK, **changes}))
+        converter.convert(source, tmp_path / "out", ConvertSettings(**{**QUICK, **changes}))
     assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["src"]
     assert sorted(path.name for path in source.iterdir()) == before
@@ -127,7 +127,7 @@ def test_one_clear_line_and_a_clean_disk(case, tmp_path):
 def test_pickle_is_read_when_allowed(tmp_path):
     source = make_checkpoint(tmp_path / "src", "llama")
     pickle_only(source)
-    convert_to_mla(source, tmp_path / "out", ConvertSettings(**QUICK), allow_pickle=True)
+    converter.convert(source, tmp_path / "out", ConvertSettings(**QUICK), allow_pickle=True)
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert not (tmp_path / "out" / "pytorch_model.bin").exists()
 
@@ -138,15 +138,15 @@ def test_existing_output_is_kept_and_replaced_only_when_asked(tmp_path):
     out.mkdir()
     (out / "precious.txt").write_text("mine")
     with pytest.raises(SurgeryError, match="exists"):
-        convert_to_mla(source, out, ConvertSettings(**QUICK))
+        converter.convert(source, out, ConvertSettings(**QUICK))
     with pytest.raises(SurgeryError):
-        convert_to_mla(source, out, ConvertSettings(**QUICK), overwrite=True)
+        converter.convert(source, out, ConvertSettings(**QUICK), overwrite=True)
     assert (out / "precious.txt").read_text() == "mine"
     shutil.rmtree(out)
-    convert_to_mla(source, out, ConvertSettings(**QUICK))
+    converter.convert(source, out, ConvertSettings(**QUICK))
     with pytest.raises(SurgeryError, match="exists"):
-        convert_to_mla(source, out, ConvertSettings(**QUICK))
-    convert_to_mla(source, out, ConvertSettings(**QUICK), overwrite=True)
+        converter.convert(source, out, ConvertSettings(**QUICK))
+    converter.convert(source, out, ConvertSettings(**QUICK), overwrite=True)
 
 
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr("surgery.checkpoint.writer.write_at", full)
     with pytest.raises(SurgeryError, match="space"):
-        convert_to_mla(source, tmp_path / "out", ConvertSettings(**QUICK))
+        converter.convert(source, tmp_path / "out", ConvertSettings(**QUICK))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["src"]
 
 

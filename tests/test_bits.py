@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
-from surgery.structures.quantized.convert import convert_to_quantized
+from surgery.structures import converter
+from surgery.structures.dry_run import plan_conversion
 from surgery.structures.quantized.settings import QuantizedSettings
 from surgery.structures.registry import find_target
 
@@ -29,7 +30,7 @@ def tokens(batch=2, length=40):
 
 def convert(to, source, out, **settings):
     target = find_target(to)
-    return target.convert(source, out, target.settings(settings))
+    return converter.convert(source, out, target.settings(settings))
 
 
 @pytest.mark.parametrize(("bits", "hadamard"), [(4, False), ("fp8", True)])
@@ -40,7 +41,7 @@ def test_one_conversion_is_the_two_steps(checkpoints, tmp_path, to, bits, hadama
     result = convert(to, source, tmp_path / "out", **asked, **codes)
     carrier = {"carrier": "own"} if to == "mla" else {}
     structure = convert(to, source, tmp_path / "structure", calibration="none", **asked, **carrier)
-    steps = convert_to_quantized(structure.path, tmp_path / "steps", QuantizedSettings(**codes))
+    steps = converter.convert(structure.path, tmp_path / "steps", QuantizedSettings(**codes))
     one, two = (load_file(path / "model.safetensors") for path in (result.path, steps.path))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     configs = [json.loads((path / "config.json").read_text()) for path in (result.path, steps.path)]
@@ -91,7 +92,7 @@ def test_what_holds_no_codes_is_refused_before_any_work():
 
 def test_a_dry_run_knows_the_bytes(checkpoints, tmp_path):
     target, asked = find_target("mla"), {**STRUCTURES["mla"], "bits": 4, **WEIGHTS_ONLY}
-    plan = target.plan(checkpoints("llama", torch.bfloat16), tmp_path / "out", target.settings(asked))
+    plan = plan_conversion(checkpoints("llama", torch.bfloat16), tmp_path / "out", target.settings(asked))
     # Two layers of 16 numbers: half a byte each, and a scale and a zero for 16 tokens or 4 rotated channels.
     assert plan.kv["bytes_per_token"] == 2 * (16 / 2 + 12 * 4 / 16 + 4)
     assert plan.target["model_type"] == "surgery" and not (tmp_path / "out").exists()

@@ -16,7 +16,7 @@ from surgery import model as own_model
 from surgery.cli import program as cli
 from surgery.common.errors import SurgeryError
 from surgery.engines import LOADS, LOADS_WITH, REFUSED
-from surgery.structures.mla.dry_run import plan_conversion
+from surgery.structures.dry_run import plan_conversion
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.version import __version__
 

@@ -17,7 +17,7 @@ from surgery.heads import compare as compare_heads
 from surgery.heads.compare import CompareRequest, compare_patterns, publish_comparison, random_pattern
 from surgery.heads.comparison_report import curve_table, markdown
 from surgery.heads.pattern import HeadPattern
-from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
 
 QUICK = {"length": 128, "windows": 2, "prompts": 2, "device": "cpu", "sinks": 4, "recent": 16}
@@ -242,7 +242,7 @@ def test_errors_are_one_line(case, patterns, checkpoints_of_module, tmp_path, mo
     save(tmp_path / "other.safetensors", [[0.1, 0.2], [0.3, 0.4]], sinks=8)
     save(tmp_path / "silent.safetensors", [[0.1, 0.2], [0.3, 0.4]], sinks=None)
     if case == "MLA":
-        convert_to_mla(checkpoints_of_module, tmp_path / "mla", ConvertSettings(calibration="none"))
+        converter.convert(checkpoints_of_module, tmp_path / "mla", ConvertSettings(calibration="none"))
     before = listing(tmp_path)
     filled = [part.format(up=patterns[0], model=checkpoints_of_module, folder=tmp_path) for part in arguments]
     out = [] if "--out" in filled else ["--out", tmp_path / "out"]

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED
+from surgery.structures import converter
 from surgery.structures.converter import Conversion
 from surgery.structures.ladder import Ladder
-from surgery.structures.mla.convert import convert_to_mla
 from surgery.structures.mla.settings import ConvertSettings
 
 QUICK = {
@@ -45,7 +45,7 @@ def converted(checkpoints, tmp_path_factory):
             Ladder.__init__ = remember
             try:
                 out = tmp_path_factory.mktemp("out") / f"{name}-mla"
-                result = convert_to_mla(checkpoints(name, dtype), out, ConvertSettings(**{**QUICK, **settings}))
+                result = converter.convert(checkpoints(name, dtype), out, ConvertSettings(**{**QUICK, **settings}))
             finally:
                 Ladder.__init__ = original
             made[key] = result, ladders[0]
@@ -158,7 +158,7 @@ def test_only_attention_changes_and_sidecars_come_along(checkpoints, tmp_path):
     source = make_checkpoint(tmp_path / "src", "llama")
     (source / "README.md").write_text("the source's card")
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    result = convert_to_mla(source, None, ConvertSettings(**QUICK, max_shard_size="100KB"))
+    result = converter.convert(source, None, ConvertSettings(**QUICK, max_shard_size="100KB"))
     assert result.path == (tmp_path / "src-mla").resolve()
     before, after = CheckpointReader.open(source), CheckpointReader.open(result.path)
     assert (result.path / "model.safetensors.index.json").is_file()
@@ -175,7 +175,7 @@ def test_only_attention_changes_and_sidecars_come_along(checkpoints, tmp_path):
 
 
 def test_same_seed_same_bytes(checkpoints, tmp_path):
-    outs = [convert_to_mla(checkpoints("llama"), tmp_path / str(i), ConvertSettings(**QUICK)).path for i in range(2)]
+    outs = [converter.convert(checkpoints("llama"), tmp_path / str(i), ConvertSettings(**QUICK)).path for i in range(2)]
     first, second = (CheckpointReader.open(out) for out in outs)
     assert all(torch.equal(first.tensor(name), second.tensor(name)) for name in first.names())
 
@@ -193,14 +193,14 @@ def test_ranks_per_layer_go_to_the_own_class(converted, tmp_path):
 
 def test_calibration_on_the_models_own_samples(checkpoints, tmp_path):
     settings = ConvertSettings(**{**QUICK, "calibration": "self", "calibration_tokens": 256, "calibration_length": 64})
-    result = convert_to_mla(checkpoints("llama"), tmp_path / "out", settings)
+    result = converter.convert(checkpoints("llama"), tmp_path / "out", settings)
     assert result.report.ladder[-1]["loss"] is not None
 
 
 @pytest.mark.parametrize("method", ["transmla", "mha2mla"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_named_methods(checkpoints, tmp_path, method, name):
-    result = convert_to_mla(checkpoints(name), tmp_path / "out", ConvertSettings(**QUICK, method=method))
+    result = converter.convert(checkpoints(name), tmp_path / "out", ConvertSettings(**QUICK, method=method))
     assert result.report.target["method"] == method
     assert "fitted" not in [row["stage"] for row in result.report.ladder]
 
@@ -208,7 +208,7 @@ def test_named_methods(checkpoints, tmp_path, method, name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_weights_alone(checkpoints, tmp_path, name):
     settings = ConvertSettings(calibration="none", kv_ratio=0.5)
-    result = convert_to_mla(checkpoints(name), tmp_path / "out", settings)
+    result = converter.convert(checkpoints(name), tmp_path / "out", settings)
     assert result.report.kv["measured_bytes_per_token"] <= 0.5 * result.report.kv["source_bytes_per_token"]
     assert result.report.ladder[-1]["loss"] is None
 
@@ -236,17 +236,17 @@ def test_a_wrong_tensor_is_caught_before_the_output_gets_its_name(checkpoints, t
     """Verification by running: a writer that permutes rotary rows wrongly passes every check of files."""
     monkeypatch.setattr("surgery.architectures.deepseek_v3.interleaving", lambda rope: torch.arange(rope))
     with pytest.raises(SurgeryError, match="differ from the simulation"):
-        convert_to_mla(checkpoints("llama"), tmp_path / "out", ConvertSettings(**QUICK))
+        converter.convert(checkpoints("llama"), tmp_path / "out", ConvertSettings(**QUICK))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_stock_is_refused_by_name_where_it_cannot_be(checkpoints, tmp_path):
     with pytest.raises(SurgeryError, match="q/k-norm"):
-        convert_to_mla(checkpoints("qwen3"), tmp_path / "out", ConvertSettings(**QUICK, carrier="stock"))
+        converter.convert(checkpoints("qwen3"), tmp_path / "out", ConvertSettings(**QUICK, carrier="stock"))
 
 
 def test_source_is_opened_once_and_left_alone(checkpoints, tmp_path):
     folder = checkpoints("llama")
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    convert_to_mla(folder, tmp_path / "out", ConvertSettings(**QUICK))
+    converter.convert(folder, tmp_path / "out", ConvertSettings(**QUICK))
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before

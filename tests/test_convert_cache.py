@@ -16,14 +16,11 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.model.quantized_cache import QuantizedKVLayer, quantized_kv_bytes
-from surgery.structures.kv_heads.convert import convert_to_gqa
+from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
-from surgery.structures.low_rank.convert import convert_to_low_rank
 from surgery.structures.low_rank.settings import LowRankSettings
-from surgery.structures.mla.convert import convert_to_mla
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.quantized import convert as convert_cache
-from surgery.structures.quantized.convert import convert_to_quantized
+from surgery.structures.quantized import stage
 from surgery.structures.quantized.settings import QuantizedSettings
 from surgery.structures.registry import find_target
 
@@ -41,7 +38,7 @@ def mla(checkpoints, tmp_path):
 
     def make(name):
         settings = ConvertSettings(calibration="none", carrier="own", kv_lora_rank=12, rope_dim=4)
-        return convert_to_mla(checkpoints(name), tmp_path / f"{name}-mla", settings).path
+        return converter.convert(checkpoints(name), tmp_path / f"{name}-mla", settings).path
 
     return make
 
@@ -49,7 +46,7 @@ def mla(checkpoints, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_every_family_keeps_its_weights_and_quantises_its_cache(checkpoints, tmp_path, name):
     source = checkpoints(name, torch.bfloat16)
-    result = convert_to_quantized(source, tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
+    result = converter.convert(source, tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
     before, after = load_file(source / "model.safetensors"), load_file(result.path / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key].view(torch.uint8), after[key].view(torch.uint8)) for key in before)
@@ -76,7 +73,7 @@ def test_every_family_keeps_its_weights_and_quantises_its_cache(checkpoints, tmp
 @pytest.mark.parametrize("bits", ["fp8", 2])
 def test_losses_are_read_through_the_cache(checkpoints, tmp_path, bits):
     settings = QuantizedSettings(bits=bits, group=16, window=4, **QUICK)
-    report = convert_to_quantized(checkpoints("llama"), tmp_path / "out", settings).report
+    report = converter.convert(checkpoints("llama"), tmp_path / "out", settings).report
     losses = {row["stage"]: row["loss"] for row in report.ladder}
     assert list(losses) == ["source", "quantized", "reloaded"]
     assert losses["quantized"] == pytest.approx(losses["reloaded"], abs=1e-6)
@@ -93,12 +90,12 @@ def test_losses_are_read_through_the_cache(checkpoints, tmp_path, bits):
 @pytest.mark.parametrize("name", ["llama_bias", "qwen3"])
 def test_a_rotation_changes_the_cache_and_nothing_else(checkpoints, tmp_path, name):
     settings = QuantizedSettings(bits=8, hadamard=True, **WEIGHTS_ONLY)
-    result = convert_to_quantized(checkpoints(name), tmp_path / "out", settings)
+    result = converter.convert(checkpoints(name), tmp_path / "out", settings)
     before = load_file(checkpoints(name) / "model.safetensors")
     after = load_file(result.path / "model.safetensors")
     changed = {key.rpartition("self_attn.")[2] for key in before if not torch.equal(before[key], after[key])}
     assert changed == {"v_proj.weight", "o_proj.weight"} | ({"v_proj.bias"} if name == "llama_bias" else set())
-    assert [row["stage"] for row in result.report.ladder] == ["source", "rotated", "quantized", "reloaded"]
+    assert [row["stage"] for row in result.report.ladder] == ["source", "hadamard", "quantized", "reloaded"]
     config = AutoConfig.from_pretrained(result.path)
     config.kv_cache = None
     exact = AutoModelForCausalLM.from_pretrained(result.path, config=config)(tokens()).logits
@@ -110,7 +107,7 @@ def test_a_rotation_changes_the_cache_and_nothing_else(checkpoints, tmp_path, na
 @pytest.mark.parametrize("hadamard", [False, True])
 def test_an_mla_checkpoint(mla, tmp_path, name, hadamard):
     source = mla(name)
-    result = convert_to_quantized(source, tmp_path / "out", QuantizedSettings(hadamard=hadamard, **WEIGHTS_ONLY))
+    result = converter.convert(source, tmp_path / "out", QuantizedSettings(hadamard=hadamard, **WEIGHTS_ONLY))
     report = result.report
     assert report.previous["target"]["to"] == "mla" and report.source["model_type"] == "surgery"
     assert report.kv["source_bytes_per_token"] == report.previous["kv"]["measured_bytes_per_token"]
@@ -146,8 +143,8 @@ def test_a_latent_is_rotated_exactly(mla):
 
 def test_steps_are_on_record_one_in_the_other(checkpoints, tmp_path):
     heads = KVHeadsSettings(calibration="none", kv_heads=1)
-    merged = convert_to_gqa(checkpoints("llama"), tmp_path / "merged", heads)
-    result = convert_to_quantized(merged.path, tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
+    merged = converter.convert(checkpoints("llama"), tmp_path / "merged", heads)
+    result = converter.convert(merged.path, tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
     previous = json.loads((result.path / "surgery_report.json").read_text())["previous"]
     assert previous["target"]["to"] == "mqa" and previous["previous"] is None
     assert result.report.kv["source_bytes_per_token"] == previous["kv"]["measured_bytes_per_token"]
@@ -166,31 +163,31 @@ def test_layers_that_read_earlier_latents_run_together(tmp_path, hadamard):
     torch.manual_seed(0)
     SurgeryForCausalLM(SurgeryConfig.from_base(config, entries)).save_pretrained(tmp_path / "source")
     settings = QuantizedSettings(hadamard=hadamard, **WEIGHTS_ONLY)
-    report = convert_to_quantized(tmp_path / "source", tmp_path / "out", settings).report
+    report = converter.convert(tmp_path / "source", tmp_path / "out", settings).report
     assert [layer.layer for layer in report.layers] == [0, 2]
     assert report.kv["source_bytes_per_token"] == 4 * sum(ranks)
 
 
 def test_what_cannot_be_quantised_is_refused(checkpoints, tmp_path):
-    quantized = convert_to_quantized(checkpoints("llama"), tmp_path / "once", QuantizedSettings(**WEIGHTS_ONLY)).path
+    quantized = converter.convert(checkpoints("llama"), tmp_path / "once", QuantizedSettings(**WEIGHTS_ONLY)).path
     settings = ConvertSettings(calibration="none", carrier="stock", kv_lora_rank=12, rope_dim=4)
-    stock = convert_to_mla(checkpoints("llama"), tmp_path / "stock", settings).path
+    stock = converter.convert(checkpoints("llama"), tmp_path / "stock", settings).path
     for source, message in (
         (quantized, "quantised already"),
         (stock, "--carrier own"),
         (checkpoints("mistral_window"), "sliding_attention"),
     ):
         with pytest.raises(SurgeryError, match=message):
-            convert_to_quantized(source, tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
+            converter.convert(source, tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
     with pytest.raises(SurgeryError, match="--overwrite"):
-        convert_to_quantized(checkpoints("llama"), quantized, QuantizedSettings(**WEIGHTS_ONLY))
+        converter.convert(checkpoints("llama"), quantized, QuantizedSettings(**WEIGHTS_ONLY))
     assert not (tmp_path / "out").exists()
 
 
 def test_other_bytes_than_predicted_leave_nothing(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setattr(QuantizedKVLayer, "predicted_bytes", lambda self, tokens, **size: 1)
     with pytest.raises(SurgeryError, match="where 2 were predicted"):
-        convert_to_quantized(checkpoints("llama"), tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
+        converter.convert(checkpoints("llama"), tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
     assert not (tmp_path / "out").exists()
 
 
@@ -199,9 +196,9 @@ def test_a_rotation_that_is_not_undone_is_caught(checkpoints, tmp_path, monkeypa
         found = rotated_tensors(reader, config, layer)
         return {name: reader.tensor(name) if "v_proj" in name else tensor for name, tensor in found.items()}
 
-    monkeypatch.setattr(convert_cache, "rotated_tensors", half)
-    with pytest.raises(SurgeryError, match="the rotation changes its logits"):
-        convert_to_quantized(checkpoints("llama"), tmp_path / "out", QuantizedSettings(hadamard=True, **WEIGHTS_ONLY))
+    monkeypatch.setattr(stage, "rotated_tensors", half)
+    with pytest.raises(SurgeryError, match="logits as written differ from the simulation"):
+        converter.convert(checkpoints("llama"), tmp_path / "out", QuantizedSettings(hadamard=True, **WEIGHTS_ONLY))
 
 
 def test_settings():
@@ -223,8 +220,8 @@ LOW_RANK = {
 @pytest.mark.parametrize("low_rank", LOW_RANK.values(), ids=list(LOW_RANK))
 def test_a_low_rank_checkpoint(checkpoints, tmp_path, low_rank, hadamard):
     settings = LowRankSettings(calibration="none", **low_rank)
-    source = convert_to_low_rank(checkpoints("llama_bias"), tmp_path / "low-rank", settings).path
-    result = convert_to_quantized(source, tmp_path / "out", QuantizedSettings(hadamard=hadamard, **WEIGHTS_ONLY))
+    source = converter.convert(checkpoints("llama_bias"), tmp_path / "low-rank", settings).path
+    result = converter.convert(source, tmp_path / "out", QuantizedSettings(hadamard=hadamard, **WEIGHTS_ONLY))
     assert result.report.previous["target"]["to"] == "lowrank"
     plain = AutoModelForCausalLM.from_pretrained(source).eval()
     config = AutoConfig.from_pretrained(result.path)

@@ -18,10 +18,10 @@ from surgery.common.progress import Progress
 from surgery.eval.kv_cache import cache_bytes
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
-from surgery.structures.cross_layer.convert import convert_cross_layer, plan_groups
-from surgery.structures.cross_layer.convert_latents import LatentSource, _metrics
+from surgery.structures import converter
+from surgery.structures.cross_layer.latents import LatentSource, _metrics
 from surgery.structures.cross_layer.settings import CrossLayerSettings
-from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures.cross_layer.structure import plan_groups
 from surgery.structures.mla.settings import ConvertSettings
 
 QUICK = {
@@ -52,7 +52,7 @@ def converted(checkpoints, tmp_path_factory):
         key = (name, *sorted(settings.items()))
         if key not in made:
             out = tmp_path_factory.mktemp("out") / f"{name}-crosslayer"
-            made[key] = convert_cross_layer(checkpoints(name), out, CrossLayerSettings(**{**QUICK, **settings}))
+            made[key] = converter.convert(checkpoints(name), out, CrossLayerSettings(**{**QUICK, **settings}))
         return made[key]
 
     return get
@@ -135,7 +135,7 @@ def test_minicache_merges_pairs_of_the_deeper_half(checkpoints, tmp_path):
     settings = CrossLayerSettings(method="minicache", block=32)
     groups, entries = plan_groups(Source.open(DEMO, settings), settings)
     assert groups == ((3, 5),) and entries[0]["kept"] == 2 and entries[0]["interpolation"] == 0.6
-    result = convert_cross_layer(
+    result = converter.convert(
         DEMO, tmp_path / "out", CrossLayerSettings(**{**QUICK, "method": "minicache", "held_out": 1})
     )
     losses = {row["stage"]: row["loss"] for row in result.report.ladder}
@@ -145,7 +145,7 @@ def test_minicache_merges_pairs_of_the_deeper_half(checkpoints, tmp_path):
 
 def test_half_precision_stays_half_precision(checkpoints, tmp_path):
     source = checkpoints("llama", torch.bfloat16)
-    result = convert_cross_layer(source, tmp_path / "out", CrossLayerSettings(**QUICK))
+    result = converter.convert(source, tmp_path / "out", CrossLayerSettings(**QUICK))
     written = load_file(result.path / "model.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     assert result.report.kv["measured_bytes_per_token"] == 2 * 16  # 64 tokens are four blocks, none is exact
@@ -177,7 +177,7 @@ def test_the_metric_of_a_latent_is_the_moment_of_its_gradient(checkpoints, tmp_p
     """Against a backward pass through the whole model, of the sum of its final hidden states."""
     quick = {key: value for key, value in QUICK.items() if key not in ("method", "block", "group_size")}
     settings = ConvertSettings(**quick, kv_ratio=0.5, carrier="own", fit_steps=0)
-    path = convert_to_mla(checkpoints("llama"), tmp_path / "mla", settings).path
+    path = converter.convert(checkpoints("llama"), tmp_path / "mla", settings).path
     settings = CrossLayerSettings(**QUICK)
     opened = LatentSource.open(CheckpointReader.open(path), settings)
     monkeypatch.setattr(LayerStream, "sampled_loss_gradient", lambda self, hidden, generator: torch.ones_like(hidden))
@@ -198,8 +198,8 @@ def test_the_metric_of_a_latent_is_the_moment_of_its_gradient(checkpoints, tmp_p
 def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name):
     quick = {key: value for key, value in QUICK.items() if key not in ("method", "block", "group_size")}
     settings = ConvertSettings(**quick, kv_ratio=0.5, carrier="own", fit_steps=0)
-    latent = convert_to_mla(checkpoints(name), tmp_path / "mla", settings)
-    result = convert_cross_layer(latent.path, tmp_path / "out", CrossLayerSettings(**QUICK, kv_ratio=0.6))
+    latent = converter.convert(checkpoints(name), tmp_path / "mla", settings)
+    result = converter.convert(latent.path, tmp_path / "out", CrossLayerSettings(**QUICK, kv_ratio=0.6))
     losses = {row["stage"]: row["loss"] for row in result.report.ladder}
     assert losses["source"] == pytest.approx(latent.report.ladder[-1]["loss"], abs=1e-4)
     assert losses["reloaded"] == pytest.approx(losses["shared"], abs=1e-4)
@@ -210,18 +210,18 @@ def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name)
     source, written = (load_file(folder.path / "model.safetensors") for folder in (latent, result))
     assert all(torch.equal(written[key], tensor) for key, tensor in source.items())
     with pytest.raises(SurgeryError, match="by method xkv, not minicache"):
-        convert_cross_layer(latent.path, tmp_path / "no", CrossLayerSettings(method="minicache"))
+        converter.convert(latent.path, tmp_path / "no", CrossLayerSettings(method="minicache"))
     with pytest.raises(SurgeryError, match="kind cross_layer_latent"):
-        convert_cross_layer(result.path, tmp_path / "no", CrossLayerSettings(**QUICK))
+        converter.convert(result.path, tmp_path / "no", CrossLayerSettings(**QUICK))
     with pytest.raises(SurgeryError, match="which stay"):
-        convert_cross_layer(latent.path, tmp_path / "no", CrossLayerSettings(**QUICK, kv_ratio=0.1))
+        converter.convert(latent.path, tmp_path / "no", CrossLayerSettings(**QUICK, kv_ratio=0.1))
 
 
 def test_stock_mla_is_told_what_can_be_taken(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
     save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(SurgeryError, match="--to mla --carrier own"):
-        convert_cross_layer(tmp_path, tmp_path / "out", CrossLayerSettings(**QUICK))
+        converter.convert(tmp_path, tmp_path / "out", CrossLayerSettings(**QUICK))
 
 
 @pytest.mark.parametrize(
@@ -237,5 +237,5 @@ def test_stock_mla_is_told_what_can_be_taken(tmp_path):
 )
 def test_impossible_requests_leave_nothing_behind(checkpoints, tmp_path, name, settings, said):
     with pytest.raises(SurgeryError, match=said):
-        convert_cross_layer(checkpoints(name), tmp_path / "out", CrossLayerSettings(**{**QUICK, **settings}))
+        converter.convert(checkpoints(name), tmp_path / "out", CrossLayerSettings(**{**QUICK, **settings}))
     assert list(tmp_path.iterdir()) == []

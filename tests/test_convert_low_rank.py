@@ -11,10 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from surgery.checkpoint.carry_over import REPORT
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
+from surgery.structures import converter
 from surgery.structures.cross_layer.settings import CrossLayerSettings
-from surgery.structures.low_rank.convert import CLOSED, EXACT_WINDOW, FITTED, convert_to_low_rank
 from surgery.structures.low_rank.settings import METHODS as LOW_RANK_METHODS
 from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.low_rank.structure import CLOSED, EXACT_WINDOW, FITTED
 from surgery.structures.registry import find_target
 
 QUICK = {
@@ -42,7 +43,7 @@ def converted(checkpoints, tmp_path_factory):
         key = (name, kind, *sorted(settings.items()))
         if key not in made:
             out = tmp_path_factory.mktemp("out") / f"{name}-{kind}"
-            made[key] = convert_to_low_rank(checkpoints(name), out, KINDS[kind](**{**QUICK, **settings}))
+            made[key] = converter.convert(checkpoints(name), out, KINDS[kind](**{**QUICK, **settings}))
         return made[key]
 
     return get
@@ -146,7 +147,7 @@ REFUSED = {
 def test_what_is_impossible_is_refused(checkpoints, message, tmp_path):
     name, settings = REFUSED[message]
     with pytest.raises(SurgeryError, match=message):
-        convert_to_low_rank(checkpoints(name), tmp_path / "out", LowRankSettings(**{**QUICK, **settings}))
+        converter.convert(checkpoints(name), tmp_path / "out", LowRankSettings(**{**QUICK, **settings}))
     assert not (tmp_path / "out").exists()
 
 

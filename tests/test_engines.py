@@ -11,7 +11,7 @@ from surgery.common.errors import SurgeryError
 from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, engine_table, mla_limits, refuse_unless_loadable
 from surgery.engines.facts import Facts
 from surgery.export import export_checkpoint
-from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
 
 MLA = {
@@ -115,7 +115,7 @@ def test_zeros_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setitem(CONFIGS, "wide", lambda: llama3)
     source = make_checkpoint(tmp_path / "source", "wide")
     settings = ConvertSettings(engine="vllm", kv_ratio=0.75, calibration="none")
-    report = convert_to_mla(source, tmp_path / "out", settings).report
+    report = converter.convert(source, tmp_path / "out", settings).report
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert Facts.of(config).head_sizes == (64, 64, 128) and config["kv_lora_rank"] == 96 - 64
     assert config["rope_parameters"]["rope_type"] == "default" and 0 < report.target["rope_dim"] < 16

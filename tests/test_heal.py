@@ -22,9 +22,8 @@ from surgery.healing import heal as healing
 from surgery.healing.heal import HealRequest, heal_checkpoint
 from surgery.healing.launchers import count_processes, find_launcher, is_sharded, launch_command, outside
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts
-from surgery.structures.kv_heads.convert import convert_to_gqa
+from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
-from surgery.structures.mla.convert import convert_to_mla
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.workflow.recipe import run_recipe
 
@@ -41,9 +40,9 @@ def made(checkpoints, tmp_path):
         source = checkpoints("llama_bias" if kind == "constant" else "llama")
         if kind == "gqa":
             settings = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none")
-            return source, convert_to_gqa(source, tmp_path / kind, settings).path
+            return source, converter.convert(source, tmp_path / kind, settings).path
         settings = ConvertSettings(kv_lora_rank=12, rope_dim=4, calibration="none", latent_norm=kind, carrier="stock")
-        return source, convert_to_mla(source, tmp_path / kind, settings).path
+        return source, converter.convert(source, tmp_path / kind, settings).path
 
     return make
 

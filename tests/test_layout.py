@@ -59,7 +59,7 @@ BESIDE = {
 }
 """Rooms that may import less than all floors below them, or more."""
 
-BUILDS_ON = {"cross_layer": {"low_rank"}, "low_rank": {"cross_layer"}}
+BUILDS_ON = {"cross_layer": {"low_rank"}}
 """Structures that stand on others."""
 
 

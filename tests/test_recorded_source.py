@@ -10,9 +10,8 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.healing.heal import HealRequest, with_teacher
 from surgery.healing.recorded_source import find_source
-from surgery.structures.kv_heads.convert import convert_to_gqa
+from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
-from surgery.structures.quantized.convert import convert_to_quantized
 from surgery.structures.quantized.settings import QuantizedSettings
 
 
@@ -22,8 +21,8 @@ def converted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("converted")
     source = make_checkpoint(folder / "model", "llama")
     settings = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none", device="cpu")
-    merged = convert_to_gqa(source, None, settings).path
-    coded = convert_to_quantized(merged, None, QuantizedSettings(group=4, calibration="none", device="cpu")).path
+    merged = converter.convert(source, None, settings).path
+    coded = converter.convert(merged, None, QuantizedSettings(group=4, calibration="none", device="cpu")).path
     return source, merged, coded
 
 

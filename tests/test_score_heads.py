@@ -20,15 +20,11 @@ from surgery.heads import ablation
 from surgery.heads.pattern import HeadPattern
 from surgery.heads.scoring import default_pattern, score_heads, sequence_length
 from surgery.heads.settings import HeadSettings
-from surgery.structures.hybrid.convert import convert_to_hybrid
+from surgery.structures import converter
 from surgery.structures.hybrid.settings import HybridSettings
-from surgery.structures.kv_heads.convert import convert_to_gqa
 from surgery.structures.kv_heads.settings import KVHeadsSettings
-from surgery.structures.low_rank.convert import convert_to_low_rank
 from surgery.structures.low_rank.settings import LowRankSettings
-from surgery.structures.mla.convert import convert_to_mla
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.quantized.convert import convert_to_quantized
 from surgery.structures.quantized.settings import QuantizedSettings
 
 QUICK = {
@@ -273,9 +269,9 @@ def test_the_demo_model_copies_its_needles(tmp_path):
 @pytest.mark.parametrize("target", ["gqa", "lowrank"])
 def test_converted_models_are_scored(source, tmp_path, target):
     if target == "gqa":
-        convert_to_gqa(source, tmp_path / "ckpt", KVHeadsSettings(kv_heads=1, calibration="none"))
+        converter.convert(source, tmp_path / "ckpt", KVHeadsSettings(kv_heads=1, calibration="none"))
     else:
-        convert_to_low_rank(source, tmp_path / "ckpt", LowRankSettings(kv_ratio=0.5, calibration="none"))
+        converter.convert(source, tmp_path / "ckpt", LowRankSettings(kv_ratio=0.5, calibration="none"))
     for method in ("ablation", "induction"):
         pattern = scored(tmp_path / "ckpt", tmp_path / f"{method}.safetensors", method=method)
         assert pattern.scores.shape == (2, 1 if target == "gqa" else 2)
@@ -284,14 +280,14 @@ def test_converted_models_are_scored(source, tmp_path, target):
 
 NONE = {"calibration": "none"}
 OTHERS = {
-    "stock MLA": (partial(convert_to_mla, settings=ConvertSettings(**NONE)), "heads of MLA share one latent"),
-    "own MLA": (partial(convert_to_mla, settings=ConvertSettings(carrier="own", **NONE)), "score its source"),
+    "stock MLA": (partial(converter.convert, settings=ConvertSettings(**NONE)), "heads of MLA share one latent"),
+    "own MLA": (partial(converter.convert, settings=ConvertSettings(carrier="own", **NONE)), "score its source"),
     "hybrid": (
-        partial(convert_to_hybrid, settings=HybridSettings(streaming=1.0, sinks=4, recent=16, **NONE)),
+        partial(converter.convert, settings=HybridSettings(streaming=1.0, sinks=4, recent=16, **NONE)),
         "some of its heads stream already; score its source",
     ),
     "quantised": (
-        partial(convert_to_quantized, settings=QuantizedSettings(group=16, **NONE)),
+        partial(converter.convert, settings=QuantizedSettings(group=16, **NONE)),
         "KV cache is quantised; score its source",
     ),
 }

@@ -17,15 +17,13 @@ from surgery.common.progress import Progress
 from surgery.console.conversion import show_conversion
 from surgery.eval.kv_cache import cache_bytes
 from surgery.running.layer_stream import LayerStream, single_layer_config
+from surgery.structures import converter
 from surgery.structures.cross_layer.settings import CrossLayerSettings
-from surgery.structures.low_rank.convert import convert_to_low_rank
 from surgery.structures.low_rank.settings import LowRankSettings
-from surgery.structures.mla.convert import convert_to_mla
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.quantized.convert import convert_to_quantized
 from surgery.structures.quantized.settings import QuantizedSettings
-from surgery.structures.slices.convert import SliceSettings, slice_checkpoint
 from surgery.structures.slices.measure import measure_slices
+from surgery.structures.slices.structure import SliceSettings
 
 TEXT = {
     "calibration": str(HELD_OUT),
@@ -38,11 +36,11 @@ FIT = {**TEXT, "fit_steps": 1, "fit_iterations": 2}
 
 
 def low_rank(**settings):
-    return convert_to_low_rank, LowRankSettings(**{"kv_ratio": 0.5, **FIT, **settings})
+    return converter.convert, LowRankSettings(**{"kv_ratio": 0.5, **FIT, **settings})
 
 
 def mla(**settings):
-    return convert_to_mla, ConvertSettings(**{"kv_lora_rank": 16, "rope_dim": 6, **FIT, **settings})
+    return converter.convert, ConvertSettings(**{"kv_lora_rank": 16, "rope_dim": 6, **FIT, **settings})
 
 
 KINDS = {
@@ -50,7 +48,7 @@ KINDS = {
     "multiple": ("qwen3", *low_rank(rank_multiple=4)),
     "separate": ("llama", *low_rank(method="separate")),
     "palu": ("llama", *low_rank(method="palu")),
-    "cascade": ("llama", convert_to_low_rank, CrossLayerSettings(method="cascade", kv_ratio=0.5, group_size=2, **FIT)),
+    "cascade": ("llama", converter.convert, CrossLayerSettings(method="cascade", kv_ratio=0.5, group_size=2, **FIT)),
     "window": ("llama", *low_rank(window=5, sinks=2)),
     "mla own": ("llama_bias", *mla(carrier="own")),
     "mla key norm": ("qwen3", *mla(kv_lora_rank=26)),
@@ -86,7 +84,7 @@ def sliced(converted, tmp_path_factory):
         key = (kind, ratio, *settings.items())
         if key not in made:
             out = tmp_path_factory.mktemp("slice") / "out"
-            made[key] = slice_checkpoint(converted(kind).path, out, slice_settings(ratio, **settings))
+            made[key] = converter.convert(converted(kind).path, out, slice_settings(ratio, **settings))
         return made[key]
 
     return get
@@ -191,7 +189,7 @@ def test_the_exact_window_stays(converted, sliced):
 def test_a_slice_of_a_slice_is_a_slice(converted, sliced, kind, tmp_path):
     how = {"allocate": "uniform" if kind in ("palu", "mla constant") else "spectrum"}
     once, half = sliced(kind, 0.3, **how), sliced(kind, **how)
-    twice = slice_checkpoint(half.path, tmp_path / "twice", slice_settings(0.3, **how))
+    twice = converter.convert(half.path, tmp_path / "twice", slice_settings(0.3, **how))
     first, second = CheckpointReader.open(once.path), CheckpointReader.open(twice.path)
     assert first.names() == second.names()
     for name in first.names():
@@ -322,19 +320,19 @@ def test_what_is_told_of_a_slice(sliced, kind, capsys):
 
 def test_weights_alone(checkpoints, tmp_path):
     settings = ConvertSettings(calibration="none", carrier="own", kv_lora_rank=16, rope_dim=6)
-    whole = convert_to_mla(checkpoints("llama"), tmp_path / "whole", settings)
-    result = slice_checkpoint(whole.path, None, SliceSettings(kv_ratio=0.4, calibration="none"))
+    whole = converter.convert(checkpoints("llama"), tmp_path / "whole", settings)
+    result = converter.convert(whole.path, None, SliceSettings(kv_ratio=0.4, calibration="none"))
     assert result.path == (tmp_path / "whole-sliced").resolve()
     assert result.report.target["kv_lora_ranks"] == [7, 6]
     with pytest.raises(SurgeryError, match="did not measure latents by that"):
-        slice_checkpoint(whole.path, tmp_path / "out", SliceSettings(kv_ratio=0.4, allocate="spectrum"))
+        converter.convert(whole.path, tmp_path / "out", SliceSettings(kv_ratio=0.4, allocate="spectrum"))
 
 
 def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
     quantized = QuantizedSettings(calibration="none", group=16)
     joint, constant = converted("joint").path, converted("mla constant").path
-    coded = convert_to_quantized(joint, tmp_path / "coded", quantized).path
-    plain = convert_to_quantized(checkpoints("llama"), tmp_path / "plain", quantized).path
+    coded = converter.convert(joint, tmp_path / "coded", quantized).path
+    plain = converter.convert(checkpoints("llama"), tmp_path / "plain", quantized).path
     config = json.loads((plain / "config.json").read_text())
     del config["kv_cache"]
     (plain / "config.json").write_text(json.dumps(config))
@@ -361,12 +359,12 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
         (constant, 0.2, "too small"),
     ):
         with pytest.raises(SurgeryError, match=message):
-            slice_checkpoint(source, tmp_path / "out", slice_settings(ratio))
+            converter.convert(source, tmp_path / "out", slice_settings(ratio))
         assert not (tmp_path / "out").exists()
     with pytest.raises(SurgeryError, match="one rank for all layers"):
-        slice_checkpoint(constant, tmp_path / "out", slice_settings(allocate="spectrum"))
+        converter.convert(constant, tmp_path / "out", slice_settings(allocate="spectrum"))
     with pytest.raises(SurgeryError, match="--overwrite"):
-        slice_checkpoint(joint, lost, slice_settings())
+        converter.convert(joint, lost, slice_settings())
     with pytest.raises(SurgeryError, match="--kv-ratio"):
         SliceSettings()
     with pytest.raises(SurgeryError, match="choose auto, uniform, spectrum"):
@@ -376,12 +374,12 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
 def test_a_rotated_latent_has_no_order(converted, tmp_path):
     """Even where the quantised cache itself has been taken out of the config."""
     settings = QuantizedSettings(calibration="none", group=16, hadamard=True)
-    path = convert_to_quantized(converted("joint").path, tmp_path / "rotated", settings).path
+    path = converter.convert(converted("joint").path, tmp_path / "rotated", settings).path
     config = json.loads((path / "config.json").read_text())
     del config["kv_cache"]
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SurgeryError, match="Hadamard rotation mixed its latents"):
-        slice_checkpoint(path, tmp_path / "out", slice_settings())
+        converter.convert(path, tmp_path / "out", slice_settings())
 
 
 def test_a_wrong_cut_is_caught_before_the_output_gets_its_name(converted, tmp_path, monkeypatch):
@@ -391,7 +389,7 @@ def test_a_wrong_cut_is_caught_before_the_output_gets_its_name(converted, tmp_pa
     right = sliced.Cut.of
     monkeypatch.setattr(sliced.Cut, "of", lambda cut, tensor: right(cut, tensor.flip(1) if cut.dim == 1 else tensor))
     with pytest.raises(SurgeryError, match="differ from the simulation"):
-        slice_checkpoint(converted("cascade").path, tmp_path / "out", slice_settings())
+        converter.convert(converted("cascade").path, tmp_path / "out", slice_settings())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,15 +13,11 @@ from surgery.eval.recall import recall_prompts
 from surgery.eval.sequences import random_windows, tokenize
 from surgery.heads.scoring import score_heads
 from surgery.heads.settings import HeadSettings
-from surgery.structures.cross_layer.convert import convert_cross_layer
+from surgery.structures import converter
 from surgery.structures.cross_layer.settings import CrossLayerSettings
-from surgery.structures.hybrid.convert import convert_to_hybrid
 from surgery.structures.hybrid.settings import HybridSettings
-from surgery.structures.kv_heads.convert import convert_to_gqa
 from surgery.structures.kv_heads.settings import KVHeadsSettings
-from surgery.structures.low_rank.convert import convert_to_low_rank
 from surgery.structures.low_rank.settings import LowRankSettings
-from surgery.structures.mla.convert import convert_to_mla
 from surgery.structures.mla.settings import ConvertSettings
 
 SOURCE_LOSS = 2.2785
@@ -78,7 +74,7 @@ def measure(tmp_path_factory):
     [(0.5, 0.013, 0.83), (0.25, 0.11, 0.40), (0.125, 0.8, 0.0)],
 )
 def test_default_settings(measure, tmp_path, ratio, increase, recall):
-    out = convert_to_mla(DEMO, tmp_path / "out", ConvertSettings(kv_ratio=ratio)).path
+    out = converter.convert(DEMO, tmp_path / "out", ConvertSettings(kv_ratio=ratio)).path
     loaded_as, found, found_recall = measure(out)
     assert loaded_as == "DeepseekV3ForCausalLM"
     assert found <= increase
@@ -101,14 +97,14 @@ def test_transmla_comes_out_where_its_public_code_does(measure, tmp_path, ratio,
         recall=0.0,
         held_out=1,
     )
-    _, found, _ = measure(convert_to_mla(DEMO, tmp_path / "out", settings).path)
+    _, found, _ = measure(converter.convert(DEMO, tmp_path / "out", settings).path)
     assert found == pytest.approx(published, rel=0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kv_heads", "increase", "recall"), [(2, 0.14, 0.75), (1, 0.35, 0.6)])
 def test_fewer_heads(measure, tmp_path, kv_heads, increase, recall):
-    out = convert_to_gqa(DEMO, tmp_path / "out", KVHeadsSettings(kv_heads=kv_heads)).path
+    out = converter.convert(DEMO, tmp_path / "out", KVHeadsSettings(kv_heads=kv_heads)).path
     loaded_as, found, found_recall = measure(out)
     assert loaded_as == "LlamaForCausalLM"
     assert found <= increase
@@ -120,7 +116,7 @@ def test_fewer_heads(measure, tmp_path, kv_heads, increase, recall):
     ("ratio", "increase", "recall"), [(0.5, 0.001, 0.83), (0.25, 0.015, 0.83), (0.125, 0.22, 0.75)]
 )
 def test_low_rank(measure, tmp_path, ratio, increase, recall):
-    out = convert_to_low_rank(DEMO, tmp_path / "out", LowRankSettings(kv_ratio=ratio)).path
+    out = converter.convert(DEMO, tmp_path / "out", LowRankSettings(kv_ratio=ratio)).path
     loaded_as, found, found_recall = measure(out)
     assert loaded_as == "SurgeryForCausalLM"
     assert found <= increase
@@ -131,7 +127,7 @@ def test_low_rank(measure, tmp_path, ratio, increase, recall):
 @pytest.mark.parametrize(("group_size", "increase"), [(2, 0.05), (3, 0.03)])
 def test_shared_bases_beat_low_rank_at_an_eighth(measure, tmp_path, group_size, increase):
     settings = CrossLayerSettings(kv_ratio=0.125, group_size=group_size, block=32)
-    _, found, recall = measure(convert_cross_layer(DEMO, tmp_path / "out", settings).path)
+    _, found, recall = measure(converter.convert(DEMO, tmp_path / "out", settings).path)
     assert found <= increase  # low rank has +0.06 there
     assert recall >= 0.75
 
@@ -142,7 +138,7 @@ def test_three_quarters_of_the_heads_can_stream(measure, tmp_path, method):
     given = HeadSettings(method=method, sinks=16, recent=112, length=1024)
     heads = score_heads(DEMO, tmp_path / "heads.safetensors", given).path
     settings = HybridSettings(heads=str(heads), streaming=0.75)
-    result = convert_to_hybrid(DEMO, tmp_path / "out", settings)
+    result = converter.convert(DEMO, tmp_path / "out", settings)
     loaded_as, increase, recall = measure(result.path)
     assert loaded_as == "SurgeryForCausalLM"
     assert result.report.kv["ratio"] < 0.35

@@ -6,9 +6,8 @@ import pytest
 from tiny_models import HELD_OUT
 from transformers import AutoTokenizer
 
-from surgery.structures.low_rank.convert import convert_to_low_rank
+from surgery.structures import converter
 from surgery.structures.low_rank.settings import LowRankSettings
-from surgery.structures.mla.convert import convert_to_mla
 from surgery.structures.mla.settings import ConvertSettings
 
 QUICK = {"calibration": "none", "held_out": 1, "kv_ratio": 0.5}
@@ -19,16 +18,16 @@ QUICK = {"calibration": "none", "held_out": 1, "kv_ratio": 0.5}
 def test_text_is_cut_alike(checkpoints, tmp_path, name, target):
     source, out = checkpoints(name), tmp_path / "out"
     if target == "stock":
-        convert_to_mla(source, out, ConvertSettings(**QUICK))
+        converter.convert(source, out, ConvertSettings(**QUICK))
     else:
-        convert_to_low_rank(source, out, LowRankSettings(**QUICK))
+        converter.convert(source, out, LowRankSettings(**QUICK))
     text = HELD_OUT.read_text(encoding="utf-8")[:20_000]
     before, after = (AutoTokenizer.from_pretrained(folder)(text).input_ids for folder in (source, out))
     assert before == after
 
 
 def test_a_config_is_not_touched_without_need(checkpoints, tmp_path):
-    convert_to_mla(checkpoints("llama"), tmp_path / "out", ConvertSettings(**QUICK))
+    converter.convert(checkpoints("llama"), tmp_path / "out", ConvertSettings(**QUICK))
     before, after = (
         json.loads((folder / "tokenizer_config.json").read_text())
         for folder in (checkpoints("llama"), tmp_path / "out")

@@ -354,7 +354,9 @@ def _convert(
         _place(out, f"{source.name}-{target.name}") as (place, kept),
     ):
         target.check_places(source.path, place, settings, overwrite=overwrite)
-        conversion = target.convert(
+        from surgery.structures import converter
+
+        conversion = converter.convert(
             source.path,
             place,
             settings,

@@ -136,6 +136,10 @@ class CheckpointWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, path)
 
+    def missing(self) -> list[str]:
+        """Planned tensors that were not written yet."""
+        return [name for name in self.plan if name not in self._written]
+
     def finish(self) -> None:
         """Flushes the weights to the disk, after which ``partial`` can be opened by readers.
 
@@ -145,8 +149,7 @@ class CheckpointWriter:
             SurgeryError: planned tensors were not written, or the disk is full.
         """
         self._require_open()
-        missing = [name for name in self.plan if name not in self._written]
-        if missing:
+        if missing := self.missing():
             raise SurgeryError(f"{self.out}: {len(missing)} planned tensors were not written, first {missing[0]}")
         self._staging.sync()
 

@@ -434,10 +434,14 @@ def convert(
     from surgery.console.conversion import show_conversion, show_plan
 
     if dry_run:
-        plan = target.plan(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
+        from surgery.structures.dry_run import plan_conversion
+
+        plan = plan_conversion(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
         show_plan(plan, as_json=as_json)
         return
-    conversion = target.convert(
+    from surgery.structures import converter
+
+    conversion = converter.convert(
         checkpoint,
         out,
         settings,

@@ -75,7 +75,9 @@ def slice_(
     }
     settings, source = SLICE.settings(given), model_named(checkpoint)
     SLICE.check_places(source, out, settings, overwrite=overwrite)
-    conversion = SLICE.convert(
+    from surgery.structures import converter
+
+    conversion = converter.convert(
         source,
         out,
         settings,

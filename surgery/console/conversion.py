@@ -71,7 +71,7 @@ def _flow(kv: dict) -> list[tuple[str, str, str]]:
 
 
 def show_plan(plan, *, as_json: bool = False) -> None:
-    """Prints a dry run (:class:`surgery.structures.mla.dry_run.ConversionPlan`)."""
+    """Prints a dry run (:class:`surgery.structures.dry_run.ConversionPlan`)."""
     if as_json:
         print_json(plan.to_dict())
         return
@@ -269,7 +269,7 @@ def _relative(error: float | None) -> str:
 
 def _show_splits(page: Console, splits: list[dict], chosen: tuple[int, int] | None) -> None:
     """The splits of the budget: tried ones with their losses, planned ones with their KV bytes."""
-    if len(splits) == 1 and chosen:
+    if not splits or (len(splits) == 1 and chosen):
         return
     folds = any(split.get("fold", 1) > 1 for split in splits)
     last = "held-out loss" if chosen else "KV per token"

@@ -112,7 +112,7 @@ def run_demo(
     from surgery.checkpoint import CheckpointReader
     from surgery.common.progress import Progress
     from surgery.console.conversion import show_demo
-    from surgery.structures.mla.convert import convert_to_mla
+    from surgery.structures.converter import convert
     from surgery.structures.mla.settings import ConvertSettings
 
     if model not in DEMO_MODELS:
@@ -122,7 +122,7 @@ def run_demo(
     start = time.perf_counter()
     progress = Progress()
     reader = CheckpointReader.open(model_named(model))
-    conversion = convert_to_mla(
+    conversion = convert(
         reader.source,
         out,
         ConvertSettings(kv_ratio=kv_ratio, **shown.settings),

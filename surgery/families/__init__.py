@@ -1,6 +1,7 @@
 """Model families: one short declarative file each, and the registry that finds one for a config."""
 
 from surgery.common.errors import SurgeryError
+from surgery.common.plugins import Registry
 from surgery.families.base import Family, head_shape
 from surgery.families.llama import LLAMA
 from surgery.families.mistral import MISTRAL
@@ -9,7 +10,10 @@ from surgery.families.qwen2 import QWEN2
 from surgery.families.qwen3 import QWEN3
 from surgery.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)}
+FAMILIES: Registry[Family] = Registry(
+    "families", {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)}
+)
+"""By ``model_type``, those of installed packages among them."""
 
 __all__ = ["FAMILIES", "Family", "family_of", "head_shape"]
 

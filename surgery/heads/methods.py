@@ -1,20 +1,35 @@
-"""The ways to score heads, by the names that users give."""
+"""The ways to score heads, by the names that users give. Needs no torch before one is asked for."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from surgery.common.errors import SurgeryError
-from surgery.heads.scorer import Scorer
-from surgery.heads.settings import METHODS
+from surgery.common.file_settings import did_you_mean
+from surgery.common.plugins import Registry
+
+if TYPE_CHECKING:
+    from surgery.heads.scorer import Scorer
+
+OWN = ("duo", "prulong", "needle", "induction", "kvzip", "attention-area", "ablation")
+
+SCORERS: Registry[str | Scorer] = Registry(
+    "scorers", {name: f"surgery.heads.{name.replace('-', '_')}:score" for name in OWN}
+)
+"""What scores heads, or where it is (module:name); those of installed packages among them."""
 
 
 def scorer(name: str) -> Scorer:
-    """What scores heads by the method of this name: function ``score`` of the module of the same name.
+    """What scores heads by the method of this name.
 
     Raises:
         SurgeryError: there is no such method.
     """
-    if name not in METHODS:
-        raise SurgeryError(f"method {name!r} is unknown: choose {', '.join(METHODS)}")
-    return import_module(f"surgery.heads.{name.replace('-', '_')}").score
+    if name not in SCORERS:
+        raise SurgeryError(f"method {name!r} is unknown: choose {', '.join(SCORERS)}{did_you_mean(name, list(SCORERS))}")
+    found = SCORERS[name]
+    if not isinstance(found, str):
+        return found
+    module, _, function = found.partition(":")
+    return getattr(import_module(module), function)

@@ -30,8 +30,8 @@ from surgery.kernels.planner import Attention
 from surgery.model.cache_layer import check_full_attention
 from surgery.running.source import Source
 from surgery.structures.cross_layer.settings import CrossLayerSettings
-from surgery.structures.kv_heads.convert import wanted_heads
 from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.kv_heads.structure import wanted_heads
 from surgery.structures.low_rank.rank_plan import wanted_rank
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.budget import candidate_splits

@@ -43,7 +43,11 @@ class Source:
         Raises:
             SurgeryError: it cannot be read, or its family, RoPE or weights are not supported.
         """
-        reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
+        return cls.of(CheckpointReader.open(source, allow_pickle=allow_pickle), settings)
+
+    @classmethod
+    def of(cls, reader: CheckpointReader, settings: RunSettings) -> Source:
+        """The same of a checkpoint whose files are open."""
         family = family_of(reader.config)
         config = load_config(reader.path)
         for layer in range(config.num_hidden_layers):
@@ -130,7 +134,7 @@ def open_any(reader: CheckpointReader, settings: RunSettings) -> Source | OwnSou
         SurgeryError: it is neither, or is damaged.
     """
     if reader.config.get("model_type") in FAMILIES:
-        return Source.open(reader.source, settings)
+        return Source.of(reader, settings)
     return OwnSource.open(reader, settings)
 
 

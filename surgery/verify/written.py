@@ -91,8 +91,7 @@ def verify_by_running(
     _check_meta(config, reader)
     stream = LayerStream(reader, config, single_layer_config, device=source_stream.device, dtype=source_stream.dtype)
     hidden = stream.embed(held_out.tokens)
-    # Bytes of a layer with a window are measured while it still fills.
-    tokens = max(1, min(PROMPT + STEPS, hidden.shape[1], *(window - 1 for window in windows if window)))
+    tokens = measured_tokens(hidden.shape[1], windows)
     differences, measured, quantized, watch = [], 0, False, None if flow is None else FlowWatch()
     with progress.phase("verify: reload and run", stream.num_layers) as advance:
         for start, stop in blocks or [(index, index + 1) for index in range(stream.num_layers)]:
@@ -127,6 +126,11 @@ def verify_by_running(
         check_flow(path, found, flow(prompt, tokens - prompt))
     worst = max(differences, default=None)
     return Verification(held_out.score(stream, hidden), difference, worst, tokens, measured / tokens, found)
+
+
+def measured_tokens(length: int, windows: Sequence[int | None]) -> int:
+    """Tokens of a text of that length after which live caches are measured; a layer's window still fills then."""
+    return max(1, min(PROMPT + STEPS, length, *(window - 1 for window in windows if window)))
 
 
 @torch.no_grad()

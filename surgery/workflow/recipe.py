@@ -357,7 +357,9 @@ def _convert_unless_there(
         _check_kept(out, source, settings)
         progress.note(f"{out}: is there already")
         return
-    target.convert(source, out, settings, command=command, progress=progress)
+    from surgery.structures import converter
+
+    converter.convert(source, out, settings, command=command, progress=progress)
 
 
 def _check_kept(out: Path, source: str, settings: ConversionSettings) -> None:

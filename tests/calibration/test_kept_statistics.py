@@ -9,9 +9,8 @@ from safetensors.torch import load_file
 
 from surgery.calibration import layer_statistics
 from surgery.common.progress import Progress
-from surgery.structures.low_rank.convert import convert_to_low_rank
+from surgery.structures import converter
 from surgery.structures.low_rank.settings import LowRankSettings
-from surgery.structures.mla.convert import convert_to_mla
 from surgery.structures.mla.settings import ConvertSettings
 
 QUICK = {"calibration": "builtin", "calibration_tokens": 96, "calibration_length": 48, "held_out": 2, "fit_queries": 16}
@@ -28,7 +27,7 @@ class Told(Progress):
 
 @pytest.mark.parametrize(
     ("convert", "settings"),
-    [(convert_to_low_rank, LowRankSettings(**QUICK)), (convert_to_mla, ConvertSettings(**QUICK))],
+    [(converter.convert, LowRankSettings(**QUICK)), (converter.convert, ConvertSettings(**QUICK))],
 )
 def test_the_same_bits_from_statistics_that_were_kept(checkpoints, tmp_path, monkeypatch, convert, settings):
     source = checkpoints("llama")
@@ -48,8 +47,8 @@ def test_the_same_bits_from_statistics_that_were_kept(checkpoints, tmp_path, mon
 @pytest.mark.parametrize("change", [{"seed": 1}, {"batch_size": 2}, {"calibration_tokens": 48}, {"dtype": "float64"}])
 def test_other_facts_are_other_statistics(checkpoints, tmp_path, change):
     settings = LowRankSettings(**QUICK, fit_steps=0, keep_statistics=str(tmp_path / "kept"))
-    convert_to_low_rank(checkpoints("llama"), tmp_path / "one", settings)
+    converter.convert(checkpoints("llama"), tmp_path / "one", settings)
     told = Told()
-    convert_to_low_rank(checkpoints("llama"), tmp_path / "two", replace(settings, **change), progress=told)
+    converter.convert(checkpoints("llama"), tmp_path / "two", replace(settings, **change), progress=told)
     assert not any("those kept in" in note for note in told.notes)
     assert len(list((tmp_path / "kept").iterdir())) == 2

@@ -15,9 +15,8 @@ from environments import NotInstallable, interpreter, plugin_path
 from tiny_models import CONFIGS, DEMO, HELD_OUT, LLAMA3_ROPE, SHAPE, make_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from surgery.structures.kv_heads.convert import convert_to_gqa
+from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
-from surgery.structures.mla.convert import convert_to_mla
 from surgery.structures.mla.settings import ConvertSettings
 
 NEW_TOKENS = 64
@@ -66,8 +65,8 @@ class Case:
 
     def _convert(self, source: Path, out: Path, settings: dict) -> Path:
         if "engine" in settings and "kv_heads" not in settings:
-            return convert_to_mla(source, out, ConvertSettings(**{**FAST, **settings})).path
-        return convert_to_gqa(source, out, KVHeadsSettings(**{**FAST, **settings})).path
+            return converter.convert(source, out, ConvertSettings(**{**FAST, **settings})).path
+        return converter.convert(source, out, KVHeadsSettings(**{**FAST, **settings})).path
 
 
 def greedy(

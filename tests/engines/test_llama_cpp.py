@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from surgery.engines.trials import LLAMA_CPP
 from surgery.export import export_checkpoint
-from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
 
 pytestmark = pytest.mark.engines
@@ -58,7 +58,7 @@ def test_every_kind_that_is_said_to_load_has_a_case():
 def test_the_demo_model_converted(weights, tmp_path):
     """Its bf16 weights to the bit, and in q8_0 near them; text goes through llama.cpp's own tokenizer."""
     settings = ConvertSettings(engine="llama.cpp", calibration="none", kv_ratio=0.5)
-    path = convert_to_mla(demo(tmp_path), tmp_path / "mla", settings).path
+    path = converter.convert(demo(tmp_path), tmp_path / "mla", settings).path
     exported = export_checkpoint(path, "llama.cpp", weights=weights)
     got = generate(exported.path, tmp_path, TEXTS)
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from surgery.engines.facts import Facts
 from surgery.engines.trials import VLLM_PLUGIN
-from surgery.structures.mla.convert import convert_to_mla
+from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
 
 pytestmark = [
@@ -123,7 +123,7 @@ def test_every_kind_that_is_said_to_load_has_a_case(folders):
 def test_a_request_over_http(tmp_path):
     """The demo model, converted, behind vLLM's OpenAI server, compiled as by default."""
     settings = ConvertSettings(carrier="own", calibration="none", kv_ratio=0.5)
-    path = convert_to_mla(demo(tmp_path), tmp_path / "mla", settings).path
+    path = converter.convert(demo(tmp_path), tmp_path / "mla", settings).path
     prompt = "def main():\n    return"
     with serving(path, tmp_path) as url:
         body = {"model": str(path), "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}

@@ -18,7 +18,7 @@ from surgery.common.progress import Progress
 from surgery.eval.kv_cache import cache_bytes
 from surgery.running.layer_stream import LayerStream, single_layer_config
 from surgery.running.loading import load_config
-from surgery.structures.converter import Outcome
+from surgery.structures.base import Outcome
 from surgery.verify.written import PROMPT, STEPS, TOLERANCE, Verification, prompt_of
 
 

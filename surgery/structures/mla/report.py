@@ -50,7 +50,7 @@ class LayerReport:
 
 
 def mla_target(carrier: Carrier, method: str, layers: list[LayerReport]) -> dict:
-    """The target of :class:`surgery.structures.converter.Outcome`."""
+    """The target of :class:`surgery.structures.base.Outcome`."""
     writer = carrier.writer
     return {
         "to": "mla",

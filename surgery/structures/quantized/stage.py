@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -31,7 +30,7 @@ from surgery.verify.flow import predicted_flow
 from surgery.verify.written import CACHE_TOLERANCE, TOLERANCE, Verification, run_through_cache, verify_by_running
 
 if TYPE_CHECKING:
-    from surgery.structures.converter import Outcome
+    from surgery.structures.base import Outcome, Work
 
 PIECE = 8
 """Tokens at a time in which held-out text is read through the cache: near decoding, where it is one."""
@@ -55,6 +54,9 @@ class QuantizedLayerReport:
     measured: dict[str, float]
 
 
+EXACT, QUANTIZED = "exact", "quantized"
+"""Stages: what was written with an exact cache, and as it is."""
+
 LOSSES_READ = f"through the cache, {PIECE} tokens at a time; the source's in one forward pass"
 """For the report."""
 
@@ -69,35 +71,23 @@ class Measured:
 
 
 def measure_quantized(
-    opened: Source | OwnSource,
-    written: Path,
-    held_out: HeldOut,
-    rotated: bool,
-    dtype: torch.dtype,
-    settings: StructureSettings,
-    progress: Progress,
+    exact: OwnSource, written: Path, held_out: HeldOut, settings: StructureSettings, progress: Progress
 ) -> Measured:
-    """Carries the stages through the model: the source, the rotated weights, and these through quantised caches.
+    """Carries what was written through the model twice: with an exact cache, and through quantised ones.
 
     The caches are made by hand and given to a model that keeps exact ones, so that the written model, which makes its
     own, is compared with something else; unless it keeps a window besides, which only itself knows how to.
-
-    Raises:
-        SurgeryError: the rotated weights are another function than the source's.
     """
-    source, config, reader = opened.stream, load_config(written), CheckpointReader.open(written)
+    stream, config = exact.stream, load_config(written)
     new_layers = [config.quantized_layer(entry) for entry in config.attention_layers]
-    stream, coded = (
-        LayerStream(reader, streamed, single_layer_config, device=source.device, dtype=source.dtype)
-        for streamed in (config, load_config(written))
-    )
-    config.kv_cache = None
     by_hand = not (config.exact_window or config.streams)
-    coded = stream if by_hand else coded
-    embedded = source.embed(held_out.tokens)
-    stages = ("source", "rotated", "quantized") if rotated else ("source", "quantized")
-    hidden, layers, batch = {stage: embedded.clone() for stage in stages}, [], settings.batch_size
-    with progress.phase("measure", opened.layers) as advance:
+    coded = stream
+    if not by_hand:
+        reader = CheckpointReader.open(written)
+        coded = LayerStream(reader, config, single_layer_config, device=stream.device, dtype=stream.dtype)
+    embedded = stream.embed(held_out.tokens)
+    hidden, layers, batch = {stage: embedded.clone() for stage in (EXACT, QUANTIZED)}, [], settings.batch_size
+    with progress.phase("measure", exact.layers) as advance:
         for start, stop in blocks_of(config):
 
             def new_cache(start: int = start, stop: int = stop) -> Cache:
@@ -105,35 +95,21 @@ def measure_quantized(
                     return DynamicCache()
                 return Cache(layers=[QuantizedKVLayer(*layer.settings()) for layer in new_layers[start:stop]])
 
-            inputs = hidden["source"][:ERROR_SEQUENCES].clone()
-            with stream.block(start, stop) as layer:
-                exact = stream.run_layer(layer, inputs.clone(), batch)
-                if rotated:
-                    stream.run_layer(layer, hidden["rotated"], batch)
+            inputs = hidden[EXACT][:ERROR_SEQUENCES].clone()
             with coded.block(start, stop) as layer:
                 read = run_through_cache(coded, layer, inputs.clone(), batch, PIECE, new_cache)
-                error = float((read - exact).norm() / (exact - inputs).norm())
-                run_through_cache(coded, layer, hidden["quantized"], batch, PIECE, new_cache)
-            with source.block(start, stop) as layer:
-                source.run_layer(layer, hidden["source"], batch)
-            layers.append(QuantizedLayerReport(start, new_layers[start].keys_by, {"quantized": error}))
+                run_through_cache(coded, layer, hidden[QUANTIZED], batch, PIECE, new_cache)
+            with stream.block(start, stop) as layer:
+                stream.run_layer(layer, hidden[EXACT], batch)
+            want = hidden[EXACT][:ERROR_SEQUENCES]
+            error = float((read - want).norm() / (want - inputs).norm())
+            layers.append(QuantizedLayerReport(start, new_layers[start].keys_by, {QUANTIZED: error}))
             advance(stop - start)
-    if rotated:
-        difference = logit_difference(source, hidden["source"], stream, hidden["rotated"])
-        if not difference <= TOLERANCE[dtype]:
-            raise SurgeryError(f"{opened.reader.path}: the rotation changes its logits by {difference:.1e}")
     scores = {stage: held_out.score(stream, states) for stage, states in hidden.items()}
     return Measured(hidden, scores, layers)
 
 
-def quantize_written(
-    writer: CheckpointWriter,
-    opened: Source | OwnSource,
-    outcome: Outcome,
-    held_out: HeldOut,
-    settings: StructureSettings,
-    progress: Progress,
-) -> tuple[Outcome, Verification]:
+def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> tuple[Outcome, Verification]:
     """Has a checkpoint of the own class, written and not yet committed, keep its cache quantised.
 
     Nothing is written twice but config.json and, with ``hadamard``, the tensors that take the rotation. What was
@@ -141,7 +117,6 @@ def quantize_written(
 
     Args:
         writer: has everything but the report, with an exact cache in config.json.
-        opened: what the conversion started from.
         outcome: of the conversion so far.
 
     Returns:
@@ -150,32 +125,29 @@ def quantize_written(
     Raises:
         SurgeryError: its cache cannot be quantised, or it computes something else than was simulated.
     """
-    reader, dtype, stages = CheckpointReader.open(writer.partial), opened.weight_dtype, ["quantized"]
+    opened, settings, held_out, progress = work.opened, work.settings, work.texts.held_out, work.progress
+    reader, dtype = CheckpointReader.open(writer.partial), opened.weight_dtype
     exact = OwnSource.open(reader, settings)
     check_quantizable(writer.out, exact.config)
     if settings.hadamard:
-        stages.insert(0, "hadamard")
-        with progress.phase("rotate", opened.layers) as advance:
-            for layer in range(opened.layers):
-                for name, tensor in rotated_tensors(reader, exact.config, layer).items():
-                    writer.rewrite(name, tensor)
-                advance()
+        for layer in work.layers("rotate"):
+            for name, tensor in rotated_tensors(reader, exact.config, layer).items():
+                writer.rewrite(name, tensor)
         exact = OwnSource.open(CheckpointReader.open(writer.partial), settings)
     config = {**outcome.config, "kv_cache": settings.kv_cache()}
     writer.write_json("config.json", config)
-    measured = measure_quantized(exact, writer.partial, held_out, False, dtype, settings, progress)
-    written = measured.hidden["source"]
-    difference = logit_difference(opened.stream, outcome.simulated, exact.stream, written)
+    measured = measure_quantized(exact, writer.partial, held_out, settings, progress)
+    difference = logit_difference(opened.stream, outcome.simulated, exact.stream, measured.hidden[EXACT])
     if not difference <= TOLERANCE[dtype] + CACHE_TOLERANCE[exact.stream.dtype]:
         raise SurgeryError(f"{writer.out}: logits as written differ from the simulation by {difference:.1e}")
     quantized = skeleton(config, dtype)
     verification = verify_codes(writer.partial, opened, config, measured, held_out, settings, progress)
     for coded in measured.layers:
-        reports = [layer for layer in outcome.layers if layer.layer == coded.layer]
-        for report in reports:
-            report.measured.update(coded.measured)
+        for report in outcome.layers:
+            if report.layer == coded.layer:
+                report.measured.update(coded.measured)
     at = verification.kv_tokens
-    scores = {"hadamard": measured.scores["source"], "quantized": measured.scores["quantized"]}
+    scores = {"hadamard": measured.scores[EXACT]} if settings.hadamard else {}
     outcome = replace(
         outcome,
         config=config,
@@ -185,8 +157,9 @@ def quantize_written(
             "numbers_bytes_per_token": outcome.kv_bytes(at) / at,
         },
         kv_bytes=lambda tokens: quantized.kv_cache_bytes(1, tokens),
-        scores={**outcome.scores, **{stage: scores[stage] for stage in stages}},
-        simulated=measured.hidden["quantized"],
+        layers=outcome.layers or measured.layers,
+        scores={**outcome.scores, **scores, QUANTIZED: measured.scores[QUANTIZED]},
+        simulated=measured.hidden[QUANTIZED],
     )
     return outcome, replace(verification, logit_difference=max(difference, verification.logit_difference))
 
@@ -212,7 +185,7 @@ def verify_codes(
         folder,
         dtype,
         opened.stream,
-        measured.hidden["quantized"],
+        measured.hidden[QUANTIZED],
         held_out,
         opened.windows,
         lambda tokens: quantized.kv_cache_bytes(1, tokens),

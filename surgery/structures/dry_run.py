@@ -1,4 +1,4 @@
-"""``surgery convert --dry-run``: the source checked as by a conversion, and what it would take; nothing is written."""
+"""``--dry-run``: the source checked as by a conversion, and what it would take; nothing is written."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from surgery.calibration.settings import NO_CALIBRATION
+from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
+from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.calibration.texts import (
     RANDOM_LENGTH,
     RANDOM_SEQUENCES,
@@ -16,14 +18,17 @@ from surgery.calibration.texts import (
     load_texts,
     load_tokenizer,
 )
-from surgery.checkpoint import CheckpointWriter
+from surgery.checkpoint import CheckpointReader, CheckpointWriter
+from surgery.checkpoint.output_place import settle_output
 from surgery.common.progress import Progress
-from surgery.running.source import Source
-from surgery.structures.converter import planned_tensors, replaced_names
-from surgery.structures.mla.convert import check_request
-from surgery.structures.mla.estimates import Workload, measure_speed
-from surgery.structures.mla.forecast import Forecast, forecast
-from surgery.structures.mla.settings import ConvertSettings
+from surgery.engines import engine_table
+from surgery.families.base import head_shape
+from surgery.reporting.report import SourceShape
+from surgery.running.skeleton import skeleton
+from surgery.running.source import OwnSource, Source
+from surgery.structures.base import LONG, Foreseen
+from surgery.structures.estimates import Workload, measure_speed
+from surgery.structures.registry import target_of
 
 # The report, the card and the config: what is written beside weights and copied files.
 REPORT_BYTES = 64 * 1024
@@ -35,7 +40,7 @@ class ConversionPlan:
 
     Attributes:
         source: path, shape, dtype, bytes of its weights.
-        splits: the splits of the budget that would be tried, each with its KV bytes per token.
+        splits: the splits of the budget that would be tried, each with its KV bytes per token (MLA).
         kv: bytes per token of the source, and of the result (the largest of the splits).
         target: the class that carries the result, why, and the engines; ``frequencies_known`` says whether the engines
             are settled, or depend on the frequencies that the conversion will choose.
@@ -63,12 +68,12 @@ class ConversionPlan:
 def plan_conversion(
     source: str | Path,
     out: str | Path | None,
-    settings: ConvertSettings,
+    settings: ConversionSettings,
     *,
     overwrite: bool = False,
     allow_pickle: bool = False,
 ) -> ConversionPlan:
-    """Plans ``convert_to_mla`` with the same arguments, without any forward pass and without writing.
+    """Plans a conversion of the same arguments, without any forward pass and without writing.
 
     Calibration text is read and tokenised, so that its faults show too; ``self`` samples, which take the whole model,
     are not drawn.
@@ -76,38 +81,35 @@ def plan_conversion(
     Raises:
         SurgeryError: whatever the conversion would refuse before it computes.
     """
-    opened, out, splits = check_request(source, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
-    first = opened.anatomy(0)
-    for layer in range(1, opened.layers):
-        opened.anatomy(layer)  # refuses weights that are not finite
-    forecasts = [forecast(opened, split, settings) for split in splits]
-    chosen = max(forecasts, key=lambda found: found.kv_bytes_per_token)
-    writer = chosen.carrier.writer
-    tensors = planned_tensors(opened, replaced_names(opened, writer.copied), writer.plan)
+    reader, target = CheckpointReader.open(source, allow_pickle=allow_pickle), target_of(settings)
+    structure = target.structure().for_source(reader.config, settings)
+    opened = structure.open(reader, settings)
+    out = settle_output(source, reader.source, out, target.ending_of(settings), overwrite=overwrite)
+    foreseen = structure(opened, settings, Progress(silent=True)).foresee()
+    if isinstance(opened, Source):
+        for layer in range(opened.layers):
+            opened.anatomy(layer)  # refuses weights that are not finite
     # Its constructor refuses what cannot be written (too little space, a size that is none) and writes nothing.
-    CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite)
+    CheckpointWriter(out, foreseen.tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite)
 
     tokens = _tokens(opened, settings)
-    weights = sum(spec.nbytes for spec in tensors.values())
-    work = Workload.of(opened, settings, splits, tokens, chosen.carrier)
-    source_kv = first.kv_width * opened.layers * first.k.dtype.itemsize
+    weights = sum(spec.nbytes for spec in foreseen.tensors.values())
+    work = Workload.of(opened, settings.batch_size, tokens, foreseen.demand)
+    config = _final_config(foreseen, settings)
+    source_kv, kv = _source_kv_bytes(opened), _kv_bytes(foreseen, config, opened, settings)
     return ConversionPlan(
-        source=_source_facts(opened, first),
+        source=_source_facts(opened),
         out=str(out),
         settings=settings.to_dict(),
-        splits=[_split_facts(found) for found in forecasts],
-        kv={
-            "source_bytes_per_token": source_kv,
-            "bytes_per_token": chosen.kv_bytes_per_token,
-            "ratio": chosen.kv_bytes_per_token / source_kv,
-        },
+        splits=foreseen.splits,
+        kv={"source_bytes_per_token": source_kv, "bytes_per_token": kv, "ratio": kv / source_kv},
         target={
-            "to": "mla",
-            "method": settings.method,
-            "model_type": "deepseek_v3" if chosen.carrier.stock else "surgery",
-            "reasons": list(chosen.carrier.reasons),
-            "frequencies_known": chosen.frequencies_known,
-            "engines": chosen.engines,
+            "to": target.name,
+            "method": getattr(settings, "method", None),
+            "model_type": foreseen.model_type,
+            "reasons": foreseen.reasons,
+            "frequencies_known": foreseen.settled,
+            "engines": engine_table(config) if "kv_cache" in config else foreseen.engines or engine_table(config),
         },
         tokens=tokens,
         disk=_disk(opened, out, weights, work),
@@ -116,29 +118,52 @@ def plan_conversion(
     )
 
 
-def _source_facts(opened: Source, first) -> dict:
-    reader = opened.reader
+def _source_kv_bytes(opened: Source | OwnSource) -> float:
+    """Of the source, per token."""
+    if isinstance(opened, Source):
+        return SourceShape.of(opened).kv_bytes_per_token
+    config, dtype = opened.reader.config, opened.weight_dtype
+    if config["model_type"] == MODEL_TYPE:
+        return skeleton(config, dtype).kv_cache_bytes(1, LONG) / LONG
+    return (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * opened.layers * dtype.itemsize
+
+
+def _final_config(foreseen: Foreseen, settings: ConversionSettings) -> dict[str, Any]:
+    """The config.json of the result, with its codes."""
+    if not getattr(settings, "quantizes", False):
+        return foreseen.config
+    return {**own_config(foreseen.config, layer_entries(foreseen.config)), "kv_cache": settings.kv_cache()}
+
+
+def _kv_bytes(
+    foreseen: Foreseen, config: dict[str, Any], opened: Source | OwnSource, settings: ConversionSettings
+) -> float:
+    """Of the result, per token: with bits those of its codes, or of the budget where bits are chosen with the ranks."""
+    if not config.get("kv_cache"):
+        return foreseen.kv_bytes_per_token
+    if settings.bits == "auto":
+        return (settings.kv_ratio or 0.25) * _source_kv_bytes(opened)
+    tokens = getattr(settings, "context", None) or LONG
+    return skeleton(config, opened.weight_dtype).kv_cache_bytes(1, tokens) / tokens
+
+
+def _source_facts(opened: Source | OwnSource) -> dict:
+    reader, (heads, kv_heads, head_dim) = opened.reader, head_shape(opened.config)
     return {
         "path": str(reader.source),
         "dequantised_from": reader.dequantised_from,
         "model_type": reader.config["model_type"],
         "layers": opened.layers,
-        "heads": first.heads,
-        "kv_heads": first.kv_heads,
-        "head_dim": first.head_dim,
-        "hidden": first.hidden,
-        "dtype": str(first.k.dtype).removeprefix("torch."),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden": opened.config.hidden_size,
+        "dtype": str(opened.weight_dtype).removeprefix("torch."),
         "weight_bytes": sum(reader.info(name).nbytes for name in reader.names()),
     }
 
 
-def _split_facts(found: Forecast) -> dict:
-    split = found.split
-    facts = {"rope_dim": split.rope_dim, "rank": split.rank, "kv_bytes_per_token": found.kv_bytes_per_token}
-    return {**facts, "fold": split.fold} if split.fold > 1 else facts
-
-
-def _tokens(opened: Source, settings: ConvertSettings) -> dict[str, int]:
+def _tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[str, int]:
     """Sequences and lengths, counted in the text itself where that can be had without running the model."""
     length = min(settings.calibration_length, opened.config.max_position_embeddings)
     sequences = -(-settings.calibration_tokens // length)
@@ -155,7 +180,7 @@ def _tokens(opened: Source, settings: ConvertSettings) -> dict[str, int]:
     return {"length": length, "calibration": sequences, "held_out": held_out, "recall_prompts": prompts}
 
 
-def _disk(opened: Source, out: Path, weights: int, work: Workload) -> dict[str, int]:
+def _disk(opened: Source | OwnSource, out: Path, weights: int, work: Workload) -> dict[str, int]:
     temporary = Path(tempfile.gettempdir())
     beside = sum(path.stat().st_size for path in opened.reader.sidecars())
     return {

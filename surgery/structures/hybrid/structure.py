@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import BoolTensor, Tensor
@@ -19,14 +18,12 @@ from surgery.architectures.hybrid import (
     REASON,
     StreamableModel,
     compensation_bytes,
-    moved_names,
     moved_tensors,
 )
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.calibration.held_out import Score
-from surgery.calibration.texts import Texts, load_texts
-from surgery.checkpoint import CheckpointReader, CheckpointWriter
-from surgery.checkpoint.output_place import settle_output
+from surgery.calibration.texts import Texts
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.heads.import_patterns import read_pattern
@@ -34,11 +31,13 @@ from surgery.heads.pattern import HeadPattern, count_of
 from surgery.heads.plan import HeadPlan, compile_plan
 from surgery.heads.streaming import mixed_output
 from surgery.model import SurgeryForCausalLM
+from surgery.model.cache_layer import check_full_attention
 from surgery.reporting.report import SourceShape
 from surgery.running.attention_tap import AttentionCall, tapped
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
-from surgery.structures.converter import Conversion, Outcome, finish, unchanged_tensors
+from surgery.structures.base import Foreseen, Outcome, Structure, Work, kept_with_attention
+from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.ladder import ERROR_SEQUENCES
 from surgery.verify.flow import predicted_flow
@@ -68,85 +67,87 @@ class HybridLayerReport:
     measured: dict[str, float]
 
 
-def convert_to_hybrid(
-    source: str | Path,
-    out: str | Path | None = None,
-    settings: HybridSettings | None = None,
-    *,
-    overwrite: bool = False,
-    allow_pickle: bool = False,
-    command: str = "",
-    progress: Progress | None = None,
-) -> Conversion:
-    """Lets heads stream and writes the result as a Hugging Face checkpoint of the project's own class.
+class Hybrid(Structure[Source | OwnSource, HybridSettings]):
+    """Some heads keep their whole context, the others sinks and recent tokens."""
 
-    Args:
-        source: local folder or hub id: a checkpoint of a supported family, or of the own class with fewer KV heads,
-            low-rank latents or MLA.
-        out: folder to write; the source's name with "-hybrid" behind it by default.
-        settings: which heads; by default all heads stream.
-        overwrite: replace an existing checkpoint in ``out``.
-        allow_pickle: read pickled weights if there are no others.
-        command: what the user typed, for the report.
-        progress: bars; silent if None.
+    def __init__(self, opened: Source | OwnSource, settings: HybridSettings, progress: Progress):
+        super().__init__(opened, settings, progress)
+        if settings.heads is None and settings.streaming != 1:
+            raise SurgeryError(
+                "which heads stream is not said: make a pattern with `surgery heads CKPT` and give it with --heads, or "
+                "let all stream with --streaming 1"
+            )
+        reader = opened.reader
+        model = StreamableModel.of(reader.path, reader.config, opened.config)
+        try:
+            check_full_attention(opened.config, "a hybrid of full and streaming heads")
+        except ValueError as error:
+            raise SurgeryError(f"{reader.path}: {error}") from None
+        self._pattern = None if settings.heads is None else read_pattern(settings.heads)
+        self._context = settings.context or opened.config.max_position_embeddings
+        if self._pattern is not None and self._pattern.model.get("sha256") not in (None, reader.fingerprint()):
+            # A source's pattern serves what was made of it, and a fine-tuned model that of its base.
+            progress.note(f"{settings.heads}: was made on other weights, those of {self._pattern.model.get('name')}")
+        self._plan = plan_heads(model, self._pattern, settings, self._context, opened.weight_dtype.itemsize)
+        self._entries = model.entries(self._plan)
 
-    Raises:
-        SurgeryError: bad input or an impossible request; nothing is left behind.
-    """
-    settings, progress = settings or HybridSettings(streaming=1), progress or Progress(silent=True)
-    if settings.heads is None and settings.streaming != 1:
-        raise SurgeryError(
-            "which heads stream is not said: make a pattern with `surgery heads CKPT` and give it with --heads, or let "
-            "all stream with --streaming 1"
-        )
-    opened, model = _open(source, settings, allow_pickle)
-    reader, dtype = opened.reader, opened.weight_dtype
-    out = settle_output(source, reader.source, out, "hybrid" + settings.suffix, overwrite=overwrite)
-    pattern = None if settings.heads is None else read_pattern(settings.heads)
-    context = settings.context or opened.config.max_position_embeddings
-    if pattern is not None and pattern.model.get("sha256") not in (None, reader.fingerprint()):
-        # A source's pattern serves what was made of it, and a fine-tuned model that of its base.
-        progress.note(f"{settings.heads}: was made on other weights, those of {pattern.model.get('name')}")
-    plan = plan_heads(model, pattern, settings, context, dtype.itemsize)
-    entries = model.entries(plan)
-    config = own_config(reader.config, entries)
-    # The source in the own class, to know its bytes.
-    whole = skeleton(own_config(reader.config, layer_entries(reader.config)), dtype)
-    planned = skeleton(config, dtype)
-    texts = load_texts(opened, settings, progress)
+    @classmethod
+    def open(cls, reader: CheckpointReader, settings: HybridSettings) -> Source | OwnSource:
+        """A checkpoint of a family, or of the own class with fewer KV heads, low-rank latents or MLA."""
+        if reader.config.get("model_type") in (MODEL_TYPE, "deepseek_v3"):
+            return OwnSource.open(reader, settings)
+        return Source.of(reader, settings)
 
-    tensors = unchanged_tensors(reader, opened.config)
-    tensors = {name: spec for name, spec in tensors.items() if "rotary_emb." not in name}  # the config's own
-    hybrid = [layer for layer, entry in enumerate(entries) if entry and entry["kind"] == "hybrid"]
-    moved = {name for layer in hybrid for name in moved_names(reader, layer)}
-    with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
-        hidden, scores, errors = _measure(opened, plan, texts, settings, progress)
-        with progress.phase("convert", opened.layers) as advance:
-            for layer in range(opened.layers):
-                if layer in hybrid:
-                    for name, tensor in moved_tensors(reader, layer, plan.order(layer)).items():
-                        writer.write(name, tensor)
-                advance()
-        outcome = Outcome(
+    def foresee(self) -> Foreseen:
+        """All of it, at the context that was asked for: nothing is left to the work but measuring."""
+        opened, config = self.opened, own_config(self.opened.reader.config, self._entries)
+        planned = skeleton(config, opened.weight_dtype)
+        held = planned.kv_cache_bytes(1, self._context) / self._context
+        return Foreseen(
             config=config,
-            replaced=moved | (set(reader.names()) - set(tensors)),
+            tensors=kept_with_attention(opened.reader, opened.config),
+            kv_bytes_per_token=held,
+            model_type=MODEL_TYPE,
+            reasons=[REASON],
+            demand=Demand(
+                cached=round(held / opened.layers / opened.weight_dtype.itemsize), quantizes=self.settings.quantizes
+            ),
+        )
+
+    def plan(self, work: Work) -> dict[str, TensorSpec]:
+        """Every tensor stays; a layer's heads change places."""
+        return kept_with_attention(self.opened.reader, self.opened.config)
+
+    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+        """Measures the plan as masks on the source's attention, and writes heads in their new order."""
+        opened, plan, pattern = self.opened, self._plan, self._pattern
+        reader, dtype = opened.reader, opened.weight_dtype
+        hidden, scores, errors = _measure(opened, plan, work.texts, self.settings, work.progress)
+        for layer in work.layers():
+            if self._entries[layer] and self._entries[layer]["kind"] == "hybrid":
+                for name, tensor in moved_tensors(reader, layer, plan.order(layer)).items():
+                    writer.write(name, tensor)
+        config = own_config(reader.config, self._entries)
+        # The source in the own class, to know its bytes.
+        whole = skeleton(own_config(reader.config, layer_entries(reader.config)), dtype)
+        planned = skeleton(config, dtype)
+        return Outcome(
+            config=config,
             target={
                 "to": "hybrid",
                 "method": "streaming-llm" if pattern is None else pattern.method,
                 "model_type": MODEL_TYPE,
                 "reasons": [REASON],
-                **_facts(plan, pattern, planned, whole, context, settings),
+                **_facts(plan, pattern, planned, whole, self._context, self.settings),
             },
             kv_bytes=lambda tokens: planned.kv_cache_bytes(1, tokens),
             layers=[_layer_report(layer, plan, pattern, error) for layer, error in enumerate(errors)],
             scores=scores,
             simulated=hidden,
             own_class=True,
-            shape=_shape(opened, whole, dtype, context),
+            shape=SourceShape.of_config(opened.config, dtype, whole.kv_cache_bytes(1, self._context) / self._context),
             flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
         )
-        report = finish(writer, tensors, opened, settings, texts, outcome, command, progress)
-    return Conversion(writer.out, report)
 
 
 def plan_heads(
@@ -200,29 +201,6 @@ def plan_heads(
     return plan
 
 
-def _open(
-    source: str | Path, settings: HybridSettings, allow_pickle: bool
-) -> tuple[Source | OwnSource, StreamableModel]:
-    """Opens a checkpoint whose heads can stream.
-
-    Raises:
-        SurgeryError: it cannot be read, or no head of it can.
-    """
-    from surgery.model.cache_layer import check_full_attention
-
-    reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
-    if reader.config.get("model_type") in (MODEL_TYPE, "deepseek_v3"):
-        opened = OwnSource.open(reader, settings)
-    else:
-        opened = Source.open(source, settings, allow_pickle=allow_pickle)
-    model = StreamableModel.of(reader.path, reader.config, opened.config)
-    try:
-        check_full_attention(opened.config, "a hybrid of full and streaming heads")
-    except ValueError as error:
-        raise SurgeryError(f"{reader.path}: {error}") from None
-    return opened, model
-
-
 @torch.no_grad()
 def _measure(
     opened: Source | OwnSource, plan: HeadPlan, texts: Texts, settings: HybridSettings, progress: Progress
@@ -260,10 +238,6 @@ def _masked(plan: HeadPlan, layer: int) -> Callable[[AttentionCall], Tensor]:
         return mixed_output(call, which, plan.sinks, plan.recent, None if shared else compensated)
 
     return attention
-
-
-def _shape(opened: Source | OwnSource, whole: SurgeryForCausalLM, dtype: torch.dtype, tokens: int) -> SourceShape:
-    return SourceShape.of_config(opened.config, dtype, whole.kv_cache_bytes(1, tokens) / tokens)
 
 
 def _facts(

@@ -1,13 +1,12 @@
 """``surgery convert --to crosslayer --method xkv`` of an MLA checkpoint of the own class: a basis over layers' latents.
 
 What a layer caches as a rotated key stays as it is; the groups' latents get one basis, found as that of keys and values
-is (:mod:`surgery.structures.cross_layer.convert`), with moments and gradients taken at ``kv_down``.
+is (:mod:`surgery.structures.cross_layer.structure`), with moments and gradients taken at ``kv_down``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,18 +16,17 @@ from torch import Tensor, nn
 from surgery.architectures.cross_layer import REASON
 from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.sweep import BoundaryStore, forward_sweep
-from surgery.calibration.texts import load_texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
-from surgery.checkpoint.output_place import settle_output
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.model.attention_functions import rotate_pairs
 from surgery.reporting.report import SourceShape
 from surgery.running.source import OwnSource
-from surgery.structures.converter import Conversion, Outcome, finish
+from surgery.structures.base import LONG, Foreseen, Outcome, Structure, Work
 from surgery.structures.cross_layer.report import SHARED, GroupReport, predicted_bytes
 from surgery.structures.cross_layer.settings import CrossLayerSettings
+from surgery.structures.estimates import Demand
 from surgery.structures.ladder import ERROR_SEQUENCES, Ladder
 from surgery.transforms.algebra import damp
 from surgery.transforms.cross_layer import METRIC_DAMPING, SharedBasis, SimulatedGroup, SimulatedMember, shared_basis
@@ -74,69 +72,82 @@ class LatentSource(OwnSource):
         return self.reader.tensor(prefix + "weight")[:rank], bias
 
 
-def convert_cross_layer_latents(
-    reader: CheckpointReader,
-    source: str | Path,
-    out: str | Path | None,
-    settings: CrossLayerSettings,
-    overwrite: bool,
-    command: str,
-    progress: Progress,
-) -> Conversion:
-    """Lets groups of layers share their latents; arguments as of ``convert_cross_layer``.
+class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
+    """Groups of layers share one basis of their latents."""
 
-    Raises:
-        SurgeryError: bad input or an impossible request; nothing is left behind.
-    """
-    opened = LatentSource.open(reader, settings)
-    out = settle_output(source, reader.source, out, "crosslayer", overwrite=overwrite)
-    groups = [(i, min(i + settings.group_size, opened.layers)) for i in range(0, opened.layers, settings.group_size)]
-    ranks = [_wanted_rank(opened, start, stop, settings) for start, stop in groups]
-    dtype = reader.info(ATTENTION_PREFIX.format(layer=0) + "kv_down.weight").dtype
-    config, tensors = _planned(opened, groups, ranks, dtype, settings)
-    texts = load_texts(opened, settings, progress)
-    if texts.calibration is None:
-        raise SurgeryError("method xkv: what layers have in common shows in text only: drop --calibration none")
-    with BoundaryStore() as store:
-        metrics = _metrics(opened, texts.calibration, store, settings, progress)
-        with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
-            ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, (SHARED,))
-            reports = []
-            with progress.phase("convert", opened.layers) as advance:
-                for (start, stop), rank in zip(groups, ranks, strict=True):
-                    moment = _joint_moment(opened, store, start, stop, settings.batch_size)
-                    basis = shared_basis(moment, metrics[start:stop], rank)
-                    reports.append(_carry(opened, start, stop, basis, ladder, settings))
-                    for place, (down, up) in enumerate(zip(basis.down, basis.up, strict=True)):
-                        prefix = ATTENTION_PREFIX.format(layer=start + place)
-                        writer.write(prefix + "basis_down", down.to(dtype).contiguous())
-                        writer.write(prefix + "basis_up", up.to(dtype).contiguous())
-                    advance(stop - start)
-            width = sum(opened.rank(i) + opened.positional(i) for i in range(opened.layers))
-            outcome = Outcome(
-                config=config,
-                replaced=set(),
-                target={
-                    "to": "crosslayer",
-                    "method": settings.method,
-                    "model_type": MODEL_TYPE,
-                    "reasons": [REASON],
-                    "groups": [list(span) for span in groups],
-                    "ranks": ranks,
-                    "sinks": settings.sinks,
-                    "window": settings.window,
-                    "block": settings.block,
-                },
-                kv_bytes=predicted_bytes(config, dtype, settings.method),
-                groups=groups,
-                layers=reports,
-                scores=ladder.scores(),
-                simulated=ladder.hidden[SHARED],
-                own_class=True,
-                shape=SourceShape.of_config(opened.config, dtype, width * dtype.itemsize),
-            )
-            report = finish(writer, tensors, opened, settings, texts, outcome, command, progress)
-    return Conversion(writer.out, report)
+    def __init__(self, opened: LatentSource, settings: CrossLayerSettings, progress: Progress):
+        super().__init__(opened, settings, progress)
+        size, layers = settings.group_size, opened.layers
+        self._groups = [(i, min(i + size, layers)) for i in range(0, layers, size)]
+        self._ranks = [_wanted_rank(opened, start, stop, settings) for start, stop in self._groups]
+        self._dtype = opened.reader.info(ATTENTION_PREFIX.format(layer=0) + "kv_down.weight").dtype
+
+    @classmethod
+    def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> LatentSource:
+        """Opens an MLA checkpoint of the own class."""
+        return LatentSource.open(reader, settings)
+
+    def foresee(self) -> Foreseen:
+        """All of it: nothing is left to the work but numbers."""
+        opened = self.opened
+        config, tensors = _planned(opened, self._groups, self._ranks, self._dtype, self.settings)
+        return Foreseen(
+            config=config,
+            tensors=tensors,
+            kv_bytes_per_token=predicted_bytes(config, self._dtype, self.settings.method)(LONG) / LONG,
+            model_type=MODEL_TYPE,
+            reasons=[REASON],
+            demand=Demand(cached=-(-sum(self._ranks) // opened.layers), statistics=True, gradients=True),
+        )
+
+    def gather(self, work: Work) -> None:
+        """The metrics of all latents."""
+        tokens = work.texts.calibration
+        if tokens is None:
+            raise SurgeryError("method xkv: what layers have in common shows in text only: drop --calibration none")
+        self._metrics = _metrics(self.opened, tokens, work.store, self.settings, work.progress)
+
+    def plan(self, work: Work) -> dict[str, TensorSpec]:
+        """Everything stays, and bases come beside it."""
+        self._config, tensors = _planned(self.opened, self._groups, self._ranks, self._dtype, self.settings)
+        return tensors
+
+    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+        """Finds the basis of every group and carries the stages through it."""
+        opened, settings, dtype = self.opened, self.settings, self._dtype
+        ladder, reports = work.ladder((SHARED,)), []
+        with work.progress.phase("convert", opened.layers) as advance:
+            for (start, stop), rank in zip(self._groups, self._ranks, strict=True):
+                moment = _joint_moment(opened, work.store, start, stop, settings.batch_size)
+                basis = shared_basis(moment, self._metrics[start:stop], rank)
+                reports.append(_carry(opened, start, stop, basis, ladder, settings))
+                for place, (down, up) in enumerate(zip(basis.down, basis.up, strict=True)):
+                    prefix = ATTENTION_PREFIX.format(layer=start + place)
+                    writer.write(prefix + "basis_down", down.to(dtype).contiguous())
+                    writer.write(prefix + "basis_up", up.to(dtype).contiguous())
+                advance(stop - start)
+        width = sum(opened.rank(i) + opened.positional(i) for i in range(opened.layers))
+        return Outcome(
+            config=self._config,
+            target={
+                "to": "crosslayer",
+                "method": settings.method,
+                "model_type": MODEL_TYPE,
+                "reasons": [REASON],
+                "groups": [list(span) for span in self._groups],
+                "ranks": self._ranks,
+                "sinks": settings.sinks,
+                "window": settings.window,
+                "block": settings.block,
+            },
+            kv_bytes=predicted_bytes(self._config, dtype, settings.method),
+            groups=self._groups,
+            layers=reports,
+            scores=ladder.scores(),
+            simulated=ladder.hidden[SHARED],
+            own_class=True,
+            shape=SourceShape.of_config(opened.config, dtype, width * dtype.itemsize),
+        )
 
 
 def _wanted_rank(opened: LatentSource, start: int, stop: int, settings: CrossLayerSettings) -> int:

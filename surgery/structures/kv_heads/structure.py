@@ -9,7 +9,6 @@ carries all stages through it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,11 +21,8 @@ from surgery.architectures.own_family import (
     has_head_dim,
     planned_attention,
 )
-from surgery.calibration import layer_statistics
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.statistics import LayerStatistics
-from surgery.calibration.sweep import BoundaryStore
-from surgery.calibration.texts import load_texts
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
@@ -35,8 +31,9 @@ from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
-from surgery.structures.alternatives import Alternatives, least_loss
-from surgery.structures.converter import Conversion, Outcome, finish, open_request
+from surgery.structures.alternatives import least_loss
+from surgery.structures.base import Foreseen, Outcome, Structure, Work, kept_with_attention
+from surgery.structures.estimates import Demand
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.ladder import Ladder
 from surgery.structures.sequential_fit import SequentialFit, Solve
@@ -83,88 +80,118 @@ class _Plan:
     queries: list[list[int]] | None = None
 
 
-def convert_to_gqa(
-    source: str | Path,
-    out: str | Path | None = None,
-    settings: KVHeadsSettings | None = None,
-    *,
-    overwrite: bool = False,
-    allow_pickle: bool = False,
-    command: str = "",
-    progress: Progress | None = None,
-) -> Conversion:
-    """Merges KV heads and writes a checkpoint with fewer of them, of the source's family if all layers are alike.
+class KVHeads(Structure[Source, KVHeadsSettings]):
+    """Heads are merged; the checkpoint stays in the source's family if all layers are alike."""
 
-    Args:
-        source: local folder or hub id.
-        out: folder to write; the source's name with "-gqa" or "-mqa" behind it by default.
-        settings: default :class:`KVHeadsSettings`.
-        overwrite: replace an existing checkpoint in ``out``.
-        allow_pickle: read pickled weights if there are no others.
-        command: what the user typed, for the report.
-        progress: bars; silent if None.
-
-    Raises:
-        SurgeryError: bad input or an impossible request; nothing is left behind.
-    """
-    settings, progress = settings or KVHeadsSettings(), progress or Progress(silent=True)
-    target = "mqa" if settings.kv_heads == 1 else "gqa"
-    opened, out = open_request(source, out, target, settings, overwrite=overwrite, allow_pickle=allow_pickle)
-    first = opened.anatomy(0)
-    budget = wanted_heads(settings, first, opened.layers)
-    if settings.carrier == "decilm" or (settings.engine is not None and settings.allocate == "spectrum"):
-        decilm.check(opened.reader.config)
-    if settings.method == "key-norm" and budget > opened.layers and not has_head_dim(opened.config):
-        raise SurgeryError(
-            f"method key-norm adds query heads, and {opened.reader.config['model_type']} configs have no head_dim to "
-            "tell that they are as wide as before: choose another method"
-        )
-    weighted = settings.method == "fisher"
-    texts = load_texts(opened, settings, progress)
-    with StatisticsLibrary() as library, BoundaryStore() as store, Alternatives() as alternatives:
-        # The errors that the report predicts are in the metric of the loss, whatever metric the method works in.
-        layer_statistics.gather(opened, library, texts.calibration, store, settings, progress, gradients=True)
-        plan = _plan_heads(opened, budget, library, settings, progress)
-        kv_heads = plan.kv_heads
+    def __init__(self, opened: Source, settings: KVHeadsSettings, progress: Progress):
+        super().__init__(opened, settings, progress)
         config = opened.reader.config
-        if plan.heads != first.heads:
-            config = config_with_query_heads(config, plan.heads, first.head_dim)
-        carrier = choose_carrier(config, kv_heads, _wanted_carrier(settings, kv_heads))
-        if settings.engine is not None:
-            refuse_unless_loadable(settings.engine, carrier.final_config or carrier.config)
-        tensors = _planned_tensors(opened, plan, first.head_dim)
-        with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
-            fit = None
-            if weighted and texts.calibration is not None and settings.fit_steps:
-                fit = SequentialFit(opened.stream, store, texts.calibration, settings.batch_size)
-            stages = STAGES if fit else STAGES[:1]
-            ladder = Ladder(opened.stream, texts.held_out, settings.batch_size, stages)
-            reports = _merge_layers(opened, plan, library, fit, ladder, alternatives, settings, progress)
-            scores = ladder.scores()
-            result = least_loss(stages, scores)
-            alternatives.write(result, opened.layers, writer)
-            width = sum(kv_heads) * (first.head_dim + first.value_dim) * first.q.dtype.itemsize
-            outcome = Outcome(
-                config=carrier.config,
-                replaced=_replaced_names(opened),
-                target={
-                    "to": "mqa" if max(kv_heads) == 1 else "gqa",
-                    "method": settings.method,
-                    "model_type": carrier.model_type,
-                    "reasons": [carrier.reason],
-                    "kv_heads": kv_heads[0] if len(set(kv_heads)) == 1 else kv_heads,
-                    "result": result,
-                },
-                kv_bytes=lambda tokens: width * tokens,
-                layers=reports,
-                scores=scores,
-                simulated=ladder.hidden[result],
-                own_class=carrier.own_class,
-                final_config=carrier.final_config,
-                final_code=carrier.final_code,
+        self._budget = wanted_heads(settings, opened.anatomy(0), opened.layers)
+        if settings.carrier == "decilm" or (settings.engine is not None and settings.allocate == "spectrum"):
+            decilm.check(config)
+        if settings.method == "key-norm" and self._budget > opened.layers and not has_head_dim(opened.config):
+            raise SurgeryError(
+                f"method key-norm adds query heads, and {config['model_type']} configs have no head_dim to tell that "
+                "they are as wide as before: choose another method"
             )
-            report = finish(writer, tensors, opened, settings, texts, outcome, command, progress)
-    return Conversion(writer.out, report)
+
+    def foresee(self) -> Foreseen:
+        """As if layers that may differ kept alike, but for one."""
+        opened, settings, first = self.opened, self.settings, self.opened.anatomy(0)
+        kv_heads = [self._budget // opened.layers] * opened.layers
+        if settings.allocate == "spectrum":
+            kv_heads[0] += 1
+        carrier = choose_carrier(opened.reader.config, kv_heads, _wanted_carrier(settings, kv_heads))
+        plan, fits = _Plan(kv_heads, first.heads), settings.method == "fisher"
+        width = first.head_dim + first.value_dim
+        return Foreseen(
+            config=carrier.final_config or carrier.config,
+            tensors=_planned_tensors(opened, plan, first.head_dim),
+            kv_bytes_per_token=self._budget * width * first.q.dtype.itemsize,
+            model_type=carrier.model_type,
+            reasons=[carrier.reason],
+            demand=Demand(
+                cached=-(-self._budget * width // opened.layers),
+                statistics=True,
+                gradients=True,
+                fit_steps=settings.fit_steps if fits else 0,
+                fit_iterations=settings.fit_iterations,
+                fit_queries=settings.fit_queries,
+                results=2 if fits and settings.fit_steps else 1,
+                quantizes=settings.quantizes,
+            ),
+        )
+
+    def gather(self, work: Work) -> None:
+        """Predicted errors are in the metric of the loss, whatever metric the method works in."""
+        work.gather()
+
+    def plan(self, work: Work) -> dict[str, TensorSpec]:
+        """Spends the budget over the layers, and chooses the class that carries it."""
+        opened, settings, first = self.opened, self.settings, self.opened.anatomy(0)
+        self._plan = _plan_heads(opened, self._budget, work.library, settings, work.progress)
+        config = opened.reader.config
+        if self._plan.heads != first.heads:
+            config = config_with_query_heads(config, self._plan.heads, first.head_dim)
+        kv_heads = self._plan.kv_heads
+        self._carrier = choose_carrier(config, kv_heads, _wanted_carrier(settings, kv_heads))
+        if settings.engine is not None:
+            refuse_unless_loadable(settings.engine, self._carrier.final_config or self._carrier.config)
+        return _planned_tensors(opened, self._plan, first.head_dim)
+
+    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+        """The merged form and the fitted one, of which the one of less held-out loss is written."""
+        carrier, kv_heads, first = self._carrier, self._plan.kv_heads, self.opened.anatomy(0)
+        fit = work.fit(self.settings.method == "fisher")
+        stages = STAGES if fit else STAGES[:1]
+        ladder = work.ladder(stages)
+        reports = [self._merge(index, work, fit, ladder) for index in work.layers()]
+        scores = ladder.scores()
+        result = least_loss(stages, scores)
+        work.alternatives.write(result, self.opened.layers, writer)
+        width = sum(kv_heads) * (first.head_dim + first.value_dim) * first.q.dtype.itemsize
+        return Outcome(
+            config=carrier.config,
+            target={
+                "to": "mqa" if max(kv_heads) == 1 else "gqa",
+                "method": self.settings.method,
+                "model_type": carrier.model_type,
+                "reasons": [carrier.reason],
+                "kv_heads": kv_heads[0] if len(set(kv_heads)) == 1 else kv_heads,
+                "result": result,
+            },
+            kv_bytes=lambda tokens: width * tokens,
+            layers=reports,
+            scores=scores,
+            simulated=ladder.hidden[result],
+            own_class=carrier.own_class,
+            final_config=carrier.final_config,
+            final_code=carrier.final_code,
+        )
+
+    def _merge(self, index: int, work: Work, fit: SequentialFit | None, ladder: Ladder) -> HeadsLayerReport:
+        """Merges, fits and measures one layer."""
+        stream, plan, settings = self.opened.stream, self._plan, self.settings
+        source = self.opened.anatomy(index)
+        anatomy, statistics = source.to(torch.float64), work.library.load(index)[0]
+        merged, queries = _merge(anatomy, statistics, plan.kv_heads[index], settings), None
+        if plan.queries is not None:
+            queries = tuple(plan.queries[index])
+            padded = pad_groups(merged.anatomy, queries, plan.heads // len(queries))
+            merged = replace(merged, anatomy=padded, key_error=None, value_error=None)
+        kept = plan.kv_heads[index] == source.kv_heads
+        attention = CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))
+        forms = {"merged": attention}
+        with stream.layer(index) as layer:
+            if fit:
+                solve = _unchanged(attention) if kept else _solver(merged, statistics, index, stream, settings)
+                forms["fitted"] = fit.fit(index, layer, anatomy, solve)
+            makers = {name: lambda form=form: form for name, form in forms.items()}
+            errors = ladder.advance(layer, anatomy, makers, forms)
+        for form, merged_form in forms.items():
+            result = source if kept else merged_form.anatomy.to("cpu", source.q.dtype)
+            work.alternatives.save(form, index, attention_tensors(result, index))
+        return HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors, queries)
 
 
 def _wanted_carrier(settings: KVHeadsSettings, kv_heads: list[int]) -> str:
@@ -263,48 +290,6 @@ def _merge(
     return merge_kv_heads(anatomy, statistics, kv_heads, method)
 
 
-def _merge_layers(
-    opened: Source,
-    plan: _Plan,
-    library: StatisticsLibrary,
-    fit: SequentialFit | None,
-    ladder: Ladder,
-    alternatives: Alternatives,
-    settings: KVHeadsSettings,
-    progress: Progress,
-) -> list[HeadsLayerReport]:
-    """Merges, fits and measures one layer after the other."""
-    stream, reports = opened.stream, []
-    with progress.phase("convert", opened.layers) as advance:
-        for index in range(opened.layers):
-            source = opened.anatomy(index)
-            anatomy = source.to(torch.float64)
-            statistics = library.load(index)[0]
-            merged, queries = _merge(anatomy, statistics, plan.kv_heads[index], settings), None
-            if plan.queries is not None:
-                queries = tuple(plan.queries[index])
-                padded = pad_groups(merged.anatomy, queries, plan.heads // len(queries))
-                merged = replace(merged, anatomy=padded, key_error=None, value_error=None)
-            kept = plan.kv_heads[index] == source.kv_heads
-            attention = CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))
-            forms = {"merged": attention}
-            with stream.layer(index) as layer:
-                if fit:
-                    solve = _unchanged(attention) if kept else _solver(merged, statistics, index, stream, settings)
-                    forms["fitted"] = attention = fit.fit(index, layer, anatomy, solve)
-                errors = ladder.advance(
-                    layer, anatomy, {name: lambda form=form: form for name, form in forms.items()}, forms
-                )
-            for form, merged_form in forms.items():
-                result = source if kept else merged_form.anatomy.to("cpu", source.q.dtype)
-                alternatives.save(form, index, attention_tensors(result, index))
-            reports.append(
-                HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors, queries)
-            )
-            advance()
-    return reports
-
-
 def _unchanged(attention: CapturedAttention) -> Solve:
     """A layer that keeps its heads stays as it is: fitted too, the demo model lost more."""
     return lambda inputs, targets: attention
@@ -331,12 +316,6 @@ def _solver(
     return solve
 
 
-def _replaced_names(opened: Source) -> set[str]:
-    """The attention's tensors; and a copy of tied embeddings, which would only say the same again."""
-    names = {name for layer in range(opened.layers) for name in opened.family.attention_names(opened.reader, layer)}
-    return names | ({"lm_head.weight"} if opened.config.tie_word_embeddings else set())
-
-
 def _planned_tensors(opened: Source, plan: _Plan, head_dim: int) -> dict[str, TensorSpec]:
     """Every tensor of the output, in the source's order."""
     reader = opened.reader
@@ -345,11 +324,5 @@ def _planned_tensors(opened: Source, plan: _Plan, head_dim: int) -> dict[str, Te
         # Frequencies that some old checkpoints store are the config's own.
         names = [name for name in opened.family.attention_names(reader, layer) if "rotary_emb" not in name]
         attention |= planned_attention(reader, names, layer, plan.heads, plan.kv_heads[layer], head_dim)
-    replaced = _replaced_names(opened)
-    tensors = {}
-    for name in reader.names():
-        if name in attention:
-            tensors[name] = attention[name]
-        elif name not in replaced:
-            tensors[name] = TensorSpec(reader.info(name).dtype, reader.info(name).shape)
-    return tensors
+    tensors = kept_with_attention(reader, opened.config)
+    return {name: attention.get(name, spec) for name, spec in tensors.items()}

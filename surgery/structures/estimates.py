@@ -8,18 +8,16 @@ largest decoder layer, s and c the bytes of a number in the checkpoint and in th
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
 
 from surgery.calibration.layer_statistics import LAG_SEQUENCES
-from surgery.families.base import LAYER_PREFIX
+from surgery.families.base import LAYER_PREFIX, head_shape
 from surgery.running.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
+from surgery.running.source import OwnSource, Source
 from surgery.structures.ladder import EXACT_TOKENS
-from surgery.structures.mla.report import EXACT_STAGES
-from surgery.structures.mla.split import SPLIT_SEQUENCES
-from surgery.transforms import mla
 
 # What a layer reaches of the rate of one large matrix product: norms, softmax and small products take the rest.
 EFFICIENCY = 0.5
@@ -28,18 +26,51 @@ EFFICIENCY = 0.5
 ALGEBRA_MATRICES = 8
 # Multiples of n³ that a layer's eigendecompositions and products take.
 ALGEBRA_CUBES = 60
+# Reading held-out text through quantised caches, a few tokens at a time, against one forward pass: SmolLM2-135M on two
+# cores.
+CODES_SLOWDOWN = 30
 BENCHMARK_SIZE, BENCHMARK_SECONDS = 1024, 0.15
 
 
 @dataclass(frozen=True)
+class Demand:
+    """What a structure computes, in the numbers that its cost follows from.
+
+    Attributes:
+        cached: numbers that the result caches per token and layer.
+        statistics: whether it takes moments of calibration text; with ``gradients`` the loss's, with ``lags`` the
+            attention over lags too.
+        fit_steps, fit_iterations, fit_queries: of the least-squares fit of each layer.
+        results: forms of a layer that are carried through all held-out text, the source's not among them.
+        steps: forms that pass its texts only, nearly as wide as the whole cache; ``exact``: that pass a few tokens.
+        splits, split_sequences: how many splits of the budget are tried, each on so many held-out sequences.
+        rescales: whether the residual stream is rescaled, and with it the embeddings.
+        quantizes: whether the held-out text is then read through a quantised cache.
+    """
+
+    cached: int
+    statistics: bool = False
+    gradients: bool = False
+    lags: bool = False
+    fit_steps: int = 0
+    fit_iterations: int = 0
+    fit_queries: int = 0
+    results: int = 1
+    steps: int = 0
+    exact: int = 0
+    splits: int = 1
+    split_sequences: int = 0
+    rescales: bool = False
+    quantizes: bool = False
+
+
+@dataclass(frozen=True)
 class Workload:
-    """The shapes that decide what a conversion costs.
+    """The shapes that decide what a conversion costs, and what it demands.
 
     Attributes:
         layer_parameters, active_parameters: of the largest decoder layer, all and those that one token passes (fewer
             with experts).
-        splits: how many splits of the budget are tried.
-        embedding_bytes: of a matrix that is held whole because the residual stream is rescaled; or 0.
     """
 
     layers: int
@@ -57,51 +88,40 @@ class Workload:
     held_out: int
     recall_prompts: int
     batch: int
-    splits: int
-    cached: int  # numbers that the result caches per token and layer
-    fit_steps: int
-    fit_iterations: int
-    fit_queries: int
     stored: int  # s
     compute: int  # c
-    gradients: bool
-    lags: bool
-    embedding_bytes: int
     on_host: bool
+    demand: Demand
 
     @classmethod
-    def of(cls, opened, settings, splits: list[mla.Split], tokens: dict[str, int], carrier) -> Workload:
-        anatomy, config, method = opened.anatomy(0), opened.config, mla.METHODS[settings.method]
+    def of(cls, opened: Source | OwnSource, batch_size: int, tokens: dict[str, int], demand: Demand) -> Workload:
+        """Of an opened checkpoint, so many sequences at a time and tokens as the dry run counts them."""
+        config, stored = opened.config, opened.weight_dtype.itemsize
+        heads, kv_heads, head_dim = head_shape(config)
         largest, active = _layer_sizes(opened)
-        stored = anatomy.q.dtype.itemsize
-        rescaled = carrier.stock and carrier.writer.rescale != 1.0
+        calibration = tokens["calibration"] if demand.statistics else 0
+        if not calibration:
+            demand = replace(demand, fit_steps=0)
         return cls(
             layers=opened.layers,
             layer_parameters=largest,
             active_parameters=active,
-            attention_parameters=sum(x.numel() for x in (anatomy.q, anatomy.k, anatomy.v, anatomy.o)),
+            attention_parameters=2 * (heads + kv_heads) * head_dim * config.hidden_size,
             intermediate=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
-            hidden=anatomy.hidden,
-            heads=anatomy.heads,
-            head_dim=anatomy.head_dim,
-            kv_heads=anatomy.kv_heads,
+            hidden=config.hidden_size,
+            heads=heads,
+            head_dim=head_dim,
+            kv_heads=kv_heads,
             vocabulary=config.vocab_size,
             length=tokens["length"],
-            calibration=tokens["calibration"],
+            calibration=calibration,
             held_out=tokens["held_out"],
             recall_prompts=tokens["recall_prompts"],
-            batch=settings.batch_size,
-            splits=len(splits),
-            cached=max(split.rank + split.rope_dim for split in splits),
-            fit_steps=settings.fit_steps if method.gradients and tokens["calibration"] else 0,
-            fit_iterations=settings.fit_iterations,
-            fit_queries=min(settings.fit_queries, tokens["length"]),
+            batch=batch_size,
             stored=stored,
             compute=opened.stream.dtype.itemsize,
-            gradients=method.gradients,
-            lags=method.lags,
-            embedding_bytes=config.vocab_size * anatomy.hidden * stored if rescaled else 0,
             on_host=opened.stream.device.type == "cpu",
+            demand=replace(demand, fit_queries=min(demand.fit_queries, tokens["length"])),
         )
 
     @property
@@ -110,8 +130,8 @@ class Workload:
 
     @property
     def stages(self) -> int:
-        """Residual streams that the ladder carries: the source, the exact stages, two or three lossy ones."""
-        return 1 + len(EXACT_STAGES) + (3 if self.fit_steps else 2)
+        """Residual streams that the ladder carries, the source's among them."""
+        return 1 + self.demand.exact + self.demand.steps + self.demand.results
 
     @property
     def boundary_bytes(self) -> int:
@@ -121,9 +141,11 @@ class Workload:
     @property
     def statistics_bytes(self) -> int:
         """Temporary disk of the statistics: four moments n² and two D² (one n² without gradients), and lags."""
-        moments = 4 if self.gradients else 1
-        lags = 3 * self.kv_heads * self.head_dim // 2 * self.heads if self.lags else 0
-        output = 2 * self.hidden**2 if self.gradients else 0
+        if not self.demand.statistics:
+            return 0
+        moments = 4 if self.demand.gradients else 1
+        lags = 3 * self.kv_heads * self.head_dim // 2 * self.heads if self.demand.lags else 0
+        output = 2 * self.hidden**2 if self.demand.gradients else 0
         return self.layers * 8 * (moments * self.kv_width**2 + output + lags)
 
     def memory(self) -> dict:
@@ -148,8 +170,8 @@ class Workload:
         """
         process = psutil.Process().memory_info().rss
         phases = [self._calibration_memory(), self._conversion_memory()]
-        if self.embedding_bytes:
-            phases.append(({"rescaled tensor": self.embedding_bytes}, {}))
+        if self.demand.rescales:
+            phases.append(({"rescaled tensor": self.vocabulary * self.hidden * self.stored}, {}))
         if self.on_host:
             phases = [({**host, **device}, {}) for host, device in phases]
         host = max((host for host, _ in phases), key=lambda parts: sum(parts.values()))
@@ -173,6 +195,9 @@ class Workload:
             "estimated_seconds": seconds,
         }
 
+    def _algebra_bytes(self) -> int:
+        return self.demand.statistics * 8 * ALGEBRA_MATRICES * self.kv_width**2
+
     def _layer_bytes(self) -> int:
         return self.layer_parameters * (self.stored + self.compute)
 
@@ -184,37 +209,38 @@ class Workload:
     def _calibration_memory(self) -> tuple[dict[str, int], dict[str, int]]:
         tokens, batch = self.calibration * self.length, min(self.batch, self.calibration) * self.length
         if not tokens:
-            return {"statistics": 8 * ALGEBRA_MATRICES * self.kv_width**2}, {}
+            return {"statistics": self._algebra_bytes()}, {}
         width = 16 * self.hidden + 6 * self.heads * self.head_dim + 6 * self.intermediate
-        met = 2 * (self.kv_width + self.hidden) if self.gradients else 0
+        met = 2 * (self.kv_width + self.hidden) if self.demand.gradients else 0
         host = {
             "activations": (4 * self.hidden + met) * tokens * self.compute,
-            "statistics": 8 * ALGEBRA_MATRICES * self.kv_width**2,
+            "statistics": self._algebra_bytes(),
         }
         one_batch = max(batch * width * self.compute, self._vocabulary_bytes())
         device = {"one layer": self._layer_bytes(), "one batch": one_batch}
-        if self.lags:
+        if self.demand.lags:
             device["attention weights"] = 4 * self.heads * self.length**2 * self.compute
         return host, device
 
     def _conversion_memory(self) -> tuple[dict[str, int], dict[str, int]]:
         sequences = self.held_out + self.recall_prompts
-        merged = self.heads * self.head_dim * self.kv_width
-        fitted = 4 * self.calibration if self.fit_steps else 0
+        merged = self.heads * self.head_dim * self.kv_width if self.demand.exact else 0
+        fitted = 4 * self.calibration if self.demand.fit_steps else 0
         host = {
             "activations": (self.stages * sequences + fitted) * self.length * self.hidden * self.compute,
-            "statistics": 8 * ALGEBRA_MATRICES * self.kv_width**2,
+            "statistics": self._algebra_bytes(),
             "float64 forms": 8 * (3 * self.attention_parameters + 2 * merged),
         }
         batch = min(self.batch, sequences) * self.length
-        queries = 3 * batch * self.heads * self.kv_width * self.compute
+        width = self.kv_width if self.demand.steps else self.demand.cached
+        queries = 3 * batch * self.heads * width * self.compute
         device = {
             "one layer": self._layer_bytes() + 2 * merged * self.compute,
             "one batch": max(queries, self._vocabulary_bytes()),
         }
-        if self.fit_steps:
-            rows = self.calibration * self.heads * self.fit_queries
-            device["fit"] = rows * (self.length + 5 * self.cached) * self.compute
+        if self.demand.fit_steps:
+            rows = self.calibration * self.heads * self.demand.fit_queries
+            device["fit"] = rows * (self.length + 5 * self.demand.cached) * self.compute
         return host, device
 
     def _model_flops(self) -> dict[str, int]:
@@ -227,31 +253,34 @@ class Workload:
         found = {}
         if tokens:
             found["calibrate: forward"] = tokens * self.layers * forward
-            passes = 3 if self.gradients else 1
-            found["calibrate: backward"] = tokens * (self.layers * passes * forward + 3 * self.gradients * vocabulary)
-            if self.lags:
+            passes = 3 if self.demand.gradients else 1
+            sampling = 3 * self.demand.gradients * vocabulary
+            found["calibrate: backward"] = tokens * (self.layers * passes * forward + sampling)
+            if self.demand.lags:
                 sequences = min(LAG_SEQUENCES, self.calibration)
                 # Three sums per component over the whole attention matrix of every head.
                 components = self.kv_heads * self.head_dim // 2
                 found["lag statistics"] = sequences * self.layers * 6 * self.heads * self.length**2 * components
         absorbed = self._absorbed_flops(self.kv_width)
-        if self.splits > 1 and texts:
-            small = self.layers * (forward + self._absorbed_flops(self.cached))
-            tried = min(self.held_out, SPLIT_SEQUENCES) * self.length
-            found["try splits"] = self.splits * tried * (small + vocabulary)
-        exact = len(EXACT_STAGES) * (forward + absorbed) * min(EXACT_TOKENS, held_out)
-        lossy = forward + self._absorbed_flops(self.cached)
-        results = self.stages - 2 - len(EXACT_STAGES)
-        # Partial RoPE alone caches nearly all, and passes the text only; the source and the results all sequences.
-        steps = texts * (forward + absorbed)
+        if self.demand.splits > 1 and texts:
+            small = self.layers * (forward + self._absorbed_flops(self.demand.cached))
+            tried = min(self.held_out, self.demand.split_sequences) * self.length
+            found["try splits"] = self.demand.splits * tried * (small + vocabulary)
+        exact = self.demand.exact * (forward + absorbed) * min(EXACT_TOKENS, held_out)
+        lossy = forward + self._absorbed_flops(self.demand.cached)
+        # Steps cache nearly all, and pass the text only; the source and the results all sequences.
+        steps = self.demand.steps * texts * (forward + absorbed)
+        results = self.demand.results
         found["convert"] = self.layers * (exact + steps + held_out * (forward + results * lossy))
-        found["convert"] += (results + 2) * texts * vocabulary
-        if self.fit_steps:
+        found["convert"] += (results + 1 + self.demand.steps) * texts * vocabulary
+        if self.demand.fit_steps:
             # A product with J or its transpose takes four products of the size of the attention matrix.
-            product = 8 * self.heads * self.fit_queries * self.length * self.cached
-            steps = self.fit_steps * (2 * self.fit_iterations + 3) * product
+            product = 8 * self.heads * self.demand.fit_queries * self.length * self.demand.cached
+            steps = self.demand.fit_steps * (2 * self.demand.fit_iterations + 3) * product
             found["fit"] = self.calibration * self.layers * (steps + 3 * self.length * forward)
         found["verify"] = held_out * self.layers * forward + texts * vocabulary
+        if self.demand.quantizes:
+            found["quantise"] = (1 + 2 * CODES_SLOWDOWN) * held_out * self.layers * forward
         return found
 
     def _absorbed_flops(self, width: int) -> int:
@@ -259,7 +288,7 @@ class Workload:
         return 2 * self.heads * self.head_dim * width + 2 * self.length * self.heads * width
 
     def _algebra_flops(self) -> int:
-        return self.layers * (self.splits + 1) * ALGEBRA_CUBES * self.kv_width**3
+        return self.demand.statistics * self.layers * (self.demand.splits + 1) * ALGEBRA_CUBES * self.kv_width**3
 
 
 def measure_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -287,7 +316,7 @@ def _matmul_speed(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * BENCHMARK_SIZE**3 * runs / elapsed
 
 
-def _layer_sizes(opened) -> tuple[int, int]:
+def _layer_sizes(opened: Source | OwnSource) -> tuple[int, int]:
     """Parameters of the largest decoder layer: all, and those that one token passes."""
     config, reader = opened.config, opened.reader
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0

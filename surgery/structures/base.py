@@ -1,0 +1,245 @@
+"""What a structure is to the converter: the questions that it is asked, in this order, and what it answers with.
+
+A structure is a subclass of :class:`Structure` in a folder of its own; one object of it is one conversion.
+:mod:`surgery.structures.converter` owns the order of events, :mod:`surgery.structures.registry` knows the names.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from surgery.calibration import layer_statistics
+from surgery.calibration.held_out import Score
+from surgery.calibration.layer_statistics import BasisOf
+from surgery.calibration.library import StatisticsLibrary
+from surgery.calibration.settings import ConversionSettings
+from surgery.calibration.sweep import BoundaryStore
+from surgery.calibration.texts import Texts
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
+from surgery.common.progress import Progress
+from surgery.reporting.report import SourceShape
+from surgery.running.source import OwnSource, Source
+from surgery.structures.alternatives import Alternatives
+from surgery.structures.estimates import Demand
+from surgery.structures.ladder import Ladder
+from surgery.structures.sequential_fit import SequentialFit
+from surgery.verify.flow import Flow
+from surgery.verify.written import Verification, verify_by_running
+
+Opened = TypeVar("Opened", bound="Source | OwnSource")
+Settings = TypeVar("Settings", bound=ConversionSettings)
+
+
+LONG = 2**20
+"""Tokens at which what is kept of a few tokens no longer counts in the bytes of one."""
+
+
+@dataclass(frozen=True)
+class Work(Generic[Opened, Settings]):
+    """What a conversion has in hand once it runs.
+
+    Attributes:
+        library: statistics of every layer, once they are gathered.
+        store: what entered every layer in the forward sweep over the calibration text.
+        alternatives: new tensors of every layer in more than one form.
+    """
+
+    opened: Opened
+    settings: Settings
+    texts: Texts
+    library: StatisticsLibrary
+    store: BoundaryStore
+    alternatives: Alternatives
+    progress: Progress
+
+    def gather(self, *, gradients: bool = True, basis_of: BasisOf | None = None) -> None:
+        """Fills the library, by :func:`surgery.calibration.layer_statistics.gather`."""
+        layer_statistics.gather(
+            self.opened,
+            self.library,
+            self.texts.calibration,
+            self.store,
+            self.settings,
+            self.progress,
+            gradients=gradients,
+            basis_of=basis_of,
+        )
+
+    def fit(self, wanted: bool) -> SequentialFit | None:
+        """The layer-wise fit, where the method has one, steps are asked for and there is text to fit on."""
+        if not wanted or self.texts.calibration is None or not self.settings.fit_steps:
+            return None
+        return SequentialFit(self.opened.stream, self.store, self.texts.calibration, self.settings.batch_size)
+
+    def ladder(self, stages: tuple[str, ...], *, exact: Collection[str] = (), steps: Collection[str] = ()) -> Ladder:
+        """The stages of the conversion over its held-out text."""
+        held_out, size = self.texts.held_out, self.settings.batch_size
+        return Ladder(self.opened.stream, held_out, size, stages, exact=exact, steps=steps)
+
+    def layers(self, phase: str = "convert") -> Iterator[int]:
+        """Every layer in order, with a bar."""
+        with self.progress.phase(phase, self.opened.layers) as advance:
+            for layer in range(self.opened.layers):
+                yield layer
+                advance()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a conversion has to say once every layer's new tensors are written.
+
+    Attributes:
+        config: the config.json of the result.
+        target: what it became, for the report; "bytes_per_token" and "engines" are added there.
+        kv_bytes: predicted bytes of the caches of all layers, of one sequence by its tokens.
+        layers: a dataclass a layer for the report, with the errors of each stage as ``measured``.
+        scores: loss and recall after each stage.
+        simulated: final hidden states [N, T, D] of the last stage on the held-out text.
+        factors: by which copied tensors are multiplied.
+        groups: first layer, and the one after the last, of layers that only run together; single layers by default.
+        own_class: whether the model class's files have to travel with it.
+        final_config: config.json of another class for the same tensors, written once the result is verified as
+            ``config`` says; ``final_code``: files that it needs beside the weights.
+        splits: of the budget that were tried, with their held-out losses.
+        shape: of the source, where it is no checkpoint of a family.
+        flow: predicted peak and footprint of a prompt and decoded tokens, in the dtype in which layers run.
+    """
+
+    config: dict[str, Any]
+    target: dict[str, Any]
+    kv_bytes: Callable[[int], float]
+    layers: list[Any]
+    scores: dict[str, Score]
+    simulated: Tensor
+    factors: Mapping[str, float] = field(default_factory=dict)
+    groups: list[tuple[int, int]] | None = None
+    own_class: bool = False
+    final_config: dict[str, Any] | None = None
+    final_code: tuple[Path, ...] = ()
+    splits: list[dict[str, Any]] = field(default_factory=list)
+    shape: SourceShape | None = None
+    flow: Callable[[int, int], Flow] | None = None
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What is known of a conversion before any work.
+
+    Attributes:
+        config: config.json of the result, with an exact cache; where work decides a part, that part as it is likely.
+        tensors: every tensor of the result.
+        kv_bytes_per_token: at most, in the bytes of the weights.
+        model_type, reasons: of the class that carries it.
+        demand: what it computes.
+        splits: of the budget that would be tried.
+        settled: whether nothing that engines look at is left to the work; ``engines`` what they say where it is not.
+    """
+
+    config: dict[str, Any]
+    tensors: Mapping[str, TensorSpec]
+    kv_bytes_per_token: float
+    model_type: str
+    reasons: list[str]
+    demand: Demand
+    splits: list[dict[str, Any]] = field(default_factory=list)
+    settled: bool = True
+    engines: dict[str, dict] | None = None
+
+
+class Structure(ABC, Generic[Opened, Settings]):
+    """One conversion to a structure.
+
+    Making one refuses what can be refused before any work (SurgeryError).
+    """
+
+    def __init__(self, opened: Opened, settings: Settings, progress: Progress):
+        self.opened, self.settings = opened, settings
+
+    @classmethod
+    def for_source(cls, config: Mapping[str, Any], settings: Settings) -> type[Structure]:
+        """The class that converts a source of this config.json: another one where the way there is another."""
+        return cls
+
+    @classmethod
+    def open(cls, reader: CheckpointReader, settings: Settings) -> Opened:
+        """Opens what can be converted: a checkpoint of a family.
+
+        Raises:
+            SurgeryError: it cannot be read or converted.
+        """
+        return Source.of(reader, settings)
+
+    @abstractmethod
+    def foresee(self) -> Foreseen:
+        """What can be said before any work: of the class that will carry the result, its bytes, what it will take."""
+
+    def gather(self, work: Work) -> None:
+        """Takes statistics; a structure that needs none leaves it."""
+
+    @abstractmethod
+    def plan(self, work: Work) -> Mapping[str, TensorSpec]:
+        """Spends the budget; every tensor of the result, in the order of the files."""
+
+    @abstractmethod
+    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+        """Passes over all layers: converts, measures and writes what is new. What it does not write is copied."""
+
+    def verify(self, work: Work, written: Path, outcome: Outcome) -> Verification:
+        """Runs what was written, with a config and all tensors, against what was simulated.
+
+        Raises:
+            SurgeryError: it computes something else, or its cache has other bytes than predicted.
+        """
+        return verify_by_running(
+            written,
+            self.opened.weight_dtype,
+            self.opened.stream,
+            outcome.simulated,
+            work.texts.held_out,
+            self.opened.windows,
+            outcome.kv_bytes,
+            self.settings.batch_size,
+            work.progress,
+            blocks=outcome.groups,
+            flow=outcome.flow,
+        )
+
+
+def unchanged_tensors(reader: CheckpointReader, config) -> dict[str, TensorSpec]:
+    """Every tensor of a checkpoint but a copy of tied embeddings, which would only say the same again."""
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    return {
+        name: TensorSpec(reader.info(name).dtype, reader.info(name).shape)
+        for name in reader.names()
+        if name not in tied
+    }
+
+
+def kept_with_attention(reader: CheckpointReader, config) -> dict[str, TensorSpec]:
+    """The same without the buffers of rotary frequencies that old checkpoints hold: the own class has the config's."""
+    return {name: spec for name, spec in unchanged_tensors(reader, config).items() if "rotary_emb." not in name}
+
+
+def replanned_tensors(
+    opened: Source, copied: Callable[[list[str]], Collection[str]], plan: Callable[[int], Mapping[str, TensorSpec]]
+) -> dict[str, TensorSpec]:
+    """Every tensor of the output in the source's order, a layer's new attention ``plan(layer)`` where the old began.
+
+    Args:
+        copied: which of a layer's attention tensors stay as they are.
+    """
+    tensors = unchanged_tensors(opened.reader, opened.config)
+    layer_of = {}
+    for layer in range(opened.layers):
+        names = opened.family.attention_names(opened.reader, layer)
+        layer_of |= dict.fromkeys(set(names) - set(copied(names)), layer)
+    planned: dict[str, TensorSpec] = {}
+    for name, spec in tensors.items():
+        planned |= plan(layer_of[name]) if name in layer_of else {name: spec}
+    return planned

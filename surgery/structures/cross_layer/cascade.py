@@ -1,0 +1,54 @@
+"""``surgery convert --to crosslayer --method cascade``: layers read the latents of their group's earlier layers too.
+
+Those are in the cache already, and keys and values of neighbouring layers are much alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.running.source import Source
+from surgery.structures.base import Work
+from surgery.structures.cross_layer.settings import CrossLayerSettings
+from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.low_rank.structure import LowRank
+
+
+class Cascade(LowRank):
+    """Low rank whose latents are read across layers."""
+
+    name = "crosslayer"
+    # In a fitted cascade the closed form of a layer stands on fitted latents, and is no result by itself.
+    closed_ends = False
+
+    def __init__(self, opened: Source, settings: CrossLayerSettings, progress: Progress):
+        super().__init__(opened, settings, progress)
+        self.asked = _of_one_layer(settings)
+        self.earlier = _earlier_layers(opened.windows, settings.group_size)
+
+    def gather(self, work: Work) -> None:
+        """Moments and the loss gradient's, of text."""
+        if work.texts.calibration is None:
+            raise SurgeryError(
+                "--to crosslayer: what layers have in common shows in text only: drop --calibration none"
+            )
+        super().gather(work)
+
+
+def _of_one_layer(settings: CrossLayerSettings) -> LowRankSettings:
+    """What a cascade asks of every layer."""
+    names = {field.name for field in fields(LowRankSettings)}
+    given = {name: value for name, value in settings.to_dict().items() if name in names}
+    return LowRankSettings(**{**given, "method": "fisher"})
+
+
+def _earlier_layers(windows: tuple[int | None, ...], group_size: int) -> tuple[int, ...]:
+    """How many layers of its group stand before each layer; groups do not span layers of different windows."""
+    earlier = []
+    for layer, window in enumerate(windows):
+        same = layer > 0 and window == windows[layer - 1]
+        place = earlier[-1] + 1 if same and earlier[-1] + 1 < group_size else 0
+        earlier.append(place)
+    return tuple(earlier)

@@ -1,0 +1,262 @@
+"""``surgery convert --to crosslayer``, methods xkv, xkv-prompt and minicache: layers share one cache of old tokens.
+
+Statistics serve the static basis of xkv alone. Every tensor of the source is kept: recent tokens are read as it reads
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.architectures.cross_layer import REASON, OwnCrossLayer
+from surgery.architectures.own_class import MODEL_TYPE
+from surgery.calibration.cross_layer_statistics import joint_moment
+from surgery.checkpoint import CheckpointWriter, TensorSpec
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.running.layer_stream import LayerStream, StreamedBlock
+from surgery.running.source import Source
+from surgery.structures.base import LONG, Foreseen, Outcome, Structure, Work, unchanged_tensors
+from surgery.structures.cross_layer.cascade import Cascade
+from surgery.structures.cross_layer.latents import SharedLatents
+from surgery.structures.cross_layer.prompt_verification import verify_prompt_basis
+from surgery.structures.cross_layer.report import SHARED, GroupReport, predicted_bytes
+from surgery.structures.cross_layer.settings import CrossLayerSettings
+from surgery.structures.estimates import Demand
+from surgery.structures.ladder import ERROR_SEQUENCES, Ladder
+from surgery.transforms.cross_layer import (
+    Rebuild,
+    SharedBasis,
+    SimulatedGroup,
+    loss_metric,
+    merged_pair,
+    prompt_basis,
+    shared_basis,
+)
+from surgery.verify.written import Verification
+
+LATENT_SOURCES = ("surgery", "deepseek_v3")
+"""Model types of checkpoints that cache latents already."""
+
+# xKV's ranks of keys and values stand 1 to 1.5: arXiv:2503.18893, section 5.
+KEY_SHARE = 0.4
+# MiniCache's t, and the share of tokens that it leaves unmerged: arXiv:2405.14366, section 5.
+INTERPOLATION, RETENTION = 0.6, 0.05
+
+
+class CrossLayer(Structure[Source, CrossLayerSettings]):
+    """Groups of adjacent layers share a cache of old tokens: methods xkv, xkv-prompt and minicache."""
+
+    def __init__(self, opened: Source, settings: CrossLayerSettings, progress: Progress):
+        super().__init__(opened, settings, progress)
+        self._groups, self._entries = plan_groups(opened, settings)
+        first = opened.anatomy(0)
+        self._writes = OwnCrossLayer(self._groups, self._entries, opened.layers, first.kv_width, first.q.dtype)
+
+    @classmethod
+    def for_source(cls, config: Mapping[str, Any], settings: CrossLayerSettings) -> type[Structure]:
+        """MLA models share latents; a cascade is low rank with latents that are read across layers."""
+        if settings.method == "cascade":
+            return Cascade
+        return SharedLatents if config.get("model_type") in LATENT_SOURCES else cls
+
+    def foresee(self) -> Foreseen:
+        """All of it: nothing is left to the work but numbers."""
+        opened, config = self.opened, self._writes.config(self.opened.reader.config)
+        return Foreseen(
+            config=config,
+            tensors=unchanged_tensors(opened.reader, opened.config) | self._writes.plan(),
+            kv_bytes_per_token=predicted_bytes(config, opened.weight_dtype, self.settings.method)(LONG) / LONG,
+            model_type=MODEL_TYPE,
+            reasons=[REASON],
+            demand=Demand(
+                cached=self._numbers(self._entries[0]) // (self._groups[0][1] - self._groups[0][0]),
+                statistics=self.settings.method == "xkv",
+                gradients=True,
+            ),
+        )
+
+    def gather(self, work: Work) -> None:
+        """For the static basis of xkv."""
+        if self.settings.method != "xkv":
+            return
+        if work.texts.calibration is None:
+            raise SurgeryError("method xkv: what layers have in common shows in text only: drop --calibration none")
+        work.gather()
+
+    def plan(self, work: Work) -> dict[str, TensorSpec]:
+        """The groups are settled already; everything stays, and bases come beside it."""
+        return unchanged_tensors(self.opened.reader, self.opened.config) | self._writes.plan()
+
+    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+        """Finds the basis of every group and carries the stages through it."""
+        opened, settings = self.opened, self.settings
+        config, pieces = self._writes.config(opened.reader.config), _pieces(self._groups, opened.layers)
+        stages = () if settings.method == "xkv-prompt" else (SHARED,)
+        ladder, reports = work.ladder(stages), []
+        with work.progress.phase("convert", opened.layers) as advance:
+            for start, stop in pieces:
+                group = next((i for i, span in enumerate(self._groups) if span == (start, stop)), None)
+                basis, report = self._convert(
+                    start, stop, None if group is None else self._entries[group], work, ladder
+                )
+                if basis is not None:
+                    for name, tensor in self._writes.tensors(group, basis).items():
+                        writer.write(name, tensor)
+                reports += [report] if report else []
+                advance(stop - start)
+        return Outcome(
+            config=config,
+            target={
+                "to": "crosslayer",
+                "method": settings.method,
+                "model_type": MODEL_TYPE,
+                "reasons": [REASON],
+                "groups": [list(span) for span in self._groups],
+                "ranks": [report.ranks[0] for report in reports],
+                "sinks": settings.sinks,
+                "window": settings.window,
+                "block": None if settings.method == "xkv-prompt" else settings.block,
+            },
+            kv_bytes=predicted_bytes(config, opened.weight_dtype, settings.method),
+            groups=pieces,
+            layers=reports,
+            scores=ladder.scores(),
+            simulated=ladder.hidden[stages[-1] if stages else "source"],
+            own_class=True,
+        )
+
+    def verify(self, work: Work, written: Path, outcome: Outcome) -> Verification:
+        """A basis of the prompt's own is found by the written model alone."""
+        if self.settings.method != "xkv-prompt":
+            return super().verify(work, written, outcome)
+        opened, size = self.opened, self.settings.batch_size
+        return verify_prompt_basis(
+            written, outcome, opened.weight_dtype, opened.stream, work.texts.held_out, size, work.progress
+        )
+
+    def _convert(
+        self, start: int, stop: int, entry: Mapping[str, Any] | None, work: Work, ladder: Ladder
+    ) -> tuple[SharedBasis | None, GroupReport | None]:
+        """Converts one group; None for ``entry`` is a layer outside all groups."""
+        basis, rebuild = None, None
+        if entry is not None and entry["kind"] == "cross_layer":
+            moment = joint_moment(self.opened, work.store, start, stop, self.settings.batch_size)
+            metrics = [loss_metric(work.library.load(index)[0]) for index in range(start, stop)]
+            basis = shared_basis(moment, metrics, entry["rank"])
+            stream = self.opened.stream
+            rebuild = basis.to(stream.device, stream.dtype).rebuild
+        elif entry is not None and entry["kind"] == "cross_layer_pairs":
+            rebuild = merged_pair(self.opened.anatomy(0).kv_heads, entry["kept"], entry["interpolation"])
+        elif entry is not None:
+            rebuild = prompt_basis(self.opened.anatomy(0).kv_width // 2, entry["key_rank"], entry["value_rank"])
+        measured, lost = self._carry(start, stop, rebuild, ladder)
+        if entry is None:
+            return None, None
+        error = None if basis is None else basis.error
+        return basis, GroupReport(f"{start}-{stop - 1}", (self._numbers(entry),), 0, *lost, error, measured)
+
+    def _numbers(self, entry: Mapping[str, Any]) -> int:
+        if entry["kind"] == "cross_layer_pairs":
+            anatomy = self.opened.anatomy(0)
+            return anatomy.kv_width + 4 * anatomy.kv_heads
+        return entry.get("rank") or entry["key_rank"] + entry["value_rank"]
+
+    @torch.no_grad()
+    def _carry(
+        self, start: int, stop: int, rebuild: Rebuild | None, ladder: Ladder
+    ) -> tuple[dict[str, float], tuple[float, float]]:
+        """Runs a group in every stage: errors of its output by stage, and of keys and values."""
+        stream, settings, hidden = self.opened.stream, self.settings, ladder.hidden
+        errors, lost = {}, (0.0, 0.0)
+        with stream.block(start, stop) as layers:
+            if rebuild is not None:
+                sources = [self.opened.anatomy(i).to(stream.device, stream.dtype) for i in range(start, stop)]
+                sample = hidden["source"][:ERROR_SEQUENCES].to(stream.device, stream.dtype)
+                block = settings.block if SHARED in hidden else sample.shape[1]
+                group = SimulatedGroup.of(sources, rebuild, block, sinks=settings.sinks, window=settings.window)
+                want = layers(sample)
+                difference = group.run(layers, sample) - want
+                lost = group.errors()
+                if SHARED in hidden:
+                    errors[SHARED] = float(difference.norm() / (want - sample).norm())
+                    _run(stream, layers, group, hidden[SHARED], settings.batch_size)
+            elif SHARED in hidden:
+                stream.run_layer(layers, hidden[SHARED], settings.batch_size)
+            stream.run_layer(layers, hidden["source"], settings.batch_size)
+        return errors, lost
+
+
+def plan_groups(
+    opened: Source, settings: CrossLayerSettings
+) -> tuple[tuple[tuple[int, int], ...], tuple[dict[str, Any], ...]]:
+    """The groups of a conversion, and what their layers' entries in ``attention_layers`` say but for the place.
+
+    The last group is smaller where ``group_size`` does not divide the layers. MiniCache merges pairs from the middle
+    of the model on.
+
+    Raises:
+        SurgeryError: a layer forgets, the budget is impossible, or a setting means nothing to the method.
+    """
+    for layer in range(opened.layers):
+        if opened.family.window(opened.config, layer) is not None:
+            raise SurgeryError(
+                f"layer {layer} has a sliding window and forgets: layers share a cache of old tokens, which needs full "
+                "attention in all; convert --to lowrank instead"
+            )
+    recent = {"block": settings.block, "sinks": settings.sinks, "window": settings.window}
+    if settings.method == "minicache":
+        if settings.kv_ratio is not None or settings.rank is not None:
+            raise SurgeryError("method minicache has no ratio: it merges every pair in the deeper half of the model")
+        start = opened.layers // 2
+        groups = tuple((first, first + 2) for first in range(start, opened.layers - 1, 2))
+        if not groups:
+            raise SurgeryError("method minicache needs a model of two layers or more")
+        entry = {"kind": "cross_layer_pairs", "group_size": 2, **recent}
+        kept = round(RETENTION * settings.block)
+        return groups, ({**entry, "kept": kept, "interpolation": INTERPOLATION},) * len(groups)
+    size, layers = settings.group_size, opened.layers
+    groups = tuple((first, min(first + size, layers)) for first in range(0, layers, size))
+    entries = []
+    for start, stop in groups:
+        rank = _wanted_rank(opened.anatomy(0).kv_width, stop - start, settings)
+        if settings.method == "xkv":
+            entries.append({"kind": "cross_layer", "group_size": stop - start, "rank": rank, **recent})
+            continue
+        if settings.window or settings.sinks:
+            raise SurgeryError("method xkv-prompt keeps every token after the prompt exact: leave window and sinks out")
+        key_rank = max(1, round(KEY_SHARE * rank))
+        ranks = {"key_rank": key_rank, "value_rank": max(1, rank - key_rank)}
+        entries.append({"kind": "cross_layer_prompt", "group_size": stop - start, **ranks})
+    return groups, tuple(entries)
+
+
+def _wanted_rank(width: int, layers: int, settings: CrossLayerSettings) -> int:
+    """Numbers that a group of so many layers, each of ``width`` numbers per token, keeps of a token."""
+    full, ratio = width * layers, 0.25 if settings.kv_ratio is None else settings.kv_ratio
+    rank = settings.rank * layers if settings.rank else int(ratio * full + 1e-9)
+    rank -= rank % settings.rank_multiple
+    if not 1 <= rank < full:
+        raise SurgeryError(
+            f"{rank} numbers per token for {layers} layers (in multiples of {settings.rank_multiple}): choose fewer "
+            f"than the source's {full} and one multiple at least"
+        )
+    return rank
+
+
+def _pieces(groups: tuple[tuple[int, int], ...], layers: int) -> list[tuple[int, int]]:
+    """The groups, and each layer outside them on its own, in order."""
+    inside = {index for start, stop in groups for index in range(start, stop)}
+    return sorted([*groups, *((index, index + 1) for index in range(layers) if index not in inside)])
+
+
+def _run(
+    stream: LayerStream, layers: StreamedBlock, group: SimulatedGroup, hidden: torch.Tensor, batch_size: int
+) -> None:
+    """Applies a simulated group to [N, T, D], in place."""
+    for rows in hidden.split(batch_size):
+        rows.copy_(group.run(layers, rows.to(stream.device, stream.dtype)))

@@ -1,0 +1,271 @@
+"""``surgery convert --to lowrank`` and ``--to crosslayer --method cascade``: latents in place of keys and values.
+
+Statistics come from two sweeps over calibration text and ranks from one budget; one pass then converts every layer,
+fits it and carries all stages through it.
+
+In a cascade the layers of a group read the latents of the group's earlier layers beside their own: those are in the
+cache already, and keys and values of neighbouring layers are much alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from surgery.architectures.low_rank import REASON, OwnLowRank
+from surgery.architectures.own_class import MODEL_TYPE
+from surgery.calibration.statistics import LayerStatistics
+from surgery.checkpoint import CheckpointWriter, TensorSpec
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.running.layer_stream import StreamedLayer
+from surgery.running.source import Source
+from surgery.structures.alternatives import least_loss
+from surgery.structures.base import Foreseen, Outcome, Structure, Work, replanned_tensors
+from surgery.structures.estimates import Demand
+from surgery.structures.ladder import Ladder
+from surgery.structures.low_rank.rank_plan import plan_bits, plan_ranks, wanted_rank
+from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.sequential_fit import SequentialFit, Solve
+from surgery.transforms.attention_fit import gram
+from surgery.transforms.low_rank import SharedMoments, loss_metric, low_rank_layer
+from surgery.transforms.low_rank_fit import fit_low_rank_layer, order_latents
+from surgery.transforms.low_rank_layer import LowRankLayer, SimulatedLowRank
+from surgery.transforms.low_rank_methods import blocks_for
+
+CLOSED, FITTED = "low rank", "fitted"
+EXACT_WINDOW = {CLOSED: "exact window", FITTED: "fitted, exact window"}
+"""Stages of a conversion in the ladder of the report, after the source: the forms, and each beside an exact window."""
+
+
+@dataclass(frozen=True)
+class LowRankLayerReport:
+    """One layer of the report.
+
+    Attributes:
+        ranks: of its blocks of latents.
+        shared_rank: latents of earlier layers that it reads.
+        key_error, value_error, error: predicted, before the fit; see
+            :class:`surgery.transforms.low_rank.LowRankConversion`.
+        energies: of its latents in the metric of the loss, best first, block after block: what slicing goes by.
+        measured: relative error of the layer's own output on the source's inputs, at each stage.
+    """
+
+    layer: int
+    ranks: tuple[int, ...]
+    shared_rank: int
+    key_error: float
+    value_error: float
+    error: float
+    energies: list[float]
+    measured: dict[str, float]
+
+
+@dataclass
+class _Group:
+    """What the earlier layers of a group hand on to the next."""
+
+    stages: dict[str, list[SimulatedLowRank]] = field(default_factory=dict)
+    fit: list[SimulatedLowRank] = field(default_factory=list)
+    latents: list[Tensor] = field(default_factory=list)  # [N, T, r] each, of the source's inputs
+
+
+class LowRank(Structure[Source, LowRankSettings]):
+    """Keys and values are read from latents, a layer's own.
+
+    Attributes:
+        name: of the target, in the report.
+        closed_ends: whether the closed form is a result too where there is a fit.
+    """
+
+    name = "lowrank"
+    closed_ends = True
+
+    def __init__(self, opened: Source, settings: LowRankSettings, progress: Progress):
+        super().__init__(opened, settings, progress)
+        self.asked = settings
+        self.earlier = (0,) * opened.layers
+        wanted_rank(settings, opened.anatomy(0))
+        if settings.window and any(window is not None for window in opened.windows):
+            raise SurgeryError("--window: layers with a sliding window of their own forget already: leave it out")
+        self._group = _Group()
+
+    def foresee(self) -> Foreseen:
+        """As if all layers had one rank; where bits are chosen too, at all ranks and in the bytes asked for."""
+        opened, asked, first = self.opened, self.asked, self.opened.anatomy(0)
+        rank, fits = wanted_rank(asked, first), asked.method == "fisher"
+        blocks = (blocks_for(asked.method, first, rank, multiple=asked.rank_multiple),) * opened.layers
+        sinks = asked.sinks if asked.window else 0
+        writes = OwnLowRank(first, blocks, self.earlier, sinks, asked.window, None)
+        forms = (self.closed_ends or not asked.fit_steps) + bool(fits and asked.fit_steps)
+        return Foreseen(
+            config=writes.config(opened.reader.config),
+            tensors=replanned_tensors(opened, writes.copied, writes.plan),
+            kv_bytes_per_token=writes.rank(0) * opened.layers * first.q.dtype.itemsize,
+            model_type=MODEL_TYPE,
+            reasons=[REASON],
+            demand=Demand(
+                cached=rank,
+                statistics=True,
+                gradients=True,
+                fit_steps=asked.fit_steps if fits else 0,
+                fit_iterations=asked.fit_iterations,
+                fit_queries=asked.fit_queries,
+                results=forms,
+                steps=forms if asked.window else 0,
+                quantizes=asked.quantizes,
+            ),
+        )
+
+    def gather(self, work: Work) -> None:
+        """Moments and the loss gradient's."""
+        work.gather()
+
+    def plan(self, work: Work) -> dict[str, TensorSpec]:
+        """Ranks, or ranks and bits, of every layer."""
+        opened, asked, held_out, codes = self.opened, self.asked, work.texts.held_out, None
+        if asked.bits == "auto":
+            self._blocks, codes = plan_bits(opened, work.library, held_out, asked)
+        else:
+            self._blocks = plan_ranks(opened, work.library, held_out, asked, work.progress)
+        # Without a window sinks are of the codes.
+        sinks = asked.sinks if asked.window else 0
+        self._writes = OwnLowRank(opened.anatomy(0), self._blocks, self.earlier, sinks, asked.window, codes)
+        return replanned_tensors(opened, self._writes.copied, self._writes.plan)
+
+    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+        """The closed form and the fitted one, of which the one of less held-out loss is written."""
+        opened, writes = self.opened, self._writes
+        fit = work.fit(self.asked.method == "fisher")
+        forms = (*((CLOSED,) if self.closed_ends or not fit else ()), *((FITTED,) if fit else ()))
+        windowed = tuple(EXACT_WINDOW[form] for form in forms) if self.asked.window else ()
+        ladder = work.ladder((*forms, *windowed), steps=forms if windowed else ())
+        reports: dict[str, list[LowRankLayerReport]] = {}
+        for index in work.layers():
+            for form, (layer, report) in self._convert(index, work, fit, ladder).items():
+                work.alternatives.save(form, index, writes.tensors(index, layer.to("cpu", torch.float64)))
+                reports.setdefault(form, []).append(report)
+        scores = ladder.scores()
+        result = least_loss(windowed or forms, scores)
+        form = forms[(windowed or forms).index(result)]
+        work.alternatives.write(form, opened.layers, writer)
+        return Outcome(
+            config=writes.config(opened.reader.config),
+            target={
+                "to": self.name,
+                "method": self.settings.method,
+                "model_type": MODEL_TYPE,
+                "reasons": [REASON],
+                "ranks": [writes.rank(layer) for layer in range(opened.layers)],
+                "shared_layers": list(self.earlier),
+                "sinks": writes.sinks,
+                "window": self.asked.window,
+                "result": result,
+                **({"codes": writes.codes} if writes.codes else {}),
+            },
+            kv_bytes=writes.kv_bytes,
+            groups=sorted({_group_of(index, self.earlier) for index in range(opened.layers)}),
+            layers=reports[form],
+            scores=scores,
+            simulated=ladder.hidden[result],
+            own_class=True,
+        )
+
+    def _convert(
+        self, index: int, work: Work, fit: SequentialFit | None, ladder: Ladder
+    ) -> dict[str, tuple[LowRankLayer, LowRankLayerReport]]:
+        """Converts, fits and measures one layer, by form."""
+        stream, blocks = self.opened.stream, self._blocks[index]
+        start, stop = _group_of(index, self.earlier)
+        if index == start:
+            self._group = _Group()
+        anatomy, statistics = self.opened.anatomy(index).to(torch.float64), work.library.load(index)[0]
+        with stream.layer(index) as layer:
+            inputs, shared = None, None
+            if stop - start > 1:
+                inputs = self._source_inputs(layer, work.store.load(index))
+            if index > start:
+                latents = torch.cat(self._group.latents, dim=-1)
+                live = anatomy.to(stream.device, stream.dtype)
+                shared = SharedMoments.of(live, inputs, latents, statistics.token_weight)
+            converted = low_rank_layer(anatomy, statistics, blocks, self.asked.method, shared)
+            closed = converted.layer
+            energies = torch.cat([e[: b.rank] for e, b in zip(converted.energies, blocks, strict=True)])
+            # What a method keeps in any case (ThinK's values) counts as its best: JSON knows no infinity.
+            energies = energies.clamp_max(energies[energies.isfinite()].max())
+            forms = {CLOSED: (closed, energies)} if CLOSED in ladder.hidden else {}
+            if fit:
+                fitted = fit.fit(index, layer, anatomy, self._solver(index, closed, statistics))
+                self._group.fit.append(fitted)
+                forms[FITTED] = fitted.layer, self._energies
+            stages = {name: form for name, (form, _) in forms.items()}
+            if self.asked.window:
+                stages |= {EXACT_WINDOW[name]: form for name, (form, _) in forms.items()}
+            errors = self._measure(layer, anatomy, stages, ladder)
+            if index + 1 < stop:
+                last, _ = list(forms.values())[-1]
+                self._group.latents.append(last.to(stream.device, stream.dtype).latents(inputs))
+        ranks = tuple(block.rank for block in blocks)
+        predicted = converted.key_error, converted.value_error, converted.error
+        return {
+            name: (form, LowRankLayerReport(index, ranks, form.shared, *predicted, worth.tolist(), errors))
+            for name, (form, worth) in forms.items()
+        }
+
+    def _measure(
+        self, layer: StreamedLayer, anatomy: AttentionAnatomy, forms: dict[str, LowRankLayer], ladder: Ladder
+    ) -> dict[str, float]:
+        """Carries all stages through the layer; the relative error of each."""
+        stream, modules = self.opened.stream, {}
+        for name, form in forms.items():
+            earlier = self._group.stages.setdefault(name, [])
+            window = {}
+            if name in EXACT_WINDOW.values():
+                window = {"sinks": self.asked.sinks, "window": self.asked.window}
+            modules[name] = SimulatedLowRank(form.to(stream.device, stream.dtype), tuple(earlier), **window)
+            earlier.append(modules[name])
+        makers = {name: lambda module=module: module for name, module in modules.items()}
+        return ladder.advance(layer, anatomy, makers, forms)
+
+    def _solver(self, index: int, start: LowRankLayer, statistics: LayerStatistics) -> Solve:
+        """The least-squares problem of one layer, from its closed form; orders the latents that it finds."""
+        stream, settings = self.opened.stream, self.asked
+        earlier = tuple(self._group.fit)
+
+        def solve(inputs: Tensor, targets: Tensor) -> SimulatedLowRank:
+            shared = torch.cat([torch.cat(other.latents) for other in earlier], dim=-1) if earlier else None
+            fitted, _, _ = fit_low_rank_layer(
+                start.to(stream.device, stream.dtype),
+                inputs,
+                targets,
+                statistics.output_metric.to(stream.device),
+                shared=shared,
+                steps=settings.fit_steps,
+                iterations=settings.fit_iterations,
+                queries=settings.fit_queries,
+                seed=settings.seed + index,
+            )
+            moment = sum(gram(fitted.latents(x.to(fitted.down))).cpu() for x in inputs) / inputs.shape[:2].numel()
+            fitted = fitted.to("cpu", torch.float64)
+            ordered, self._energies = order_latents(fitted, moment, loss_metric(fitted.source, statistics))
+            return SimulatedLowRank(ordered.to(stream.device, stream.dtype), earlier)
+
+        return solve
+
+    @torch.no_grad()
+    def _source_inputs(self, layer: StreamedLayer, hidden: Tensor) -> Tensor:
+        """What enters the attention in the source model, [N, T, D]."""
+        stream = self.opened.stream
+        rows = hidden.split(self.asked.batch_size)
+        return torch.cat([layer.attention_inputs(part.to(stream.device, stream.dtype)) for part in rows])
+
+
+def _group_of(layer: int, earlier: tuple[int, ...]) -> tuple[int, int]:
+    """First layer of a layer's group, and the one after its last."""
+    start = stop = layer - earlier[layer]
+    while stop < len(earlier) and stop - earlier[stop] == start:
+        stop += 1
+    return start, stop

@@ -1,0 +1,244 @@
+"""``surgery convert --to mla``.
+
+Candidate splits of the budget are tried on held-out text; then every layer is converted and carried through all stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.held_out import HeldOut
+from surgery.calibration.library import StatisticsLibrary
+from surgery.checkpoint import CheckpointWriter, TensorSpec
+from surgery.common.progress import Progress
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.running.layer_stream import LayerStream
+from surgery.running.source import Source
+from surgery.structures.alternatives import least_loss
+from surgery.structures.base import Foreseen, Outcome, Structure, Work, replanned_tensors
+from surgery.structures.estimates import Demand
+from surgery.structures.ladder import Form, Ladder
+from surgery.structures.mla import split as mla_split
+from surgery.structures.mla.budget import candidate_splits
+from surgery.structures.mla.forecast import Forecast, forecast
+from surgery.structures.mla.output import carrier_of, reserved_numbers
+from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerReport, mla_target
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.mla.split import SPLIT_SEQUENCES, MLAPlan
+from surgery.structures.sequential_fit import SequentialFit
+from surgery.transforms import mla
+from surgery.transforms.key_basis import KeyBasis, identity_basis
+from surgery.transforms.latent_layer import LatentLayer, SimulatedAttention
+from surgery.transforms.latent_order import order_latents
+from surgery.transforms.least_squares import LatentFit
+from surgery.transforms.partial_rope import latent_form
+
+
+class MLA(Structure[Source, ConvertSettings]):
+    """Keys and values become a latent and a rotated key that all heads share."""
+
+    def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
+        super().__init__(opened, settings, progress)
+        first = opened.anatomy(0)
+        self.splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
+        if settings.engine is not None:
+            forecast(opened, self.splits[0], settings)  # refuses what the engine does not take
+
+    def foresee(self) -> Foreseen:
+        """Of the split that caches most; the frequencies that keep RoPE may be open."""
+        opened, settings, method = self.opened, self.settings, mla.METHODS[self.settings.method]
+        forecasts = [forecast(opened, split, settings) for split in self.splits]
+        chosen = max(forecasts, key=lambda found: found.kv_bytes_per_token)
+        carrier, steps = chosen.carrier, settings.fit_steps if method.gradients else 0
+        return Foreseen(
+            config=carrier.writer.config(opened.reader.config),
+            tensors=replanned_tensors(opened, carrier.writer.copied, carrier.writer.plan),
+            kv_bytes_per_token=chosen.kv_bytes_per_token,
+            model_type="deepseek_v3" if carrier.stock else "surgery",
+            reasons=list(carrier.reasons),
+            demand=Demand(
+                cached=max(split.rank + split.rope_dim for split in self.splits),
+                statistics=True,
+                gradients=method.gradients,
+                lags=method.lags,
+                fit_steps=steps,
+                fit_iterations=settings.fit_iterations,
+                fit_queries=settings.fit_queries,
+                results=2 if steps else 1,
+                steps=1,
+                exact=len(EXACT_STAGES),
+                splits=len(self.splits),
+                split_sequences=SPLIT_SEQUENCES,
+                rescales=carrier.stock and carrier.writer.rescale != 1.0,
+                quantizes=settings.quantizes,
+            ),
+            splits=[_split_facts(found) for found in forecasts],
+            settled=chosen.frequencies_known,
+            engines=chosen.engines,
+        )
+
+    def gather(self, work: Work) -> None:
+        """Moments, and what attention over lags a choice of frequencies needs."""
+        method = mla.METHODS[self.settings.method]
+        work.gather(gradients=method.gradients, basis_of=mla.lag_basis(method))
+
+    def plan(self, work: Work) -> dict[str, TensorSpec]:
+        """Chooses the split on held-out text, and the class that carries it."""
+        opened, settings = self.opened, self.settings
+        self._plan, self._tried, self._engine_cost = _choose_plan(
+            self.splits, opened, work.library, work.texts.held_out, settings, work.progress
+        )
+        if settings.allocate == "spectrum":
+            self._plan = self._plan.with_ranks_by_spectrum(opened.anatomy, work.library, opened.layers, work.progress)
+        self._carrier = carrier_of(opened, self._plan, settings)
+        return replanned_tensors(opened, self._carrier.writer.copied, self._carrier.writer.plan)
+
+    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+        """The closed form and the fitted one, of which the one of less held-out loss is written."""
+        opened, carrier = self.opened, self._carrier
+        fit = work.fit(mla.METHODS[self.settings.method].gradients)
+        stages = LOSSY_STAGES[: 3 if fit else 2]
+        ladder = work.ladder((*EXACT_STAGES, *stages), exact=EXACT_STAGES, steps=stages[:1])
+        reports: dict[str, list[LayerReport]] = {}
+        for index in work.layers():
+            for form, report in self._convert(index, work, fit, ladder).items():
+                reports.setdefault(form, []).append(report)
+        scores = ladder.scores()
+        result = least_loss(stages[1:], scores)
+        work.alternatives.write(result, opened.layers, writer)
+        layers = reports[result]
+        target = {**mla_target(carrier, self._plan.method.name, layers), **self._engine_cost, "result": result}
+        width = sum(carrier.writer.kv_width(layer) for layer in range(opened.layers))
+        return Outcome(
+            config=carrier.writer.config(opened.reader.config),
+            target=target,
+            kv_bytes=lambda tokens: width * carrier.writer.spec.dtype.itemsize * tokens,
+            layers=layers,
+            scores=scores,
+            simulated=ladder.hidden[result],
+            factors=carrier.writer.rescaled(writer.missing()) if carrier.stock else {},
+            own_class=not carrier.stock,
+            splits=[{**asdict(split), "held_out_loss": loss} for split, loss in self._tried],
+        )
+
+    def _convert(self, index: int, work: Work, fit: SequentialFit | None, ladder: Ladder) -> dict[str, LayerReport]:
+        """Converts and measures one layer, the closed form and the fitted one; reports on both."""
+        stream = self.opened.stream
+        anatomy = self.opened.anatomy(index).to(torch.float64)
+        converted = self._plan.convert(anatomy, work.library, index)
+        energies = {"truncated": converted.energy[: converted.truncated.rank]}
+        stages = {"partial RoPE": converted.partial, "truncated": converted.truncated}
+        with stream.layer(index) as layer:
+            if fit:
+                metric = work.library.load(index)[0].output_metric
+                solve = _Solver(converted.truncated, metric, index, stream, self.settings)
+                stages["fitted"] = fit.fit(index, layer, anatomy, solve).layer
+                energies["fitted"] = solve.energies
+            errors = ladder.advance(layer, anatomy, _forms(anatomy, converted.basis, stages, stream), stages)
+        for form in energies:
+            tensors = self._carrier.writer.tensors(index, stages[form].to("cpu", torch.float64))
+            work.alternatives.save(form, index, tensors)
+        return {form: LayerReport.of(index, converted, worth, errors) for form, worth in energies.items()}
+
+
+def _choose_plan(
+    splits: list[mla.Split],
+    opened: Source,
+    library: StatisticsLibrary,
+    held_out: HeldOut,
+    settings: ConvertSettings,
+    progress: Progress,
+) -> tuple[MLAPlan, list[tuple[mla.Split, float | None]], dict]:
+    """The plan of least held-out loss, the loss of every candidate, and what an engine's limits cost, for the report.
+
+    The free choice that an engine's is compared with is that of the same budget without limits.
+    """
+    method = mla.METHODS[settings.method]
+
+    def planned(splits: list[mla.Split], frequencies: str) -> list[MLAPlan]:
+        return [
+            mla_split.plan_for(split, method, opened.anatomy, library, opened.layers, frequencies) for split in splits
+        ]
+
+    plans, free = planned(splits, settings.rope_frequencies), []
+    if settings.engine is not None and held_out.texts:
+        unlimited = replace(settings, engine=None, rope_frequencies="free")
+        first = opened.anatomy(0)
+        free = candidate_splits(unlimited, first, reserved_numbers(opened, unlimited, first))
+    if len(plans) == 1 and not free:
+        return plans[0], [(splits[0], None)], {}
+    if not held_out.texts:
+        # Nothing to try them on: a third for rotated numbers, the middle of what calibrated conversions choose.
+        middle = min(
+            range(len(splits)), key=lambda i: abs(splits[i].rope_dim - (splits[i].rope_dim + splits[i].rank) / 3)
+        )
+        return plans[middle], [(splits[middle], None)], {}
+    losses = mla_split.try_plans(
+        [*plans, *planned(free, "free")],
+        opened.stream,
+        opened.anatomy,
+        library,
+        held_out,
+        settings.batch_size,
+        progress,
+    )
+    best = min(range(len(plans)), key=losses.__getitem__)
+    tried = list(zip(splits, losses[: len(plans)], strict=True))
+    if not free:
+        return plans[best], tried, {}
+    unlimited_loss, split = min(zip(losses[len(plans) :], free, strict=True), key=lambda found: found[0])
+    cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": unlimited_loss}
+    return plans[best], tried, {"engine_limits": {**cost, "free_split": [split.rope_dim, split.rank]}}
+
+
+class _Solver:
+    """The least-squares problem of one layer, from its closed form and the loss gradient's moment [D, D].
+
+    Attributes:
+        energies: of the fitted latents, which come out in their order; None until it has been solved.
+    """
+
+    def __init__(self, start: LatentLayer, metric: Tensor, index: int, stream: LayerStream, settings: ConvertSettings):
+        self._start, self._metric, self._index = start, metric, index
+        self._stream, self._settings = stream, settings
+        self.energies: Tensor | None = None
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> SimulatedAttention:
+        stream, settings = self._stream, self._settings
+        problem = LatentFit(
+            self._start.to(stream.device, stream.dtype),
+            inputs,
+            targets,
+            self._metric.to(stream.device),
+            queries=settings.fit_queries,
+            seed=settings.seed + self._index,
+        )
+        fitted, _, _ = problem.run(settings.fit_steps, settings.fit_iterations)
+        ordered, self.energies = order_latents(fitted.to("cpu", torch.float64), *problem.latent_moments())
+        return SimulatedAttention(ordered.to(stream.device, stream.dtype))
+
+
+def _forms(
+    anatomy: AttentionAnatomy, basis: KeyBasis, lossy: dict[str, LatentLayer], stream: LayerStream
+) -> dict[str, Form]:
+    """A layer's attention in every stage of the ladder."""
+    every_component = torch.arange(basis.components)
+    identity = identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
+    forms = {
+        "merged": lambda: latent_form(anatomy, identity, every_component),
+        "rotated": lambda: latent_form(anatomy, basis, every_component),
+        **{name: lambda form=form: form for name, form in lossy.items()},
+    }
+    return {
+        name: lambda form=form: SimulatedAttention(form().to(stream.device, stream.dtype))
+        for name, form in forms.items()
+    }
+
+
+def _split_facts(found: Forecast) -> dict:
+    split = found.split
+    facts = {"rope_dim": split.rope_dim, "rank": split.rank, "kv_bytes_per_token": found.kv_bytes_per_token}
+    return {**facts, "fold": split.fold} if split.fold > 1 else facts

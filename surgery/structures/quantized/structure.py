@@ -1,0 +1,88 @@
+"""``surgery convert --to quantized``: a checkpoint whose KV cache keeps codes of a few bits.
+
+Nothing is fitted. The result is the project's own class with the attention of the source, whichever that is; the last
+stage of every conversion with bits, :mod:`surgery.structures.quantized.stage`, is all that happens to it.
+"""
+
+from __future__ import annotations
+
+from surgery.architectures.cached import REASON, check_quantizable
+from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.reporting.report import SourceShape
+from surgery.running.layer_stream import blocks_of
+from surgery.running.skeleton import skeleton
+from surgery.running.source import OwnSource, Source
+from surgery.structures.base import LONG, Foreseen, Outcome, Structure, Work, kept_with_attention
+from surgery.structures.estimates import Demand
+from surgery.structures.quantized.settings import QuantizedSettings
+from surgery.verify.written import measured_tokens
+
+
+class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
+    """The attention stays as it is, its cache becomes codes."""
+
+    def __init__(self, opened: Source | OwnSource, settings: QuantizedSettings, progress: Progress):
+        super().__init__(opened, settings, progress)
+        self._config = own_config(opened.reader.config, layer_entries(opened.reader.config))
+        self._exact = skeleton(self._config, opened.weight_dtype)
+        skeleton({**self._config, "kv_cache": settings.kv_cache()}, opened.weight_dtype)  # refuses what cannot be
+
+    @classmethod
+    def open(cls, reader: CheckpointReader, settings: QuantizedSettings) -> Source | OwnSource:
+        """A checkpoint of a family or of the own class, with a plain cache."""
+        model_type = reader.config.get("model_type")
+        if model_type == "deepseek_v3":
+            raise SurgeryError(
+                f"{reader.path}: stock deepseek_v3 keeps a plain cache; convert its source again with --carrier own, "
+                "which makes an MLA checkpoint that can be quantised"
+            )
+        opened = OwnSource.open(reader, settings) if model_type == MODEL_TYPE else Source.of(reader, settings)
+        check_quantizable(reader.path, opened.config)
+        return opened
+
+    def foresee(self) -> Foreseen:
+        """All of it: nothing is left to the work but measuring."""
+        opened = self.opened
+        held = self._exact.kv_cache_bytes(1, LONG) / LONG
+        return Foreseen(
+            config=self._config,
+            tensors=kept_with_attention(opened.reader, opened.config),
+            kv_bytes_per_token=held,
+            model_type=MODEL_TYPE,
+            reasons=[REASON],
+            demand=Demand(cached=round(held / opened.layers / opened.weight_dtype.itemsize), quantizes=True),
+        )
+
+    def plan(self, work: Work) -> dict[str, TensorSpec]:
+        """Every tensor stays."""
+        return kept_with_attention(self.opened.reader, self.opened.config)
+
+    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+        """Runs the source, which what is written has to equal before its cache is quantised."""
+        opened, stream, held_out = self.opened, self.opened.stream, work.texts.held_out
+        hidden = stream.embed(held_out.tokens)
+        with work.progress.phase("source", opened.layers) as advance:
+            for start, stop in blocks_of(self._exact.config):
+                with stream.block(start, stop) as layers:
+                    stream.run_layer(layers, hidden, self.settings.batch_size)
+                advance(stop - start)
+        tokens = measured_tokens(hidden.shape[1], opened.windows)
+        bytes_per_token = self._exact.kv_cache_bytes(1, tokens) / tokens
+        return Outcome(
+            config=self._config,
+            target={
+                "to": "quantized",
+                "method": self.settings.format,
+                "model_type": MODEL_TYPE,
+                "reasons": [REASON],
+            },
+            kv_bytes=lambda tokens: self._exact.kv_cache_bytes(1, tokens),
+            layers=[],
+            scores={"source": held_out.score(stream, hidden)},
+            simulated=hidden,
+            own_class=True,
+            shape=SourceShape.of_config(opened.config, opened.weight_dtype, bytes_per_token),
+        )

@@ -1,0 +1,141 @@
+"""``surgery slice``: a smaller checkpoint from a converted one, by keeping the first latents of every block.
+
+Nothing is calibrated or fitted. Conversions leave latents in the order of what they are worth, so the first ones are a
+good model of their own. Where ranks may differ between layers, a few ways to spend the budget are tried on held-out
+text. What is written is compared with the whole checkpoint run with the other latents set to zero, and gets its name
+once it has computed the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from surgery.architectures.sliced import LatentModel, planned_tensors, sliced_tensors
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
+from surgery.common.progress import Progress
+from surgery.reporting.report import SourceShape
+from surgery.running.skeleton import skeleton
+from surgery.running.source import OwnSource
+from surgery.structures.base import Foreseen, Outcome, Structure, Work
+from surgery.structures.estimates import Demand
+from surgery.structures.slices.measure import BEFORE, SLICED, measure_slices
+from surgery.structures.slices.plan import Origin, plan_slice
+from surgery.structures.slices.settings import SliceSettings
+from surgery.verify.written import measured_tokens
+
+
+@dataclass(frozen=True)
+class SlicedLayerReport:
+    """One layer of the report.
+
+    Attributes:
+        rank: latents that are left, ``ranks`` in each block.
+        rope_dim: rotated numbers cached beside them.
+        rope_error: None, nothing rotated is dropped.
+        latent_error, latent_error_share: energy of what this slice dropped, as the conversion's report has it, and its
+            share of all that there was before.
+        measured: relative error of the attention's output; in a group of layers that read each other's latents, on
+            inputs that the earlier layers' slices have changed.
+    """
+
+    layer: int
+    rank: int
+    ranks: tuple[int, ...]
+    rope_dim: int
+    rope_error: None
+    latent_error: float
+    latent_error_share: float
+    measured: dict[str, float]
+
+
+class Slice(Structure[OwnSource, SliceSettings]):
+    """The first latents of every block of what ``--to lowrank``, ``crosslayer`` (cascade) or ``mla`` made."""
+
+    def __init__(self, opened: OwnSource, settings: SliceSettings, progress: Progress):
+        super().__init__(opened, settings, progress)
+        path = opened.reader.path
+        self._whole, self._origin = LatentModel.of(opened.reader), Origin.of(path)
+        itemsize = opened.weight_dtype.itemsize
+        self._candidates = plan_slice(path, self._whole, self._origin, settings.kv_ratio, itemsize, settings.allocate)
+
+    @classmethod
+    def open(cls, reader: CheckpointReader, settings: SliceSettings) -> OwnSource:
+        """A checkpoint of the own class, or of stock MLA."""
+        return OwnSource.open(reader, settings)
+
+    def foresee(self) -> Foreseen:
+        """Of the first way to spend the budget; all take the same bytes."""
+        opened, ranks = self.opened, self._candidates[next(iter(self._candidates))]
+        smaller, dtype = self._whole.sliced(ranks), opened.weight_dtype
+        held = _kv_bytes(smaller, dtype)(1)
+        return Foreseen(
+            config=smaller.config,
+            tensors=planned_tensors(opened.reader, self._whole, ranks),
+            kv_bytes_per_token=held,
+            model_type=smaller.config["model_type"],
+            reasons=self._origin.target["reasons"],
+            demand=Demand(cached=round(held / opened.layers / dtype.itemsize), results=len(self._candidates)),
+        )
+
+    def plan(self, work: Work) -> dict[str, TensorSpec]:
+        """Measures the candidates and takes the best."""
+        stream, held_out, size = self.opened.stream, work.texts.held_out, self.settings.batch_size
+        self._measured = measure_slices(stream, self._whole, self._candidates, held_out, size, work.progress)
+        self._ranks = self._candidates[self._measured.best]
+        return planned_tensors(self.opened.reader, self._whole, self._ranks)
+
+    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+        """Cuts every layer's tensors."""
+        opened, whole, measured, origin = self.opened, self._whole, self._measured, self._origin
+        for layer in work.layers("slice"):
+            for name, tensor in sliced_tensors(opened.reader, whole, layer, self._ranks).items():
+                writer.write(name, tensor)
+        smaller, dtype = whole.sliced(self._ranks), opened.weight_dtype
+        kv_bytes, before = (_kv_bytes(model, dtype) for model in (smaller, whole))
+        at = measured_tokens(work.texts.held_out.tokens.shape[1], opened.windows)
+        return Outcome(
+            config=smaller.config,
+            target={**_target(smaller, origin, kv_bytes(at) / at), "allocations": measured.losses},
+            kv_bytes=kv_bytes,
+            layers=[_layer_report(layer, whole, smaller, origin, e) for layer, e in enumerate(measured.errors)],
+            scores={BEFORE: measured.before, SLICED: measured.score},
+            simulated=measured.hidden,
+            groups=whole.groups(),
+            own_class=not whole.stock,
+            shape=SourceShape.of_config(opened.config, dtype, before(at) / at),
+        )
+
+
+def _kv_bytes(model: LatentModel, dtype: torch.dtype) -> Callable[[int], int]:
+    """KV bytes of one sequence by its tokens, as predicted from shapes."""
+    if not model.stock:
+        built = skeleton(model.config, dtype)
+        return lambda tokens: built.kv_cache_bytes(1, tokens)
+    width = sum(sum(ranks) + model.fixed(layer) for layer, ranks in enumerate(model.ranks))
+    return lambda tokens: width * dtype.itemsize * tokens
+
+
+def _target(smaller: LatentModel, origin: Origin, bytes_per_token: float) -> dict:
+    """What the origin's report says of its target, with the new ranks."""
+    ranks = [sum(blocks) for blocks in smaller.ranks]
+    target = {**origin.target, "sliced": True, "ratio_to_original": bytes_per_token / origin.source_bytes}
+    if "ranks" in target:
+        target["ranks"] = ranks
+    else:
+        target["kv_lora_ranks"] = ranks
+        target["kv_lora_rank"] = ranks[0] if len(set(ranks)) == 1 else None
+    return target
+
+
+def _layer_report(
+    layer: int, whole: LatentModel, smaller: LatentModel, origin: Origin, errors: dict[str, float]
+) -> SlicedLayerReport:
+    kept, before = smaller.ranks[layer], whole.ranks[layer]
+    energies = origin.energies[layer]
+    dropped = sum(float(energy[new:old].sum()) for energy, new, old in zip(energies, kept, before, strict=True))
+    total = sum(float(energy[:old].sum()) for energy, old in zip(energies, before, strict=True))
+    share = dropped / max(total, 1e-300)
+    return SlicedLayerReport(layer, sum(kept), kept, smaller.rope_dim(layer), None, dropped, share, errors)

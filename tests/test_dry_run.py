@@ -1,0 +1,54 @@
+"""A dry run says beforehand what the conversion then writes, whatever the target."""
+
+import json
+
+import pytest
+import torch
+
+from surgery.running.skeleton import skeleton
+from surgery.structures import converter
+from surgery.structures.base import LONG
+from surgery.structures.dry_run import plan_conversion
+from surgery.structures.registry import SLICE, TARGETS
+
+WEIGHTS = {"calibration": "none", "device": "cpu"}
+TEXT = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 1, "batch_size": 2, "device": "cpu"}
+CASES = {
+    "mla": ("llama", {"kv_ratio": 0.5, "rope_dim": 4, **WEIGHTS}),
+    "mla in bits": ("llama", {"kv_ratio": 0.5, "rope_dim": 4, "bits": 8, "group": 4, **WEIGHTS}),
+    "gqa": ("llama", {"kv_ratio": 0.5, **WEIGHTS}),
+    "gqa by layer": ("llama", {"kv_ratio": 0.75, "allocate": "spectrum", "fit_steps": 0, **TEXT}),
+    "mqa": ("mistral", WEIGHTS),
+    "lowrank": ("qwen3", {"kv_ratio": 0.5, **WEIGHTS}),
+    "lowrank in bits": ("llama", {"kv_ratio": 0.5, "bits": 4, "group": 4, **WEIGHTS}),
+    "crosslayer": ("llama", {"kv_ratio": 0.5, "group_size": 2, "method": "xkv-prompt", **WEIGHTS}),
+    "crosslayer cascade": ("llama", {"method": "cascade", "group_size": 2, "fit_steps": 0, "kv_ratio": 0.5, **TEXT}),
+    "hybrid": ("llama", {"streaming": 1, "sinks": 2, "recent": 8, "context": 100, **WEIGHTS}),
+    "quantized": ("qwen2", {"bits": 4, "group": 8, **WEIGHTS}),
+    "slice": ("llama", {"kv_ratio": 0.25, **WEIGHTS}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_class_and_the_bytes_are_those_of_the_conversion(case, checkpoints, tmp_path):
+    family, asked = CASES[case]
+    target, source = TARGETS.get(case.split()[0], SLICE), checkpoints(family)
+    if target is SLICE:
+        whole = TARGETS["lowrank"].settings({"kv_ratio": 0.5, **WEIGHTS})
+        source = converter.convert(source, tmp_path / "whole", whole).path
+    settings = target.settings(asked)
+    plan = plan_conversion(source, tmp_path / "out", settings)
+    assert not (tmp_path / "out").exists()
+    assert plan.memory["host_bytes"] > 0 and plan.work["estimated_seconds"] > 0
+
+    report = converter.convert(source, tmp_path / "out", settings).report
+    assert plan.target["model_type"] == report.target["model_type"]
+    assert plan.target["reasons"] == report.target["reasons"]
+    statuses = {name: row["status"] for name, row in report.target["engines"].items()}
+    assert {name: row["status"] for name, row in plan.target["engines"].items()} == statuses or case == "mla"
+    held = report.kv["predicted_bytes_per_token"]
+    if plan.target["model_type"] == "surgery":
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        tokens = asked.get("context", LONG)
+        held = skeleton(config, torch.float32).kv_cache_bytes(1, tokens) / tokens
+    assert plan.kv["bytes_per_token"] == pytest.approx(held, rel=1e-4)
