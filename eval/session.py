@@ -48,7 +48,7 @@ class Session:
 
 
 class Task(Protocol):
-    """One thing to measure. A new task is a file in `eval/tasks/` and a line in its registry.
+    """One thing to measure. A new task is a file in `eval/tasks/` and a line in `surgery/evaluation/kinds.py`.
 
     Attributes:
         name: what `--tasks` calls it, and the key of its result in the report.
@@ -66,6 +66,10 @@ class Task(Protocol):
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any) -> dict[str, Any]:
         """Measures `model`. Plain values for JSON; per-sample values where a paired comparison needs them.
+
+        A result that has a `headline` gets a column of every report: its `value`, and if they are given `title`,
+        `about` (the title in words, with the unit), `better` ("low" or "high") and `share` (true for a share of one).
+        With `samples`, one number a sample, it is compared with the baseline's too.
 
         `kept` is what `keep` gave for the baseline, for tasks that have it; None otherwise, and where there is no
         baseline.

@@ -5,6 +5,7 @@ transformers: its model class is registered when transformers' auto classes are 
 
 ``surgery.inspect``, ``convert``, ``slice``, ``heal``, ``evaluate`` and ``score_heads`` are the verbs of the command
 line as functions (:mod:`surgery.api.verbs`); they raise ``surgery.SurgeryError``, one line that says what to do.
+``surgery.register_structure``, ``family``, ``scorer``, ``task`` and ``method`` add to what they know.
 ``surgery.accelerate(model)`` puts the project's kernels under a loaded model, ``surgery.decelerate(model)`` takes them
 away. Models of the project's own class take them by themselves on CUDA, but not under the command line, whose figures
 are those of the models' own code.
@@ -20,6 +21,13 @@ from surgery.version import __version__
 
 if TYPE_CHECKING:
     from surgery.acceleration import accelerate, decelerate
+    from surgery.api.plugins import (
+        register_family,
+        register_method,
+        register_scorer,
+        register_structure,
+        register_task,
+    )
     from surgery.api.verbs import convert, evaluate, heal, inspect, score_heads, slice
 
 # kernels/, training/, eval/, recipes/ and configs/ live at the top of the repository and are linked into this package.
@@ -36,6 +44,10 @@ registration.register_when_needed()
 _HOMES = {
     **dict.fromkeys(("convert", "evaluate", "heal", "inspect", "score_heads", "slice"), "surgery.api.verbs"),
     **dict.fromkeys(("accelerate", "decelerate"), "surgery.acceleration"),
+    **dict.fromkeys(
+        ("register_family", "register_method", "register_scorer", "register_structure", "register_task"),
+        "surgery.api.plugins",
+    ),
 }
 
 __all__ = [
@@ -47,6 +59,11 @@ __all__ = [
     "evaluate",
     "heal",
     "inspect",
+    "register_family",
+    "register_method",
+    "register_scorer",
+    "register_structure",
+    "register_task",
     "score_heads",
     "slice",
 ]

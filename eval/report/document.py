@@ -44,6 +44,10 @@ def compare_with_baseline(row: Row, baseline: Row, seed: int) -> dict[str, Any]:
         except (KeyError, TypeError):  # not measured in one of them
             continue
         found[name] = asdict(paired_difference(*pair, seed=seed))
+    for name, result in row["results"].items():
+        other = baseline["results"].get(name)
+        if isinstance(result, dict) and "headline" in result and "samples" in result and other:
+            found[name] = asdict(paired_difference(result["samples"], other["samples"], seed=seed))
     return found
 
 

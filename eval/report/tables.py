@@ -34,6 +34,7 @@ class Column:
         better: which direction is good; None where there is no such thing.
         compared: the key in the row's `comparison` whose difference belongs to this column; None for none.
         is_difference: whether the value is that difference itself, so that only its interval is left to tell.
+        is_share: whether the difference is one of shares, shown in percentage points.
         on_terminal: whether a terminal, which is narrow, shows it too.
     """
 
@@ -45,6 +46,7 @@ class Column:
     better: Literal["low", "high"] | None = None
     compared: str | None = None
     is_difference: bool = False
+    is_share: bool = False
     on_terminal: bool = True
 
     def text(self, row: Row, report: Report) -> str:
@@ -61,7 +63,10 @@ class Column:
         change = self.change(row)
         if change is None:
             return None
-        return interval(change, percent=self.compared in SHARES, difference=not self.is_difference) or None
+        return (
+            interval(change, percent=self.is_share or self.compared in SHARES, difference=not self.is_difference)
+            or None
+        )
 
     def verdict(self, row: Row) -> Literal["better", "worse"] | None:
         """Whether the interval of the change lies on one side of zero, and on which."""
@@ -79,7 +84,7 @@ SHARES = frozenset({"recall", "needle", "ruler"})
 
 def columns(report: Report) -> list[Column]:
     """The headline columns for which at least one row has a value, in order."""
-    every = [*HEADLINE, *_lm_eval_columns(report)]
+    every = [*HEADLINE, *_lm_eval_columns(report), *_headline_columns(report)]
     return [column for column in every if any(column.value(row, report) is not None for row in report["rows"])]
 
 
@@ -350,4 +355,27 @@ def _lm_eval_columns(report: Report) -> list[Column]:
             lambda value: decimal(value, 4) if isinstance(value, int | float) else str(value),
         )
         for task, metric in firsts.items()
+    ]
+
+
+def _headline_columns(report: Report) -> list[Column]:
+    """Of tasks whose results say themselves what their number is: `surgery.eval.session.Task.run`."""
+    told = {
+        name: result["headline"]
+        for row in report["rows"]
+        for name, result in (row.get("results") or {}).items()
+        if isinstance(result, dict) and "headline" in result
+    }
+    return [
+        Column(
+            name,
+            said.get("title", name),
+            said.get("about", name),
+            _at("results", name, "headline", "value"),
+            share if said.get("share") else lambda value: decimal(value, 4),
+            better=said.get("better"),
+            compared=name,
+            is_share=bool(said.get("share")),
+        )
+        for name, said in told.items()
     ]

@@ -7,13 +7,11 @@ from typing import Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings, did_you_mean, whole_number
+from surgery.evaluation.kinds import DEFAULT, TASKS
 
 BUILTIN = "builtin"
 NO_VARIANTS = "none"
 HARNESS = "lm-eval:"
-TASKS = ("loss", "recall", "needle", "ruler", "generate", "memory", "speed")
-BY_NAME = ("repeat", "match", "kernels")
-"""Tasks that "all" leaves out: probes for models that the others cannot tell apart, and the machine's kernels."""
 HELD_OUT_SETS = ("prose", "code", "chat")
 """Held-out text of what is installed, and the first model's own conversations."""
 VARIANTS = ("int8", "fp8", "int4", "int2", "mean-pool", "window")
@@ -40,8 +38,8 @@ class EvalSettings(FileSettings):
     """Settings of ``surgery eval``; configs/eval.yaml holds the same with comments.
 
     Attributes:
-        tasks: what to measure besides KV bytes, which every row has: names of TASKS, all of them for "all",
-            of BY_NAME, and lm-eval:<task>.
+        tasks: what to measure besides KV bytes, which every row has: names of surgery.evaluation.kinds, DEFAULT
+            ones for "all", and lm-eval:<task>.
         data: held-out texts, each builtin, one of HELD_OUT_SETS, a file or a dataset's name; the loss is told apart by
             them.
         text_field: column that holds the text.
@@ -108,11 +106,11 @@ class EvalSettings(FileSettings):
         for name in TUPLES:
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         if "all" in self.tasks:
-            others = tuple(task for task in self.tasks if task != "all" and task not in TASKS)
-            object.__setattr__(self, "tasks", (*TASKS, *others))
+            others = tuple(task for task in self.tasks if task != "all" and task not in DEFAULT)
+            object.__setattr__(self, "tasks", (*DEFAULT, *others))
         for task in self.tasks:
-            if task not in (*TASKS, *BY_NAME) and not (task.startswith(HARNESS) and task != HARNESS):
-                known = [*TASKS, *BY_NAME, f"{HARNESS}<task>"]
+            if task not in TASKS and not (task.startswith(HARNESS) and task != HARNESS):
+                known = [*TASKS, f"{HARNESS}<task>"]
                 raise SurgeryError(f"unknown task {task!r}: choose of {', '.join(known)}{did_you_mean(task, known)}")
         if self.variants == (NO_VARIANTS,):
             object.__setattr__(self, "variants", ())

@@ -27,7 +27,9 @@ def scorer(name: str) -> Scorer:
         SurgeryError: there is no such method.
     """
     if name not in SCORERS:
-        raise SurgeryError(f"method {name!r} is unknown: choose {', '.join(SCORERS)}{did_you_mean(name, list(SCORERS))}")
+        raise SurgeryError(
+            f"method {name!r} is unknown: choose {', '.join(SCORERS)}{did_you_mean(name, list(SCORERS))}"
+        )
     found = SCORERS[name]
     if not isinstance(found, str):
         return found

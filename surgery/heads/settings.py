@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
+from surgery.heads.methods import SCORERS
 
-METHODS = ("duo", "prulong", "needle", "induction", "kvzip", "attention-area", "ablation")
 SUFFIX = ".safetensors"
 """Of pattern files."""
 
@@ -20,7 +20,7 @@ class HeadSettings(FileSettings):
     """Settings of ``surgery heads``; configs/heads.yaml holds the same with comments.
 
     Attributes:
-        method: how heads are scored, one of METHODS.
+        method: how heads are scored, one of SCORERS.
         sinks, recent: tokens that a streaming head sees: the first, and the last with the query's own among them.
         target: share of the heads that are to stay full; what trained gates are driven to.
         text: builtin, a file or a dataset's name: natural text, and what the needles stand in.
@@ -60,8 +60,8 @@ class HeadSettings(FileSettings):
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise SurgeryError(f"method {self.method!r} is unknown: choose {', '.join(METHODS)}")
+        if self.method not in SCORERS:
+            raise SurgeryError(f"method {self.method!r} is unknown: choose {', '.join(SCORERS)}")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
             raise SurgeryError(f"dtype {self.dtype!r} is unknown: choose auto, float32, bfloat16, float16 or float64")
         if self.sinks < 0 or self.recent < 1:

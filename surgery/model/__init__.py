@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .configuration_surgery import BASE_FAMILIES, SurgeryConfig
+from .configuration_surgery import SurgeryConfig
 from .latent_attention import LatentAttention
 from .modeling_surgery import SurgeryForCausalLM
 
@@ -62,7 +62,6 @@ def remote_code_files() -> list[Path]:
 
 __all__ = [
     "AUTO_MAP",
-    "BASE_FAMILIES",
     "LatentAttention",
     "SurgeryConfig",
     "SurgeryForCausalLM",

@@ -13,10 +13,6 @@ from .hybrid_cache import StreamingLayer
 from .quantized_cache import QuantizedKVLayer
 from .token_codes import TokenCodes
 
-# Families whose attention is "q, k, v projections, optional per-head q/k-norm, RoPE over the whole head, softmax".
-# Any other may soft-cap, scale or rotate in ways that `LatentAttention` would silently leave out.
-BASE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-
 # What a base config says about itself rather than about the model: never carried from one config to the other.
 _IDENTITY_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version")
 
@@ -47,7 +43,8 @@ class SurgeryConfig(PreTrainedConfig):
 
     Args:
         base_model_type (`str`, defaults to `"llama"`):
-            `model_type` of the source model, one of `BASE_FAMILIES`.
+            `model_type` of the source model, of a family that the conversion knows: "q, k, v projections, optional
+            per-head q/k-norm, RoPE over the whole head, softmax".
         attention_layers (`list[dict | None]`, *optional*):
             One entry per layer; `None` leaves that layer's stock attention as it is. A dictionary holds the `kind` of
             the attention and the arguments of its class.
@@ -97,8 +94,8 @@ class SurgeryConfig(PreTrainedConfig):
     kv_cache: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs):
-        if self.base_model_type not in BASE_FAMILIES:
-            raise ValueError(f"base_model_type is {self.base_model_type!r}, but must be one of {BASE_FAMILIES}")
+        if self.base_model_type not in CONFIG_MAPPING:
+            raise ValueError(f"base_model_type is {self.base_model_type!r}, which this transformers does not know")
         # `to_dict` leaves these out, so they go around the base config instead of through it.
         runtime_names = ("attn_implementation", "experts_implementation", "name_or_path", "torch_dtype")
         runtime = {name: kwargs.pop(name) for name in runtime_names if name in kwargs}

@@ -1,7 +1,8 @@
 import pytest
 
 from surgery.common.errors import SurgeryError
-from surgery.evaluation.settings import TASKS, EvalSettings
+from surgery.evaluation.kinds import DEFAULT
+from surgery.evaluation.settings import EvalSettings
 
 
 def test_lists_may_be_strings_or_single_values():
@@ -17,7 +18,7 @@ def test_short_windows_decode_half():
 
 
 def test_all_tasks_and_no_variants():
-    assert EvalSettings(tasks="all,lm-eval:x").tasks == (*TASKS, "lm-eval:x")
+    assert EvalSettings(tasks="all,lm-eval:x").tasks == (*DEFAULT, "lm-eval:x")
     assert EvalSettings(variants="none").variants == ()
 
 

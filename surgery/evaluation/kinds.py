@@ -1,0 +1,34 @@
+"""What can be measured, by the names that ``--tasks`` takes. Needs no torch before a task is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from surgery.common.plugins import Registry
+
+if TYPE_CHECKING:
+    from surgery.eval.session import Task
+    from surgery.evaluation.task_data import TaskData
+
+    Build = Callable[[TaskData], Task]
+
+DEFAULT = ("loss", "recall", "needle", "ruler", "generate", "memory", "speed")
+BY_NAME = ("repeat", "match", "kernels")
+"""Tasks that "all" leaves out: probes for models that the others cannot tell apart, and the machine's kernels."""
+
+TASKS: Registry[str | Build] = Registry(
+    "tasks", {name: f"surgery.evaluation.tasks:{name}" for name in (*DEFAULT, *BY_NAME)}
+)
+"""What builds a task from the settings and texts of an evaluation, or where it is (module:name); those of installed
+packages among them, which "all" leaves out."""
+
+
+def builder(name: str) -> Build:
+    """What builds the task of this name."""
+    found = TASKS[name]
+    if not isinstance(found, str):
+        return found
+    module, _, function = found.partition(":")
+    return getattr(import_module(module), function)

@@ -1,0 +1,69 @@
+"""What tasks are built from: the settings of an evaluation, the tokenizer, and the texts, read when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from transformers import PreTrainedTokenizerBase
+
+from surgery.eval.held_out_text import Document, HeldOutText, held_out_text
+from surgery.evaluation.settings import BUILTIN, EvalSettings
+from surgery.evaluation.texts import load_documents
+
+OPENINGS, OPENING_CHARACTERS = 3, 160
+"""Prompts of the generate task where none are given: openings of documents or sections."""
+
+MOST_CONTEXTS = 4
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The same for every model of a report.
+
+    Attributes:
+        limit: positions of the model; None where its config names none.
+        conversations: of the baseline, for `data` "chat".
+    """
+
+    settings: EvalSettings
+    tokenizer: PreTrainedTokenizerBase
+    limit: int | None
+    conversations: Callable[[], list[str]] | None = None
+
+    @cached_property
+    def documents(self) -> list[Document]:
+        """The held-out texts, whole."""
+        return load_documents(self.settings, self.conversations)
+
+    @cached_property
+    def text(self) -> HeldOutText:
+        """Windows of them."""
+        asked = self.settings
+        return held_out_text(self.tokenizer, self.documents, asked.windows, asked.length, asked.seed)
+
+    @property
+    def domain(self) -> str:
+        """What needle and ruler prompts are made of: "code" or "text"."""
+        if self.settings.domain != "auto":
+            return self.settings.domain
+        return "code" if set(self.settings.data) <= {BUILTIN, "code"} else "text"
+
+    def haystack(self) -> str | None:
+        """Text for prompts: the held-out text, or for prose beside builtin code what the domain has by itself."""
+        if self.domain == "text" and self.settings.data == (BUILTIN,):
+            return None
+        return "\n".join(document.text for document in self.documents)
+
+    def contexts(self) -> tuple[int, ...]:
+        """The model's limit and halves of it, none above 32k unless asked for."""
+        if self.settings.contexts:
+            return self.settings.contexts
+        longest = min(self.limit or 4096, 32_768)
+        return tuple(sorted(longest >> step for step in range(MOST_CONTEXTS)))
+
+    def openings(self) -> tuple[str, ...]:
+        """Texts to complete where none are given."""
+        starts = [(document, first) for document in self.documents for first, _ in document.sections][:OPENINGS]
+        return tuple(document.text[first : first + OPENING_CHARACTERS] for document, first in starts)
