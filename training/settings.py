@@ -50,7 +50,7 @@ class HealSettings(FileSettings):
     out: str = setting(
         "",
         "Folder of the healed checkpoint.",
-        more="What a resumed run needs lies in <out>.run beside it.",
+        more="What a resumed run needs lies in OUT.run beside it.",
         in_file=True,
     )
     data: tuple[str | dict[str, Any], ...] = setting(
@@ -206,7 +206,7 @@ class HealSettings(FileSettings):
     wandb_mode: Literal["online", "offline", "disabled"] = setting("online", "Of wandb.")
     project: str = setting("surgery-heal", "Of the tracker.", metavar="NAME")
     tracker_folder: str | None = setting(
-        None, "Where a tracker that writes files does.", unset="<out>.run", metavar="DIR"
+        None, "Where a tracker that writes files does.", unset="OUT.run, beside it", metavar="DIR"
     )
 
     def __post_init__(self) -> None:

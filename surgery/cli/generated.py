@@ -85,7 +85,8 @@ class SettingOption:
             parts.append(text if unsaid else f"{text.removesuffix('.')} ({', '.join(targets)}).")
         values = self._by_target(lambda each: ", ".join(map(str, each.choices)))
         if len(values) > 1 or (values and self.metavar != "|".join(map(str, self.first.choices))):
-            parts.append(f"{_told(values)}.")
+            one_of = "" if len(values) > 1 else "Of " if self.first.many else "One of "
+            parts.append(f"{one_of}{_told(values)}.")
         defaults = self._by_target(_default)
         return " ".join(parts) + (f" [{_told(defaults)}]" if defaults else "")
 

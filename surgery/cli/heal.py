@@ -11,6 +11,7 @@ import typer
 
 from surgery.cli.generated import Given, with_settings
 from surgery.cli.options import MACHINE, OUTPUT, CheckpointArgument, JsonOption, config_file
+from surgery.common.file_settings import read_mapping
 from surgery.training.settings import HealSettings
 
 
@@ -107,6 +108,8 @@ def heal(
     asked = given.of(HealSettings) | ({} if wandb is None else {"tracker": "wandb", "project": wandb})
     if "teacher" in asked:
         asked["teacher"] = model_named(asked["teacher"])
+    read = read_mapping(config) if config else {}
+    HealSettings.from_mapping({"teacher": "its source", **read, **asked}, str(config or "heal"))
     student, out = model_named(checkpoint), output_of(checkpoint, out, "healed")
     # Before torch is loaded for it: places that would be refused later.
     settle_output(student, find_local(student), out, "healed", overwrite=overwrite)

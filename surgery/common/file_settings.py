@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
-from surgery.common.setting import did_you_mean, settings_of, shown
+from surgery.common.setting import did_you_mean, names_of, settings_of, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,8 +38,7 @@ class FileSettings:
         Raises:
             SurgeryError: a name is unknown, or a value is not allowed.
         """
-        names = {each.flag: name for name, each in settings_of(cls).items()}
-        names |= {name: name for name in settings_of(cls)}
+        names = names_of(cls)
         for name in values:
             if name not in names:
                 raise SurgeryError(f"{where}: unknown setting {name!r}{did_you_mean(str(name), list(names))}")

@@ -177,6 +177,12 @@ def settings_of(cls: type) -> dict[str, Setting]:
     return found
 
 
+def names_of(cls: type) -> dict[str, str]:
+    """What a file may call the settings of a class, and their names: the names themselves, and those of flags."""
+    settings = settings_of(cls)
+    return {each.flag: name for name, each in settings.items()} | {name: name for name in settings}
+
+
 def _said(cls: type, name: str) -> Said:
     """What a class and those that it builds on say of a field."""
     said = Said()

@@ -43,4 +43,5 @@ def _line(setting: Setting) -> str:
     import yaml
 
     value = list(setting.default) if isinstance(setting.default, tuple) else setting.default
-    return yaml.safe_dump({setting.name: value}, default_flow_style=None, width=WIDTH).rstrip()
+    written = yaml.safe_dump(value, default_flow_style=True, width=10 * WIDTH).removesuffix("...\n").rstrip()
+    return f"{setting.name}: {written}"

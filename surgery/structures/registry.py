@@ -13,7 +13,7 @@ from surgery.checkpoint.location import find_local
 from surgery.checkpoint.output_place import settle_output
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean, read_mapping
-from surgery.common.setting import settings_of
+from surgery.common.setting import names_of
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.kv_heads.settings import KVHeadsSettings
@@ -60,7 +60,7 @@ class Target:
         where = str(config) if any(name not in given for name in read) else f"--to {self.name}"
         for name in {**read, **given}:
             others = targets_with(name)
-            if others and self.name not in others and name not in settings_of(self.settings_class):
+            if others and self.name not in others and name not in names_of(self.settings_class):
                 raise SurgeryError(f"{where}: {name} is for {', '.join(others)}; {self.name} has no such setting")
         return self.settings_class.from_mapping({**read, **given, **self.fixed}, where)
 
@@ -131,7 +131,7 @@ SLICE = Target("slice", SliceSettings, _imported("slices.convert", "slice_checkp
 
 def targets_with(setting: str) -> list[str]:
     """Targets that have a setting."""
-    return [name for name, each in TARGETS.items() if not each.fixed and setting in settings_of(each.settings_class)]
+    return [name for name, each in TARGETS.items() if not each.fixed and setting in names_of(each.settings_class)]
 
 
 def find_target(name: str) -> Target:

@@ -63,6 +63,7 @@ class ConvertSettings(FittedSettings):
         more="Only the own class holds ranks that differ; method fisher with text only.",
         section="Method",
     )
+    rope_bits: RopeBits | None = rope_bits()
     carrier: Literal["auto", "stock", "own"] = setting(
         "auto",
         "What holds the result: stock (deepseek_v3), own (class of this package), or auto: stock where it can.",
@@ -74,7 +75,6 @@ class ConvertSettings(FittedSettings):
         more="tiny needs rms_norm_eps 1e-6, constant needs biases.",
         section="Output",
     )
-    rope_bits: RopeBits | None = rope_bits()
     engine: Engine | None = setting(
         None,
         "Write what this engine, or all of them, carries: sizes, frequencies and norm follow; with --to quantized, "
