@@ -92,7 +92,7 @@ BAD = {
     "missing folder, inspected": (["inspect", "{folder}/absent"], "absent: no such folder"),
     "existing output": (["convert", "{source}", "--out", "{folder}"], "exists; choose another --out"),
     "existing output, dry": (["convert", "{source}", "--out", "{folder}", "--dry-run"], "exists; choose another --out"),
-    "bad --rope-dim": (["convert", "{source}", "--rope-dim", "some"], "give a number or auto"),
+    "bad --rope-dim": (["convert", "{source}", "--rope-dim", "some"], "--rope-dim must be a whole number or auto"),
     "odd --rope-dim": (["convert", "{source}", "--rope-dim", "3"], "must be even"),
     "unknown method": (["convert", "{source}", "--method", "magic"], "unknown: choose"),
     "unknown setting": (["convert", "{source}", "--config", "{folder}/bad.yaml"], "did you mean kv_ratio?"),

@@ -3,60 +3,76 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
+from surgery.common.setting import DTYPE_NAMES, setting
 
 NO_CALIBRATION = "none"
 
 
 @dataclass(frozen=True)
 class ConversionSettings(FileSettings):
-    """What all conversions can be asked for.
+    """What all conversions can be asked for."""
 
-    Attributes:
-        kv_ratio: share of the source's KV bytes per token to keep.
-        calibration: builtin, self, a file, a datasets name, shares of several such as "prose=0.5,code=0.3,chat=0.2", or
-            none for weights only.
-        recall: share of calibration sequences that carry planted recalls.
-        held_out_text: a file or a datasets name that the held-out sequences are from; None: text that belongs to the
-            calibration's, other documents.
-        held_out: sequences for choices between results and for the report's losses, and as many recall prompts.
-        device: where layers run; "auto" is a CUDA device if there is one, otherwise the CPU.
-        dtype: in which layers run during calibration and measurement.
-        keep_statistics: a folder in which statistics of the source are kept, and taken from where those of the same
-            source, text, seed, dtype and batch size are there already.
-    """
-
-    kv_ratio: float | None = None
-    calibration: str = "builtin"
-    calibration_tokens: int = 24_576
-    calibration_length: int = 1_024
-    text_field: str = "text"
-    recall: float = 0.5
-    held_out: int = 8
-    held_out_text: str | None = None
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "float32"
-    batch_size: int = 4
-    max_shard_size: str = "5GB"
-    keep_statistics: str | None = None
+    kv_ratio: float | None = setting(
+        None,
+        "Share of the source's KV bytes per token to keep.",
+        above=0,
+        below=1,
+        section="Budget",
+        unset="0.25",
+    )
+    calibration: str = setting(
+        "builtin",
+        "Text to calibrate on; shares of several, as prose=0.5,code=0.3,chat=0.2; none uses the weights alone.",
+        more="builtin: see docs/calibration.md. self: the model's own samples. Or a .txt, .jsonl or .parquet file, or "
+        "the name of a dataset. Where nothing is fitted, text serves to measure the loss only.",
+        section="Inputs",
+        metavar="FILE|DATASET|self|builtin|none",
+        old=("--text", "--data"),
+    )
+    calibration_tokens: int = setting(24_576, "Tokens to calibrate on.", least=1)
+    calibration_length: int = setting(1_024, "Tokens in a sequence.", least=1)
+    text_field: str = setting("text", "Column that holds the text.", metavar="NAME")
+    recall: float = setting(
+        0.5,
+        "Share of sequences with planted recalls.",
+        more="Facts are planted in them and asked for again, which keeps retrieval alive.",
+        least=0,
+        most=1,
+    )
+    held_out: int = setting(
+        8, "Held-out sequences for choices and the report.", more="As many recall prompts.", least=1
+    )
+    held_out_text: str | None = setting(
+        None,
+        "Where held-out sequences are from.",
+        unset="other documents than the calibration's",
+        metavar="FILE|DATASET",
+    )
+    seed: int = setting(0, "Seed of every random choice.")
+    device: str = setting(
+        "auto",
+        "Where layers run: cpu, cuda, cuda:1 …; auto is cuda if there is one.",
+        section="Machine",
+        metavar="NAME",
+    )
+    dtype: Literal["float32", "bfloat16", "float64"] = setting(
+        "float32", "What layers run in while measuring; float32 and fp32 are one.", synonyms=DTYPE_NAMES
+    )
+    batch_size: int = setting(4, "Sequences at a time.", least=1)
+    max_shard_size: str = setting("5GB", "Largest weight file.", section="Output", metavar="SIZE")
+    keep_statistics: str | None = setting(
+        None,
+        "Keep what is learnt of the source there, and take it from there if it is of the same source and text.",
+        more="Seed, dtype and batch size have to be the same too.",
+        section="Inputs",
+        metavar="FOLDER",
+    )
 
     def __post_init__(self) -> None:
-        self._check_choice("dtype", ("float32", "bfloat16", "float64"))
-        if self.kv_ratio is not None and not 0 < self.kv_ratio < 1:
-            raise SurgeryError(f"kv_ratio {self.kv_ratio} must lie between 0 and 1, such as 0.25")
-        self._check_positive("calibration_tokens", "calibration_length", "batch_size", "held_out")
+        super().__post_init__()
         if self.held_out_text in ("builtin", "self", NO_CALIBRATION, self.calibration):
             raise SurgeryError(f"held_out_text {self.held_out_text}: name a text that is not the calibration's own")
-
-    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
-        if getattr(self, name) not in allowed:
-            raise SurgeryError(f"{name} {getattr(self, name)!r} is unknown: choose {', '.join(allowed)}")
-
-    def _check_positive(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SurgeryError(f"{name} must be at least 1, not {value}")

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.options import CalibrationOption, DeviceOption, JsonOption
+from surgery.cli.options import DeviceOption, JsonOption
 from surgery.common.errors import SurgeryError
+from surgery.common.setting import DTYPE_NAMES
 
 bench = typer.Typer(help="Measure time and memory.", no_args_is_help=True)
 
@@ -34,7 +35,9 @@ def bench_convert(
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="Where checkpoints are made; both stay there.")
     ] = Path("surgery-bench"),
-    calibration: CalibrationOption = "none",
+    calibration: Annotated[
+        str, typer.Option("--calibration", metavar="FILE|DATASET|builtin|none", help="As of surgery convert.")
+    ] = "none",
     kv_ratio: Annotated[
         float, typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep.")
     ] = 0.28125,
@@ -51,7 +54,7 @@ def bench_convert(
     from surgery.common.progress import Progress
     from surgery.console.bench import show_bench
 
-    arguments = ["--calibration", calibration or "none", "--kv-ratio", str(kv_ratio)]
+    arguments = ["--calibration", calibration, "--kv-ratio", str(kv_ratio)]
     arguments += ["--device", device] if device else []
     show_bench(measure_conversion(shape, folder, arguments, Progress()), as_json=as_json)
 
@@ -102,7 +105,7 @@ def bench_kernels(
         shapes=shapes,
         contexts=contexts,
         batches=batches,
-        dtype=dtype,
+        dtype=DTYPE_NAMES.get(dtype, dtype),
         quick=quick,
         tune=tune,
         tuned_folder=tuned_folder,

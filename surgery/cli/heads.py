@@ -10,20 +10,9 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from surgery.cli.options import (
-    CALIBRATION,
-    MACHINE,
-    OUTPUT,
-    CheckpointArgument,
-    ConfigOption,
-    DeviceOption,
-    FieldOption,
-    JsonOption,
-    PickleOption,
-)
-
-HEADS = "Streaming heads"
-TRAINING = "Training of gates (duo, prulong)"
+from surgery.cli.generated import Given, with_settings
+from surgery.cli.options import OUTPUT, CheckpointArgument, ConfigOption, DeviceOption, JsonOption, PickleOption
+from surgery.heads.settings import SUFFIX, HeadSettings
 
 
 class _ScoreByDefault(TyperGroup):
@@ -47,17 +36,9 @@ def register(app: typer.Typer) -> None:
     app.add_typer(heads, name="heads")
 
 
-@heads.command()
 def score(
     checkpoint: CheckpointArgument,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            "--method",
-            help="duo (default) and prulong train gates; ablation streams one head after the other; needle, induction, "
-            "kvzip and attention-area look at attention and are done in a minute.",
-        ),
-    ] = None,
+    given: Given,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -67,107 +48,10 @@ def score(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
-    sinks: Annotated[
-        int | None,
-        typer.Option(
-            "--sinks", metavar="N", help="First tokens that a streaming head sees [64].", rich_help_panel=HEADS
-        ),
-    ] = None,
-    recent: Annotated[
-        int | None,
-        typer.Option(
-            "--recent", metavar="N", help="Last tokens that it sees, its own included [256].", rich_help_panel=HEADS
-        ),
-    ] = None,
-    target: Annotated[
-        float | None,
-        typer.Option("--target", metavar="F", help="Share of heads to stay full [0.25].", rich_help_panel=TRAINING),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            "--steps", metavar="N", help="Sequences that each process trains on [150].", rich_help_panel=TRAINING
-        ),
-    ] = None,
-    learning_rate: Annotated[
-        float | None, typer.Option("--learning-rate", metavar="F", help="Of the gates.", rich_help_panel=TRAINING)
-    ] = None,
-    penalty: Annotated[
-        float | None,
-        typer.Option(
-            "--penalty",
-            metavar="F",
-            help="First weight of the gates in the loss (duo) [0.05].",
-            rich_help_panel=TRAINING,
-        ),
-    ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            "--text",
-            metavar="FILE|DATASET|builtin",
-            help="Text to score on [builtin, the standard library's source].",
-            rich_help_panel=CALIBRATION,
-        ),
-    ] = None,
-    text_field: FieldOption = None,
-    recall: Annotated[
-        float | None,
-        typer.Option(
-            "--recall",
-            metavar="F",
-            help="Share of the text's sequences that carry planted facts [0].",
-            rich_help_panel=CALIBRATION,
-        ),
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            "--length",
-            metavar="N",
-            help="Tokens of a sequence [4096, or the model's limit].",
-            rich_help_panel=CALIBRATION,
-        ),
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            "--samples", metavar="N", help="Sequences, of methods without training.", rich_help_panel=CALIBRATION
-        ),
-    ] = None,
-    facts: Annotated[
-        int | None,
-        typer.Option("--facts", metavar="N", help="Planted in a sequence [10].", rich_help_panel=CALIBRATION),
-    ] = None,
-    seeds: Annotated[
-        int | None,
-        typer.Option(
-            "--seeds",
-            metavar="N",
-            help="Score so often, on other data, and keep the spread [1].",
-            rich_help_panel=CALIBRATION,
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", help="The first of them [0].", rich_help_panel=CALIBRATION)
-    ] = None,
     config: ConfigOption = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing file.", rich_help_panel=OUTPUT)
     ] = False,
-    offload: Annotated[
-        bool,
-        typer.Option(
-            "--offload",
-            help="Keep layers in CPU memory, bring each to the device for its turn.",
-            rich_help_panel=MACHINE,
-        ),
-    ] = False,
-    device: DeviceOption = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="What the model runs in [bfloat16, float32 on a CPU].", rich_help_panel=MACHINE),
-    ] = None,
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -180,37 +64,14 @@ def score(
 
         surgery heads ckpt/ --method duo
 
-        surgery heads ckpt/ --method needle --sinks 16 --recent 112 --length 1024 --out needle.safetensors
+        surgery heads ckpt/ --method needle --sinks 16 --window 112 --length 1024 --out needle.safetensors
     """
     from surgery.checkpoint.location import find_local
     from surgery.checkpoint.named_models import model_named, output_of
     from surgery.heads.place import check_pattern, default_pattern
-    from surgery.heads.settings import SUFFIX, HeadSettings
 
-    given = {
-        "method": method,
-        "sinks": sinks,
-        "recent": recent,
-        "target": target,
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "penalty": penalty,
-        "text": text,
-        "text_field": text_field,
-        "recall": recall,
-        "length": length,
-        "samples": samples,
-        "facts": facts,
-        "seeds": seeds,
-        "seed": seed,
-        "offload": offload or None,
-        "device": device,
-        "dtype": dtype,
-    }
-    if config is not None:
-        settings = HeadSettings.from_file(config, **given)
-    else:
-        settings = HeadSettings(**{name: value for name, value in given.items() if value is not None})
+    asked = given.of(HeadSettings)
+    settings = HeadSettings.from_file(config, **asked) if config else HeadSettings(**asked)
     checkpoint, out = model_named(checkpoint), output_of(checkpoint, out, f"heads-{settings.method}{SUFFIX}")
     # Before torch is loaded for it: places that would be refused later.
     check_pattern(out.expanduser() if out else default_pattern(checkpoint, settings.method), overwrite)
@@ -223,6 +84,9 @@ def score(
     scored = score_heads(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle, progress=Progress())
     if scored.is_main:
         show_pattern(scored, as_json=as_json)
+
+
+heads.command()(with_settings(score, {"heads": HeadSettings}))
 
 
 @heads.command()
@@ -247,7 +111,7 @@ def compare(
     ] = None,
     random: Annotated[int, typer.Option("--random", metavar="N", help="Random patterns to measure beside them.")] = 3,
     sinks: Annotated[int | None, typer.Option("--sinks", metavar="N", help="[the patterns' own]")] = None,
-    recent: Annotated[int | None, typer.Option("--recent", metavar="N", help="[the patterns' own]")] = None,
+    recent: Annotated[int | None, typer.Option("--window", "--recent", metavar="N", help="[the patterns' own]")] = None,
     length: Annotated[int, typer.Option("--length", metavar="N", help="Tokens of a measured sequence.")] = 1024,
     windows: Annotated[int, typer.Option("--windows", metavar="N", help="Held-out windows to measure on.")] = 24,
     prompts: Annotated[int, typer.Option("--prompts", metavar="N", help="Recall prompts to measure on.")] = 48,

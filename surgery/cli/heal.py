@@ -9,37 +9,20 @@ from typing import Annotated
 
 import typer
 
+from surgery.cli.generated import Given, with_settings
 from surgery.cli.options import MACHINE, OUTPUT, CheckpointArgument, JsonOption, config_file
-
-TRAINING = "Training"
-BUDGET = "Budget"
+from surgery.common.file_settings import read_mapping
+from surgery.training.settings import HealSettings
 
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    app.command()(heal)
+    app.command()(with_settings(heal, {"heal": HealSettings}))
 
 
 def heal(
     checkpoint: CheckpointArgument,
-    teacher: Annotated[
-        str | None,
-        typer.Option(
-            "--teacher",
-            metavar="SRC|builtin|smollm2",
-            help="What to distil from [its source, as its report names it]; builtin is the model that ships.",
-            rich_help_panel=TRAINING,
-        ),
-    ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            metavar="FILE|DATASET|builtin|teacher",
-            help="Text to train on, more than once for several [builtin, the standard library's source].",
-            rich_help_panel=TRAINING,
-        ),
-    ] = None,
+    given: Given,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Folder to write [CKPT-healed, beside it].", rich_help_panel=OUTPUT),
@@ -50,48 +33,15 @@ def heal(
             "--config",
             "--recipe",
             metavar="FILE|NAME",
-            help="All settings, as in `surgery configs --copy heal`; flags win.",
+            help="All settings, as in `surgery config heal`; flags win.",
             callback=config_file,
-            rich_help_panel=TRAINING,
         ),
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", metavar="N", help="Stop after so many.", rich_help_panel=BUDGET)
-    ] = None,
-    max_seconds: Annotated[
-        float | None,
-        typer.Option("--max-time", metavar="SECONDS", help="Stop after so long.", rich_help_panel=BUDGET),
-    ] = None,
-    train: Annotated[
+    wandb: Annotated[
         str | None,
-        typer.Option("--train", help="all, attention (default), new or lora.", rich_help_panel=TRAINING),
-    ] = None,
-    learning_rate: Annotated[
-        float | None, typer.Option("--learning-rate", metavar="F", help="At its peak [1e-4].", rich_help_panel=TRAINING)
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option("--length", metavar="N", help="Tokens of a sequence [1024].", rich_help_panel=TRAINING)
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option("--batch-size", metavar="N", help="Sequences of a process at once [4].", rich_help_panel=TRAINING),
-    ] = None,
-    evaluate_every: Annotated[
-        int | None,
         typer.Option(
-            "--evaluate-every", metavar="N", help="Steps between loss and recall on the way.", rich_help_panel=TRAINING
+            "--wandb", metavar="PROJECT", help="Log to wandb: --tracker wandb --project.", rich_help_panel=OUTPUT
         ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="[0]", rich_help_panel=TRAINING)] = None,
-    tracker: Annotated[
-        str | None,
-        typer.Option("--tracker", help="wandb, tensorboard … [none; a JSONL log always].", rich_help_panel=OUTPUT),
-    ] = None,
-    wandb_mode: Annotated[
-        str | None, typer.Option("--wandb-mode", help="online (default), offline or disabled.", rich_help_panel=OUTPUT)
-    ] = None,
-    project: Annotated[
-        str | None, typer.Option("--project", metavar="NAME", help="Of the tracker.", rich_help_panel=OUTPUT)
     ] = None,
     processes: Annotated[
         int | None,
@@ -105,12 +55,6 @@ def heal(
             help="accelerate configuration: cpu-2, gpu-1, fsdp2, zero3 or a file.",
             rich_help_panel=MACHINE,
         ),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", help="auto (default) or cpu.", rich_help_panel=MACHINE)
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="fp32, bf16, fp16 or auto (default).", rich_help_panel=MACHINE)
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)
@@ -161,29 +105,16 @@ def heal(
     from surgery.healing.launchers import check_processes, find_launcher
 
     check_processes(processes)
-    given = {
-        "teacher": None if teacher is None else model_named(teacher),
-        "data": tuple(data) if data else None,
-        "max_tokens": max_tokens,
-        "max_seconds": max_seconds,
-        "train": train,
-        "learning_rate": learning_rate,
-        "length": length,
-        "batch_size": batch_size,
-        "evaluate_every": evaluate_every,
-        "seed": seed,
-        "tracker": tracker,
-        "wandb_mode": wandb_mode,
-        "project": project,
-        "device": device,
-        "dtype": dtype,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
+    asked = given.of(HealSettings) | ({} if wandb is None else {"tracker": "wandb", "project": wandb})
+    if "teacher" in asked:
+        asked["teacher"] = model_named(asked["teacher"])
+    read = read_mapping(config) if config else {}
+    HealSettings.from_mapping({"teacher": "its source", **read, **asked}, str(config or "heal"))
     student, out = model_named(checkpoint), output_of(checkpoint, out, "healed")
     # Before torch is loaded for it: places that would be refused later.
     settle_output(student, find_local(student), out, "healed", overwrite=overwrite)
-    if "teacher" in given:
-        find_local(given["teacher"])
+    if "teacher" in asked:
+        find_local(asked["teacher"])
 
     from surgery.common.progress import Progress
     from surgery.console.heal import show_healed, show_plan
@@ -193,7 +124,7 @@ def heal(
         student,
         out,
         config,
-        given,
+        asked,
         processes=processes,
         launcher=None if launcher is None else find_launcher(launcher),
         measure={} if measure else None,

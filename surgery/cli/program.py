@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from surgery import own_program
+from surgery.calibration.settings import ConversionSettings
 from surgery.cli import bench as cli_bench
 from surgery.cli import convert as cli_convert
 from surgery.cli import engines as cli_engines
@@ -17,19 +18,8 @@ from surgery.cli import heads as cli_heads
 from surgery.cli import heal as cli_heal
 from surgery.cli import shipped as cli_shipped
 from surgery.cli import slice as cli_slice
-from surgery.cli.options import (
-    BatchOption,
-    CalibrationOption,
-    CheckpointArgument,
-    DeviceOption,
-    DtypeOption,
-    FieldOption,
-    JsonOption,
-    LengthOption,
-    PickleOption,
-    SeedOption,
-    TokensOption,
-)
+from surgery.cli.generated import Given, with_settings
+from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption
 from surgery.common.errors import SurgeryError
 from surgery.common.interruption import interruptible
 from surgery.version import __version__
@@ -53,17 +43,9 @@ def version_callback(
         raise typer.Exit()
 
 
-@app.command()
 def inspect(
     checkpoint: CheckpointArgument,
-    calibration: CalibrationOption = None,
-    calibration_tokens: TokensOption = None,
-    calibration_length: LengthOption = None,
-    text_field: FieldOption = None,
-    seed: SeedOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    batch_size: BatchOption = None,
+    given: Given,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", metavar="FILE", help="Where to draw the spectra (png, svg, pdf) [CKPT-spectra.png]."),
@@ -98,19 +80,10 @@ def inspect(
 
     source, ceilings = model_named(checkpoint), find_gpu(gpu)
     find_local(source)  # refuses what is none before torch is loaded for it
-    if plot is not None and calibration is None:
+    asked = given.of(ConversionSettings)
+    if plot is not None and "calibration" not in asked:
         raise SurgeryError("--plot draws the spectra, which need statistics: give --calibration too, such as builtin")
-    given = {
-        "calibration": calibration,
-        "calibration_tokens": calibration_tokens,
-        "calibration_length": calibration_length,
-        "text_field": text_field,
-        "seed": seed,
-        "device": device,
-        "dtype": dtype,
-        "batch_size": batch_size,
-    }
-    settings = ConvertSettings(**{name: value for name, value in given.items() if value is not None})
+    settings = ConvertSettings(**asked)
 
     from surgery.common.progress import Progress
     from surgery.console.inspection import show_inspection
@@ -119,12 +92,17 @@ def inspect(
     inspection = inspect_checkpoint(
         source,
         settings,
-        spectra=calibration is not None,
+        spectra="calibration" in asked,
         allow_pickle=allow_pickle,
         gpu=ceilings,
         progress=Progress(),
     )
     show_inspection(inspection, plot=plot, as_json=as_json)
+
+
+OF_STATISTICS = ("calibration", "calibration_tokens", "calibration_length", "text_field", "seed")
+OF_STATISTICS += ("device", "dtype", "batch_size")
+app.command()(with_settings(inspect, {"inspect": ConversionSettings}, OF_STATISTICS))
 
 
 @app.command()

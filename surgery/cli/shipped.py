@@ -9,7 +9,14 @@ from typing import Annotated
 import typer
 
 from surgery.cli.options import JsonOption
+from surgery.common.errors import SurgeryError
+from surgery.common.setting import did_you_mean
+from surgery.common.settings_page import settings_page
 from surgery.common.shipped import Kind, copy_shipped, shipped
+from surgery.evaluation.settings import EvalSettings
+from surgery.heads.settings import HeadSettings
+from surgery.structures.registry import SLICE, TARGETS
+from surgery.training.settings import HealSettings
 
 CopyOption = Annotated[
     str | None, typer.Option("--copy", metavar="NAME", help="Write NAME.yaml into the current folder, to change it.")
@@ -21,6 +28,7 @@ def register(app: typer.Typer) -> None:
     """Adds the verbs."""
     app.command()(recipes)
     app.command()(configs)
+    app.command()(config)
 
 
 def recipes(copy: CopyOption = None, overwrite: OverwriteOption = False, as_json: JsonOption = False) -> None:
@@ -45,6 +53,36 @@ def configs(copy: CopyOption = None, overwrite: OverwriteOption = False, as_json
         surgery configs --copy mla-everywhere
     """
     _show("configs", copy, overwrite, as_json)
+
+
+def config(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="mla, gqa, lowrank … slice, heads, heal, eval.")],
+) -> None:
+    """Print a settings file with all defaults, and what each setting is; of other names, the file that ships.
+
+    Example:
+
+        surgery config mla > my.yaml
+    """
+    print(config_page(name), end="")
+
+
+def config_page(name: str) -> str:
+    """The settings file of a target or verb, or one that ships.
+
+    Raises:
+        SurgeryError: there is none of that name.
+    """
+    classes = {each.name: (each.settings_class, f"`surgery convert --to {each.name}`") for each in TARGETS.values()}
+    verbs = {"slice": SLICE.settings_class, "heads": HeadSettings, "heal": HealSettings, "eval": EvalSettings}
+    classes |= {verb: (cls, f"`surgery {verb}`") for verb, cls in verbs.items()}
+    if name in classes:
+        return settings_page(*classes[name])
+    hand_written = {each.name: each.path for each in shipped("configs")}
+    if name not in hand_written:
+        known = list(dict.fromkeys([*classes, *hand_written]))
+        raise SurgeryError(f"{name}: no settings of that name: choose {', '.join(known)}{did_you_mean(name, known)}")
+    return hand_written[name].read_text(encoding="utf-8")
 
 
 def _show(kind: Kind, copy: str | None, overwrite: bool, as_json: bool) -> None:

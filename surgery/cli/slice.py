@@ -9,47 +9,25 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.options import (
-    BUDGET,
-    OUTPUT,
-    BatchOption,
-    CheckpointArgument,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    OverwriteOption,
-    ShardSizeOption,
-)
+from surgery.cli.generated import Given, with_settings
+from surgery.cli.options import OUTPUT, CheckpointArgument, ConfigOption, JsonOption, OverwriteOption
+from surgery.structures.registry import SLICE
 
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    app.command("slice")(slice_)
+    app.command("slice")(with_settings(slice_, {"slice": SLICE.settings_class}))
 
 
 def slice_(
     checkpoint: CheckpointArgument,
-    kv_ratio: Annotated[
-        float,
-        typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes of the model that it was converted from."),
-    ],
+    given: Given,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Folder to write [CKPT-sliced, beside it].", rich_help_panel=OUTPUT),
     ] = None,
-    allocate: Annotated[
-        str | None,
-        typer.Option(
-            "--allocate",
-            help="Ranks of layers: spectrum, by what their latents are worth (default), or uniform.",
-            rich_help_panel=BUDGET,
-        ),
-    ] = None,
-    max_shard_size: ShardSizeOption = None,
     overwrite: OverwriteOption = False,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    batch_size: BatchOption = None,
+    config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a smaller checkpoint from a converted one, without calibration: the best latents come first.
@@ -63,17 +41,8 @@ def slice_(
     from surgery.checkpoint.named_models import model_named
     from surgery.common.progress import Progress
     from surgery.console.conversion import show_conversion
-    from surgery.structures.registry import SLICE
 
-    given = {
-        "kv_ratio": kv_ratio,
-        "allocate": allocate,
-        "max_shard_size": max_shard_size,
-        "device": device,
-        "dtype": dtype,
-        "batch_size": batch_size,
-    }
-    settings, source = SLICE.settings(given), model_named(checkpoint)
+    settings, source = SLICE.settings(given.of(SLICE.settings_class), config), model_named(checkpoint)
     SLICE.check_places(source, out, settings, overwrite=overwrite)
     from surgery.structures import converter
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
+from surgery.common.setting import did_you_mean, names_of, settings_of, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 class FileSettings:
-    """Base of the dataclasses of settings."""
+    """Base of the frozen dataclasses of settings: values are of the kind, and within the limits, that fields say."""
+
+    def __post_init__(self) -> None:
+        for name, each in settings_of(type(self)).items():
+            object.__setattr__(self, name, each.taken(getattr(self, name)))
 
     @classmethod
     def from_file(cls, path: str | Path, **overrides: Any) -> Self:
@@ -35,73 +38,24 @@ class FileSettings:
         Raises:
             SurgeryError: a name is unknown, or a value is not allowed.
         """
-        known = [field.name for field in fields(cls)]
+        names = names_of(cls)
         for name in values:
-            if name not in known:
-                raise SurgeryError(f"{where}: unknown setting {name!r}{did_you_mean(str(name), known)}")
-        return cls(**typed(cls, values, where))
+            if name not in names:
+                raise SurgeryError(f"{where}: unknown setting {name!r}{did_you_mean(str(name), list(names))}")
+        return cls(**typed(cls, {names[name]: value for name, value in values.items()}, where))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def typed(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Values as the fields of a dataclass want them: YAML reads 1e4 as text and 1.0e4 as no whole number.
-
-    Lists and mappings are left to the class.
+    """Values as the fields of a dataclass want them.
 
     Raises:
         SurgeryError: a value is of another kind than its field; says which kind that is.
     """
-    hints = get_type_hints(cls)
-    found = {}
-    for name, value in values.items():
-        kinds = get_args(hints[name]) if isinstance(hints[name], UnionType) else (hints[name],)
-        try:
-            found[name] = _as_one_of(kinds, value)
-        except ValueError:
-            words = " or ".join(KINDS[kind] for kind in kinds if kind in KINDS)
-            raise SurgeryError(f"{where}: {name} must be {words}, not {shown(value)}") from None
-    return found
-
-
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-
-
-def shown(value: Any) -> str:
-    """A value in a message, as YAML has it."""
-    if isinstance(value, list | tuple | dict):
-        return "a list" if not isinstance(value, dict) else "names with values"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "empty" if value is None else repr(value)
-
-
-def _as_one_of(kinds: tuple[Any, ...], value: Any) -> Any:
-    """Raises ValueError where a value is of none of the kinds, which are classes; others than KINDS take anything."""
-    if type(value) in kinds or not set(kinds) - {NoneType} <= KINDS.keys():
-        return value
-    if value is None or isinstance(value, bool | list | tuple | dict):
-        raise ValueError
-    if str in kinds:
-        return str(value)
-    if int in kinds and float not in kinds:
-        return whole_number(value)
-    if float in kinds:
-        return float(value)
-    raise ValueError
-
-
-def whole_number(value: Any) -> int:
-    """A whole number, also where it is written 1e4.
-
-    Raises:
-        ValueError: it is none.
-    """
-    number = float(value)
-    if not number.is_integer():
-        raise ValueError
-    return int(value) if isinstance(value, int) else int(number)
+    known = settings_of(cls)
+    return {name: known[name].converted(value, f"{where}: {name}") for name, value in values.items()}
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
@@ -119,9 +73,3 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise SurgeryError(f"{path}: holds {shown(read)}; write name: value lines")
     return read
-
-
-def did_you_mean(name: str, known: list[str]) -> str:
-    """A hint at the nearest known name, or nothing."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""

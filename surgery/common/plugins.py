@@ -10,8 +10,9 @@ A package names what it brings in its pyproject.toml, one group a kind::
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
 
 from surgery.common.errors import SurgeryError
 
@@ -19,17 +20,24 @@ Kind = TypeVar("Kind")
 
 PREFIX = "model_surgery."
 
+_registered: dict[str, dict[str, Any]] = {}
+
+
+def added(kind: str) -> tuple[str, ...]:
+    """Names that programs registered or packages announce; nothing is loaded for it."""
+    return tuple(dict.fromkeys((*_registered.get(kind, ()), *_announced(kind))))
+
 
 class Registry(Mapping[str, Kind], Generic[Kind]):
     """Things of one kind by the names that users give them.
 
     Args:
         kind: in the plural, as in the group of entry points, ``model_surgery.KIND``.
-        own: the project's.
+        own: the project's; their names cannot be taken.
     """
 
     def __init__(self, kind: str, own: Mapping[str, Kind]):
-        self._kind, self._own, self._announced = kind, dict(own), None
+        self._kind, self._own = kind, dict(own)
 
     def register(self, name: str, thing: Kind) -> None:
         """Adds one.
@@ -39,30 +47,33 @@ class Registry(Mapping[str, Kind], Generic[Kind]):
         """
         if name in self:
             raise SurgeryError(f"{self._kind}: there is a {name!r} already; choose another name")
-        self._own[name] = thing
+        _registered.setdefault(self._kind, {})[name] = thing
 
     def __getitem__(self, name: str) -> Kind:
-        if name not in self._own:
-            point = self._points()[name]
-            try:
-                self._own[name] = point.load()
-            except Exception as error:  # whatever a package of somebody else does when it is imported
-                where = point.dist.name if point.dist else point.value
-                raise SurgeryError(f"{self._kind}: {name!r} of {where} cannot be loaded ({error})") from error
-        return self._own[name]
+        for things in (self._own, _registered.get(self._kind, {})):
+            if name in things:
+                return things[name]
+        return _load(self._kind, _announced(self._kind)[name])
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._own
-        yield from (name for name in self._points() if name not in self._own)
+        return iter(dict.fromkeys((*self._own, *added(self._kind))))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._own or name in self._points()
+        return name in self._own or name in added(self._kind)
 
-    def _points(self) -> dict:
-        """The entry points of installed packages by name; the project's own things win."""
-        if self._announced is None:
-            self._announced = {point.name: point for point in entry_points(group=PREFIX + self._kind)}
-        return self._announced
+
+@cache
+def _announced(kind: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=PREFIX + kind)}
+
+
+@cache
+def _load(kind: str, point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except Exception as error:  # whatever a package of somebody else does when it is imported
+        where = point.dist.name if point.dist else point.value
+        raise SurgeryError(f"{kind}: {point.name!r} of {where} cannot be loaded ({error})") from error

@@ -8,11 +8,13 @@ numbers per token, as does llama.cpp's flash attention on CUDA; vLLM's Triton ke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from surgery.common.errors import SurgeryError
 from surgery.engines.trials import VLLM_MLA_HEADS
 
-ENGINES = ("vllm", "sglang", "llama.cpp", "mlx", "all")
+Engine = Literal["vllm", "sglang", "llama.cpp", "mlx", "all"]
+ENGINES = get_args(Engine)
 
 FAST_WIDTH, FAST_ROPE = 576, 64
 

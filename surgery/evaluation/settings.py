@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 from surgery.common.errors import SurgeryError
-from surgery.common.file_settings import FileSettings, did_you_mean, whole_number
+from surgery.common.file_settings import FileSettings
+from surgery.common.setting import DTYPE_NAMES, did_you_mean, setting, settings_of
 from surgery.evaluation.kinds import DEFAULT, TASKS
 
 BUILTIN = "builtin"
@@ -14,97 +15,106 @@ NO_VARIANTS = "none"
 HARNESS = "lm-eval:"
 HELD_OUT_SETS = ("prose", "code", "chat")
 """Held-out text of what is installed, and the first model's own conversations."""
-VARIANTS = ("int8", "fp8", "int4", "int2", "mean-pool", "window")
-DOMAINS = ("auto", "code", "text")
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DECODED = 128
-TUPLES = (
-    "tasks",
-    "data",
-    "variants",
-    "needle_lengths",
-    "needle_depths",
-    "ruler_lengths",
-    "ruler_tasks",
-    "repeat_lags",
-    "prompts",
-    "contexts",
-    "batches",
-)
 
 
 @dataclass(frozen=True)
 class EvalSettings(FileSettings):
-    """Settings of ``surgery eval``; configs/eval.yaml holds the same with comments.
+    """Settings of ``surgery eval``."""
 
-    Attributes:
-        tasks: what to measure besides KV bytes, which every row has: names of surgery.evaluation.kinds, DEFAULT
-            ones for "all", and lm-eval:<task>.
-        data: held-out texts, each builtin, one of HELD_OUT_SETS, a file or a dataset's name; the loss is told apart by
-            them.
-        text_field: column that holds the text.
-        windows, length: held-out windows and tokens in each; the latter also of recall prompts and of the KV bytes.
-        decoded: tokens at the end of each window that are decoded one by one for the through-cache loss; 0 for no such
-            loss, None for 128, or half of a shorter window.
-        recall_prompts: prompts with planted keys.
-        domain: what needle and ruler prompts are made of; auto is code for the builtin text, otherwise text.
-        needle_lengths, needle_depths, needle_trials: the grid in tokens and percent, prompts in each cell; no lengths
-            means a quarter of, a half of, just and one and a half times the model's limit.
-        ruler_lengths, ruler_samples, ruler_tasks: lengths in tokens (none: the length above), samples of each task at
-            each length, names of tasks (none: all 13).
-        ruler_floor: share of 1 that the baseline has to score in a task at a length to count for the second average.
-        repeat_lags, repeat_rows: distances after which a span of text comes again (none: 256, doubled up to 8192, as
-            far as the model's limit and the text go), and rows of each.
-        match_prompts, match_tokens: held-out windows whose first halves are continued greedily, and tokens to write.
-        prompts, new_tokens: texts to complete (none: openings of held-out windows), and tokens to write.
-        contexts, batches: of memory and speed (no contexts: up to the model's limit).
-        variants: cheaper forms of the baseline to measure beside it, at the checkpoints' KV ratios.
-        lm_eval_include, num_fewshot: folder of user tasks for lm-evaluation-harness, and its few-shot count.
-        seed: of every random choice.
-        limit: samples a task at most, for a quick look; the report is marked.
-        device: "auto" is a CUDA device if there is one, otherwise the CPU.
-        dtype: what quality is measured in; "auto" is the checkpoint's own on an accelerator and float32 on a CPU.
-            Bytes and speed are always those of the checkpoint's own dtype.
-        wandb, wandb_mode: project to log to, and online or offline.
-    """
-
-    tasks: tuple[str, ...] = ("loss", "recall")
-    data: tuple[str, ...] = (BUILTIN,)
-    text_field: str = "text"
-    windows: int = 24
-    length: int = 1024
-    decoded: int | None = None
-    recall_prompts: int = 48
-    domain: str = "auto"
-    needle_lengths: tuple[int, ...] = ()
-    needle_depths: tuple[int, ...] = (0, 25, 50, 75, 100)
-    needle_trials: int = 4
-    ruler_lengths: tuple[int, ...] = ()
-    ruler_samples: int = 50
-    ruler_tasks: tuple[str, ...] = ()
-    ruler_floor: float = 0.3
-    repeat_lags: tuple[int, ...] = ()
-    repeat_rows: int = 16
-    match_prompts: int = 16
-    match_tokens: int = 64
-    prompts: tuple[str, ...] = ()
-    new_tokens: int = 48
-    contexts: tuple[int, ...] = ()
-    batches: tuple[int, ...] = (1, 4)
-    variants: tuple[str, ...] = ("int8", "int4", "mean-pool", "window")
-    lm_eval_include: str | None = None
-    num_fewshot: int | None = None
-    seed: int = 0
-    limit: int | None = None
-    batch_size: int = 8
-    device: str = "auto"
-    dtype: str = "auto"
-    wandb: str | None = None
-    wandb_mode: str = "online"
+    tasks: tuple[str, ...] = setting(
+        ("loss", "recall"),
+        "loss, recall, needle, ruler, generate, memory, speed, or all of these; repeat, match, kernels; lm-eval:TASK. "
+        "KV bytes are always measured.",
+        section="Tasks",
+    )
+    variants: tuple[Literal["int8", "fp8", "int4", "int2", "mean-pool", "window"], ...] = setting(
+        ("int8", "int4", "mean-pool", "window"),
+        "Cheaper forms of the baseline to measure beside it, at the checkpoints' KV ratios.",
+        metavar="A,B|none",
+    )
+    limit: int | None = setting(None, "Samples a task at most, for a quick look; marks the report.", least=1)
+    data: tuple[str, ...] = setting(
+        (BUILTIN,),
+        "Held-out text, more than once for several; the loss is told apart by them.",
+        more="builtin: standard-library source that ships and that no calibration text holds. prose, code, chat: what "
+        "installed packages say of themselves, the source of torch and transformers, the first model's own "
+        "conversations. Or .txt, .jsonl, .json or .parquet files, names of datasets (name or name:config:split).",
+        section="Data",
+        metavar="FILE|DATASET|prose|code|chat|builtin",
+        old=("--text", "--calibration"),
+        repeated=True,
+    )
+    text_field: str = setting("text", "Column that holds the text.", metavar="NAME")
+    windows: int = setting(24, "Held-out windows.", least=1)
+    length: int = setting(1024, "Tokens in each, in recall prompts, and of the stated KV bytes.")
+    decoded: int | None = setting(
+        None,
+        "Tokens at the end of each window that are decoded one by one, for the loss through the live cache; 0: none.",
+        unset="128, or half of a shorter window",
+    )
+    recall_prompts: int = setting(48, "Prompts with planted keys.", least=1)
+    domain: Literal["auto", "code", "text"] = setting(
+        "auto", "What needle and ruler prompts are made of: auto is code for builtin data, otherwise text."
+    )
+    needle_lengths: tuple[int, ...] = setting(
+        (), "Tokens of needle prompts; none: 1/4, 1/2, 1 and 1.5 times the model's limit.", least=1
+    )
+    needle_depths: tuple[int, ...] = setting((0, 25, 50, 75, 100), "Where needles stand, in percent.")
+    needle_trials: int = setting(4, "Prompts of each length and depth.", least=1)
+    ruler_lengths: tuple[int, ...] = setting((), "Tokens of ruler prompts; none: as length.", least=1)
+    ruler_samples: int = setting(50, "Samples of each ruler task at each length.", least=1)
+    ruler_tasks: tuple[str, ...] = setting((), "Names of ruler tasks; none: all 13.")
+    ruler_floor: float = setting(
+        0.3,
+        "Score of the baseline from which a ruler task at a length counts for the second average.",
+        least=0,
+        most=1,
+    )
+    repeat_lags: tuple[int, ...] = setting(
+        (),
+        "Tokens after which a span comes again; none: 256 to 8192, as far as the model's limit and the text go.",
+        least=1,
+    )
+    repeat_rows: int = setting(16, "Rows of each lag.", least=1)
+    match_prompts: int = setting(
+        16, "Held-out windows whose first halves are continued greedily, compared with the baseline's.", least=1
+    )
+    match_tokens: int = setting(64, "Tokens to write in each.", least=1)
+    prompts: tuple[str, ...] = setting(
+        (),
+        "Text to complete, more than once for several; none: openings of held-out windows.",
+        metavar="TEXT",
+        flag="prompt",
+        repeated=True,
+    )
+    new_tokens: int = setting(48, "Tokens to write after each prompt.", least=1)
+    contexts: tuple[int, ...] = setting(
+        (), "Tokens in the cache, of memory and speed; none: the model's limit, at most 32k, and halves of it.", least=1
+    )
+    batches: tuple[int, ...] = setting((1, 4), "Rows at a time, of speed.", least=1)
+    lm_eval_include: str | None = setting(None, "Folder of your own lm-eval tasks.", metavar="DIR")
+    num_fewshot: int | None = setting(None, "Few-shot examples of lm-eval tasks.", unset="the task's own number")
+    seed: int = setting(0, "Of every random choice.")
+    batch_size: int = setting(8, "Sequences at a time.", least=1, section="Machine")
+    device: str = setting(
+        "auto", "Where models run: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(
+        "auto",
+        "What quality is measured in: auto is the checkpoint's, float32 on a CPU; float32 and fp32 are one. Bytes and "
+        "speed are the checkpoint's own.",
+        synonyms=DTYPE_NAMES,
+    )
+    wandb: str | None = setting(None, "Log to wandb, one run a model.", section="Output", metavar="PROJECT")
+    wandb_mode: Literal["online", "offline"] = setting("online", "Of wandb.")
 
     def __post_init__(self) -> None:
-        for name in TUPLES:
-            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
+        if self.variants in (NO_VARIANTS, (NO_VARIANTS,), [NO_VARIANTS]):
+            object.__setattr__(self, "variants", ())
+        super().__post_init__()
+        for name in (name for name, each in settings_of(type(self)).items() if each.many):
+            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
         if "all" in self.tasks:
             others = tuple(task for task in self.tasks if task != "all" and task not in DEFAULT)
             object.__setattr__(self, "tasks", (*DEFAULT, *others))
@@ -112,31 +122,8 @@ class EvalSettings(FileSettings):
             if task not in TASKS and not (task.startswith(HARNESS) and task != HARNESS):
                 known = [*TASKS, f"{HARNESS}<task>"]
                 raise SurgeryError(f"unknown task {task!r}: choose of {', '.join(known)}{did_you_mean(task, known)}")
-        if self.variants == (NO_VARIANTS,):
-            object.__setattr__(self, "variants", ())
-        for name, allowed in (("variants", VARIANTS), ("domain", DOMAINS), ("dtype", DTYPES)):
-            values = getattr(self, name)
-            for value in values if isinstance(values, tuple) else (values,):
-                if value not in allowed:
-                    raise SurgeryError(f"{name} {value!r} is unknown: choose {', '.join(allowed)}")
-        if self.wandb_mode not in ("online", "offline"):
-            raise SurgeryError(f"wandb mode {self.wandb_mode!r} is unknown: choose online or offline")
         if not self.data:
             raise SurgeryError("no held-out text: give builtin, a file or a dataset")
-        self._check_numbers()
-
-    def _check_numbers(self) -> None:
-        at_least_one = ("windows", "recall_prompts", "needle_trials", "ruler_samples", "new_tokens", "batch_size")
-        at_least_one += ("repeat_rows", "match_prompts", "match_tokens")
-        for name in (*at_least_one, "limit"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SurgeryError(f"{name} must be at least 1, not {value}")
-        if not 0 <= self.ruler_floor <= 1:
-            raise SurgeryError(f"ruler_floor {self.ruler_floor}: a score lies between 0 and 1")
-        for name in ("needle_lengths", "ruler_lengths", "repeat_lags", "contexts", "batches"):
-            if any(value < 1 for value in getattr(self, name)):
-                raise SurgeryError(f"{name} must be positive, not {', '.join(map(str, getattr(self, name)))}")
         if any(not 0 <= depth <= 100 for depth in self.needle_depths) or not self.needle_depths:
             raise SurgeryError("needle_depths are percent of the context, from 0 to 100, at least one")
         if self.length < 4:
@@ -145,16 +132,3 @@ class EvalSettings(FileSettings):
             object.__setattr__(self, "decoded", min(DECODED, self.length // 2))
         if self.decoded and not 1 <= self.decoded <= self.length - 2:
             raise SurgeryError(f"decoded must be 0 or at most length - 2 = {self.length - 2}, not {self.decoded}")
-
-
-def _as_tuple(name: str, value: Any) -> tuple:
-    """A list of a YAML file or the command line; a single value is a list of one, a string is cut at commas."""
-    if isinstance(value, str) and name != "prompts":
-        value = [part.strip() for part in value.split(",") if part.strip()]
-    items = tuple(value) if isinstance(value, list | tuple) else (value,)
-    if name in ("tasks", "data", "variants", "ruler_tasks", "prompts"):
-        return tuple(dict.fromkeys(map(str, items)))
-    try:
-        return tuple(dict.fromkeys(map(whole_number, items)))
-    except (TypeError, ValueError):
-        raise SurgeryError(f"{name} must be whole numbers, not {', '.join(map(str, items))}") from None

@@ -6,16 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from surgery.common.errors import SurgeryError
-from surgery.common.file_settings import did_you_mean
 from surgery.common.plugins import Registry
+from surgery.common.setting import did_you_mean
+from surgery.heads.settings import METHODS
 
 if TYPE_CHECKING:
     from surgery.heads.scorer import Scorer
 
-OWN = ("duo", "prulong", "needle", "induction", "kvzip", "attention-area", "ablation")
-
 SCORERS: Registry[str | Scorer] = Registry(
-    "scorers", {name: f"surgery.heads.{name.replace('-', '_')}:score" for name in OWN}
+    "scorers", {name: f"surgery.heads.{name.replace('-', '_')}:score" for name in METHODS}
 )
 """What scores heads, or where it is (module:name); those of installed packages among them."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
-from surgery.heads.methods import SCORERS
+from surgery.common.setting import DTYPE_NAMES, setting
 
+Method = Literal["duo", "prulong", "needle", "induction", "kvzip", "attention-area", "ablation"]
+METHODS = get_args(Method)
 SUFFIX = ".safetensors"
 """Of pattern files."""
 
@@ -17,62 +19,59 @@ TRAINED = ("duo", "prulong")
 
 @dataclass(frozen=True)
 class HeadSettings(FileSettings):
-    """Settings of ``surgery heads``; configs/heads.yaml holds the same with comments.
+    """Settings of ``surgery heads``."""
 
-    Attributes:
-        method: how heads are scored, one of SCORERS.
-        sinks, recent: tokens that a streaming head sees: the first, and the last with the query's own among them.
-        target: share of the heads that are to stay full; what trained gates are driven to.
-        text: builtin, a file or a dataset's name: natural text, and what the needles stand in.
-        text_field: column that holds the text.
-        recall: share of the natural text's sequences, 0 to 1, that carry planted facts with questions.
-        length: tokens of a sequence; None for the model's limit, or 4,096 if that is less.
-        samples: sequences, of methods that train none (each its own default if None).
-        facts: planted in a sequence with needles.
-        steps: of training, for methods that train gates; every step is one sequence a process.
-        learning_rate: of the gates; each method's own if None.
-        penalty: weight of the mean gate at first (duo); training moves it until the target is met.
-        seeds: how often to score, each time on other data; the scores are the mean, and their spread is kept.
-        seed: the first of them.
-        offload: keep the model's layers in CPU memory and bring each to the device when it runs.
-        device: "auto" is a CUDA device if there is one, otherwise the CPU.
-        dtype: what the model runs in; "auto" is bfloat16 on an accelerator and float32 on a CPU. Gates and scores are
-            float32 always.
-    """
-
-    method: str = "duo"
-    sinks: int = 64
-    recent: int = 256
-    target: float = 0.25
-    text: str = "builtin"
-    text_field: str = "text"
-    recall: float = 0.0
-    length: int | None = None
-    samples: int | None = None
-    facts: int = 10
-    steps: int = 150
-    learning_rate: float | None = None
-    penalty: float = 0.05
-    seeds: int = 1
-    seed: int = 0
-    offload: bool = False
-    device: str = "auto"
-    dtype: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.method not in SCORERS:
-            raise SurgeryError(f"method {self.method!r} is unknown: choose {', '.join(SCORERS)}")
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
-            raise SurgeryError(f"dtype {self.dtype!r} is unknown: choose auto, float32, bfloat16, float16 or float64")
-        if self.sinks < 0 or self.recent < 1:
-            raise SurgeryError(f"{self.sinks} sinks and {self.recent} recent tokens: at least 0 and 1 are needed")
-        if not 0 <= self.target <= 1:
-            raise SurgeryError(f"target {self.target}: a share of heads lies between 0 and 1")
-        if not 0 <= self.recall <= 1:
-            raise SurgeryError(f"recall {self.recall}: a share of sequences lies between 0 and 1")
-        for name in ("length", "samples", "facts", "steps", "seeds"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SurgeryError(f"{name} must be at least 1, not {value}")
-        if self.penalty <= 0 or (self.learning_rate is not None and self.learning_rate <= 0):
-            raise SurgeryError("learning_rate and penalty must be above 0")
+    method: Method = setting(
+        "duo",
+        "How heads are scored: duo and prulong train gates; ablation streams one head after the other; the others look "
+        "at attention and are done in a minute.",
+        plugins="scorers",
+        section="Method",
+        metavar="NAME",
+    )
+    sinks: int = setting(64, "First tokens that a streaming head sees.", least=0, section="Streaming heads")
+    recent: int = setting(256, "Last tokens that it sees, its own included.", least=1, flag="window")
+    target: float = setting(
+        0.25, "Share of heads to stay full.", least=0, most=1, section="Training of gates (duo, prulong)"
+    )
+    steps: int = setting(150, "Sequences that each process trains on.", least=1)
+    learning_rate: float | None = setting(None, "Of the gates.", above=0, unset="duo 0.02, prulong 0.15")
+    penalty: float = setting(
+        0.05,
+        "First weight of the gates in the loss (duo).",
+        more="Training moves it until the target is met.",
+        above=0,
+    )
+    text: str = setting(
+        "builtin",
+        "Text to score on, and what needles stand in.",
+        more="builtin is the standard library's source; or a .txt, .jsonl or .parquet file, or the name of a dataset.",
+        section="Inputs",
+        metavar="FILE|DATASET|builtin",
+        old=("--calibration", "--data"),
+    )
+    text_field: str = setting("text", "Column that holds the text.", metavar="NAME")
+    recall: float = setting(
+        0.0, "Share of the text's sequences that carry planted facts with questions.", least=0, most=1
+    )
+    length: int | None = setting(
+        None, "Tokens of a sequence.", least=1, unset="4096, or the model's limit if that is less"
+    )
+    samples: int | None = setting(
+        None, "Sequences, of methods without training.", least=1, unset="the method's own number"
+    )
+    facts: int = setting(10, "Planted in a sequence with needles.", least=1)
+    seeds: int = setting(1, "Score so often, on other data, and keep mean and spread.", least=1)
+    seed: int = setting(0, "The first of them.")
+    offload: bool = setting(
+        False, "Keep layers in CPU memory, bring each to the device for its turn.", section="Machine"
+    )
+    device: str = setting(
+        "auto", "Where the model runs: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(
+        "auto",
+        "What the model runs in: auto is bfloat16, float32 on a CPU; float32 and fp32 are one.",
+        more="Gates and scores are float32 always.",
+        synonyms=DTYPE_NAMES,
+    )

@@ -14,6 +14,7 @@ from surgery.checkpoint.output_place import settle_output
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean, read_mapping
 from surgery.common.plugins import Registry
+from surgery.common.setting import names_of
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.kv_heads.settings import KVHeadsSettings
@@ -60,6 +61,10 @@ class Target:
                 raise SurgeryError(f"{name} {given[name]} contradicts --to {self.name}, which means {value}")
         read = read_mapping(config) if config else {}
         where = str(config) if any(name not in given for name in read) else f"--to {self.name}"
+        for name in {**read, **given}:
+            others = targets_with(name)
+            if others and self.name not in others and name not in names_of(self.settings_class):
+                raise SurgeryError(f"{where}: {name} is for {', '.join(others)}; {self.name} has no such setting")
         return self.settings_class.from_mapping({**read, **given, **self.fixed}, where)
 
     def ending_of(self, settings: ConversionSettings) -> str:
@@ -100,6 +105,11 @@ SLICE = Target("slice", SliceSettings, "surgery.structures.slices.structure:Slic
 def target_of(settings: ConversionSettings) -> Target:
     """The target that settings are of."""
     return next(target for target in (*TARGETS.values(), SLICE) if type(settings) is target.settings_class)
+
+
+def targets_with(setting: str) -> list[str]:
+    """Targets that have a setting."""
+    return [name for name, each in TARGETS.items() if not each.fixed and setting in names_of(each.settings_class)]
 
 
 def find_target(name: str) -> Target:

@@ -3,58 +3,57 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
-from surgery.calibration.settings import ConversionSettings
+from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.common.errors import SurgeryError
+from surgery.common.setting import setting
 
-ALLOCATIONS = ("uniform", "spectrum")
+Bits = Literal[8, 4, 2, "fp8"]
+RopeBits = Literal[16, 8, 4, 2, "fp8"]
+Allocation = Literal["uniform", "spectrum"]
 
 
 @dataclass(frozen=True)
 class StructureSettings(ConversionSettings):
-    """What conversions can be asked for whose result may keep its cache as codes of a few bits.
+    """What conversions can be asked for whose result may keep its cache as codes of a few bits."""
 
-    Attributes:
-        bits: of a cached number: 8, 4, 2, or "fp8" (e4m3); None: those of the weights. ``kv_ratio`` and what else fixes
-            the structure count numbers, so the bytes are less by these bits.
-        sinks: first tokens that stay exact.
-        group, keys, hadamard: as for ``--to quantized``, :class:`QuantizedSettings`; with bits only. A group of None is
-            32, and 64 where bits are "auto", whose scales would otherwise take as much as many of the codes.
-    """
+    bits: Bits | None = setting(
+        None,
+        "Of a cached number; a ratio then counts numbers, so the bytes are less by these bits.",
+        section="Bits",
+        unset="those of the weights",
+    )
+    group: int | None = setting(
+        None,
+        "Numbers that share a scale, with bits.",
+        more="Tokens in a channel of the keys, channels in a token of values and latents.",
+        unset="32, and 64 where bits are auto",
+        least=1,
+    )
+    keys: Literal["channel", "token"] = setting(
+        "channel",
+        "What shares a scale of keys or latents, with bits: the tokens of a channel, or the channels of a token.",
+    )
+    hadamard: bool = setting(False, "Fold a rotation into the weights that spreads outliers, with bits.")
+    sinks: int | None = setting(0, "First tokens that stay exact in a quantised cache.", least=0)
 
-    bits: int | str | None = None
-    group: int | None = None
-    keys: str = "channel"
-    hadamard: bool = False
-    sinks: int | None = 0
-
-    BITS: ClassVar[tuple[str, ...]] = ("8", "4", "2", "fp8")
     SINKS_OF_CODES: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.group is None:
+            # Scales of 32 numbers would take as much as many of the codes that are chosen by latent.
             object.__setattr__(self, "group", 64 if self.bits == "auto" else 32)
-        self._check_choice("keys", ("channel", "token"))
-        self._check_positive("group")
-        if self.sinks is not None and self.sinks < 0:
-            raise SurgeryError(f"sinks must be at least 0, not {self.sinks}")
         if self.bits is None:
             if (self.group, self.keys, self.hadamard) != (32, "channel", False):
                 raise SurgeryError("group, keys and hadamard are of a quantised cache: give bits too")
             if self.sinks and self.SINKS_OF_CODES:
                 raise SurgeryError("sinks are the first tokens that a quantised cache keeps exact: give bits too")
             return
-        self._check_bits("bits")
-        least = {"fp8": 1, "8": 1, "4": 2}.get(str(self.bits), 4)
+        least = {"fp8": 1, 8: 1, 4: 2}.get(self.bits, 4)
         if self.group % least:
             raise SurgeryError(f"group {self.group} of {self.bits} bits fills no whole bytes: choose a multiple of 4")
-
-    def _check_bits(self, name: str, *more: str) -> None:
-        allowed = (*(self.BITS if name == "bits" else StructureSettings.BITS), *more)
-        if str(getattr(self, name)) not in allowed:
-            raise SurgeryError(f"{name} {getattr(self, name)!r}: choose {', '.join(allowed[:-1])} or {allowed[-1]}")
 
     @property
     def quantizes(self) -> bool:
@@ -79,19 +78,53 @@ class StructureSettings(ConversionSettings):
         return {**said, "sinks": self.sinks} if self.sinks and self.SINKS_OF_CODES else said
 
 
+@dataclass(frozen=True)
+class FittedSettings(StructureSettings):
+    """What conversions can be asked for that fit each layer by least squares after its closed form."""
+
+    fit_steps: int = setting(
+        3,
+        "Least-squares steps of each layer after the closed form; 0 for none.",
+        more="Gauss-Newton steps, where the method works in the metric of the loss and there is text.",
+        section="Fit",
+    )
+    fit_iterations: int = setting(8, "Conjugate-gradient iterations in each of these steps.", least=1)
+    fit_queries: int = setting(256, "Query positions sampled from each sequence for the fit.", least=1)
+
+    def check_spectrum(self) -> None:
+        if self.allocate == "spectrum" and (self.method != "fisher" or self.calibration == NO_CALIBRATION):
+            raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
+
+
+def rope_bits() -> Any:
+    """The setting of targets whose cache may hold rotated numbers apart."""
+    return setting(
+        None,
+        "Of the rotated numbers of a quantised MLA cache, by token; 16 leaves them as they are.",
+        section="Bits",
+        unset="as bits",
+    )
+
+
+def streaming_bits() -> Any:
+    """The setting of targets that may have streaming heads."""
+    return setting(
+        None, "Of what streaming heads keep, where a hybrid model is quantised.", section="Bits", unset="as bits"
+    )
+
+
+def check_more_bits(settings: StructureSettings, *names: str) -> None:
+    for name in names:
+        if getattr(settings, name) is not None and not settings.quantizes:
+            raise SurgeryError(f"{name} are of a quantised cache: give bits too")
+
+
 def refuse_engine(settings: StructureSettings) -> None:
     if settings.engine is not None:
         raise SurgeryError(
             f"bits: {settings.engine} cannot read a quantised cache of ours; drop --bits and give the engine its own "
             "cache dtype, which surgery doctor names"
         )
-
-
-def check_rope_bits(settings: StructureSettings) -> None:
-    if settings.rope_bits is not None:
-        settings._check_bits("rope_bits", "16")
-        if not settings.quantizes:
-            raise SurgeryError("rope_bits are of a quantised cache: give bits too")
 
 
 def with_formats(kv_cache: dict[str, int | str], **bits: int | str | None) -> dict[str, int | str]:

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 from surgery.calibration.statistics import LayerStatistics
 from surgery.common.errors import SurgeryError
+from surgery.common.plugins import Registry
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.transforms.head_grouping import (
     Group,
@@ -62,12 +63,15 @@ class Method:
     searches: bool = False
 
 
-METHODS = {
-    "fisher": Method(low_rank_maps, weighted=True, searches=True),
-    "kv-heads": Method(low_rank_maps),
-    "procrustes": Method(procrustes_maps, searches=True),
-    "mean-pool": Method(mean_maps),
-}
+METHODS: Registry[Method] = Registry(
+    "kv_heads_methods",
+    {
+        "fisher": Method(low_rank_maps, weighted=True, searches=True),
+        "kv-heads": Method(low_rank_maps),
+        "procrustes": Method(procrustes_maps, searches=True),
+        "mean-pool": Method(mean_maps),
+    },
+)
 
 
 @dataclass(frozen=True)

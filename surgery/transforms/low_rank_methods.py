@@ -34,6 +34,7 @@ from torch import Tensor
 
 from surgery.calibration.statistics import LayerStatistics
 from surgery.common.errors import SurgeryError
+from surgery.common.plugins import Registry
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.transforms.algebra import eigh_descending, reduced_rank_projection
 from surgery.transforms.allocation import proportional
@@ -149,15 +150,18 @@ def channels(block: BlockMoments, rank: int) -> Factors:
     return Factors(selection, selection.mT, score)
 
 
-METHODS = {
-    "fisher": Method(loss_weighted, layout="joint", weighted=True, gradients=True),
-    "separate": Method(loss_weighted, weighted=True, gradients=True),
-    "svd-llm": Method(whitened),
-    "asvd": Method(scaled, scaled=True),
-    "cskv": Method(trained, scaled=True),
-    "palu": Method(whitened, layout="groups", gradients=True),
-    "think": Method(channels, layout="channels", queries=True),
-}
+METHODS: Registry[Method] = Registry(
+    "low_rank_methods",
+    {
+        "fisher": Method(loss_weighted, layout="joint", weighted=True, gradients=True),
+        "separate": Method(loss_weighted, weighted=True, gradients=True),
+        "svd-llm": Method(whitened),
+        "asvd": Method(scaled, scaled=True),
+        "cskv": Method(trained, scaled=True),
+        "palu": Method(whitened, layout="groups", gradients=True),
+        "think": Method(channels, layout="channels", queries=True),
+    },
+)
 
 
 def method_named(name: str) -> Method:

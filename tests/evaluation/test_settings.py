@@ -32,7 +32,7 @@ def test_all_tasks_and_no_variants():
         ({"dtype": "int8"}, "dtype"),
         ({"limit": 0}, "limit must be at least 1"),
         ({"contexts": "1k"}, "whole numbers"),
-        ({"batches": [0]}, "batches must be positive"),
+        ({"batches": [0]}, "batches must be at least 1"),
         ({"needle_depths": [101]}, "percent"),
         ({"length": 8, "decoded": 7}, "decoded"),
         ({"data": []}, "no held-out text"),

@@ -174,7 +174,7 @@ def test_refusals(settings):
         HealSettings(**settings(evaluate_tasks=["recal"]))
     with pytest.raises(SurgeryError, match="nothing to evaluate"):
         HealSettings(**settings(evaluate_tasks=[]))
-    with pytest.raises(SurgeryError, match="evaluate_every must be a whole number"):
+    with pytest.raises(SurgeryError, match="evaluate_every must be at least 1"):
         HealSettings(**settings(evaluate_every=0))
     with pytest.raises(SurgeryError, match="evaluate_tasks: "):
         heal_here(settings(length=32))  # no room for planted facts

@@ -25,7 +25,7 @@ def test_shipped_settings_are_the_defaults():
         ({"train": "lorra"}, "did you mean lora"),
         ({"learning_rate": "fast"}, "learning_rate must be a number"),
         ({"learning_rate": 0}, "learning_rate must be above 0"),
-        ({"batch_size": 0}, "batch_size must be a whole number"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"batch_size": True}, "batch_size must be a whole number"),
         ({"length": 1}, "length must be at least 2"),
         ({"warmup": 2}, "warmup is a share"),

@@ -6,52 +6,59 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from surgery.common.errors import SurgeryError
-from surgery.structures.settings import StructureSettings, with_formats
+from surgery.common.setting import setting
+from surgery.structures.settings import Bits, StructureSettings, check_more_bits, streaming_bits, with_formats
 
 
 @dataclass(frozen=True)
 class HybridSettings(StructureSettings):
-    """Settings of ``surgery convert --to hybrid``; configs/hybrid.yaml holds the same with comments.
+    """Settings of ``surgery convert --to hybrid``. Text serves to measure the loss only; nothing is fitted."""
 
-    Calibration text serves to measure the loss only; nothing is fitted.
-
-    Attributes:
-        heads: pattern file of ``surgery heads``, or of DuoAttention or PruLong; only a plan in which all heads stream
-            needs none.
-        kv_ratio: share of the source's KV bytes to keep at ``context`` tokens; without it and ``streaming``, a half.
-        context: tokens at which the ratio is counted; None: the model's limit. Streaming heads cost the same at any.
-        streaming: share of the heads that stream, instead of a ratio; 1 is StreamingLLM.
-        sinks, recent: first tokens that streaming heads keep, and last ones with the query's own among them; None:
-            those that the pattern was made for.
-        compensated: share of the streaming heads, the best of them, that also read the mean of what they dropped.
-        heads_multiple: every layer's full heads are a multiple of it, for tensor parallelism over so many devices.
-        streaming_bits: of what streaming heads keep; None: as many as of the others.
-    """
-
-    heads: str | None = None
-    context: int | None = None
-    streaming: float | None = None
-    sinks: int | None = None
-    recent: int | None = None
-    compensated: float = 0.0
-    heads_multiple: int = 1
-    streaming_bits: int | str | None = None
+    heads: str | None = setting(
+        None,
+        "Pattern of `surgery heads`, DuoAttention or PruLong: which heads stay full.",
+        unset="none, if all heads stream",
+        section="Heads",
+        metavar="FILE",
+    )
+    kv_ratio: float | None = setting(None, unset="0.5", section="Budget")
+    context: int | None = setting(
+        None, "Tokens at which the ratio is counted.", least=1, unset="the model's limit", section="Heads"
+    )
+    streaming: float | None = setting(
+        None,
+        "Share of the heads that stream, in place of a ratio; 1 is StreamingLLM and needs no pattern.",
+        least=0,
+        most=1,
+    )
+    sinks: int | None = setting(
+        None, "First tokens that streaming heads keep.", least=0, unset="the pattern's, or 64", section="Budget"
+    )
+    recent: int | None = setting(
+        None,
+        "Last tokens that streaming heads keep, the query's own among them.",
+        least=1,
+        unset="the pattern's, or 256",
+        flag="window",
+    )
+    compensated: float = setting(
+        0.0,
+        "Share of the streaming heads that also read the mean of what they dropped.",
+        more="The best of them, as RazorAttention does.",
+        least=0,
+        most=1,
+        section="Heads",
+    )
+    heads_multiple: int = setting(1, "Every layer's full heads are a multiple of it, for tensor parallelism.", least=1)
+    streaming_bits: Bits | None = streaming_bits()
 
     SINKS_OF_CODES: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.streaming_bits is not None:
-            self._check_bits("streaming_bits")
-            if not self.quantizes:
-                raise SurgeryError("streaming_bits are of a quantised cache: give bits too")
-        self._check_positive("context", "recent", "heads_multiple")
+        check_more_bits(self, "streaming_bits")
         if self.kv_ratio is not None and self.streaming is not None:
             raise SurgeryError("give kv_ratio or streaming, not both")
-        for name in ("streaming", "compensated"):
-            share = getattr(self, name)
-            if share is not None and not 0 <= share <= 1:
-                raise SurgeryError(f"{name} {share}: a share of heads lies between 0 and 1")
 
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""

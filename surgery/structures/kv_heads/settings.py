@@ -3,57 +3,65 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.errors import SurgeryError
-from surgery.engines.limits import ENGINES
-from surgery.structures.settings import ALLOCATIONS, StructureSettings, refuse_engine
+from surgery.common.setting import setting
+from surgery.engines.limits import Engine
+from surgery.structures.settings import Allocation, FittedSettings, refuse_engine
 
-METHODS = ("fisher", "kv-heads", "procrustes", "mean-pool", "key-norm")
-CARRIERS = ("auto", "own", "decilm")
+Method = Literal["fisher", "kv-heads", "procrustes", "mean-pool", "key-norm"]
+METHODS = get_args(Method)
 
 
 @dataclass(frozen=True)
-class KVHeadsSettings(StructureSettings):
-    """Settings of ``surgery convert --to gqa``; configs/gqa.yaml holds the same with comments.
+class KVHeadsSettings(FittedSettings):
+    """Settings of ``surgery convert --to gqa``, and to mqa, which keeps one head."""
 
-    Attributes:
-        method: named variant of the transform.
-        kv_heads: KV heads to keep in every layer, instead of a ratio; without either, half of the source's.
-        allocate: "uniform", or by "spectrum": numbers of heads by layer whose predicted errors are least in all, where
-            kv_heads or the ratio is the average; method fisher with text only.
-        carrier: "own": the project's class; "decilm": DeciLM, whose layers may differ too (Llama only); "auto": the
-            source's family if all layers keep the same number of heads, otherwise own.
-        engine: refuse what this engine ("all": each of them) does not carry; layers that differ become DeciLM's.
-        fit_steps, fit_iterations, fit_queries: as for MLA; method fisher with text only.
-    """
-
-    method: str = "fisher"
-    kv_heads: int | None = None
-    allocate: str = "uniform"
-    carrier: str = "auto"
-    engine: str | None = None
-    fit_steps: int = 3
-    fit_iterations: int = 8
-    fit_queries: int = 256
+    method: Method = setting(
+        "fisher",
+        "How the transform is found.",
+        plugins="kv_heads_methods",
+        more="fisher merges heads weighted by the loss; the others are for comparison.",
+        section="Method",
+    )
+    kv_ratio: float | None = setting(None, unset="0.5", section="Budget")
+    kv_heads: int | None = setting(
+        None,
+        "KV heads to keep in every layer, in place of a ratio.",
+        more="1 is multi-query. The ratio has to be that of a number of heads that divides theirs.",
+        unset="half of them",
+        least=1,
+    )
+    allocate: Allocation = setting(
+        "uniform",
+        "KV heads of layers: as many in each, or by spectrum, with the number or the ratio as the average.",
+        more="spectrum: numbers of heads whose predicted errors are least in all; method fisher with text only.",
+        section="Method",
+    )
+    carrier: Literal["auto", "own", "decilm"] = setting(
+        "auto",
+        "What holds the result: auto is the source's class, or own (of this package) where layers differ; decilm holds "
+        "those too, for vLLM and llama.cpp.",
+        more="decilm is of Llama without biases only.",
+        section="Output",
+    )
+    engine: Engine | None = setting(
+        None,
+        "Refuse what this engine, or all of them, does not carry; layers that differ become DeciLM's.",
+        section="Output",
+    )
 
     def __post_init__(self) -> None:
-        self._check_choice("method", METHODS)
-        self._check_choice("allocate", ALLOCATIONS)
-        self._check_choice("carrier", CARRIERS)
         super().__post_init__()
-        self._check_positive("kv_heads", "fit_iterations", "fit_queries")
         if self.kv_heads is not None and self.kv_ratio is not None:
             raise SurgeryError("give kv_heads or kv_ratio, not both")
-        if self.allocate == "spectrum" and (self.method != "fisher" or self.calibration == NO_CALIBRATION):
-            raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
+        self.check_spectrum()
         if self.quantizes:
             refuse_engine(self)
         if self.quantizes and self.carrier == "decilm":
             raise SurgeryError("bits: DeciLM keeps a plain cache; drop --carrier decilm")
         if self.method == "key-norm" and self.carrier != "auto":
             raise SurgeryError("method key-norm is written in the source's family: leave carrier auto")
-        if self.engine is not None:
-            self._check_choice("engine", ENGINES)
-            if self.carrier == "own":
-                raise SurgeryError(f"engine {self.engine} knows no own class: leave carrier auto")
+        if self.engine is not None and self.carrier == "own":
+            raise SurgeryError(f"engine {self.engine} knows no own class: leave carrier auto")

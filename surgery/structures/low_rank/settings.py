@@ -3,55 +3,65 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.errors import SurgeryError
-from surgery.structures.settings import StructureSettings
+from surgery.common.setting import setting
+from surgery.structures.settings import FittedSettings
 
-METHODS = ("fisher", "separate", "svd-llm", "asvd", "cskv", "palu", "think")
-ALLOCATIONS = ("auto", "uniform", "spectrum", "greedy")
+Method = Literal["fisher", "separate", "svd-llm", "asvd", "cskv", "palu", "think"]
+METHODS = get_args(Method)
 
 
 @dataclass(frozen=True)
-class LowRankSettings(StructureSettings):
-    """Settings of ``surgery convert --to lowrank``; configs/lowrank.yaml holds the same with comments.
+class LowRankSettings(FittedSettings):
+    """Settings of ``surgery convert --to lowrank``."""
 
-    Attributes:
-        method: named variant of the transform.
-        rank: numbers per token and layer, instead of a ratio; without either, a quarter of the source's.
-        allocate: how the budget is spread over layers (and keys and values, where a method has them apart): "uniform",
-            by the "spectrum" of what is dropped, or "greedy", by measured loss; "auto" is the spectrum where that
-            compares layers by the loss (fisher, separate) and uniform elsewhere. Method palu has its own way.
-        rank_multiple: every rank is one of it.
-        window: tokens that a query reads exactly, its own included; 0: none. Counted in the bytes.
-        sinks: first tokens that are read exactly too, with a window; with bits and none, whose latents stay exact.
-        bits: "auto" chooses between 8, 4, 2 and none for every latent, by what it is worth, and ``kv_ratio`` is then
-            the share of the bytes; method fisher with text only.
-        fit_steps, fit_iterations, fit_queries: as for MLA; method fisher with text only.
-    """
+    method: Method = setting(
+        "fisher",
+        "How the transform is found.",
+        plugins="low_rank_methods",
+        more="fisher: one latent for keys and values, weighted by the loss; the others are for comparison.",
+        section="Method",
+    )
+    rank: int | None = setting(
+        None,
+        "Numbers per token and layer, in place of a ratio.",
+        unset="a quarter of the source's",
+        least=1,
+        section="Budget",
+    )
+    allocate: Literal["auto", "uniform", "spectrum", "greedy"] = setting(
+        "auto",
+        "Ranks of layers: uniform, spectrum (by what is dropped) or greedy (by measured loss; slow).",
+        more="auto: spectrum where that compares layers by the loss (fisher, separate), uniform elsewhere. Method palu "
+        "has its own way. Cross-layer groups are uniform.",
+        section="Method",
+    )
+    rank_multiple: int = setting(1, "Every rank is a multiple of it.", least=1)
+    window: int = setting(
+        0,
+        "Recent tokens that stay exact.",
+        more="A query reads them exactly, its own included; they count in the bytes.",
+        least=0,
+        section="Budget",
+    )
+    sinks: int | None = setting(0, "First tokens that stay exact, with a window or bits.", least=0)
+    bits: Literal[8, 4, 2, "fp8", "auto"] | None = setting(
+        None,
+        more="auto chooses between 8, 4, 2 and none by what each latent is worth, and the ratio counts bytes; method "
+        "fisher with text only.",
+        section="Bits",
+    )
 
-    method: str = "fisher"
-    rank: int | None = None
-    allocate: str = "auto"
-    rank_multiple: int = 1
-    window: int = 0
-    fit_steps: int = 3
-    fit_iterations: int = 8
-    fit_queries: int = 256
-
-    METHODS: ClassVar[tuple[str, ...]] = METHODS
-    BITS: ClassVar[tuple[str, ...]] = ("8", "4", "2", "fp8", "auto")
     SINKS_OF_CODES: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self._check_choice("method", self.METHODS)
-        self._check_choice("allocate", ALLOCATIONS)
         super().__post_init__()
-        self._check_positive("rank", "rank_multiple", "fit_iterations", "fit_queries")
         if self.rank is not None and self.kv_ratio is not None:
             raise SurgeryError("give rank or kv_ratio, not both")
-        if self.window < 0 or (self.sinks and not self.window and not self.quantizes):
+        if self.sinks and not self.window and not self.quantizes:
             raise SurgeryError(f"{self.sinks} sinks and a window of {self.window}: sinks need a window of at least 1")
         if self.bits == "auto":
             chosen = {"rank": self.rank is not None, "rank_multiple": self.rank_multiple != 1}

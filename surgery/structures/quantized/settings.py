@@ -5,44 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from surgery.common.errors import SurgeryError
-from surgery.structures.settings import StructureSettings, check_rope_bits, with_formats
+from surgery.common.setting import setting
+from surgery.structures.settings import Bits, RopeBits, StructureSettings, rope_bits, streaming_bits, with_formats
 
 
 @dataclass(frozen=True)
 class QuantizedSettings(StructureSettings):
-    """Settings of ``surgery convert --to quantized``; configs/quantized.yaml holds the same with comments.
+    """Settings of ``surgery convert --to quantized``. Text serves to measure the loss only; nothing is fitted."""
 
-    Calibration text serves to measure the loss only; nothing is fitted.
-
-    Attributes:
-        bits: of a cached number: 8, 4, 2, or "fp8" (e4m3).
-        group: tokens that share a scale in a channel of the keys, channels that do in a token of values and latents.
-        window: of the most recent tokens, how many stay exact at least.
-        keys: what shares a scale of keys, or of latents in their place: the tokens of a "channel" or the channels of a
-            "token". By channel is better for latents too, at fewer bytes: some of them are much larger than others.
-        hadamard: fold a rotation into the weights that spreads outliers of values and latents over their channels.
-        sinks: first tokens that stay exact.
-        streaming_bits: of hybrid models, bits of what streaming heads keep; None: as many as of the others.
-        rope_bits: of MLA, bits of the rotated numbers, which are quantised by token: 16 leaves them as they are, None
-            takes ``bits``.
-    """
-
-    bits: int | str = 4
-    window: int = 0
-    streaming_bits: int | str | None = None
-    rope_bits: int | str | None = None
+    bits: Bits = setting(
+        4, "Of a cached number.", more="Scales are counted in the bytes on top. fp8 is e4m3.", section="Bits"
+    )
+    kv_ratio: None = setting(None, "Follows from bits, group and window.", section="Budget", in_file=True)
+    window: int = setting(
+        0, "Recent tokens that stay exact.", more="At least; KIVI keeps 128.", least=0, section="Budget"
+    )
+    streaming_bits: Bits | None = streaming_bits()
+    rope_bits: RopeBits | None = rope_bits()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits is None:
-            raise SurgeryError("bits: choose 8, 4, 2 or fp8")
         if self.kv_ratio is not None:
             raise SurgeryError("kv_ratio: the bytes of a quantised cache follow from bits, group and window")
-        if self.window < 0:
-            raise SurgeryError(f"window must be at least 0, not {self.window}")
-        if self.streaming_bits is not None:
-            self._check_bits("streaming_bits")
-        check_rope_bits(self)
 
     @property
     def suffix(self) -> str:

@@ -1,0 +1,58 @@
+"""Adding to what the verbs know, from a program. Packages do the same by entry points: CONTRIBUTING.md, "Plug in"."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from surgery.common.errors import SurgeryError
+
+if TYPE_CHECKING:
+    from surgery.evaluation.kinds import Build
+    from surgery.families import Family
+    from surgery.heads.scorer import Scorer
+    from surgery.structures.registry import Target
+
+
+def register_structure(target: Target) -> None:
+    """A structure that ``--to`` can name: its settings, and where its :class:`surgery.structures.base.Structure` is."""
+    from surgery.structures.registry import TARGETS
+
+    TARGETS.register(target.name, target)
+
+
+def register_family(family: Family) -> None:
+    """A family of models that can be converted."""
+    from surgery.families import FAMILIES
+
+    FAMILIES.register(family.model_type, family)
+
+
+def register_scorer(name: str, scorer: Scorer) -> None:
+    """A way to score heads: from a :class:`surgery.heads.scorer.ScoringSession` to scores."""
+    from surgery.heads.methods import SCORERS
+
+    SCORERS.register(name, scorer)
+
+
+def register_task(name: str, build: Build) -> None:
+    """A task of evaluations: from :class:`surgery.evaluation.task_data.TaskData` to a task (`surgery.eval.session`)."""
+    from surgery.evaluation.kinds import TASKS
+
+    TASKS.register(name, build)
+
+
+def register_method(structure: str, name: str, method: Any) -> None:
+    """A named method of ``--to lowrank`` or ``--to gqa``.
+
+    Args:
+        method: a :class:`surgery.transforms.low_rank_methods.Method` or :class:`surgery.transforms.kv_heads.Method`.
+
+    Raises:
+        SurgeryError: another structure, whose methods are not alike enough to be told by a few functions.
+    """
+    from surgery.transforms import kv_heads, low_rank_methods
+
+    methods = {"lowrank": low_rank_methods.METHODS, "gqa": kv_heads.METHODS}
+    if structure not in methods:
+        raise SurgeryError(f"methods of {structure!r} cannot be added: choose {', '.join(methods)}")
+    methods[structure].register(name, method)

@@ -1,0 +1,207 @@
+"""Options made of the classes of settings, where names, types, defaults and help are said once.
+
+A verb's function has a parameter ``given``, in whose place :func:`with_settings` puts an option for every setting.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from surgery.cli.options import INPUTS, MACHINE, OUTPUT
+from surgery.common.errors import SurgeryError
+from surgery.common.setting import Setting, settings_of
+
+LONGEST_METAVAR = 36
+VALUES = {int: "N", float: "F", str: "TEXT"}
+
+
+@dataclass(frozen=True)
+class SettingOption:
+    """An option, and the settings that it gives: one of each target that has it.
+
+    Attributes:
+        targets: how many there are in all.
+    """
+
+    key: str
+    settings: Mapping[str, Setting]
+    targets: int
+
+    @cached_property
+    def first(self) -> Setting:
+        return next(iter(self.settings.values()))
+
+    @property
+    def flag(self) -> str:
+        return _flag(self.key)
+
+    @property
+    def old(self) -> dict[str, str]:
+        """Flags that still work, by what their parameters are called."""
+        flags = [old for each in self.settings.values() for old in each.said.old]
+        flags += [_flag(each.name) for each in self.settings.values() if each.name != self.key]
+        return {flag.strip("-").replace("-", "_"): flag for flag in flags}
+
+    @property
+    def panel(self) -> str:
+        """Of the section, or of the only target that has it."""
+        return (
+            f"--to {next(iter(self.settings))}" if self.targets > 1 == len(self.settings) else self.first.said.section
+        )
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """Of the function that typer sees: the option, and a hidden one for each of its old flags."""
+        is_flag, repeated = self.first.kinds == (bool,), self.first.said.repeated
+        kind = bool | None if is_flag else list[str] | None if repeated else str | None
+        no = f"/--no-{self.flag.strip('-')}" if is_flag else ""
+        said = {"metavar": None if is_flag else self.metavar, "help": self.help, "rich_help_panel": self.panel}
+        options = {self.key: typer.Option(self.flag + no, *self.first.said.also, **said)}
+        options |= {key: typer.Option(flag, metavar=said["metavar"], hidden=True) for key, flag in self.old.items()}
+        return [_parameter(key, Annotated[kind, option], None) for key, option in options.items()]
+
+    @property
+    def metavar(self) -> str:
+        if self.first.said.metavar:
+            return self.first.said.metavar
+        choices = "|".join(dict.fromkeys(str(word) for each in self.settings.values() for word in each.choices))
+        if choices and len(choices) <= LONGEST_METAVAR and not self.first.many:
+            return choices
+        value = VALUES.get(self.first.kinds[0], "TEXT")
+        return ("A,B" if value == "TEXT" else f"{value},…") if self.first.many else "NAME" if choices else value
+
+    @property
+    def help(self) -> str:
+        """What the settings say, their values and defaults; of which targets, where that is not all the same."""
+        parts = []
+        for text, targets in self._by_target(lambda each: each.said.help):
+            unsaid = self.targets == 1 or len(self.settings) == 1 or len(targets) == self.targets
+            parts.append(text if unsaid else f"{text.removesuffix('.')} ({', '.join(targets)}).")
+        values = self._by_target(lambda each: ", ".join(map(str, each.choices)))
+        if len(values) > 1 or (values and self.metavar != "|".join(map(str, self.first.choices))):
+            one_of = "" if len(values) > 1 else "Of " if self.first.many else "One of "
+            parts.append(f"{one_of}{_told(values)}.")
+        defaults = self._by_target(_default)
+        return " ".join(parts) + (f" [{_told(defaults)}]" if defaults else "")
+
+    def _by_target(self, said: Callable[[Setting], str]) -> list[tuple[str, list[str]]]:
+        found: dict[str, list[str]] = {}
+        for target, each in self.settings.items():
+            if text := said(each):
+                found.setdefault(text, []).append(target)
+        return list(found.items())
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a command line gives of settings."""
+
+    classes: Mapping[str, type]
+    values: tuple[tuple[SettingOption, Any], ...]
+
+    def of(self, cls: type, where: str = "") -> dict[str, Any]:
+        """Values of the settings of a class by their names.
+
+        Raises:
+            SurgeryError: one is no setting of this class, or of another kind.
+        """
+        target = next(target for target, each in self.classes.items() if each is cls)
+        found = {}
+        for option, value in self.values:
+            setting = option.settings.get(target)
+            if setting is None:
+                raise SurgeryError(f"{option.flag} is for {', '.join(option.settings)}; {where} has no such setting")
+            found[setting.name] = setting.converted(value, option.flag)
+        return {name: value for name, value in found.items() if value is not None}
+
+    def get(self, key: str) -> Any:
+        """The text of an option, if it is given."""
+        return next((value for option, value in self.values if option.key == key), None)
+
+
+def with_settings(
+    verb: Callable[..., None], classes: Mapping[str, type], only: tuple[str, ...] = ()
+) -> Callable[..., None]:
+    """A verb with an option for each setting of the classes of its targets, or of ``only`` some."""
+    options = _options(classes, only)
+
+    @wraps(verb)
+    def called(**values: Any) -> None:
+        given = [(option, value) for option in options if (value := _taken(option, values)) is not None]
+        verb(**values, given=Given(classes, tuple(given)))
+
+    hints, parameters = get_type_hints(verb, include_extras=True), []
+    for own in inspect.signature(verb).parameters.values():
+        if own.name == "given":
+            parameters += [parameter for option in options for parameter in option.parameters()]
+        else:
+            parameters.append(_parameter(own.name, hints[own.name], own.default))
+    called.__signature__ = inspect.Signature(parameters)
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    return called
+
+
+def _options(classes: Mapping[str, type], only: tuple[str, ...]) -> list[SettingOption]:
+    """Of all classes, panel by panel."""
+    found: dict[str, dict[str, Setting]] = {}
+    for target, cls in classes.items():
+        for name, each in settings_of(cls).items():
+            if not each.said.in_file and (not only or name in only):
+                found.setdefault(each.flag, {})[target] = each
+    options = [SettingOption(key, settings, len(classes)) for key, settings in found.items()]
+    order = list(dict.fromkeys(each.panel for each in options))
+    if len(classes) > 1:
+        order.sort(key=_rank)
+    return sorted(options, key=lambda each: order.index(each.panel))
+
+
+def _rank(panel: str) -> int:
+    """Of several targets: their sizes first, what only one of them has before what every conversion has."""
+    last = (INPUTS, MACHINE, OUTPUT)
+    return 0 if panel == "Budget" else 2 if panel.startswith("--to") else 3 if panel in last else 1
+
+
+def _taken(option: SettingOption, values: dict[str, Any]) -> Any:
+    """Takes an option's value out of those of all parameters.
+
+    Raises:
+        SurgeryError: an old flag gives it a second time.
+    """
+    value = values.pop(option.key) or None if option.first.said.repeated else values.pop(option.key)
+    for key, flag in option.old.items():
+        again = values.pop(key)
+        if again is None or again == []:
+            continue
+        if value is not None:
+            raise SurgeryError(f"{flag} is the same as {option.flag}: give one of them")
+        print(f"surgery: note: {flag} is {option.flag} now", file=sys.stderr)
+        value = again
+    return value
+
+
+def _default(setting: Setting) -> str:
+    default = setting.default
+    if default is None:
+        return setting.said.unset
+    if isinstance(default, bool):
+        return "on" if default else ""
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def _told(parts: list[tuple[str, list[str]]]) -> str:
+    """A text, or the text of every target."""
+    return parts[0][0] if len(parts) == 1 else "; ".join(f"{', '.join(targets)}: {text}" for text, targets in parts)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -1,0 +1,47 @@
+"""A YAML file of all settings of a class with their defaults, each with what is said of it."""
+
+from __future__ import annotations
+
+import textwrap
+
+from surgery.common.setting import Setting, settings_of
+
+WIDTH = 118
+
+
+def settings_page(cls: type, of: str) -> str:
+    """The file.
+
+    Args:
+        cls: a class of settings.
+        of: what they are settings of, such as "`surgery eval`".
+    """
+    sections: dict[str, list[Setting]] = {}
+    for each in settings_of(cls).values():
+        sections.setdefault(each.said.section, []).append(each)
+    lines = _comment(f"Every setting of {of}, with its default. Use it with --config; flags win over it.")
+    for section, settings in sections.items():
+        lines += ["", f"## {section}"]
+        for each in settings:
+            lines += [*_comment(_about(each)), _line(each)]
+    return "\n".join(lines) + "\n"
+
+
+def _about(setting: Setting) -> str:
+    said, choices = setting.said, ", ".join(map(str, setting.choices))
+    parts = [said.help, choices and f"One of {choices}." if not setting.many else choices and f"Of {choices}."]
+    if setting.optional and setting.default is None and said.unset:
+        parts.append(f"null: {said.unset}.")
+    return " ".join(part for part in (*parts, said.more) if part)
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+
+
+def _line(setting: Setting) -> str:
+    import yaml
+
+    value = list(setting.default) if isinstance(setting.default, tuple) else setting.default
+    written = yaml.safe_dump(value, default_flow_style=True, width=10 * WIDTH).removesuffix("...\n").rstrip()
+    return f"{setting.name}: {written}"
