@@ -19,7 +19,7 @@ from surgery.cli.options import (
     PickleOption,
 )
 from surgery.engines.limits import cache_dtype_flags
-from surgery.structures.registry import TARGETS, find_target
+from surgery.structures.registry import TARGETS, described, find_target
 
 
 def register(app: typer.Typer) -> None:
@@ -36,8 +36,7 @@ def convert(
         typer.Option(
             "--to",
             metavar="NAME",
-            help="mla; gqa (fewer KV heads) or mqa (one), in the source's own class; lowrank; crosslayer; hybrid "
-            "(streaming heads); quantized.",
+            help=f"What the attention becomes: {described()}.",
         ),
     ] = "mla",
     out: Annotated[

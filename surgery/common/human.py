@@ -57,3 +57,8 @@ def per_token(count_: float) -> str:
 def origin(name: str, dequantised_from: str | None) -> str:
     """A source's name, and what its weights were dequantised from if they were: ``a.gguf (dequantised from Q4_1)``."""
     return name if dequantised_from is None else f"{name} (dequantised from {dequantised_from})"
+
+
+def short(value: float | None) -> str:
+    """Two digits of an error, or a dash where nothing predicts it."""
+    return "-" if value is None else f"{value:.2g}"

@@ -41,7 +41,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
         )
     )
     _show_ladder(page, report["ladder"])
-    _show_layers(page, report["layers"])
+    _show_layers(page, conversion.report.layers)
     if report["splits"]:
         _show_splits(page, report["splits"], (target["rope_dim"], target["kv_lora_rank"]))
     _show_carrier(page, target)
@@ -220,51 +220,11 @@ def _show_ladder(page: Console, ladder: list[dict]) -> None:
     page.print(make_table(["stage", "loss", "recall"], rows, right=(1, 2)))
 
 
-def _show_layers(page: Console, layers: list[dict]) -> None:
+def _show_layers(page: Console, layers: list) -> None:
     page.print("error of each layer: predicted from statistics, measured on its own output")
-    if "full_heads" in layers[0]:
-        head, cells = ["full heads", "streaming heads", "compensated"], _streaming
-    elif "groups" in layers[0]:
-        head, cells = ["merged KV heads", "keys, predicted", "values, predicted"], _merged_heads
-    elif "keys_by" in layers[0]:
-        head, cells = ["keys share a scale by"], _codes
-    elif "shared_rank" in layers[0]:
-        # Groups of layers that share a cache have shares of energy that were measured, single layers predictions.
-        kind = "not rebuilt" if isinstance(layers[0]["layer"], str) else "predicted"
-        head, cells = ["latents", "read too", f"keys, {kind}", f"values, {kind}"], _latents
-    else:
-        head, cells = ["rank", "rotated", "RoPE, predicted", "latent, predicted"], _latent
-    stages = list(layers[0]["measured"])
-    rows = [(layer["layer"], *cells(layer), *(share(layer["measured"][stage]) for stage in stages)) for layer in layers]
-    page.print(make_table(["layer", *head, *stages], rows))
-
-
-def _latent(layer: dict) -> tuple:
-    return layer["rank"], layer["rope_dim"], share(layer["rope_error"]), share(layer["latent_error_share"])
-
-
-def _streaming(layer: dict) -> tuple:
-    kinds = (layer["full_heads"], layer["streaming_heads"], layer["compensated_heads"])
-    return tuple(" ".join(map(str, heads)) or "-" for heads in kinds)
-
-
-def _codes(layer: dict) -> tuple:
-    return (layer["keys_by"],)
-
-
-def _latents(layer: dict) -> tuple:
-    ranks = " + ".join(map(str, layer["ranks"]))
-    return ranks, layer["shared_rank"], _relative(layer["key_error"]), _relative(layer["value_error"])
-
-
-def _merged_heads(layer: dict) -> tuple:
-    groups = "  ".join("+".join(map(str, group)) for group in layer["groups"])
-    return groups, _relative(layer["key_error"]), _relative(layer["value_error"])
-
-
-def _relative(error: float | None) -> str:
-    """An error that was predicted, or a dash where nothing predicts it."""
-    return "-" if error is None else f"{error:.2g}"
+    stages = list(layers[0].measured)
+    rows = [(layer.layer, *layer.cells(), *(share(layer.measured[stage]) for stage in stages)) for layer in layers]
+    page.print(make_table(["layer", *layers[0].columns(), *stages], rows))
 
 
 def _show_splits(page: Console, splits: list[dict], chosen: tuple[int, int] | None) -> None:

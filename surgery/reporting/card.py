@@ -26,21 +26,11 @@ model = LLM("{name}", trust_remote_code=True)""",
 }
 
 
-STRUCTURES = {
-    "mla": "multi-head latent attention (MLA)",
-    "gqa": "grouped-query attention with fewer KV heads (GQA)",
-    "mqa": "multi-query attention (MQA)",
-    "lowrank": "low-rank keys and values",
-    "crosslayer": "keys and values that adjacent layers share",
-    "quantized": "attention over a quantised KV cache",
-    "hybrid": "full heads beside streaming ones, which keep first and recent tokens only",
-}
-
-
 def model_card(report, name: str) -> str:
     """README.md of a converted checkpoint."""
     source, target, kv = report.source, report.target, report.kv
     measured = kv["measured_bytes_per_token"]
+    called = target.get("called", target["to"])
     engines = "\n".join(f"| {engine} | {said} |" for engine, said in spoken(target["engines"]).items())
     return f"""---
 library_name: transformers
@@ -53,7 +43,7 @@ tags:
 
 # {name}
 
-{origin(source["path"], source.get("dequantised_from"))} with its attention rewritten to {STRUCTURES[target["to"]]} by
+{origin(source["path"], source.get("dequantised_from"))} with its attention rewritten to {called} by
 model-surgery {report.to_dict()["surgery_version"]}. {_training(report.healing)}
 
 | | source | this model |
@@ -118,7 +108,7 @@ def _healing(healing: dict | None) -> str:
 
 def _shape(source: dict, target: dict) -> str:
     """What of each token is cached, in words."""
-    if target["to"] == "hybrid":
+    if "full_heads" in target:
         extra = f", {target['compensated_heads']} of them with a compensation token" * bool(target["compensated_heads"])
         streaming = target["heads"] - target["full_heads"]
         window = f"{target['sinks']} first and {target['recent']} recent tokens"
@@ -130,8 +120,8 @@ def _shape(source: dict, target: dict) -> str:
     if "ranks" in target:
         exact = f", {target['window']} recent and {target['sinks']} first tokens exact" if target["window"] else ""
         return f"{_range(target['ranks'])} latents{exact}"
-    if target["to"] == "quantized":
-        return "keys and values of its source"
+    if "kv_lora_ranks" not in target:
+        return "keys and values"
     rank = _range(target["kv_lora_ranks"])
     return f"latent rank {rank}, {target['rope_dim']} rotated numbers"
 

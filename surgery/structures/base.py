@@ -98,7 +98,8 @@ class Outcome:
         config: the config.json of the result.
         target: what it became, for the report; "bytes_per_token" and "engines" are added there.
         kv_bytes: predicted bytes of the caches of all layers, of one sequence by its tokens.
-        layers: a dataclass a layer for the report, with the errors of each stage as ``measured``.
+        layers: a dataclass a layer for the report, with the errors of each stage as ``measured``, and ``columns()`` and
+            ``cells()`` for people.
         scores: loss and recall after each stage.
         simulated: final hidden states [N, T, D] of the last stage on the held-out text.
         factors: by which copied tensors are multiplied.

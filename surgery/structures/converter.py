@@ -25,7 +25,7 @@ from surgery.reporting.report import Report, build_report
 from surgery.structures.alternatives import Alternatives
 from surgery.structures.base import Outcome, Structure, Work
 from surgery.structures.quantized.stage import in_own_class, quantize_written
-from surgery.structures.registry import target_of
+from surgery.structures.registry import TARGETS, target_of
 from surgery.verify.written import Verification
 
 
@@ -106,13 +106,15 @@ def _conclude(
     work: Work, writer: CheckpointWriter, outcome: Outcome, verification: Verification, command: str
 ) -> Report:
     """Reports on what was written and verified, and gives it its final name."""
+    # A slice stays what it was; the number of KV heads decides between two names of one conversion.
+    called = getattr(TARGETS.get(outcome.target["to"]), "called", outcome.target["to"])
     predicted = outcome.kv_bytes(verification.kv_tokens) / verification.kv_tokens
     engines = engine_table(outcome.final_config or outcome.config, writer.out.name)
     report = build_report(
         work.opened,
         work.settings,
         command,
-        {**outcome.target, "bytes_per_token": predicted, "engines": engines},
+        {**outcome.target, "called": called, "bytes_per_token": predicted, "engines": engines},
         outcome.splits,
         work.texts,
         outcome.scores,

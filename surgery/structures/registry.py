@@ -35,12 +35,16 @@ class Target:
         settings_class: what can be asked of the conversion.
         home: where its :class:`surgery.structures.base.Structure` is, module:name.
         fixed: settings that the name of the target stands for.
+        called: what the attention becomes, in words.
+        about: for ``--to``, where the name says too little.
         ending: of the default name of the output, but for what the settings add; the target's name if it is empty.
     """
 
     name: str
     settings_class: type[ConversionSettings]
     home: str
+    called: str
+    about: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     ending: str = ""
 
@@ -86,19 +90,50 @@ TARGETS: Registry[Target] = Registry(
     {
         target.name: target
         for target in (
-            Target("mla", ConvertSettings, "surgery.structures.mla.structure:MLA"),
-            Target("gqa", KVHeadsSettings, "surgery.structures.kv_heads.structure:KVHeads"),
-            Target("mqa", KVHeadsSettings, "surgery.structures.kv_heads.structure:KVHeads", fixed={"kv_heads": 1}),
-            Target("lowrank", LowRankSettings, "surgery.structures.low_rank.structure:LowRank"),
-            Target("crosslayer", CrossLayerSettings, "surgery.structures.cross_layer.structure:CrossLayer"),
-            Target("hybrid", HybridSettings, "surgery.structures.hybrid.structure:Hybrid"),
-            Target("quantized", QuantizedSettings, "surgery.structures.quantized.structure:Quantized"),
+            Target("mla", ConvertSettings, "surgery.structures.mla.structure:MLA", "multi-head latent attention (MLA)"),
+            Target(
+                "gqa",
+                KVHeadsSettings,
+                "surgery.structures.kv_heads.structure:KVHeads",
+                "grouped-query attention with fewer KV heads (GQA)",
+                "fewer KV heads, in the source's own class",
+            ),
+            Target(
+                "mqa",
+                KVHeadsSettings,
+                "surgery.structures.kv_heads.structure:KVHeads",
+                "multi-query attention (MQA)",
+                "one KV head",
+                fixed={"kv_heads": 1},
+            ),
+            Target(
+                "lowrank", LowRankSettings, "surgery.structures.low_rank.structure:LowRank", "low-rank keys and values"
+            ),
+            Target(
+                "crosslayer",
+                CrossLayerSettings,
+                "surgery.structures.cross_layer.structure:CrossLayer",
+                "keys and values that adjacent layers share",
+            ),
+            Target(
+                "hybrid",
+                HybridSettings,
+                "surgery.structures.hybrid.structure:Hybrid",
+                "full heads beside streaming ones, which keep first and recent tokens only",
+                "streaming heads",
+            ),
+            Target(
+                "quantized",
+                QuantizedSettings,
+                "surgery.structures.quantized.structure:Quantized",
+                "attention over a quantised KV cache",
+            ),
         )
     },
 )
 """What ``--to`` can name, those of installed packages among them."""
 
-SLICE = Target("slice", SliceSettings, "surgery.structures.slices.structure:Slice", ending="sliced")
+SLICE = Target("slice", SliceSettings, "surgery.structures.slices.structure:Slice", "fewer latents", ending="sliced")
 """The verb of its own that makes a smaller checkpoint from a converted one."""
 
 
@@ -122,3 +157,8 @@ def find_target(name: str) -> Target:
         known = list(TARGETS)
         raise SurgeryError(f"--to {name}: unknown target, choose {', '.join(known)}{did_you_mean(name, known)}")
     return TARGETS[name]
+
+
+def described() -> str:
+    """All targets with what they are about, for people."""
+    return ", ".join(f"{name} ({target.about})" if target.about else name for name, target in TARGETS.items())

@@ -64,10 +64,10 @@ def shared_basis(moment: Tensor, metrics: Sequence[Tensor], rank: int) -> Shared
         metrics: ``M_i`` [n, n] of each layer, damped.
         rank: r, at most W·n.
     """
-    layers = len(metrics)
+    widths = [len(metric) for metric in metrics]
     down, up, energy = reduced_rank_projection(moment, torch.block_diag(*metrics), rank)
     lost = float(energy[rank:].sum() / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny))
-    return SharedBasis(down.chunk(layers, dim=1), up.chunk(layers, dim=0), energy, lost)
+    return SharedBasis(down.split(widths, dim=1), up.split(widths), energy, lost)
 
 
 def loss_metric(statistics: LayerStatistics) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from surgery.common.human import short
 from surgery.verify.written import prompt_of
 
 SHARED = "shared"
@@ -35,6 +36,15 @@ class GroupReport:
     value_error: float
     error: float | None
     measured: dict[str, float]
+
+    @staticmethod
+    def columns() -> tuple[str, ...]:
+        """Heads of :meth:`cells`."""
+        return "latents", "read too", "keys, not rebuilt", "values, not rebuilt"
+
+    def cells(self) -> tuple:
+        """For people."""
+        return " + ".join(map(str, self.ranks)), self.shared_rank, short(self.key_error), short(self.value_error)
 
 
 def predicted_bytes(config: dict[str, Any], dtype: torch.dtype, method: str) -> Callable[[int], int]:

@@ -66,6 +66,16 @@ class HybridLayerReport:
     scores: tuple[float, ...] | None
     measured: dict[str, float]
 
+    @staticmethod
+    def columns() -> tuple[str, ...]:
+        """Heads of :meth:`cells`."""
+        return "full heads", "streaming heads", "compensated"
+
+    def cells(self) -> tuple:
+        """For people."""
+        kinds = (self.full_heads, self.streaming_heads, self.compensated_heads)
+        return tuple(" ".join(map(str, heads)) or "-" for heads in kinds)
+
 
 class Hybrid(Structure[Source | OwnSource, HybridSettings]):
     """Some heads keep their whole context, the others sinks and recent tokens."""

@@ -25,6 +25,7 @@ from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.statistics import LayerStatistics
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
+from surgery.common.human import short
 from surgery.common.progress import Progress
 from surgery.engines import refuse_unless_loadable
 from surgery.families.anatomy import AttentionAnatomy
@@ -66,6 +67,16 @@ class HeadsLayerReport:
     value_error: float | None
     measured: dict[str, float]
     queries: tuple[int, ...] | None = None
+
+    @staticmethod
+    def columns() -> tuple[str, ...]:
+        """Heads of :meth:`cells`."""
+        return "merged KV heads", "keys, predicted", "values, predicted"
+
+    def cells(self) -> tuple:
+        """For people."""
+        groups = "  ".join("+".join(map(str, group)) for group in self.groups)
+        return groups, short(self.key_error), short(self.value_error)
 
 
 @dataclass(frozen=True)

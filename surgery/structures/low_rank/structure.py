@@ -19,6 +19,7 @@ from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.statistics import LayerStatistics
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
+from surgery.common.human import short
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.running.layer_stream import StreamedLayer
@@ -62,6 +63,15 @@ class LowRankLayerReport:
     error: float
     energies: list[float]
     measured: dict[str, float]
+
+    @staticmethod
+    def columns() -> tuple[str, ...]:
+        """Heads of :meth:`cells`."""
+        return "latents", "read too", "keys, predicted", "values, predicted"
+
+    def cells(self) -> tuple:
+        """For people."""
+        return " + ".join(map(str, self.ranks)), self.shared_rank, short(self.key_error), short(self.value_error)
 
 
 @dataclass

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from surgery.architectures.choose import Carrier
+from surgery.common.human import share
 from surgery.transforms.mla import ConvertedLayer
 
 EXACT_STAGES, LOSSY_STAGES = ("merged", "rotated"), ("partial RoPE", "truncated", "fitted")
@@ -34,6 +35,15 @@ class LayerReport:
     latent_error_share: float
     energies: list[float]
     measured: dict[str, float]
+
+    @staticmethod
+    def columns() -> tuple[str, ...]:
+        """Heads of :meth:`cells`."""
+        return "rank", "rotated", "RoPE, predicted", "latent, predicted"
+
+    def cells(self) -> tuple:
+        """For people."""
+        return self.rank, self.rope_dim, share(self.rope_error), share(self.latent_error_share)
 
     @classmethod
     def of(cls, layer: int, converted: ConvertedLayer, energies: Tensor, errors: dict[str, float]) -> LayerReport:

@@ -53,6 +53,15 @@ class QuantizedLayerReport:
     keys_by: str
     measured: dict[str, float]
 
+    @staticmethod
+    def columns() -> tuple[str, ...]:
+        """Heads of :meth:`cells`."""
+        return ("keys share a scale by",)
+
+    def cells(self) -> tuple:
+        """For people."""
+        return (self.keys_by,)
+
 
 EXACT, QUANTIZED = "exact", "quantized"
 """Stages: what was written with an exact cache, and as it is."""

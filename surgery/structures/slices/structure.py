@@ -15,6 +15,7 @@ import torch
 
 from surgery.architectures.sliced import LatentModel, planned_tensors, sliced_tensors
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
+from surgery.common.human import share
 from surgery.common.progress import Progress
 from surgery.reporting.report import SourceShape
 from surgery.running.skeleton import skeleton
@@ -49,6 +50,15 @@ class SlicedLayerReport:
     latent_error: float
     latent_error_share: float
     measured: dict[str, float]
+
+    @staticmethod
+    def columns() -> tuple[str, ...]:
+        """Heads of :meth:`cells`."""
+        return "rank", "rotated", "RoPE, predicted", "latent, predicted"
+
+    def cells(self) -> tuple:
+        """For people."""
+        return self.rank, self.rope_dim, share(self.rope_error), share(self.latent_error_share)
 
 
 class Slice(Structure[OwnSource, SliceSettings]):

@@ -1,0 +1,1 @@
+"""What model-surgery finds by entry points."""

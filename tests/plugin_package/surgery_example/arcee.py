@@ -1,0 +1,5 @@
+"""Arcee: Llama's attention under another feed-forward network."""
+
+from surgery.families import Family
+
+ARCEE = Family(model_type="arcee", mlp_bias=lambda config: bool(config.mlp_bias))

@@ -1,0 +1,33 @@
+"""How sure a model is of the next token, on the held-out text of the report."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def build(data):
+    """From the texts of an evaluation."""
+    return Entropy(data.text.tokens)
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """Mean entropy of the predicted distributions, in nats."""
+
+    tokens: Tensor
+    name: str = "entropy"
+    native: bool = False
+
+    def settings(self):
+        return {"tokens": self.tokens.numel()}
+
+    @torch.no_grad()
+    def run(self, model, session, kept=None):
+        found = []
+        for row in self.tokens[: session.limit]:
+            log_probabilities = model(row[None].to(model.device)).logits.float().log_softmax(-1)
+            found.append(float(-(log_probabilities.exp() * log_probabilities).sum(-1).mean()))
+        mean = sum(found) / len(found)
+        headline = {"value": mean, "title": "entropy", "about": "of the next token, in nats", "better": "low"}
+        return {"headline": headline, "samples": found}

@@ -1,0 +1,179 @@
+"""A package of somebody else is installed apart, and its things are reached like the project's own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import DEMO, random_model
+from transformers import ArceeConfig
+
+import surgery
+from surgery.common.errors import SurgeryError
+from surgery.common.plugins import Registry, added
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "tests" / "plugin_package"
+SHAPE = {
+    "vocab_size": 4096,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "pad_token_id": 2,
+}
+
+# One process for all commands: importing torch takes longer than any of them.
+SCRIPT = """
+import contextlib, io, json, sys
+sys.argv[0] = "surgery"
+from surgery.cli.program import main
+found = {}
+for name, arguments in json.loads(sys.stdin.read()).items():
+    sys.argv[1:] = arguments
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    found[name] = [code, out.getvalue(), err.getvalue()]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The folder that the package is installed in."""
+    folder = tmp_path_factory.mktemp("installed")
+    source = shutil.copytree(PACKAGE, tmp_path_factory.mktemp("package") / "package")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", folder, source], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def told(installed, tmp_path_factory):
+    """What each command said: exit code, standard output, standard error."""
+    work = tmp_path_factory.mktemp("work")
+    source = work / "arcee"
+    random_model(ArceeConfig(**SHAPE)).save_pretrained(source)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, source / file)
+    small = ["--device", "cpu"]
+    first = ["convert", "--to", "first-heads", str(source), "--calibration", "none", *small]
+    scored = ["--out", str(work / "h.safetensors"), *small, "--json"]
+    report = ["--out", str(work / "report")]
+    windows = [
+        "--windows",
+        "3",
+        "--length",
+        "32",
+        "--variants",
+        "none",
+        "--out",
+        str(work / "report"),
+        *small,
+        "--json",
+    ]
+    commands = {
+        "help": ["convert", "--help"],
+        "family and structure": [*first, "--keep-heads", "1", "--out", str(work / "first"), "--json"],
+        "for people": [*first, "--keep-heads", "1", "--out", str(work / "again")],
+        "dry run": [*first, "--keep-heads", "1", "--dry-run"],
+        "refused": [*first, "--keep-heads", "3"],
+        "another's setting": [*first, "--rank", "3"],
+        "family, own class": ["convert", "--to", "lowrank", str(source), "--calibration", "none", *small, "--json"],
+        "scorer": ["heads", str(source), "--method", "key-size", "--sinks", "4", "--window", "16", *scored],
+        "task": ["eval", str(work / "first"), "--baseline", str(source), "--tasks", "loss,entropy", *windows, *report],
+    }
+    path = os.pathsep.join([str(installed), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], input=json.dumps(commands), capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_structure_is_a_target_with_its_options(told):
+    code, shown, _ = told["help"]
+    assert code == 0 and "first-heads (drops KV heads)" in shown and "--keep-heads" in shown
+
+
+def test_a_family_and_a_structure_convert(told):
+    code, printed, err = told["family and structure"]
+    assert code == 0, err
+    report = json.loads(printed)
+    assert report["target"]["called"] == "attention that reads the first KV heads only"
+    assert report["kv"]["ratio"] == 0.5 and report["source"]["model_type"] == "arcee"
+    assert report["kv"]["measured_bytes_per_token"] == report["kv"]["predicted_bytes_per_token"]
+    assert "attention that reads the first KV heads only" in (Path(report["path"]) / "README.md").read_text()
+
+
+def test_its_layers_and_its_dry_run_are_shown(told):
+    code, shown, err = told["for people"]
+    assert code == 0 and "kept heads" in shown, err
+    code, shown, err = told["dry run"]
+    assert code == 0 and "50.0%" in shown, err
+
+
+def test_its_refusals_are_one_line(told):
+    for name, said in (("refused", "--keep-heads 3 does not divide 2"), ("another's setting", "--rank is for lowrank")):
+        code, _, err = told[name]
+        assert code == 1 and said in err and "Traceback" not in err
+
+
+def test_a_family_takes_the_own_class_too(told):
+    code, printed, err = told["family, own class"]
+    assert code == 0, err
+    assert json.loads(printed)["target"]["model_type"] == "surgery"
+
+
+def test_a_scorer_is_a_method(told):
+    code, printed, err = told["scorer"]
+    assert code == 0, err
+    assert json.loads(printed)["method"] == "key-size"
+
+
+def test_a_task_is_measured_compared_and_shown(told):
+    code, printed, err = told["task"]
+    assert code == 0, err
+    report = json.loads(printed)
+    row = next(row for row in report["rows"] if row["name"] != report["baseline"])
+    assert row["results"]["entropy"]["headline"]["value"] > 0
+    assert row["comparison"]["entropy"]["low"] <= row["comparison"]["entropy"]["high"]
+
+
+def test_a_program_registers_without_a_package():
+    surgery.register_scorer("of-this-test", lambda session: None)
+    try:
+        assert "of-this-test" in added("scorers")
+        with pytest.raises(SurgeryError, match="there is a 'of-this-test' already"):
+            surgery.register_scorer("of-this-test", lambda session: None)
+        with pytest.raises(SurgeryError, match="there is a 'duo' already"):
+            surgery.register_scorer("duo", lambda session: None)
+        with pytest.raises(SurgeryError, match="cannot be added: choose lowrank, gqa"):
+            surgery.register_method("mla", "mine", None)
+    finally:
+        from surgery.common import plugins
+
+        plugins._registered["scorers"].clear()
+
+
+def test_what_cannot_be_loaded_is_one_line(monkeypatch):
+    from importlib.metadata import EntryPoint
+
+    from surgery.common import plugins
+
+    broken = {"mine": EntryPoint("mine", "no_such_package:thing", "model_surgery.scorers")}
+    monkeypatch.setattr(plugins, "_announced", lambda kind: broken)
+    with pytest.raises(SurgeryError, match="scorers: 'mine' of no_such_package:thing cannot be loaded"):
+        Registry("scorers", {})["mine"]
