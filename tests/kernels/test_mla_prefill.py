@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from surgery.kernels.compilation import SHARED_LIMITS
 from surgery.kernels.mla_prefill.attention_function import prefill_attention_function
-from surgery.kernels.mla_prefill.operator import _mla_prefill, mla_prefill
+from surgery.kernels.mla_prefill.operator import mla_prefill
 from surgery.kernels.mla_prefill.reference import document_bounds, prefill_attention, prefill_gradients
 
 
@@ -97,28 +97,6 @@ def test_half_precision_and_the_same_bits_again(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_on_a_gpu(case, dtype, device):
     check(case, dtype, device)
-
-
-@pytest.mark.parametrize("width", [320, 24])
-def test_registered_as_pytorch_wants_it(width):
-    """Wide heads and float64 have no kernel: what is checked is the registration of both passes, and the fallback."""
-    dtype = torch.float32 if width > 256 else torch.float64
-    query = torch.randn(1, 2, 3, width, dtype=dtype, requires_grad=True)
-    key, value = (torch.randn(1, 1, 5, size, dtype=dtype, requires_grad=True) for size in (width, 8))
-    arguments = (query, key, value, 0.3, True, None, ints(1), None, None, None)
-    torch.library.opcheck(_mla_prefill, arguments)
-    whole = torch.compile(lambda *x: mla_prefill(*x, 0.3, starts=ints(1))[0], fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(whole(query, key, value), prefill_attention(query, key, value, 0.3, starts=ints(1))[0])
-
-
-def test_shapes_that_do_not_fit_are_named():
-    query, key = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 3, 16)
-    with pytest.raises(ValueError, match="4 queries over 3 slots"):
-        mla_prefill(query, key, key, 0.1)
-    with pytest.raises(ValueError, match="starts is"):
-        mla_prefill(query, query, query, 0.1, starts=torch.zeros(1, dtype=torch.long))
-    with pytest.raises(ValueError, match="window"):
-        mla_prefill(query, query, query, 0.1, causal=False, window=3)
 
 
 @pytest.fixture
