@@ -5,10 +5,9 @@ import random
 import pytest
 import torch
 from hybrid_operators import through_operators
-from kernel_checks import assert_close, compiled
+from kernel_checks import assert_close
 from own_models import LAYERS, agree, hybrid_entry, hybrid_model, tiny_source, tokens
 
-from surgery.kernels.compilation import SHARED_LIMITS
 from surgery.kernels.hybrid_decode.operator import _hybrid_decode, hybrid_decode
 from surgery.kernels.hybrid_decode.reference import hybrid_attention
 from surgery.model.hybrid_attention import HybridAttention
@@ -182,14 +181,3 @@ def through_cache(model, ids, padding, chunks):
         logits.append(call.logits)
         cache, first = call.past_key_values, first + size
     return torch.cat(logits, dim=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cases", ["hybrid_decode_launch", "hybrid_decode_launches"])
-def test_it_compiles_for_gpus(cases):
-    for name, facts in compiled(f"compile_hybrid_decode:{cases}").items():
-        for capability, made in facts.items():
-            assert made["spill_bytes"] == made["stack_bytes"] == 0, name
-            assert made["shared_bytes"] <= SHARED_LIMITS[int(capability)], name
-            if "decode" in name and "float32" not in name:
-                assert made["mma"] == ["mma"], name

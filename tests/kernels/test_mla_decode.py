@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_checks import assert_close, compiled
+from kernel_checks import assert_close
 
-from surgery.kernels.compilation import SHARED_LIMITS
 from surgery.kernels.gqa_decode.reference import paged_tokens
 from surgery.kernels.launch import Config
 from surgery.kernels.mla_decode import kernel
@@ -186,24 +185,3 @@ def test_the_operator_runs_the_kernel(device, caplog):
     assert not caplog.records
     exact = mla_decode(query.double(), latent.double(), rope_key.double(), 0.1)
     assert all(torch.equal(a, b) for a, b in zip(exact, expected, strict=True))
-
-
-@pytest.mark.slow
-def test_the_widest_latent_compiles_without_spills():
-    (facts,) = compiled("compile_mla_decode:first_launches").values()
-    for capability, made in facts.items():
-        assert made["spill_bytes"] == 0 and made["mma"] == ["mma"]
-        assert 2 * made["shared_bytes"] <= SHARED_LIMITS[90] and made["shared_bytes"] <= SHARED_LIMITS[int(capability)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
-def test_it_compiles_without_spills(capability):
-    """Every default, at 128k tokens: within shared memory, nothing spilled, the matrix instructions expected."""
-    for name, facts in compiled(f"compile_mla_decode:launches_{capability}", (capability,)).items():
-        made = facts[str(capability)]
-        assert made["spill_bytes"] == 0, name
-        assert made["shared_bytes"] <= SHARED_LIMITS[capability], name
-        rows_of_wgmma = capability == 90 and (name.startswith(("40", "128")) or "4 tokens" in name)
-        wanted = [] if "fp32" in name else ["wgmma"] if rows_of_wgmma else ["mma"]
-        assert made["mma"] == wanted, name

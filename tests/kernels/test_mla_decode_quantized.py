@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from kernel_checks import assert_close, compiled
+from kernel_checks import assert_close
 
-from surgery.kernels.compilation import SHARED_LIMITS
 from surgery.kernels.launch import Config
 from surgery.kernels.mla_decode import quantized_kernel as kernel
 from surgery.kernels.mla_decode.quantized_operator import mla_decode_quantized
@@ -146,20 +145,3 @@ def test_the_operator_runs_the_kernel(device, caplog):
     for got, want in zip(mla_decode_quantized(*tensors, 0.1, **names), expected, strict=True):
         assert_close("operator", got, want)
     assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    ("cases", "capability"),
-    [
-        ("quantized_first", 90),
-        pytest.param("quantized_80", 80, marks=pytest.mark.slow),
-        pytest.param("quantized_90", 90, marks=pytest.mark.slow),
-    ],
-)
-def test_it_compiles_without_spills(cases, capability):
-    """Every format, by channel and by token, at 128k tokens."""
-    for name, facts in compiled(f"compile_mla_decode:{cases}", (capability,)).items():
-        made = facts[str(capability)]
-        assert made["spill_bytes"] == made["stack_bytes"] == 0, name
-        assert made["shared_bytes"] <= SHARED_LIMITS[capability], name
-        assert made["mma"] == (["wgmma"] if capability == 90 else ["mma"]), name

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_checks import assert_close, compiled
+from kernel_checks import assert_close
 from torch.nn.functional import scaled_dot_product_attention
 
-from surgery.kernels.compilation import SHARED_LIMITS
 from surgery.kernels.mla_prefill.attention_function import prefill_attention_function
 from surgery.kernels.mla_prefill.operator import mla_prefill
 from surgery.kernels.mla_prefill.reference import document_bounds, prefill_attention, prefill_gradients
@@ -133,14 +132,3 @@ def test_the_attention_function_gives_masks_to_the_operator_and_to_pytorch_alike
         query.double(), key.double(), value.double(), 0.3, True, 6, ints(5, 0), None, document_bounds(documents)
     )
     assert_close("reference", got[0, 5:], reference[0, 5:])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_compile_without_spills(capability):
-    for name, targets in compiled(f"compile_mla_prefill:launches_{capability}", (capability,)).items():
-        made = targets[str(capability)]
-        assert made["shared_bytes"] <= SHARED_LIMITS[capability], name
-        if "fp32" not in name:
-            assert made["spill_bytes"] == 0, name
-            assert made["mma"] == ([] if "delta" in name else ["wgmma" if capability == 90 else "mma"]), name

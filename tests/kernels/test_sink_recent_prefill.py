@@ -5,10 +5,9 @@ The model's own attention is compared in `test_hybrid_decode.py`, with both oper
 
 import pytest
 import torch
-from kernel_checks import assert_close, compiled
+from kernel_checks import assert_close
 from own_models import agree
 
-from surgery.kernels.compilation import SHARED_LIMITS
 from surgery.kernels.launch import Config
 from surgery.kernels.sink_recent_prefill.kernel import launches
 from surgery.kernels.sink_recent_prefill.operator import _sink_recent_prefill, sink_recent_prefill
@@ -134,14 +133,3 @@ def test_long_texts_are_cut_by_the_reference(monkeypatch):
     monkeypatch.setattr("surgery.kernels.sink_recent_prefill.reference.QUERIES", 10)
     for got, right in zip(sink_recent_attention(*inputs), expected, strict=True):
         agree(got, right, 1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cases", ["sink_recent_prefill_launch", "sink_recent_prefill_launches"])
-def test_it_compiles_for_gpus(cases):
-    for name, facts in compiled(f"compile_sink_recent_prefill:{cases}").items():
-        for capability, made in facts.items():
-            assert made["spill_bytes"] == made["stack_bytes"] == 0, name
-            assert made["shared_bytes"] <= SHARED_LIMITS[int(capability)], name
-            if "float32" not in name:
-                assert made["mma"] == (["wgmma"] if capability == "90" else ["mma"]), name
