@@ -56,3 +56,20 @@ class Launch:
         # Triton launches on the current device, and a model may be spread over several.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+
+
+def strides(*axes: str, **tensors: Tensor | None) -> dict[str, int]:
+    """Strides of the first dimensions of tensors as kernels name them: `key_row`, `key_token`; 0 of None."""
+    return {
+        f"{name}_{axis}": 0 if tensor is None else tensor.stride(place)
+        for name, tensor in tensors.items()
+        for place, axis in enumerate(axes)
+    }
+
+
+def capability_of(device: torch.device) -> int:
+    """80 for compute capability 8.0; 90 for whatever is no GPU."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

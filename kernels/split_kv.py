@@ -20,10 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Launch
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from surgery.kernels.launch import Config, Launch
+from surgery.kernels.online_softmax import LN2, LOG2E
 
 LEAST_TOKENS = 512
 """Tokens of a split below which merging costs more than the split saves: its fp32 part is written and read again."""
@@ -51,6 +49,37 @@ def processors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 16
+
+
+def splits_of(
+    config: Config, programs: int, query: Tensor, capacity: int, window: int | None = None, *, waves: int = 1
+) -> int:
+    """Splits of each row's tokens, as configured or from shapes alone.
+
+    Args:
+        programs: of the launch without splits.
+        query: [B, T, H, ·].
+        capacity: the most tokens that a row can have.
+        window: latest tokens that a query sees; None for all.
+        waves: how many times as many programs as usual are worth it, where they are small.
+    """
+    if config.splits is not None:
+        return config.splits
+    reached = capacity if window is None else min(capacity, window + query.shape[1] - 1)
+    return split_count(programs, reached, waves * processors(query.device))
+
+
+def scratch(query: Tensor, width: int, splits: int) -> tuple[Tensor | None, Tensor | None]:
+    """Memory for parts of queries [B, T, H, ·]: [B·T·H, splits, width] and [B·T·H, splits] fp32; None for one split."""
+    if splits == 1:
+        return None, None
+    shape = (query.shape[:3].numel(), splits)
+    return query.new_empty(*shape, width, dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
+
+
+def with_merge(launch: Launch, parts: Tensor | None, logs: Tensor | None, out: Tensor, lse: Tensor) -> list[Launch]:
+    """A launch and, where it fills `scratch`, the one that merges this into `out` [B, T, H, width] and `lse`."""
+    return [launch] if parts is None else [launch, merge_launch(parts, logs, out.flatten(0, 2), lse.flatten())]
 
 
 def merge(parts: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,9 +127,8 @@ def merge_kernel(parts, logs, out, log, width, SPLITS: tl.constexpr, BLOCK_S: tl
     tl.store(out + row * width + column, mixed.to(out.dtype.element_ty), mask=column < width)
     if log is not None:  # noqa: SIM102 - known when it is compiled
         if tl.program_id(1) == 0:
-            tl.store(
-                log + row, tl.where(total > 0, most + tl.log2(tl.where(total > 0, total, 1.0)) * LN2, -float("inf"))
-            )
+            whole = tl.where(total > 0, most + tl.log2(tl.where(total > 0, total, 1.0)) * LN2, -float("inf"))
+            tl.store(log + row, whole)
 
 
 @triton.jit

@@ -82,6 +82,11 @@ class Case(ABC):
     def query_bytes(self) -> int:
         """Bytes of queries and outputs."""
 
+    @property
+    def scale(self) -> float:
+        """That of the logits."""
+        return self.shape.head_dim**-0.5
+
     @abstractmethod
     def inputs(self, device: torch.device, seed: int) -> Inputs:
         """Random inputs of one call, by name."""
@@ -133,6 +138,11 @@ class DecodeCase(Case):
     unbatched: ClassVar[frozenset[str]] = frozenset()
     token_dim: ClassVar[dict[str, int]] = {}
     """Of the cached tensors, which dimension is that of tokens."""
+
+    @property
+    def query_bytes(self) -> int:
+        """Of queries and outputs of whole heads."""
+        return 2 * self.batch * self.shape.heads * self.shape.head_dim * self.dtype.itemsize
 
     def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
         """First and last row: rows do not know of each other."""

@@ -7,16 +7,14 @@ one tensor core instruction a warp: at H / G query heads a key the memory decide
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch
-from surgery.kernels.split_kv import LN2, LOG2E, merge_launch, processors, split_count, split_tokens
-
-WIDEST = 1024
-"""Bytes of a token's key or value, padded to a power of two, that a tile takes."""
+from surgery.kernels.launch import Config, Launch, strides
+from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
+from surgery.kernels.split_kv import scratch, split_tokens, splits_of, with_merge
+from surgery.kernels.tuned import key_of, tuned
 
 
 def default_config(query: Tensor, key: Tensor, value: Tensor, pages: Tensor | None = None) -> Config:
@@ -31,53 +29,35 @@ def default_config(query: Tensor, key: Tensor, value: Tensor, pages: Tensor | No
     return Config(block_rows=block_rows, block_tokens=block_tokens, warps=4, stages=3 if pages is None else 5)
 
 
-def default_splits(query: Tensor, groups: int, capacity: int, window: int | None, config: Config) -> int:
-    """Splits of each row's tokens, from shapes alone."""
-    if config.splits is not None:
-        return config.splits
-    rows, tokens, heads, _ = query.shape
-    programs = rows * groups * triton.cdiv(tokens * heads // groups, config.block_rows)
-    reach = capacity if window is None else min(capacity, window + tokens - 1)
-    return split_count(programs, reach, processors(query.device))
-
-
-def scratch(query: Tensor, width: int, splits: int) -> tuple[Tensor | None, Tensor | None]:
-    """Memory for the parts of the splits: [B, T, H, splits, v] and [B, T, H, splits] fp32; None for one split."""
-    if splits == 1:
-        return None, None
-    shape = (*query.shape[:3], splits)
-    return query.new_empty((*shape, width), dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
-
-
 def launches(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     scale: float,
-    out: Tensor,
-    lse: Tensor,
-    parts: Tensor | None = None,
-    logs: Tensor | None = None,
-    *,
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
     pages: Tensor | None = None,
     window: int | None = None,
-    config: Config,
+    splits: int | None = None,
+    *,
+    out: Tensor,
+    lse: Tensor,
+    config: Config | None = None,
 ) -> list[Launch]:
-    """The launches that fill `out` and `lse`; the tensors may be on the meta device.
+    """The launches that fill `out` [B, T, H, v] and `lse` [B, T, H] fp32, both contiguous.
 
-    Args:
-        query, key, value, scale, lengths, starts, pages, window: as of `gqa_decode`; the last dimension contiguous.
-        out: [B, T, H, v], contiguous.
-        lse: [B, T, H] fp32, contiguous.
-        parts, logs: of `scratch`; their number of splits is that of the launch.
-        config: block_rows, block_tokens, warps and stages are used.
+    The others are arguments of `gqa_decode`, the last dimension of each contiguous.
     """
     rows, tokens, heads, width = query.shape
-    groups, slots = key.shape[1], key.shape[2]
-    per_group = heads // groups
-    splits = 1 if parts is None else parts.shape[3]
+    groups, slots, v = key.shape[1], key.shape[2], value.shape[-1]
+    page, per_group = 0 if pages is None else slots, heads // groups
+    capacity = slots if pages is None else slots * pages.shape[1]
+    if config is None:
+        shape = key_of(tokens=tokens, heads=heads, groups=groups, d=width, v=v, page=page, dtype=query.dtype)
+        config = tuned("gqa_decode", shape, query.device, default_config(query, key, value, pages))
+    blocks = triton.cdiv(tokens * per_group, config.block_rows)
+    splits = splits or splits_of(config, rows * groups * blocks, query, capacity, window)
+    parts, logs = scratch(query, v, splits)
     arguments = {
         "query": query,
         "key": key,
@@ -88,72 +68,34 @@ def launches(
         "starts": starts,
         "pages": pages,
         "scale": scale,
-        "capacity": slots if pages is None else slots * pages.shape[1],
+        "capacity": capacity,
         "window": window,
         "tokens": tokens,
         "heads": heads,
-        "query_b": query.stride(0),
-        "query_t": query.stride(1),
-        "query_h": query.stride(2),
-        "key_b": key.stride(0),
-        "key_g": key.stride(1),
-        "key_s": key.stride(2),
-        "value_b": value.stride(0),
-        "value_g": value.stride(1),
-        "value_s": value.stride(2),
-        "pages_b": 0 if pages is None else pages.stride(0),
-        "PAGE": 0 if pages is None else slots,
+        **strides("b", "t", "h", query=query),
+        **strides("b", "g", "s", key=key, value=value),
+        **strides("b", pages=pages),
+        "PAGE": page,
         "SPLITS": splits,
         "PER_GROUP": per_group,
         "D": width,
-        "V": value.shape[-1],
+        "V": v,
         "BLOCK_M": config.block_rows,
         "BLOCK_N": config.block_tokens,
         "BLOCK_D": max(triton.next_power_of_2(width), 16),
-        "BLOCK_V": max(triton.next_power_of_2(value.shape[-1]), 16),
+        "BLOCK_V": max(triton.next_power_of_2(v), 16),
     }
-    grid = (triton.cdiv(tokens * per_group, config.block_rows) * splits, groups, rows)
-    done = [Launch(gqa_decode_kernel, grid, arguments, warps=config.warps, stages=config.stages)]
-    if parts is not None:
-        done.append(merge_launch(parts.flatten(0, 2), logs.flatten(0, 2), out.flatten(0, 2), lse.flatten()))
-    return done
+    made = Launch(gqa_decode_kernel, (blocks * splits, groups, rows), arguments, config.warps, config.stages)
+    return with_merge(made, parts, logs, out, lse)
 
 
 @triton.jit
 def gqa_decode_kernel(
-    query,
-    key,
-    value,
-    out,
-    lse,
-    lengths,
-    starts,
-    pages,
-    scale,
-    capacity,
-    window,
-    tokens,
-    heads,
-    query_b,
-    query_t,
-    query_h,
-    key_b,
-    key_g,
-    key_s,
-    value_b,
-    value_g,
-    value_s,
-    pages_b,
-    PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    query, key, value, out, lse, lengths, starts, pages, scale, capacity, window, tokens, heads, query_b, query_t,
+    query_h, key_b, key_g, key_s, value_b, value_g, value_s, pages_b,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, PER_GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """One program: one row, one KV head, BLOCK_M pairs of a new token and a head, one split of the tokens."""
     blocks = tl.cdiv(tokens * PER_GROUP, BLOCK_M)
     block = tl.program_id(0) % blocks
@@ -209,26 +151,16 @@ def gqa_decode_kernel(
         if window is not None:
             seen = seen & (token[None, :] > position[:, None] - window)
         logits = tl.where(seen, logits, -float("inf"))
-
-        now = tl.maximum(most, tl.max(logits, axis=1))
-        base = tl.where(now == -float("inf"), 0.0, now)
-        weights = tl.exp2(logits - base[:, None])
-        shrink = tl.exp2(most - base)
-        total = total * shrink + tl.sum(weights, axis=1)
-        most = now
+        weights, most, total, shrink = softmax_step(logits, most, total, 1)
         # Zeros where nothing is held: weights there are 0, but 0 · NaN is not.
         mixture = tl.load(value_at + v[None, :], mask=held[:, None] & (v < V)[None, :], other=0.0)
         mixed = tl.dot(weights.to(mixture.dtype), mixture, mixed * shrink[:, None], input_precision="ieee")
 
     place = ((row * tokens + time) * heads + head) * SPLITS + split
-    some = tl.where(total > 0, total, 1.0)
-    mixed = mixed / some[:, None]
-    tl.store(
-        out + place[:, None] * V + v[None, :],
-        mixed.to(out.dtype.element_ty),
-        mask=there[:, None] & (v < V)[None, :],
-    )
-    tl.store(lse + place, tl.where(total > 0, (most + tl.log2(some)) * LN2, -float("inf")), mask=there)
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    mine = there[:, None] & (v < V)[None, :]
+    tl.store(out + place[:, None] * V + v[None, :], mixed.to(out.dtype.element_ty), mask=mine)
+    tl.store(lse + place, log_of(most, total), mask=there)
 
 
 @triton.jit

@@ -34,7 +34,9 @@ def grouped_query_attention(
     return attention(query, key, value, scale, visible(held, ends, starts, tokens, window))
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor, gain: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention under a mask.
 
     Args:
@@ -42,17 +44,23 @@ def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Ten
         key: [B, G, S, d]
         value: [B, G, S, v]
         scale: multiplies the logits.
-        seen: boolean [B, T, S]. What no query sees may be NaN.
+        seen: boolean [B, T, S], or [B, G, T, S] by KV head. What no query sees may be NaN.
+        gain: [B, S, n], factors on the logits of the H / n query heads of each.
     """
+    seen = seen if seen.dim() == 4 else seen[:, None]
     if not key.shape[2]:  # a maximum of nothing is none; one token that nobody sees changes nothing
         key, value = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (key, value))
-        seen = F.pad(seen, (0, 1))
+        seen, gain = F.pad(seen, (0, 1)), None
     wide = torch.promote_types(query.dtype, torch.float32)
-    anyone = seen.any(dim=1)[:, None, :, None]
+    anyone = seen.any(dim=2)[..., None]
     key, value = (tensor.to(wide).masked_fill(~anyone, 0.0) for tensor in (key, value))
     grouped = query.to(wide).unflatten(2, (key.shape[1], -1))
     logits = torch.einsum("btgrd,bgsd->btgrs", grouped, key) * scale
-    logits = logits.masked_fill(~seen[:, :, None, None], -torch.inf)
+    if gain is not None:
+        gain = gain.to(wide).masked_fill(~seen.any(dim=(1, 2))[..., None], 0.0)
+        each = gain.repeat_interleave(query.shape[2] // gain.shape[-1], dim=-1).mT
+        logits = logits * each.unflatten(1, grouped.shape[2:4])[:, None]
+    logits = logits.masked_fill(~seen.transpose(1, 2)[:, :, :, None], -torch.inf)
     # The gradients of softmax and logsumexp are NaN where there is nothing to see; these are not.
     most = logits.detach().amax(dim=-1, keepdim=True)
     weights = (logits - torch.where(most.isfinite(), most, 0.0)).exp()
@@ -83,12 +91,12 @@ def visible(held: Tensor, ends: Tensor, starts: Tensor | None, tokens: int, wind
 
 
 def paged_tokens(pool: Tensor, pages: Tensor) -> Tensor:
-    """Pages [P, G, page, ·] and each row's page numbers [B, n] → the rows' tokens [B, G, n·page, ·].
+    """Pages [P, G, page, ·] and each row's page numbers [B, n] → the rows' tokens [B, G, n·page, ·]; G may be lacking.
 
     Numbers of pages that a row does not use may be anything; they are read as page 0 or the last one.
     """
     found = pool[pages.long().clamp(0, pool.shape[0] - 1)]
-    return found.transpose(1, 2).flatten(2, 3)
+    return found.movedim(1, -3).flatten(-3, -2)
 
 
 def all_rows(tokens: int, rows: int, device: torch.device) -> Tensor:

@@ -27,10 +27,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from surgery.kernels.code_numbers import number
 from surgery.kernels.gqa_decode.kernel import reach, row_length
-from surgery.kernels.gqa_decode_quantized.reference import BITS, group_size
-from surgery.kernels.launch import Config, Launch
-from surgery.kernels.split_kv import LN2, LOG2E, merge_launch, processors, split_count, split_tokens
+from surgery.kernels.launch import Config, Launch, strides
+from surgery.kernels.online_softmax import LOG2E, log_of
+from surgery.kernels.quantization import BITS, group_size
+from surgery.kernels.split_kv import scratch, split_tokens, splits_of, with_merge
+from surgery.kernels.tuned import key_of, tuned
 
 MOST_STEP = 128
 """Tokens of a step at most; larger groups of keys must be multiples of a step."""
@@ -42,6 +45,22 @@ def default_config(query: Tensor, value_scale: Tensor, group: int, keys: str) ->
     rows = min(max(triton.next_power_of_2(pairs * value_scale.shape[-1]), 16), 64)
     step = group if keys == "channel" and group < 64 else 64
     return Config(block_rows=rows, block_tokens=step, warps=4 if rows == 16 else 8, stages=4)
+
+
+def config_of(query: Tensor, value_scale: Tensor, format: str, group: int, keys: str) -> Config:
+    """What was measured to be fast for a shape, or the default."""
+    shape = key_of(
+        tokens=query.shape[1],
+        heads=query.shape[2],
+        groups=value_scale.shape[1],
+        d=query.shape[-1],
+        value_groups=value_scale.shape[-1],
+        format=format,
+        group=group,
+        keys=keys,
+        dtype=query.dtype,
+    )
+    return tuned("gqa_decode_quantized", shape, query.device, default_config(query, value_scale, group, keys))
 
 
 def step_tokens(config: Config, format: str, group: int, keys: str) -> int | None:
@@ -60,17 +79,6 @@ def pairs_of(query: Tensor, value_scale: Tensor, config: Config) -> int:
     return min(pairs, max(config.block_rows // value_scale.shape[-1], 1))
 
 
-def default_splits(query: Tensor, value_scale: Tensor, window: int | None, config: Config) -> int:
-    """Splits of each row's tokens, from shapes alone; the programs are small, so twice as many as of others."""
-    if config.splits is not None:
-        return config.splits
-    rows, tokens, heads, _ = query.shape
-    groups, capacity = value_scale.shape[1:3]
-    programs = rows * groups * triton.cdiv(tokens * heads // groups, pairs_of(query, value_scale, config))
-    reached = capacity if window is None else min(capacity, window + tokens - 1)
-    return split_count(programs, reached, 2 * processors(query.device))
-
-
 def launches(
     query: Tensor,
     key_codes: Tensor,
@@ -80,11 +88,6 @@ def launches(
     value_scale: Tensor,
     value_zero: Tensor | None,
     scale: float,
-    out: Tensor,
-    lse: Tensor,
-    parts: Tensor | None = None,
-    logs: Tensor | None = None,
-    *,
     format: str,
     group: int,
     keys: str = "channel",
@@ -93,23 +96,25 @@ def launches(
     starts: Tensor | None = None,
     window: int | None = None,
     behind: int = 0,
-    config: Config,
+    splits: int | None = None,
+    *,
+    out: Tensor,
+    lse: Tensor,
+    config: Config | None = None,
 ) -> list[Launch]:
-    """The launches that fill `out` and `lse`; the tensors may be on the meta device.
+    """The launches that fill `out` [B, T, H, v] and `lse` [B, T, H] fp32, both contiguous.
 
-    Args:
-        query to scale, format to behind: as of `gqa_decode_quantized`; the last dimension of codes contiguous, the last
-            two of scales and zero points.
-        out: [B, T, H, v], contiguous.
-        lse: [B, T, H] fp32, contiguous.
-        parts, logs: of `gqa_decode.kernel.scratch`; their number of splits is that of the launch.
-        config: block_rows, block_tokens, warps and stages are used.
+    The others are arguments of `gqa_decode_quantized`; the last dimension of codes contiguous, the last two of scales
+    and zero points.
     """
     rows, tokens, heads, d = query.shape
-    groups, v = key_codes.shape[1], value_codes.shape[-1]
+    groups, v, value_groups = key_codes.shape[1], value_codes.shape[-1], value_scale.shape[-1]
+    config = config or config_of(query, value_scale, format, group, keys)
     bits, step = BITS[format], step_tokens(config, format, group, keys)
-    pairs, value_groups = pairs_of(query, value_scale, config), value_scale.shape[-1]
-    splits = 1 if parts is None else parts.shape[3]
+    pairs = pairs_of(query, value_scale, config)
+    blocks = triton.cdiv(tokens * heads // groups, pairs)
+    splits = splits or splits_of(config, rows * groups * blocks, query, value_scale.shape[2], window, waves=2)
+    parts, logs = scratch(query, v, splits)
     by_channel = keys == "channel"
     key_groups = 1 if by_channel else key_scale.shape[-1]
     key_size = d if by_channel else group_size(d, key_groups)
@@ -132,19 +137,11 @@ def launches(
         "window": window,
         "tokens": tokens,
         "heads": heads,
-        "query_b": query.stride(0),
-        "query_t": query.stride(1),
-        "query_h": query.stride(2),
-        "key_b": key_codes.stride(0),
-        "key_g": key_codes.stride(1),
-        "key_s": key_codes.stride(2),
-        "key_scale_b": key_scale.stride(0),
-        "key_scale_g": key_scale.stride(1),
-        "value_b": value_codes.stride(0) // 2,
-        "value_g": value_codes.stride(1) // 2,
-        "value_s": value_codes.stride(2) // 2,
-        "value_scale_b": value_scale.stride(0),
-        "value_scale_g": value_scale.stride(1),
+        **strides("b", "t", "h", query=query),
+        **strides("b", "g", "s", key=key_codes),
+        **strides("b", "g", key_scale=key_scale, value_scale=value_scale),
+        # The kernel reads pairs of channels.
+        **{name: stride // 2 for name, stride in strides("b", "g", "s", value=value_codes).items()},
         "BITS": bits,
         "FLOAT": format == "fp8",
         "NARROW": query.dtype == torch.float16,
@@ -165,66 +162,20 @@ def launches(
         "BLOCK_V": max(triton.next_power_of_2(v // 2), 16),
         "BLOCK_G": max(triton.next_power_of_2(value_groups), 16),
     }
-    grid = (triton.cdiv(tokens * heads // groups, pairs) * splits, groups, rows)
-    done = [Launch(gqa_decode_quantized_kernel, grid, arguments, warps=config.warps, stages=config.stages)]
-    if parts is not None:
-        done.append(merge_launch(parts.flatten(0, 2), logs.flatten(0, 2), out.flatten(0, 2), lse.flatten()))
-    return done
+    made = Launch(gqa_decode_quantized_kernel, (blocks * splits, groups, rows), arguments, config.warps, config.stages)
+    return with_merge(made, parts, logs, out, lse)
 
 
 @triton.jit
 def gqa_decode_quantized_kernel(
-    query,
-    key,
-    key_scale,
-    key_zero,
-    value,
-    value_scale,
-    value_zero,
-    out,
-    lse,
-    lengths,
-    coded,
-    starts,
-    scale,
-    capacity,
-    behind,
-    window,
-    tokens,
-    heads,
-    query_b,
-    query_t,
-    query_h,
-    key_b,
-    key_g,
-    key_s,
-    key_scale_b,
-    key_scale_g,
-    value_b,
-    value_g,
-    value_s,
-    value_scale_b,
-    value_scale_g,
-    BITS: tl.constexpr,
-    FLOAT: tl.constexpr,
-    NARROW: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEY_GROUPS: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    VALUE_GROUPS: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    PAIRS: tl.constexpr,
-    STEP: tl.constexpr,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-):
+    query, key, key_scale, key_zero, value, value_scale, value_zero, out, lse, lengths, coded, starts, scale, capacity,
+    behind, window, tokens, heads, query_b, query_t, query_h, key_b, key_g, key_s, key_scale_b, key_scale_g, value_b,
+    value_g, value_s, value_scale_b, value_scale_g,
+    BITS: tl.constexpr, FLOAT: tl.constexpr, NARROW: tl.constexpr, GROUP: tl.constexpr, KEY_GROUPS: tl.constexpr,
+    KEY_SIZE: tl.constexpr, VALUE_GROUPS: tl.constexpr, VALUE_SIZE: tl.constexpr, SPLITS: tl.constexpr,
+    PER_GROUP: tl.constexpr, PAIRS: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
     """One program: one row, one KV head, PAIRS pairs of a new token and a head, one split of the tokens."""
     PLANES: tl.constexpr = 8 // BITS
     blocks = tl.cdiv(tokens * PER_GROUP, PAIRS)
@@ -375,20 +326,7 @@ def gqa_decode_quantized_kernel(
     tl.store(column, even.to(out.dtype.element_ty), mask=mine & (right[None, :] == channels[:, None]))
     right = (2 * c + 1) // VALUE_SIZE
     tl.store(column + 1, odd.to(out.dtype.element_ty), mask=mine & (right[None, :] == channels[:, None]))
-    log = tl.where(total > 0, (most + tl.log2(some)) * LN2, -float("inf"))
-    tl.store(lse + place, log, mask=there & (channels == 0))
-
-
-@triton.jit
-def number(codes, shift: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr):
-    """The numbers, fp32, of codes of BITS bits that begin at bit `shift`: by arithmetic, faster than conversion."""
-    bits = codes.to(tl.int32) >> shift
-    if FLOAT:
-        # The exponent is 120 too small in the place of fp32's; subnormal ones come out right, too.
-        bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-        return bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
-    # An integer below 2^23 is the mantissa of 2^23 plus it.
-    return ((bits & (2**BITS - 1)) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    tl.store(lse + place, log_of(most, total), mask=there & (channels == 0))
 
 
 @triton.jit

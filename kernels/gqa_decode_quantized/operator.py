@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surgery.kernels.backend import refusal, tell_once
-from surgery.kernels.gqa_decode.operator import check_heads, check_numbers, check_rows, side_by_side
-from surgery.kernels.gqa_decode_quantized.reference import BITS, quantized_attention
-from surgery.kernels.launch import Config
-from surgery.kernels.reference_gradient import differentiate_by
-from surgery.kernels.tuned import key_of, tuned
+from surgery.kernels.backend import tell_once
+from surgery.kernels.checks import check_counts, check_heads, check_keys, check_positive
+from surgery.kernels.gqa_decode_quantized.reference import quantized_attention
+from surgery.kernels.operation import Call, attention_outputs, operation
+from surgery.kernels.quantization import BITS
 
 
 def gqa_decode_quantized(
@@ -64,10 +63,13 @@ def gqa_decode_quantized(
         ValueError: shapes, dtypes or settings that do not fit together.
     """
     name = "gqa_decode_quantized"
-    check_heads(name, query, key_codes, value_codes)
+    check_keys(name, query, key_codes, value_codes)
+    check_heads(name, query.shape[2], key_codes.shape[1])
     if format not in BITS or keys not in ("channel", "token"):
         raise ValueError(f"{name}: codes of {format!r}, keys by {keys!r}: {', '.join(BITS)} by channel or token only")
-    check_numbers(name, group=group, window=window, splits=splits, behind=behind + 1)
+    check_positive(name, group=group, window=window, splits=splits)
+    if behind < 0:
+        raise ValueError(f"{name}: {behind} tokens behind the codes")
     rows, groups = key_codes.shape[:2]
     tokens = key_codes.shape[2] * 8 // BITS[format]
     if query.shape[0] != rows:
@@ -87,85 +89,24 @@ def gqa_decode_quantized(
             raise ValueError(f"{name}: zero points of {what} {tuple(zero.shape)}, scales {tuple(scale_of.shape)}")
         if scale_of.dtype != query.dtype or (zero is not None and zero.dtype != query.dtype):
             raise ValueError(f"{name}: scales of {what} in {scale_of.dtype}, queries in {query.dtype}")
-    check_rows(name, rows, lengths=lengths, coded=coded, starts=starts)
+    check_counts(name, rows, lengths=lengths, coded=coded, starts=starts)
     codes = (key_codes, key_scale, key_zero, value_codes, value_scale, value_zero)
     return _quantized(query, *codes, scale, format, group, keys, lengths, coded, starts, window, behind, splits)
 
 
-def _reference(*arguments: object) -> tuple[Tensor, Tensor]:
-    return quantized_attention(*arguments[:-1])
+def _outputs(query: Tensor, value_codes: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    return attention_outputs(query, value_codes.shape[-1])
 
 
-@torch.library.custom_op("surgery::gqa_decode_quantized", mutates_args=())
-def _quantized(
-    query: Tensor,
-    key_codes: Tensor,
-    key_scale: Tensor,
-    key_zero: Tensor | None,
-    value_codes: Tensor,
-    value_scale: Tensor,
-    value_zero: Tensor | None,
-    scale: float,
-    format: str,
-    group: int,
-    keys: str,
-    lengths: Tensor | None,
-    coded: Tensor | None,
-    starts: Tensor | None,
-    window: int | None,
-    behind: int,
-    splits: int | None,
-) -> tuple[Tensor, Tensor]:
-    codes = (key_codes, key_scale, key_zero, value_codes, value_scale, value_zero)
-    counts = (lengths, coded, starts)
-    reason = refusal(query, *codes, *counts) or _unsupported(query, *codes, format, group, keys)
+@operation("gqa_decode_quantized", quantized_attention, _outputs, settings=("splits",))
+def _quantized(call: Call, **given: object) -> tuple[Tensor, Tensor]:
+    reason = call.refusal() or _unsupported(**given)
     if reason:
         tell_once("gqa_decode_quantized", reason)
-        return _reference(query, *codes, scale, format, group, keys, *counts, window, behind, splits)
-    from surgery.kernels.gqa_decode.kernel import scratch
-    from surgery.kernels.gqa_decode_quantized.kernel import default_splits, launches
+        return call.reference()
+    from surgery.kernels.gqa_decode_quantized.kernel import launches
 
-    config = _config(query, key_codes, value_scale, format, group, keys)
-    out, lse = _outputs(query, value_codes.shape[-1])
-    parts, logs = scratch(query, out.shape[-1], splits or default_splits(query, value_scale, window, config))
-    for launch in launches(
-        side_by_side(query),
-        *codes,
-        scale,
-        out,
-        lse,
-        parts,
-        logs,
-        format=format,
-        group=group,
-        keys=keys,
-        lengths=side_by_side(lengths),
-        coded=side_by_side(coded),
-        starts=side_by_side(starts),
-        window=window,
-        behind=behind,
-        config=config,
-    ):
-        launch.run()
-    return out, lse
-
-
-def _config(query: Tensor, key_codes: Tensor, value_scale: Tensor, format: str, group: int, keys: str) -> Config:
-    from surgery.kernels.gqa_decode_quantized.kernel import default_config
-
-    shape = key_of(
-        tokens=query.shape[1],
-        heads=query.shape[2],
-        groups=key_codes.shape[1],
-        d=query.shape[-1],
-        value_groups=value_scale.shape[-1],
-        format=format,
-        group=group,
-        keys=keys,
-        dtype=query.dtype,
-    )
-    default = default_config(query, value_scale, group, keys)
-    return tuned("gqa_decode_quantized", shape, query.device, default)
+    return call.run(launches)
 
 
 def _unsupported(
@@ -179,8 +120,9 @@ def _unsupported(
     format: str,
     group: int,
     keys: str,
+    **_: object,
 ) -> str | None:
-    from surgery.kernels.gqa_decode_quantized.kernel import step_tokens
+    from surgery.kernels.gqa_decode_quantized.kernel import config_of, step_tokens
 
     if key_codes.stride(-1) != 1 or value_codes.stride(-1) != 1:
         return "the codes of a token do not lie side by side"
@@ -190,27 +132,12 @@ def _unsupported(
     for zero, factor in ((key_zero, key_scale), (value_zero, value_scale)):
         if zero is not None and zero.stride() != factor.stride():
             return "zero points lie otherwise than scales"
-    if (
-        value_codes.shape[-1] % 2
-        or any(stride % 2 for stride in value_codes.stride()[:3])
-        or value_codes.data_ptr() % 2
-    ):
+    places = (value_codes.shape[-1], value_codes.data_ptr(), *value_codes.stride()[:3])
+    if any(place % 2 for place in places):
         return "values of an odd number of channels"
-    if max(query.shape[-1], value_codes.shape[-1]) > 256 or value_scale.shape[-1] > 16:
-        return f"heads of {max(query.shape[-1], value_codes.shape[-1])} numbers in {value_scale.shape[-1]} groups"
-    if step_tokens(_config(query, key_codes, value_scale, format, group, keys), format, group, keys) is None:
+    widest = max(query.shape[-1], value_codes.shape[-1])
+    if widest > 256 or value_scale.shape[-1] > 16:
+        return f"heads of {widest} numbers in {value_scale.shape[-1]} groups"
+    if step_tokens(config_of(query, value_scale, format, group, keys), format, group, keys) is None:
         return f"keys in groups of {group} tokens"
     return None
-
-
-def _outputs(query: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    out = query.new_empty((*query.shape[:3], width))
-    return out, query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
-
-
-@_quantized.register_fake
-def _(query: Tensor, key_codes: Tensor, key_scale: Tensor, key_zero: Tensor | None, value_codes: Tensor, *rest: object):
-    return _outputs(query, value_codes.shape[-1])
-
-
-differentiate_by(_quantized, _reference)

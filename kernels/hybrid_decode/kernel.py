@@ -21,13 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch
-from surgery.kernels.split_kv import LN2, merge_kernel, merge_launch, processors, split_count, split_tokens
+from surgery.kernels.launch import Config, Launch, strides
+from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
+from surgery.kernels.split_kv import merge_kernel, merge_launch, scratch, split_tokens, splits_of
+from surgery.kernels.tuned import key_of, tuned
 
 ALL = tl.constexpr(1 << 30)
 """Tokens of a window that is none."""
-
-LOG2E = 1.4426950408889634
 
 
 def default_config(rows: int, head_size: int, dtype: torch.dtype) -> Config:
@@ -37,14 +37,6 @@ def default_config(rows: int, head_size: int, dtype: torch.dtype) -> Config:
         return Config(min(block_rows, 32), block_tokens=32, warps=8, stages=2)
     wide = head_size > 128
     return Config(block_rows, block_tokens=32 if wide else 64, warps=4, stages=2 if wide else 3)
-
-
-def splits_of(query: Tensor, full_key: Tensor, size: int, config: Config) -> int:
-    """Programs that share the tokens of a full head."""
-    if config.splits is not None:
-        return config.splits
-    programs = query.shape[0] * full_key.shape[1] * triton.cdiv(query.shape[1] * size, config.block_rows)
-    return split_count(programs, full_key.shape[2], processors(query.device))
 
 
 def launches(
@@ -57,25 +49,28 @@ def launches(
     sink_slots: int,
     sinks: int,
     recent: int,
-    lengths: Tensor | None,
-    starts: Tensor | None,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    splits: int | None = None,
+    *,
     out: Tensor,
     lse: Tensor,
-    config: Config,
-    splits: int,
-    parts: Tensor | None = None,
-    logs: Tensor | None = None,
+    config: Config | None = None,
 ) -> list[Launch]:
     """The launches that fill `out` [B, T, H, v] and `lse` [B, T, H], both contiguous.
 
-    `parts` [B · T · Hf, splits, v] and `logs` [B · T · Hf, splits], fp32, are scratch of more than one split, Hf being
-    the query heads of full heads. Other arguments as in `operator.hybrid_decode`, last dimensions contiguous.
+    Other arguments as in `operator.hybrid_decode`, last dimensions contiguous.
     """
     rows, tokens, heads, head_size = query.shape
     full, streaming = full_key.shape[1], streaming_key.shape[1]
     size = heads // (full + streaming)
     value_size = full_value.shape[-1]
+    if config is None:
+        shape = key_of(heads=heads, full=full, streaming=streaming, head_size=head_size, dtype=query.dtype)
+        config = tuned("hybrid_decode", shape, query.device, default_config(tokens * size, head_size, query.dtype))
     blocks = triton.cdiv(tokens * size, config.block_rows)
+    splits = splits or splits_of(config, rows * full * blocks, query, full_key.shape[2])
+    parts, logs = scratch(query[:, :, : full * size], value_size, splits)
     arguments = {
         "query": query,
         "full_key": full_key,
@@ -88,7 +83,7 @@ def launches(
         "lse": lse,
         "parts": parts,
         "logs": logs,
-        "scale": scale * LOG2E,
+        "scale": scale * LOG2E.value,
         "rows": rows,
         "tokens": tokens,
         "capacity": full_key.shape[2],
@@ -96,9 +91,9 @@ def launches(
         "sink_slots": sink_slots,
         "sinks": sinks,
         "recent": recent,
-        "query_row": query.stride(0),
-        "query_token": query.stride(1),
-        "query_head": query.stride(2),
+        **strides("row", "token", "head", query=query),
+        **strides("row", "head", "token", full_key=full_key, full_value=full_value),
+        **strides("row", "head", "token", streaming_key=streaming_key, streaming_value=streaming_value),
         "FULL": full,
         "STREAMING": streaming,
         "SIZE": size,
@@ -111,13 +106,6 @@ def launches(
         "BLOCK_D": max(16, triton.next_power_of_2(head_size)),
         "BLOCK_V": max(16, triton.next_power_of_2(value_size)),
     }
-    for name, tensor in (
-        ("full_key", full_key),
-        ("full_value", full_value),
-        ("streaming_key", streaming_key),
-        ("streaming_value", streaming_value),
-    ):
-        arguments |= {f"{name}_{axis}": tensor.stride(i) for i, axis in enumerate(("row", "head", "token"))}
     grid = (blocks * rows * (full * splits + streaming),)
     made = [Launch(hybrid_decode_kernel, grid, arguments, config.warps, config.stages)]
     if splits > 1 and full:
@@ -130,52 +118,14 @@ def launches(
 # Sizes that only bound loops and masks: not worth a compilation each as texts grow.
 @triton.jit(do_not_specialize=["rows", "tokens", "capacity", "slots", "sink_slots", "sinks", "recent"])
 def hybrid_decode_kernel(
-    query,
-    full_key,
-    full_value,
-    streaming_key,
-    streaming_value,
-    lengths,
-    starts,
-    out,
-    lse,
-    parts,
-    logs,
-    scale,
-    rows,
-    tokens,
-    capacity,
-    slots,
-    sink_slots,
-    sinks,
-    recent,
-    query_row,
-    query_token,
-    query_head,
-    full_key_row,
-    full_key_head,
-    full_key_token,
-    full_value_row,
-    full_value_head,
-    full_value_token,
-    streaming_key_row,
-    streaming_key_head,
-    streaming_key_token,
-    streaming_value_row,
-    streaming_value_head,
-    streaming_value_token,
-    FULL: tl.constexpr,
-    STREAMING: tl.constexpr,
-    SIZE: tl.constexpr,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    query, full_key, full_value, streaming_key, streaming_value, lengths, starts, out, lse, parts, logs, scale, rows,
+    tokens, capacity, slots, sink_slots, sinks, recent, query_row, query_token, query_head, full_key_row, full_key_head,
+    full_key_token, full_value_row, full_value_head, full_value_token, streaming_key_row, streaming_key_head,
+    streaming_key_token, streaming_value_row, streaming_value_head, streaming_value_token,
+    FULL: tl.constexpr, STREAMING: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    SPLITS: tl.constexpr, ONE_TOKEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-):
+):  # fmt: skip
     """One program: BLOCK_M query rows of one KV head, and a range of its tokens."""
     blocks = tl.cdiv(tokens * SIZE, BLOCK_M)
     item = tl.program_id(0) // blocks
@@ -253,12 +203,7 @@ def hybrid_decode_kernel(
         near = (ahead < width) | (place - start < many)[None, :]
         seen = there[None, :] & (((ahead >= 0) & (place >= start)[None, :] & near) | (ahead == 0))
         logits = tl.where(seen, logits, -float("inf"))
-        higher = tl.maximum(most, tl.max(logits, axis=1))
-        safe = tl.where(higher == -float("inf"), 0.0, higher)
-        weights = tl.exp2(logits - safe[:, None])
-        shrunk = tl.exp2(most - safe)
-        most = higher
-        total = total * shrunk + tl.sum(weights, axis=1)
+        weights, most, total, shrunk = softmax_step(logits, most, total, 1)
         value = tl.load(
             values + slot.to(tl.int64)[:, None] * value_token + value_number[None, :],
             mask=there[:, None] & (value_number < V)[None, :],
@@ -266,10 +211,8 @@ def hybrid_decode_kernel(
         )
         mixed = tl.dot(weights.to(value.dtype), value, mixed * shrunk[:, None], input_precision="ieee")
 
-    some = total > 0
-    total = tl.where(some, total, 1.0)
-    mixed = mixed / total[:, None]
-    log = tl.where(some, (most + tl.log2(total)) * LN2, -float("inf"))
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    log = log_of(most, total)
     kept = line_token < tokens
     there = kept[:, None] & (value_number < V)[None, :]
     token_row = row64 * tokens + line_token
@@ -285,17 +228,9 @@ def hybrid_decode_kernel(
 
 @triton.jit
 def merge_full_kernel(
-    parts,
-    logs,
-    out,
-    log,
-    width,
-    full_queries,
-    other_queries,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    parts, logs, out, log, width, full_queries, other_queries,
+    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """`split_kv.merge_kernel` into outputs that have the query heads of streaming heads between the merged ones."""
     between = (tl.program_id(0) // full_queries).to(tl.int64) * other_queries
     merge_kernel(parts, logs, out + between * width, log + between, width, SPLITS, BLOCK_S, BLOCK_D)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from surgery.kernels.backend import refusal, tell_once
+from surgery.kernels.backend import tell_once
+from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, check_positive, too_wide
 from surgery.kernels.hybrid_decode.reference import hybrid_attention
-from surgery.kernels.reference_gradient import differentiate_by
-from surgery.kernels.tuned import key_of, tuned
-
-WIDEST = 256
-"""Numbers of a key or value that one tile can hold."""
+from surgery.kernels.operation import Call, attention_outputs, operation
 
 
 def hybrid_decode(
@@ -62,128 +58,38 @@ def hybrid_decode(
     Raises:
         ValueError: shapes or dtypes that do not belong together.
     """
-    _check(query, full_key, full_value, streaming_key, streaming_value, lengths, starts)
+    name, groups = "hybrid_decode", full_key.shape[1] + streaming_key.shape[1]
+    for key, value in ((full_key, full_value), (streaming_key, streaming_value)):
+        check_keys(name, query, key, value)
+        if len(query) != len(key):
+            raise ValueError(f"{name}: {len(query)} rows of queries, {len(key)} of keys")
+    check_heads(name, query.shape[2], groups)
+    cached = {"full_key": full_key, "full_value": full_value, "streaming_key": streaming_key}
+    check_dtypes(name, query=query, **cached, streaming_value=streaming_value)
+    check_counts(name, len(query), lengths=lengths, starts=starts)
+    check_positive(name, splits=splits)
+    if full_value.shape[-1] != streaming_value.shape[-1]:
+        widths = f"{full_value.shape[-1]} and of {streaming_value.shape[-1]} numbers"
+        raise ValueError(f"{name}: values of {widths} in one layer")
     slots = streaming_key.shape[2]
     if sinks < 0 or recent < 1 or not 0 <= sink_slots <= min(sinks, slots):
-        raise ValueError(f"hybrid_decode: {sink_slots} of {slots} slots for {sinks} sinks, {recent} recent tokens")
+        raise ValueError(f"{name}: {sink_slots} of {slots} slots for {sinks} sinks, {recent} recent tokens")
     if streaming_key.shape[1] and slots - sink_slots < query.shape[1]:
-        raise ValueError(f"hybrid_decode: {slots - sink_slots} slots of the window for {query.shape[1]} new tokens")
-    if splits is not None and splits < 1:
-        raise ValueError(f"hybrid_decode: {splits} splits, at least 1 is needed")
-    return _hybrid_decode(
-        query,
-        full_key,
-        full_value,
-        streaming_key,
-        streaming_value,
-        scale,
-        sink_slots,
-        sinks,
-        recent,
-        lengths,
-        starts,
-        splits,
-    )
+        raise ValueError(f"{name}: {slots - sink_slots} slots of the window for {query.shape[1]} new tokens")
+    tensors = (query, full_key, full_value, streaming_key, streaming_value)
+    return _hybrid_decode(*tensors, scale, sink_slots, sinks, recent, lengths, starts, splits)
 
 
-@torch.library.custom_op("surgery::hybrid_decode", mutates_args=())
-def _hybrid_decode(
-    query: Tensor,
-    full_key: Tensor,
-    full_value: Tensor,
-    streaming_key: Tensor,
-    streaming_value: Tensor,
-    scale: float,
-    sink_slots: int,
-    sinks: int,
-    recent: int,
-    lengths: Tensor | None,
-    starts: Tensor | None,
-    splits: int | None,
-) -> tuple[Tensor, Tensor]:
-    tensors = (query, full_key, full_value, streaming_key, streaming_value, lengths, starts)
-    reason = refusal(*tensors) or _unsupported(query, full_value)
+def _outputs(query: Tensor, full_value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    return attention_outputs(query, full_value.shape[-1])
+
+
+@operation("hybrid_decode", hybrid_attention, _outputs, settings=("splits",))
+def _hybrid_decode(call: Call, query: Tensor, full_value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    reason = call.refusal() or too_wide(query, full_value)
     if reason:
         tell_once("hybrid_decode", reason)
-        return hybrid_attention(*tensors[:5], scale, sink_slots, sinks, recent, lengths, starts)
-    from surgery.kernels.hybrid_decode.kernel import default_config, launches, splits_of
+        return call.reference()
+    from surgery.kernels.hybrid_decode.kernel import launches
 
-    query, *cached = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors[:5])
-    full, streaming = full_key.shape[1], streaming_key.shape[1]
-    rows, tokens, heads, head_size = query.shape
-    size = heads // (full + streaming)
-    key = key_of(heads=heads, full=full, streaming=streaming, head_size=head_size, dtype=query.dtype)
-    config = tuned("hybrid_decode", key, query.device, default_config(tokens * size, head_size, query.dtype))
-    splits = splits or splits_of(query, full_key, size, config)
-    out, lse = _outputs(query, full_value)
-    scratch = []
-    if splits > 1:
-        merged = rows * tokens * full * size
-        scratch = [lse.new_empty(merged, splits, full_value.shape[-1]), lse.new_empty(merged, splits)]
-    for launch in launches(
-        query, *cached, scale, sink_slots, sinks, recent, lengths, starts, out, lse, config, splits, *scratch
-    ):
-        launch.run()
-    return out, lse
-
-
-@_hybrid_decode.register_fake
-def _(query, full_key, full_value, streaming_key, streaming_value, *_):
-    return _outputs(query, full_value)
-
-
-differentiate_by(_hybrid_decode, lambda *inputs: hybrid_attention(*inputs[:-1]))
-
-
-def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """out [B, T, H, v] and lse [B, T, H], uninitialised."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    out = query.new_empty(*query.shape[:3], value.shape[-1])
-    return out, query.new_empty(query.shape[:3], dtype=wide)
-
-
-def _unsupported(query: Tensor, value: Tensor) -> str | None:
-    widest = max(query.shape[-1], value.shape[-1])
-    return f"heads of {widest} numbers, at most {WIDEST}" if widest > WIDEST else None
-
-
-def _check(
-    query: Tensor,
-    full_key: Tensor,
-    full_value: Tensor,
-    streaming_key: Tensor,
-    streaming_value: Tensor,
-    lengths: Tensor | None,
-    starts: Tensor | None,
-) -> None:
-    """Raises ValueError where tensors do not belong together."""
-    named = {
-        "query": query,
-        "full_key": full_key,
-        "full_value": full_value,
-        "streaming_key": streaming_key,
-        "streaming_value": streaming_value,
-    }
-    for name, tensor in named.items():
-        if tensor.ndim != 4 or tensor.dtype != query.dtype or len(tensor) != len(query):
-            raise ValueError(
-                f"hybrid_decode: {name} is {tensor.dtype} {list(tensor.shape)}: four dimensions, dtype and rows of "
-                f"query {query.dtype} {list(query.shape)} are needed"
-            )
-    for key, value in ((full_key, full_value), (streaming_key, streaming_value)):
-        if key.shape[:3] != value.shape[:3] or key.shape[-1] != query.shape[-1]:
-            raise ValueError(
-                f"hybrid_decode: keys {list(key.shape)} and values {list(value.shape)} of queries {list(query.shape)}"
-            )
-    if full_value.shape[-1] != streaming_value.shape[-1]:
-        raise ValueError(
-            f"hybrid_decode: values of {full_value.shape[-1]} and of {streaming_value.shape[-1]} numbers in one layer"
-        )
-    groups = full_key.shape[1] + streaming_key.shape[1]
-    if not groups or query.shape[2] % groups:
-        raise ValueError(f"hybrid_decode: {query.shape[2]} query heads do not follow {groups} KV heads evenly")
-    for name, given in (("lengths", lengths), ("starts", starts)):
-        if given is not None and (given.dtype != torch.int32 or given.shape != query.shape[:1]):
-            raise ValueError(
-                f"hybrid_decode: {name} is {given.dtype} {list(given.shape)}, int32 [{len(query)}] is needed"
-            )
+    return call.run(launches)

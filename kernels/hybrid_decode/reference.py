@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from surgery.kernels.gqa_decode.reference import attention
+
 
 def hybrid_attention(
     query: Tensor,
@@ -46,12 +48,12 @@ def hybrid_attention(
 
     size = query.shape[2] // (full_heads + streaming_key.shape[1])
     split = full_heads * size
-    parts = [
-        attention(query[:, :, :split], full_key, full_value, scale, of_full[:, None]),
-        attention(query[:, :, split:], streaming_key, streaming_value, scale, of_streaming[:, None]),
-    ]
-    out, lse = (torch.cat(pair, dim=2) for pair in zip(*parts, strict=True))
-    return out, lse
+    kinds = (
+        (query[:, :, :split], full_key, full_value, scale, of_full),
+        (query[:, :, split:], streaming_key, streaming_value, scale, of_streaming),
+    )
+    outs, logs = zip(*(attention(*kind) for kind in kinds if kind[1].shape[1]), strict=True)
+    return torch.cat(outs, dim=2), torch.cat(logs, dim=2)
 
 
 def seen(own: Tensor, places: Tensor, starts: Tensor, sinks: int | Tensor, recent: int | Tensor | None) -> Tensor:
@@ -73,28 +75,3 @@ def seen(own: Tensor, places: Tensor, starts: Tensor, sinks: int | Tensor, recen
     if recent is not None:
         found &= (own - places < recent) | (places - starts < sinks)
     return (found | (places == own)) & (places >= 0)
-
-
-def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of queries [B, T, H, d] to keys and values [B, G, S, d or v], of those `visible` [B, G or 1, T, S].
-
-    Returns:
-        out [B, T, H, v] in the query's dtype and lse [B, T, H], 0 and -∞ where nothing is visible.
-    """
-    heads, groups, wide = query.shape[2], key.shape[1], torch.promote_types(query.dtype, torch.float32)
-    if not heads:
-        return query.new_empty(*query.shape[:3], value.shape[-1]), query.new_empty(query.shape[:3], dtype=wide)
-    # What no query sees may be NaN.
-    used = visible.any(2)[..., None].expand(-1, groups, -1, -1)
-    key, value = (torch.where(used, tensor.to(wide), 0.0) for tensor in (key, value))
-    grouped = query.to(wide).unflatten(2, (groups, heads // groups))
-    logits = torch.einsum("btgnd,bgsd->btgns", grouped, key) * scale
-    hidden = ~visible.transpose(1, 2)[:, :, :, None]
-    logits = logits.masked_fill(hidden, -torch.inf)
-    lse = logits.logsumexp(-1)
-    # Not softmax: its gradient where nothing is visible would be NaN.
-    weights = (logits - lse.detach().masked_fill(lse.isinf(), 0.0)[..., None]).exp()
-    total = weights.sum(-1, keepdim=True)
-    weights = weights / torch.where(total > 0, total, 1.0)
-    out = torch.einsum("btgns,bgsv->btgnv", weights, value)
-    return out.flatten(2, 3).to(query.dtype), lse.flatten(2, 3)

@@ -24,79 +24,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from surgery.kernels.split_kv import LN2, LOG2E, split_tokens
+from surgery.kernels.code_numbers import number
+from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
+from surgery.kernels.split_kv import split_tokens
 
 
 @triton.jit
 def lowrank_decode_kernel(
-    query,
-    latent,
-    code_scale,
-    code_zero,
-    key_up,
-    within,
-    begins,
-    key_bias,
-    norm_weight,
-    ranges,
-    lengths,
-    starts,
-    first,
-    held,
-    rebuilt,
-    exact_key,
-    exact_value,
-    exact_slots,
-    out,
-    log,
-    scale,
-    norm_eps,
-    tokens,
-    capacity,
-    begin_rows,
-    window,
-    sinks,
-    exact_tokens,
-    query_row,
-    query_token,
-    query_head,
-    latent_row,
-    latent_token,
-    scale_row,
-    scale_token,
-    up_head,
-    up_dim,
-    key_row,
-    key_head,
-    key_token,
-    value_row,
-    value_head,
-    value_token,
-    slots_row,
-    KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    KEY_RANK: tl.constexpr,
-    VALUE_RANK: tl.constexpr,
-    EXACT_DIM: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
-    RAW_EXACT: tl.constexpr,
-    RESIDENT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SAME: tl.constexpr,
-    EVEN: tl.constexpr,
-    ROW_BLOCKS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HALF: tl.constexpr,
-    EXACT_BLOCK: tl.constexpr,
-    EXACT_WIDTH: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    query, latent, code_scale, code_zero, key_up, within, begins, key_bias, norm_weight, ranges, lengths, starts, first,
+    held, rebuilt, exact_key, exact_value, exact_slots, out, log, scale, norm_eps, tokens, capacity, begin_rows, window,
+    sinks, exact_tokens, query_row, query_token, query_head, latent_row, latent_token, scale_row, scale_token, up_head,
+    up_dim, key_row, key_head, key_token, value_row, value_head, value_token, slots_row,
+    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr,
+    EXACT_DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr, RAW_EXACT: tl.constexpr,
+    RESIDENT: tl.constexpr, ALIGNED: tl.constexpr, SAME: tl.constexpr, EVEN: tl.constexpr, ROW_BLOCKS: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr,
+    EXACT_BLOCK: tl.constexpr, EXACT_WIDTH: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """One program: one KV head of row `program_id(2)`, ROWS of its queries, split `program_id(1)` of its tokens."""
     head = tl.program_id(0) // ROW_BLOCKS
     split = tl.program_id(1)
@@ -196,7 +140,8 @@ def lowrank_decode_kernel(
         logits = tl.dot(near.to(dtype), tl.trans(turned_near.to(dtype)), input_precision="ieee")
         logits = tl.dot(far.to(dtype), tl.trans(turned_far.to(dtype)), logits, input_precision="ieee")
         visible = filled[:, None] & (slots[:, None] <= own[None, :] - window)
-        weights, most, total, shrink = softmax_step(logits, visible, scale, most, total)
+        logits = tl.where(visible, logits * (scale * LOG2E), -float("inf"))
+        weights, most, total, shrink = softmax_step(logits, most, total, 0)
 
         weights = weights.to(dtype)
         grown = ()
@@ -236,7 +181,8 @@ def lowrank_decode_kernel(
                 near, far = turned(near, far, begins, begin_rows, slots // STEP, column, inside, width)
             logits = tl.dot(near.to(dtype), tl.trans(query_near), input_precision="ieee")
             logits = tl.dot(far.to(dtype), tl.trans(query_far), logits, input_precision="ieee")
-            weights, most, total, shrink = softmax_step(logits, visible, scale, most, total)
+            logits = tl.where(visible, logits * (scale * LOG2E), -float("inf"))
+            weights, most, total, shrink = softmax_step(logits, most, total, 0)
             value_at = exact_value + row * value_row + head.to(tl.int64) * value_head + index.to(tl.int64) * value_token
             values = tl.load(
                 value_at[:, None] + wide[None, :], mask=seen[:, None] & (wide < EXACT_DIM)[None, :], other=0.0
@@ -259,8 +205,7 @@ def lowrank_decode_kernel(
         result = exact * norm[None, :]
         mask = (wide < EXACT_DIM)[:, None] & real[None, :]
         tl.store(at[None, :] + VALUE_RANK + wide[:, None], result.to(out.dtype.element_ty), mask=mask)
-    logarithm = tl.where(total > 0, (most + tl.log2(total)) * LN2, -float("inf"))
-    tl.store(log + slot, logarithm, mask=real)
+    tl.store(log + slot, log_of(most, total), mask=real)
 
 
 @triton.jit
@@ -281,22 +226,19 @@ def load_latents(
         tile = tl.load(at, mask=mask, other=0.0)
     else:
         each: tl.constexpr = 8 // BITS
-        number = first + piece * CHUNK + chunk
-        at = latent + row * latent_row + (index // each)[:, None] * latent_token + number[None, :]
-        codes = tl.load(at, mask=mask, other=0).to(tl.int32)
+        place = first + piece * CHUNK + chunk
+        at = latent + row * latent_row + (index // each)[:, None] * latent_token + place[None, :]
+        codes = tl.load(at, mask=mask, other=0)
         if BY_CHANNEL:
-            at = row * scale_row + (index // GROUP)[:, None] * scale_token + number[None, :]
+            at = row * scale_row + (index // GROUP)[:, None] * scale_token + place[None, :]
         else:
-            at = row * scale_row + index[:, None] * scale_token + (number // GROUP)[None, :]
+            at = row * scale_row + index[:, None] * scale_token + (place // GROUP)[None, :]
         scales = tl.load(code_scale + at, mask=mask, other=0.0).to(tl.float32)
-        if code_zero is None:
-            # e4m3 is fp16 with one exponent bit less on top: moved into place it is 2^-8 of the number.
-            halves = (((codes & 0x80) << 8) | ((codes & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
-            tile = (halves.to(tl.float32) * (scales * 256.0)).to(dtype)
-        else:
-            codes = (codes >> ((index % each) * BITS).to(tl.int32)[:, None]) & ((1 << BITS) - 1)
-            zeros = tl.load(code_zero + at, mask=mask, other=0.0).to(tl.float32)
-            tile = (codes.to(tl.float32) * scales + zeros).to(dtype)
+        shift = ((index % each) * BITS).to(tl.int32)[:, None]
+        made = number(codes, shift, BITS, code_zero is None) * scales
+        if code_zero is not None:
+            made += tl.load(code_zero + at, mask=mask, other=0.0).to(tl.float32)
+        tile = made.to(dtype)
     return tile
 
 
@@ -348,17 +290,3 @@ def slot_rotation(within, begins, begin_rows, slot, column, inside, width: tl.co
     cos_far = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     sin_far = tl.load(at + begin_rows * width, mask=inside, other=0.0).to(tl.float32)
     return cos_near * cos_far - sin_near * sin_far, sin_near * cos_far + cos_near * sin_far
-
-
-@triton.jit
-def softmax_step(logits, visible, scale, most, total):
-    """One block's share of an online softmax over the rows of `logits` [tokens, queries], in base 2.
-
-    Returns the block's weights, the greatest logit and sum so far, and what earlier sums shrink by.
-    """
-    logits = tl.where(visible, logits * (scale * LOG2E), -float("inf"))
-    greatest = tl.maximum(most, tl.max(logits, axis=0))
-    anchor = tl.where(greatest == -float("inf"), 0.0, greatest)
-    weights = tl.exp2(logits - anchor[None, :])
-    shrink = tl.exp2(most - anchor)
-    return weights, greatest, total * shrink + tl.sum(weights, axis=0), shrink

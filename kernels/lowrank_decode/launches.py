@@ -9,10 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch
+from surgery.kernels.launch import Config, Launch, capability_of, strides
 from surgery.kernels.lowrank_decode.kernel import lowrank_decode_kernel
 from surgery.kernels.lowrank_decode.reference import STEP
-from surgery.kernels.split_kv import merge_launch, processors, split_count
+from surgery.kernels.split_kv import scratch, splits_of, with_merge
+from surgery.kernels.tuned import key_of, tuned
 
 RESIDENT_BYTES = 64 * 1024
 """Up-projections of one head up to this size may stay in shared memory, larger ones pass through it for every block."""
@@ -47,19 +48,6 @@ def launches(
     latent: Tensor,
     key_up: Tensor,
     scale: float,
-    out: Tensor,
-    log: Tensor,
-    *,
-    config: Config,
-    splits: int | None = None,
-    resident: bool | None = None,
-    parts: Tensor | None = None,
-    part_logs: Tensor | None = None,
-    code_scale: Tensor | None = None,
-    code_zero: Tensor | None = None,
-    bits: int = 0,
-    group: int = 0,
-    by_channel: bool = False,
     within: Tensor | None = None,
     begins: Tensor | None = None,
     key_bias: Tensor | None = None,
@@ -77,20 +65,36 @@ def launches(
     exact_value: Tensor | None = None,
     exact_slots: Tensor | None = None,
     raw_exact: bool = False,
+    code_scale: Tensor | None = None,
+    code_zero: Tensor | None = None,
+    bits: int = 0,
+    group: int = 0,
+    by_channel: bool = False,
+    *,
+    out: Tensor,
+    lse: Tensor,
+    config: Config | None = None,
+    resident: bool | None = None,
 ) -> list[Launch]:
-    """The launches that fill `out` [B, T, H, r_v + v] and `log` [B, T, H], both contiguous.
+    """The launches that fill `out` [B, T, H, r_v + v] and `lse` [B, T, H] fp32, both contiguous.
 
-    `parts` fp32 [B·T·H, splits, r_v + v] and `part_logs` fp32 [B·T·H, splits] are needed with more than one split.
+    The others are arguments of the reference; `resident` says whether U stays in shared memory, None chooses.
     """
     batch, tokens, heads, dim = query.shape
     kv_heads, size = key_up.shape[0], heads // key_up.shape[0]
     exact_dim = 0 if exact_value is None else exact_value.shape[-1]
-    value_rank = out.shape[-1] - exact_dim
-    splits = splits_of(query, latent, key_up, config, bits) if splits is None else splits
+    value_rank, key_rank, dtype = out.shape[-1] - exact_dim, key_up.shape[-1], query.dtype
+    if config is None:
+        plain, capability = not bits and exact_key is None, capability_of(query.device)
+        ranks = {"key_rank": key_rank, "value_rank": value_rank}
+        default = default_config(dim=dim, **ranks, dtype=dtype, capability=capability, plain=plain)
+        ranks = {"key": key_rank, "value": value_rank}
+        shape = key_of(heads=heads, kv_heads=kv_heads, dim=dim, **ranks, dtype=dtype, bits=bits)
+        config = tuned("lowrank_decode", shape, query.device, default)
     row_blocks = triton.cdiv(size * tokens, config.block_rows)
     capacity = latent.shape[1] * (8 // bits if bits else 1)
-    whole = splits == 1
-    key_rank, dtype = key_up.shape[-1], query.dtype
+    splits = splits_of(config, batch * kv_heads * row_blocks, query, capacity)
+    parts, logs = scratch(query, out.shape[-1], splits)
     if resident is None:
         # Codes and exact tokens leave no registers for it, but for a few tokens that share their scales.
         room = exact_key is None and (not bits or (by_channel and config.block_tokens < 64))
@@ -98,7 +102,6 @@ def launches(
     reads = [0, key_rank, 0, value_rank] if ranges is None else ranges
     even = {*reads[1::4], *reads[3::4]} == {key_rank, value_rank} and key_rank % config.chunk == 0
     even = even and value_rank % config.chunk == 0 and len({*reads[1::4]}) == len({*reads[3::4]}) == 1
-    scales = code_scale if code_scale is not None else latent
     arguments = {
         "query": query,
         "latent": latent,
@@ -118,8 +121,8 @@ def launches(
         "exact_key": exact_key,
         "exact_value": exact_value,
         "exact_slots": exact_slots,
-        "out": out if whole else parts,
-        "log": log if whole else part_logs,
+        "out": out if parts is None else parts,
+        "log": lse if logs is None else logs,
         "scale": float(scale),
         "norm_eps": float(norm_eps),
         "tokens": tokens,
@@ -128,13 +131,11 @@ def launches(
         "window": window,
         "sinks": sinks,
         "exact_tokens": 0 if exact_key is None else exact_key.shape[2],
-        **_strides("query", query, ("row", "token", "head")),
-        **_strides("latent", latent, ("row", "token")),
-        **_strides("scale", scales, ("row", "token")),
-        **_strides("up", key_up, ("head", "dim")),
-        **_strides("key", exact_key, ("row", "head", "token")),
-        **_strides("value", exact_value, ("row", "head", "token")),
-        **_strides("slots", exact_slots, ("row",)),
+        **strides("row", "token", "head", query=query),
+        **strides("row", "token", latent=latent, scale=code_scale),
+        **strides("head", "dim", up=key_up),
+        **strides("row", "head", "token", key=exact_key, value=exact_value),
+        **strides("row", slots=exact_slots),
         "KV_HEADS": kv_heads,
         "SIZE": size,
         "DIM": dim,
@@ -160,27 +161,11 @@ def launches(
         "STEP": STEP,
     }
     grid = (kv_heads * row_blocks, splits, batch)
-    made = [Launch(lowrank_decode_kernel, grid, arguments, warps=config.warps, stages=config.stages)]
-    if not whole:
-        made.append(merge_launch(parts, part_logs, out.view(-1, out.shape[-1]), log.view(-1)))
-    return made
-
-
-def splits_of(query: Tensor, latent: Tensor, key_up: Tensor, config: Config, bits: int = 0) -> int:
-    """Splits of a launch for these tensors."""
-    if config.splits is not None:
-        return config.splits
-    kv_heads = key_up.shape[0]
-    row_blocks = triton.cdiv(query.shape[2] // kv_heads * query.shape[1], config.block_rows)
-    capacity = latent.shape[1] * (8 // bits if bits else 1)
-    return split_count(query.shape[0] * kv_heads * row_blocks, capacity, processors(query.device))
+    made = Launch(lowrank_decode_kernel, grid, arguments, config.warps, config.stages)
+    return with_merge(made, parts, logs, out, lse)
 
 
 @cache
 def _on_device(ranges: tuple[int, ...], device: torch.device) -> Tensor:
     """Copied once: a CUDA graph must find it there."""
     return torch.tensor(ranges, dtype=torch.int32, device=device).view(-1, 4)
-
-
-def _strides(name: str, tensor: Tensor | None, dimensions: tuple[str, ...]) -> dict[str, int]:
-    return {f"{name}_{dim}": 0 if tensor is None else tensor.stride(i) for i, dim in enumerate(dimensions)}

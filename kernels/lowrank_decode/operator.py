@@ -30,14 +30,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from surgery.kernels.backend import refusal, tell_once
-from surgery.kernels.lowrank_decode.reference import STEP, dequantized, lowrank_attention, rotation_tables
-from surgery.kernels.reference_gradient import differentiate_by
+from surgery.kernels.backend import tell_once
+from surgery.kernels.lowrank_decode.reference import STEP, lowrank_attention, rotation_tables
+from surgery.kernels.operation import Call, attention_outputs, operation
+from surgery.kernels.quantization import BITS, group_size
 
 __all__ = ["lowrank_decode", "lowrank_decode_quantized", "rotation_tables"]
-
-FORMATS = {"int8": 8, "int4": 4, "int2": 2, "fp8": 8}
-"""Bits of a code, by format."""
 
 
 def lowrank_decode(
@@ -146,41 +144,28 @@ def lowrank_decode_quantized(
 
     The others, the results and errors are those of `lowrank_decode`.
     """
-    if format not in FORMATS:
-        raise ValueError(f"lowrank_decode of latents in {format!r}: {', '.join(FORMATS)} are possible")
+    if format not in BITS:
+        raise ValueError(f"lowrank_decode of latents in {format!r}: {', '.join(BITS)} are possible")
     if codes.dtype != torch.uint8 or (code_zero is None) != (format == "fp8"):
         raise ValueError("lowrank_decode: codes are uint8, with zero points unless they are fp8")
-    bits = FORMATS[format]
+    bits = BITS[format]
     held_tokens = codes.shape[1] * 8 // bits
-    wide = code_scale.shape[-1]
     groups = (-(-held_tokens // group), codes.shape[2]) if by_channel else (held_tokens, -(-codes.shape[2] // group))
     if tuple(code_scale.shape[1:]) != groups or (code_zero is not None and code_zero.shape != code_scale.shape):
         raise ValueError(
             f"lowrank_decode: {held_tokens} tokens of {codes.shape[2]} numbers in groups of {group} need scales "
             f"[B, {groups[0]}, {groups[1]}], not {list(code_scale.shape)}"
         )
-    size = group if by_channel else -(-codes.shape[2] // wide)
+    size = group if by_channel else group_size(codes.shape[2], code_scale.shape[-1])
     options = _options(rotation, ranges, locals())
     options |= {"code_scale": code_scale, "code_zero": code_zero, "bits": bits, "group": size, "by_channel": by_channel}
     return _decode(query, codes, key_up, scale, options)
 
 
-OPTIONS = [
-    "key_bias",
-    "norm_weight",
-    "norm_eps",
-    "lengths",
-    "starts",
-    "first",
-    "held",
-    "rebuilt",
-    "window",
-    "sinks",
-    "exact_key",
-    "exact_value",
-    "exact_slots",
-    "raw_exact",
-]
+OPTIONS = (
+    *("key_bias", "norm_weight", "norm_eps", "lengths", "starts", "first", "held", "rebuilt", "window", "sinks"),
+    *("exact_key", "exact_value", "exact_slots", "raw_exact"),
+)
 
 
 def _options(
@@ -200,134 +185,24 @@ def _decode(query: Tensor, latent: Tensor, key_up: Tensor, scale: float, options
     return *both.split([both.shape[-1] - (width := options["exact_value"].shape[-1]), width], dim=-1), lse
 
 
-@torch.library.custom_op("surgery::lowrank_decode", mutates_args=())
-def lowrank_decode_op(
-    query: Tensor,
-    latent: Tensor,
-    key_up: Tensor,
-    scale: float,
-    within: Tensor | None = None,
-    begins: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-    ranges: list[int] | None = None,
-    lengths: Tensor | None = None,
-    starts: Tensor | None = None,
-    first: Tensor | None = None,
-    held: Tensor | None = None,
-    rebuilt: Tensor | None = None,
-    window: int = 0,
-    sinks: int = 0,
-    exact_key: Tensor | None = None,
-    exact_value: Tensor | None = None,
-    exact_slots: Tensor | None = None,
-    raw_exact: bool = False,
-    code_scale: Tensor | None = None,
-    code_zero: Tensor | None = None,
-    bits: int = 0,
-    group: int = 0,
-    by_channel: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Both outputs side by side [B, T, H, r_v + v], and lse [B, T, H]; latents are codes where `bits` is not 0."""
-    arguments = dict(locals())
-    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-    reason = refusal(*tensors) or _unsupported(query, latent, key_up, exact_key, exact_value, code_scale)
-    if reason:
-        tell_once("lowrank_decode", reason)
-        return _reference(**arguments)
-    from surgery.kernels.lowrank_decode.launches import default_config, launches, splits_of
-    from surgery.kernels.tuned import key_of, tuned
-
-    out, log = _outputs(query, latent, ranges, exact_value)
-    if not out.shape[0]:
-        return out, log
-    batch, tokens, heads, dim = query.shape
-    kv_heads, _, key_rank = key_up.shape
-    value_rank = out.shape[-1] - (0 if exact_value is None else exact_value.shape[-1])
-    default = default_config(
-        dim=dim,
-        key_rank=key_rank,
-        value_rank=value_rank,
-        dtype=query.dtype,
-        capability=_capability(query.device),
-        plain=not bits and exact_key is None,
-    )
-    key = key_of(heads=heads, kv_heads=kv_heads, dim=dim, key=key_rank, value=value_rank, dtype=query.dtype, bits=bits)
-    config = tuned("lowrank_decode", key, query.device, default)
-    splits = splits_of(query, latent, key_up, config, bits)
-    parts = part_logs = None
-    if splits > 1:
-        parts = query.new_empty(batch * tokens * heads, splits, out.shape[-1], dtype=torch.float32)
-        part_logs = query.new_empty(batch * tokens * heads, splits, dtype=torch.float32)
-    for launch in launches(
-        **arguments, out=out, log=log, config=config, splits=splits, parts=parts, part_logs=part_logs
-    ):
-        launch.run()
-    return out, log
-
-
-def _capability(device: torch.device) -> int:
-    """80, 90, ...; 90 where kernels are interpreted."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-@lowrank_decode_op.register_fake
-def _(query, latent, key_up, scale, *rest, **options):
-    named = dict(zip(REST, rest, strict=False)) | options
-    return _outputs(query, latent, named.get("ranges"), named.get("exact_value"))
-
-
-REST = [
-    "within",
-    "begins",
-    "key_bias",
-    "norm_weight",
-    "norm_eps",
-    "ranges",
-    "lengths",
-    "starts",
-    "first",
-    "held",
-    "rebuilt",
-    "window",
-    "sinks",
-    "exact_key",
-    "exact_value",
-    "exact_slots",
-    "raw_exact",
-    "code_scale",
-    "code_zero",
-    "bits",
-    "group",
-    "by_channel",
-]
-
-
 def _outputs(
-    query: Tensor, latent: Tensor, ranges: list[int] | None, exact_value: Tensor | None
+    query: Tensor, latent: Tensor, ranges: list[int] | None, exact_value: Tensor | None, **_: object
 ) -> tuple[Tensor, Tensor]:
     value_rank = latent.shape[-1] if ranges is None else max(ranges[3::4])
-    width = value_rank + (0 if exact_value is None else exact_value.shape[-1])
-    return query.new_empty(*query.shape[:3], width), query.new_empty(query.shape[:3], dtype=torch.float32)
+    out, lse = attention_outputs(query, value_rank + (0 if exact_value is None else exact_value.shape[-1]))
+    return out, lse.new_empty(lse.shape, dtype=torch.float32)
 
 
-def _reference(
-    query: Tensor, latent: Tensor, key_up: Tensor, scale: float, *rest: object, **options: object
-) -> tuple[Tensor, Tensor]:
-    """What the registered operator computes, in plain PyTorch."""
-    named = dict(zip(REST, rest, strict=False)) | options
-    scales, zeros, *code = (named.pop(name, None) for name in REST[-5:])
-    if scales is not None:
-        latent = dequantized(latent, scales, zeros, *code).to(query.dtype)
-    out, exact_out, lse = lowrank_attention(query, latent, key_up, scale, **named)
-    return torch.cat([out, exact_out], dim=-1), lse.float()
+@operation("lowrank_decode", lowrank_attention, _outputs)
+def lowrank_decode_op(call: Call, **given: object) -> tuple[Tensor, Tensor]:
+    """Both outputs side by side [B, T, H, r_v + v], and lse [B, T, H]; latents are codes where `bits` is not 0."""
+    reason = call.refusal() or _unsupported(**given)
+    if reason:
+        tell_once("lowrank_decode", reason)
+        return call.reference()
+    from surgery.kernels.lowrank_decode.launches import launches
 
-
-differentiate_by(lowrank_decode_op, _reference)
+    return call.run(launches)
 
 
 def _unsupported(
@@ -337,6 +212,7 @@ def _unsupported(
     exact_key: Tensor | None,
     exact_value: Tensor | None,
     code_scale: Tensor | None,
+    **_: object,
 ) -> str | None:
     """Why no kernel takes tensors of these shapes and dtypes."""
     same = [query, key_up, exact_key, exact_value, latent if code_scale is None else None]

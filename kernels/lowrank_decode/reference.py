@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from surgery.kernels.quantization import dequantized
+
 STEP = 128
 """Slots between two rows of the second table of `rotation_tables`."""
-
-FLOAT8 = torch.float8_e4m3fn
 
 
 def rotation_tables(inv_freq: Tensor, slots: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -60,39 +60,11 @@ def normalised(keys: Tensor, bias: Tensor | None, norm_weight: Tensor | None, ep
     return keys
 
 
-def dequantized(
-    codes: Tensor, code_scale: Tensor, code_zero: Tensor | None, bits: int, group: int, by_channel: bool
-) -> Tensor:
-    """Latents [B, S, R] from codes [B, S·bits/8, R], in the dtype of their scale; fp8 (e4m3) has no zero points.
-
-    Args:
-        codes: uint8, consecutive tokens in one byte, the first in its lowest bits.
-        code_scale, code_zero: [B, S/group, R] by channel, [B, S, groups] by token, where each group has the same
-            number of channels, the last perhaps fewer.
-    """
-    if bits < 8:
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)[:, None]
-        codes = ((codes.unsqueeze(-2) >> shifts) & (2**bits - 1)).flatten(1, 2)
-
-    def spread(numbers: Tensor) -> Tensor:
-        if by_channel:
-            return numbers.repeat_interleave(group, dim=1)[:, : codes.shape[1]]
-        return numbers.repeat_interleave(-(-codes.shape[2] // numbers.shape[2]), dim=2)[..., : codes.shape[2]]
-
-    wide = torch.promote_types(code_scale.dtype, torch.float32)
-    if code_zero is None:
-        numbers = codes.contiguous().view(FLOAT8).to(wide) * spread(code_scale).to(wide)
-    else:
-        numbers = torch.addcmul(spread(code_zero).to(wide), codes.to(wide), spread(code_scale).to(wide))
-    return numbers.to(code_scale.dtype)
-
-
 def lowrank_attention(
     query: Tensor,
     latent: Tensor,
     key_up: Tensor,
     scale: float,
-    *,
     within: Tensor | None = None,
     begins: Tensor | None = None,
     key_bias: Tensor | None = None,
@@ -110,12 +82,23 @@ def lowrank_attention(
     exact_value: Tensor | None = None,
     exact_slots: Tensor | None = None,
     raw_exact: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    code_scale: Tensor | None = None,
+    code_zero: Tensor | None = None,
+    bits: int = 0,
+    group: int = 0,
+    by_channel: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Attention of the last T queries; arguments as in `operator.lowrank_decode`, the rotation as its two tables.
 
+    Latents are codes where `bits` is not 0.
+
     Returns:
-        out [B, T, H, r_v], exact_out [B, T, H, v] (v = 0 without exact tokens), lse [B, T, H] in fp32 or wider.
+        out and exact_out side by side, [B, T, H, r_v + v], v = 0 without exact tokens, and lse [B, T, H] in fp32.
     """
+    if bits:
+        wide = torch.promote_types(code_scale.dtype, torch.float32)
+        latent = dequantized(latent, code_scale, code_zero, bits, group if by_channel else None, wide)
+        latent = latent.to(code_scale.dtype).to(query.dtype)
     batch, tokens, heads, _ = query.shape
     kv_heads, size = key_up.shape[0], heads // key_up.shape[0]
     held_tokens, device = latent.shape[1], query.device
@@ -161,11 +144,10 @@ def lowrank_attention(
     lse = logits.logsumexp(-1)
     weights = (logits - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp().to(query.dtype)
     split = weights.shape[-1] - count
-    out = torch.einsum("btgms,bgsr->btgmr", weights[..., :split], values).flatten(2, 3)
-    if exact_key is None:
-        return out, out[..., :0], lse.flatten(2)
-    exact_out = torch.einsum("btgms,bgsv->btgmv", weights[..., split:], exact_value)
-    return out, exact_out.flatten(2, 3), lse.flatten(2)
+    out = torch.einsum("btgms,bgsr->btgmr", weights[..., :split], values)
+    if exact_key is not None:
+        out = torch.cat([out, torch.einsum("btgms,bgsv->btgmv", weights[..., split:], exact_value)], dim=-1)
+    return out.flatten(2, 3), lse.flatten(2).float()
 
 
 def _keys(latent: Tensor, key_up: Tensor, ranges: Tensor | None) -> Tensor:

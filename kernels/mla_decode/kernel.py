@@ -27,8 +27,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch
-from surgery.kernels.split_kv import LN2, merge_launch, split_count, split_tokens
+from surgery.kernels.launch import Config, Launch, strides
+from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
+from surgery.kernels.split_kv import scratch, split_tokens, splits_of, with_merge
+from surgery.kernels.tuned import key_of, tuned
 
 HOPPER_SHARED = 227 * 1024
 """Bytes of shared memory of one program on sm_90, the default where no device says otherwise."""
@@ -80,13 +82,11 @@ def rope_block(rope: int) -> int:
     return max(16, triton.next_power_of_2(rope))
 
 
-def splits_of(query: Tensor, capacity: int, window: int | None, config: Config, processors: int) -> int:
-    """Splits of a launch, from shapes alone."""
-    if config.splits is not None:
-        return config.splits
-    batch, tokens, heads, _ = query.shape
-    seen = capacity if window is None else min(capacity, window + tokens - 1)
-    return split_count(batch * triton.cdiv(tokens * heads, config.block_rows), seen, processors)
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use on a device."""
+    if device.type != "cuda":
+        return HOPPER_SHARED
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def launches(
@@ -94,47 +94,51 @@ def launches(
     latent: Tensor,
     rope_key: Tensor,
     scale: float,
-    lengths: Tensor | None,
-    starts: Tensor | None,
-    pages: Tensor | None,
-    key_gain: Tensor | None,
-    window: int | None,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    pages: Tensor | None = None,
+    key_gain: Tensor | None = None,
+    window: int | None = None,
     *,
     out: Tensor,
     lse: Tensor,
-    parts: Tensor | None,
-    logs: Tensor | None,
-    splits: int,
-    config: Config,
+    config: Config | None = None,
 ) -> list[Launch]:
     """The launches that fill `out` [B, T, H, r] and `lse` [B, T, H] fp32, both contiguous.
 
-    Args:
-        query, latent, rope_key, scale, lengths, starts, pages, key_gain, window: as of `mla_decode`; the last dimension
-            of each is contiguous, of the others any strides will do.
-        parts, logs: fp32 scratch [B·T·H, splits, r] and [B·T·H, splits]; unused, and None, at one split.
+    The others are arguments of `mla_decode`; the last dimension of each is contiguous.
     """
     batch, tokens, heads, _ = query.shape
     rank, rope = latent.shape[-1], rope_key.shape[-1]
     gains = 0 if key_gain is None else key_gain.shape[-1]
     page = 0 if pages is None else latent.shape[1]
+    capacity = latent.shape[1] if pages is None else pages.shape[1] * page
+    if config is None:
+        shape = key_of(heads=tokens * heads, rank=rank, rope=rope, dtype=query.dtype)
+        default = default_config(tokens * heads, rank, rope, query.dtype, shared_limit(query.device))
+        config = tuned("mla_decode", shape, query.device, default)
+    blocks = triton.cdiv(tokens * heads, config.block_rows)
+    splits = splits_of(config, batch * blocks, query, capacity, window)
+    parts, logs = scratch(query, rank, splits)
     arguments = {
         "query": query,
         "latent": latent,
         "rope_key": rope_key if rope else None,
         "key_gain": key_gain,
-        "out": out if splits == 1 else parts,
-        "log": lse if splits == 1 else logs,
+        "out": out if parts is None else parts,
+        "log": lse if logs is None else logs,
         "lengths": lengths,
         "starts": starts,
         "pages": pages,
         "scale": float(scale),
-        "capacity": latent.shape[1] if pages is None else pages.shape[1] * page,
+        "capacity": capacity,
         "new_tokens": tokens,
         "heads": heads,
         "heads_per_gain": heads // gains if gains else 0,
         "window": window,
-        **strides(query=query, latent=latent, rope_key=rope_key, key_gain=key_gain, pages=pages),
+        **strides("row", "token", "head", query=query),
+        **strides("row", "token", latent=latent, rope_key=rope_key, key_gain=key_gain),
+        **strides("row", pages=pages),
         "RANK": rank,
         "ROPE": rope,
         "CHUNK": config.chunk,
@@ -144,59 +148,18 @@ def launches(
         "BLOCK_ROWS": config.block_rows,
         "BLOCK_TOKENS": config.block_tokens,
     }
-    grid = (triton.cdiv(tokens * heads, config.block_rows), splits, batch)
-    made = [Launch(mla_decode_kernel, grid, arguments, config.warps, config.stages)]
-    if splits > 1:
-        made.append(merge_launch(parts, logs, out.view(-1, rank), lse.view(-1)))
-    return made
-
-
-def strides(**tensors: Tensor | None) -> dict[str, int]:
-    """Strides of all dimensions but the last, as the kernel names them: `latent_row`, `latent_token`."""
-    axes = {"query": ("row", "token", "head"), "pages": ("row",)}
-    return {
-        f"{name}_{axis}": 0 if tensor is None else tensor.stride(place)
-        for name, tensor in tensors.items()
-        for place, axis in enumerate(axes.get(name, ("row", "token")))
-    }
+    made = Launch(mla_decode_kernel, (blocks, splits, batch), arguments, config.warps, config.stages)
+    return with_merge(made, parts, logs, out, lse)
 
 
 @triton.jit
 def mla_decode_kernel(
-    query,
-    latent,
-    rope_key,
-    key_gain,
-    out,
-    log,
-    lengths,
-    starts,
-    pages,
-    scale,
-    capacity,
-    new_tokens,
-    heads,
-    heads_per_gain,
-    window,
-    query_row,
-    query_token,
-    query_head,
-    latent_row,
-    latent_token,
-    rope_key_row,
-    rope_key_token,
-    key_gain_row,
-    key_gain_token,
-    pages_row,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROPE_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-):
+    query, latent, rope_key, key_gain, out, log, lengths, starts, pages, scale, capacity, new_tokens, heads,
+    heads_per_gain, window, query_row, query_token, query_head, latent_row, latent_token, rope_key_row, rope_key_token,
+    key_gain_row, key_gain_token, pages_row,
+    RANK: tl.constexpr, ROPE: tl.constexpr, CHUNK: tl.constexpr, ROPE_BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_ROWS query rows against one split of the tokens of one row of the batch."""
     CHUNKS: tl.constexpr = (RANK + CHUNK - 1) // CHUNK
     split = tl.program_id(1)
@@ -256,7 +219,7 @@ def mla_decode_kernel(
             tile = tl.load(rope_at[:, None] + rope_column[None, :], mask=tile_there, other=0.0)
             logits = tl.dot(rope_query, tl.trans(tile), logits, input_precision="ieee")
 
-        logits *= scale * 1.4426950408889634
+        logits *= scale * LOG2E
         if key_gain is not None:
             gain_at = key_gain + base * key_gain_row + place * key_gain_token
             gain_there = real[:, None] & there[None, :]
@@ -265,16 +228,11 @@ def mla_decode_kernel(
         seen = (token[None, :] <= tl.minimum(position, stop - 1)[:, None]) & (token[None, :] >= first_seen[:, None])
         logits = tl.where(seen, logits, -float("inf"))
 
-        highest = tl.maximum(most, tl.max(logits, axis=1))
-        finite = tl.where(highest == -float("inf"), 0.0, highest)  # a row that has seen nothing yet
-        decay = tl.exp2(most - finite)
-        weights = tl.exp2(logits - finite[:, None])
-        total = total * decay + tl.sum(weights, axis=1)
-        most = highest
+        weights, most, total, shrink = softmax_step(logits, most, total, 1)
         weights = weights.to(latent.dtype.element_ty)
         added = ()
         for i in tl.static_range(CHUNKS):
-            added = added + (tl.dot(weights, tiles[i], mixed[i] * decay[:, None], input_precision="ieee"),)
+            added = added + (tl.dot(weights, tiles[i], mixed[i] * shrink[:, None], input_precision="ieee"),)
         mixed = added
 
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
@@ -283,4 +241,4 @@ def mla_decode_kernel(
         real_column = real[:, None] & (i * CHUNK + column < RANK)[None, :]
         value = (mixed[i] * inverse[:, None]).to(out.dtype.element_ty)
         tl.store(out + index[:, None] * RANK + (i * CHUNK + column)[None, :], value, mask=real_column)
-    tl.store(log + index, tl.where(total > 0, (most + tl.log2(total)) * LN2, -float("inf")), mask=real)
+    tl.store(log + index, log_of(most, total), mask=real)

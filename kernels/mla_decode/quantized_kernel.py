@@ -29,64 +29,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch
-from surgery.kernels.mla_decode.kernel import HOPPER_SHARED, rope_block, strides
-from surgery.kernels.mla_decode.quantized_reference import BITS, group_size
-from surgery.kernels.split_kv import LN2, LOG2E, merge_launch, split_tokens
+from surgery.kernels.code_numbers import number
+from surgery.kernels.launch import Config, Launch, strides
+from surgery.kernels.mla_decode.kernel import HOPPER_SHARED, rope_block, shared_limit
+from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
+from surgery.kernels.quantization import BITS, group_size
+from surgery.kernels.split_kv import scratch, split_tokens, splits_of, with_merge
+from surgery.kernels.tuned import key_of, tuned
 
 
 @triton.jit
 def mla_decode_quantized_kernel(
-    query,
-    codes,
-    scales,
-    zeros,
-    rope_codes,
-    rope_scales,
-    rope_zeros,
-    key_gain,
-    out,
-    log,
-    lengths,
-    coded,
-    starts,
-    scale,
-    capacity,
-    new_tokens,
-    heads,
-    heads_per_gain,
-    window,
-    query_row,
-    query_token,
-    query_head,
-    codes_row,
-    codes_token,
-    scales_row,
-    scales_token,
-    zeros_row,
-    zeros_token,
-    rope_codes_row,
-    rope_codes_token,
-    rope_scales_row,
-    rope_scales_token,
-    rope_zeros_row,
-    rope_zeros_token,
-    key_gain_row,
-    key_gain_token,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROPE_CHUNK: tl.constexpr,
-    BITS: tl.constexpr,
-    FP8: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROPE_GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-):
+    query, codes, scales, zeros, rope_codes, rope_scales, rope_zeros, key_gain, out, log, lengths, coded, starts, scale,
+    capacity, new_tokens, heads, heads_per_gain, window, query_row, query_token, query_head, codes_row, codes_token,
+    scales_row, scales_token, zeros_row, zeros_token, rope_codes_row, rope_codes_token, rope_scales_row,
+    rope_scales_token, rope_zeros_row, rope_zeros_token, key_gain_row, key_gain_token,
+    RANK: tl.constexpr, ROPE: tl.constexpr, CHUNK: tl.constexpr, ROPE_CHUNK: tl.constexpr, BITS: tl.constexpr,
+    FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, BY_CHANNEL: tl.constexpr, GROUP: tl.constexpr,
+    ROPE_GROUP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_ROWS query rows against one split of the quantised tokens of one row of the batch."""
     CHUNKS: tl.constexpr = (RANK + CHUNK - 1) // CHUNK
     ROPE_CHUNKS: tl.constexpr = (ROPE + ROPE_CHUNK - 1) // ROPE_CHUNK
@@ -154,12 +115,7 @@ def mla_decode_quantized_kernel(
         seen = (token[:, None] <= tl.minimum(position, stop - 1)[None, :]) & (token[:, None] >= first_seen[None, :])
         logits = tl.where(seen, logits, -float("inf"))
 
-        highest = tl.maximum(most, tl.max(logits, axis=0))
-        finite = tl.where(highest == -float("inf"), 0.0, highest)  # a row that has seen nothing yet
-        decay = tl.exp2(most - finite)
-        weights = tl.exp2(logits - finite[None, :])
-        total = total * decay + tl.sum(weights, axis=0)
-        most = highest
+        weights, most, total, shrink = softmax_step(logits, most, total, 0)
         weights = weights.to(dtype)
         added = ()
         for i in tl.static_range(CHUNKS):
@@ -168,7 +124,7 @@ def mla_decode_quantized_kernel(
                 RANK, CHUNK, BITS, FP8, NATIVE_FP8, BY_CHANNEL, GROUP, BLOCK_TOKENS,
             )  # fmt: skip
             values = tl.trans(tile.to(dtype))
-            added = added + (tl.dot(values, weights, mixed[i] * decay[None, :], input_precision="ieee"),)
+            added = added + (tl.dot(values, weights, mixed[i] * shrink[None, :], input_precision="ieee"),)
         mixed = added
 
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
@@ -177,7 +133,7 @@ def mla_decode_quantized_kernel(
         there = real[None, :] & (i * CHUNK + column < RANK)[:, None]
         value = (mixed[i] * inverse[None, :]).to(out.dtype.element_ty)
         tl.store(out + index[None, :] * RANK + (i * CHUNK + column)[:, None], value, mask=there)
-    tl.store(log + index, tl.where(total > 0, (most + tl.log2(total)) * LN2, -float("inf")), mask=real)
+    tl.store(log + index, log_of(most, total), mask=real)
 
 
 @triton.jit
@@ -204,14 +160,10 @@ def numbers(
     if BITS < 8:
         tile = tl.reshape(tl.permute(tile, (0, 2, 1)), (BLOCK, CHUNK))
 
-    if not FP8:
-        made = tile.to(tl.float32)
-    elif NATIVE_FP8:
+    if FP8 and NATIVE_FP8:  # noqa: SIM108 - known when it is compiled
         made = tile.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        # The bits of e4m3 within those of fp16 are the number, 2^8 times too small.
-        wide = tile.to(tl.int16)
-        made = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        made = number(tile, 0, BITS, FP8)
     made *= spread(scales, scales_token, first, low, stop, chunk, WIDTH, CHUNK, BY_CHANNEL, GROUP, BLOCK)
     if zeros is not None:
         made += spread(zeros, zeros_token, first, low, stop, chunk, WIDTH, CHUNK, BY_CHANNEL, GROUP, BLOCK)
@@ -268,31 +220,36 @@ def launches(
     format: str,
     group: int,
     by_channel: bool,
-    lengths: Tensor | None,
-    coded: Tensor | None,
-    starts: Tensor | None,
-    key_gain: Tensor | None,
-    window: int | None,
+    lengths: Tensor | None = None,
+    coded: Tensor | None = None,
+    starts: Tensor | None = None,
+    key_gain: Tensor | None = None,
+    window: int | None = None,
     *,
     out: Tensor,
     lse: Tensor,
-    parts: Tensor | None,
-    logs: Tensor | None,
-    splits: int,
-    config: Config,
-    native_fp8: bool,
+    config: Config | None = None,
+    native_fp8: bool | None = None,
 ) -> list[Launch]:
     """The launches that fill `out` [B, T, H, r] and `lse` [B, T, H] fp32, both contiguous.
 
     Args:
         query … window: as of `mla_decode_quantized`; the last dimension of each is contiguous.
-        parts, logs: fp32 scratch [B·T·H, splits, r] and [B·T·H, splits]; unused, and None, at one split.
-        native_fp8: whether the GPU converts e4m3 itself (from sm_89 on).
+        native_fp8: whether the GPU converts e4m3 itself, as from sm_89 on; None asks it.
     """
     batch, tokens, heads, _ = query.shape
     rank, rope, bits = codes.shape[-1], rope_codes.shape[-1], BITS[format]
     gains = 0 if key_gain is None else key_gain.shape[-1]
-    rope_group = group_size(rope, group)
+    if config is None:
+        by = "channel" if by_channel else "token"
+        shape = key_of(heads=tokens * heads, rank=rank, rope=rope, format=format, by=by, group=group, dtype=query.dtype)
+        default = default_config(tokens * heads, rank, shared_limit(query.device))
+        config = tuned("mla_decode_quantized", shape, query.device, default)
+    if native_fp8 is None:
+        native_fp8 = query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) >= (8, 9)
+    capacity, blocks = codes.shape[1] * 8 // bits, triton.cdiv(tokens * heads, config.block_rows)
+    splits = splits_of(config, batch * blocks, query, capacity, window)
+    parts, logs = scratch(query, rank, splits)
     arguments = {
         "query": query,
         "codes": codes,
@@ -302,27 +259,20 @@ def launches(
         "rope_scales": rope_scales,
         "rope_zeros": rope_zeros,
         "key_gain": key_gain,
-        "out": out if splits == 1 else parts,
-        "log": lse if splits == 1 else logs,
+        "out": out if parts is None else parts,
+        "log": lse if logs is None else logs,
         "lengths": lengths,
         "coded": coded,
         "starts": starts,
         "scale": float(scale),
-        "capacity": codes.shape[1] * 8 // bits,
+        "capacity": capacity,
         "new_tokens": tokens,
         "heads": heads,
         "heads_per_gain": heads // gains if gains else 0,
         "window": window,
-        **strides(
-            query=query,
-            codes=codes,
-            scales=scales,
-            zeros=zeros,
-            rope_codes=rope_codes,
-            rope_scales=rope_scales,
-            rope_zeros=rope_zeros,
-            key_gain=key_gain,
-        ),
+        **strides("row", "token", "head", query=query),
+        **strides("row", "token", codes=codes, scales=scales, zeros=zeros, key_gain=key_gain),
+        **strides("row", "token", rope_codes=rope_codes, rope_scales=rope_scales, rope_zeros=rope_zeros),
         "RANK": rank,
         "ROPE": rope,
         "CHUNK": config.chunk,
@@ -331,17 +281,14 @@ def launches(
         "FP8": format == "fp8",
         "NATIVE_FP8": native_fp8,
         "BY_CHANNEL": by_channel,
-        "GROUP": group if by_channel else group_size(rank, group),
-        "ROPE_GROUP": rope_group,
+        "GROUP": group if by_channel else group_size(rank, scales.shape[-1]),
+        "ROPE_GROUP": group_size(rope, rope_scales.shape[-1]),
         "SPLITS": splits,
         "BLOCK_ROWS": config.block_rows,
         "BLOCK_TOKENS": config.block_tokens,
     }
-    grid = (triton.cdiv(tokens * heads, config.block_rows), splits, batch)
-    made = [Launch(mla_decode_quantized_kernel, grid, arguments, config.warps, config.stages)]
-    if splits > 1:
-        made.append(merge_launch(parts, logs, out.view(-1, rank), lse.view(-1)))
-    return made
+    made = Launch(mla_decode_quantized_kernel, (blocks, splits, batch), arguments, config.warps, config.stages)
+    return with_merge(made, parts, logs, out, lse)
 
 
 def default_config(rows: int, rank: int, shared: int = HOPPER_SHARED) -> Config:
@@ -354,6 +301,6 @@ def unsupported(rank: int, group: int, by_channel: bool, dtype: torch.dtype) -> 
     """Why no GPU is given this: the compiled program spills, or was not looked at; None if neither."""
     if rank > 512:
         return f"the kernel for quantised tokens of a rank of {rank} was not looked at above 512"
-    if group % 32 or (not by_channel and group_size(rank, group) % 32):
+    if group % 32 or (not by_channel and group_size(rank, -(-rank // group)) % 32):
         return f"the kernel wants groups that are multiples of 32, not {group}"
     return "no kernel for fp32 queries over codes" if dtype == torch.float32 else None

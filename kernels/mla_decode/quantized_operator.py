@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surgery.kernels.backend import refusal, tell_once
-from surgery.kernels.mla_decode.operator import buffers, check_rows, shape, shared_limit, unsupported
-from surgery.kernels.mla_decode.quantized_reference import BITS, quantized_latent_attention
-from surgery.kernels.reference_gradient import differentiate_by
+from surgery.kernels.backend import tell_once
+from surgery.kernels.checks import check_counts, check_positive
+from surgery.kernels.mla_decode.operator import check_gain, unsupported
+from surgery.kernels.mla_decode.quantized_reference import quantized_latent_attention
+from surgery.kernels.operation import Call, attention_outputs, operation
+from surgery.kernels.quantization import BITS
 
 
 def mla_decode_quantized(
@@ -58,25 +60,11 @@ def mla_decode_quantized(
         ValueError: shapes, dtypes or settings that do not belong together.
     """
     _check(query, codes, scales, zeros, rope_codes, rope_scales, rope_zeros, format, group, by_channel, key_gain)
-    check_rows("mla_decode_quantized", query.shape[0], window, lengths=lengths, coded=coded, starts=starts)
-    return _mla_decode_quantized(
-        query,
-        codes,
-        scales,
-        zeros,
-        rope_codes,
-        rope_scales,
-        rope_zeros,
-        scale,
-        format,
-        group,
-        by_channel,
-        lengths,
-        coded,
-        starts,
-        key_gain,
-        window,
-    )
+    check_counts("mla_decode_quantized", query.shape[0], lengths=lengths, coded=coded, starts=starts)
+    check_positive("mla_decode_quantized", window=window)
+    tensors = (query, codes, scales, zeros, rope_codes, rope_scales, rope_zeros)
+    settings = (format, group, by_channel)
+    return _mla_decode_quantized(*tensors, scale, *settings, lengths, coded, starts, key_gain, window)
 
 
 def _check(query, codes, scales, zeros, rope_codes, rope_scales, rope_zeros, format, group, by_channel, key_gain):
@@ -87,10 +75,12 @@ def _check(query, codes, scales, zeros, rope_codes, rope_scales, rope_zeros, for
     if group < 1 or group % per_byte:
         raise ValueError(f"{name}: a group of {group}: a positive multiple of {per_byte} is needed for {format}")
     if codes.dtype != torch.uint8 or rope_codes.dtype != torch.uint8 or codes.shape[:2] != rope_codes.shape[:2]:
-        raise ValueError(f"{name}: codes {shape(codes)} and rope_codes {shape(rope_codes)}: uint8 of the same tokens")
+        raise ValueError(
+            f"{name}: codes {list(codes.shape)} and rope_codes {list(rope_codes.shape)}: uint8 of the same tokens"
+        )
     width = codes.shape[-1] + rope_codes.shape[-1]
     if query.dim() != 4 or query.shape[0] != codes.shape[0] or query.shape[-1] != width:
-        raise ValueError(f"{name}: query {shape(query)}: [{codes.shape[0]}, T, H, {width}] is needed")
+        raise ValueError(f"{name}: query {list(query.shape)}: [{codes.shape[0]}, T, H, {width}] is needed")
     batch, total = codes.shape[0], codes.shape[1] * per_byte
     for what, scale_, zero, columns, channel in (
         ("scales", scales, zeros, codes.shape[-1], by_channel),
@@ -98,81 +88,29 @@ def _check(query, codes, scales, zeros, rope_codes, rope_scales, rope_zeros, for
     ):
         wanted = (batch, total // group, columns) if channel else (batch, total, -(-columns // group))
         if tuple(scale_.shape) != wanted or (channel and total % group):
-            raise ValueError(f"{name}: {what} {shape(scale_)} of {total} tokens of {columns}: {list(wanted)} is needed")
+            raise ValueError(
+                f"{name}: {what} {list(scale_.shape)} of {total} tokens of {columns}: {list(wanted)} is needed"
+            )
         if (zero is None) != (format == "fp8") or (zero is not None and zero.shape != scale_.shape):
             raise ValueError(f"{name}: zeros of the shape of {what} belong to integers, none to fp8")
-    if key_gain is not None and (
-        key_gain.dim() != 3 or key_gain.shape[:2] != (batch, total) or query.shape[2] % max(key_gain.shape[-1], 1)
-    ):
-        raise ValueError(f"{name}: key_gain {shape(key_gain)} of {total} tokens and {query.shape[2]} heads")
+    check_gain(name, query, key_gain, (batch, total))
 
 
-@torch.library.custom_op(
-    "surgery::mla_decode_quantized",
-    mutates_args=(),
-    schema="(Tensor query, Tensor codes, Tensor scales, Tensor? zeros, Tensor rope_codes, Tensor rope_scales, "
-    "Tensor? rope_zeros, float scale, str format, int group, bool by_channel, Tensor? lengths, Tensor? coded, "
-    "Tensor? starts, Tensor? key_gain, int? window) -> (Tensor, Tensor)",
-)
+def _outputs(query: Tensor, codes: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    return attention_outputs(query, codes.shape[-1])
+
+
+@operation("mla_decode_quantized", quantized_latent_attention, _outputs)
 def _mla_decode_quantized(
-    query,
-    codes,
-    scales,
-    zeros,
-    rope_codes,
-    rope_scales,
-    rope_zeros,
-    scale,
-    format,
-    group,
-    by_channel,
-    lengths,
-    coded,
-    starts,
-    key_gain,
-    window,
-):
-    tensors = (query, codes, scales, zeros, rope_codes, rope_scales, rope_zeros, lengths, coded, starts, key_gain)
-    settings = (scale, format, group, by_channel, lengths, coded, starts, key_gain, window)
-    reason = refusal(*tensors) or unsupported(tensors)
+    call: Call, query: Tensor, codes: Tensor, group: int, by_channel: bool, **_: object
+) -> tuple[Tensor, Tensor]:
+    reason = call.refusal() or unsupported(call.arguments)
     if not reason:
         from surgery.kernels.mla_decode import quantized_kernel as kernel
 
-        rows, rank, rope = query.shape[1] * query.shape[2], codes.shape[-1], rope_codes.shape[-1]
-        default = kernel.default_config(rows, rank, shared_limit(query.device))
         if query.device.type == "cuda":
-            reason = kernel.unsupported(rank, group, by_channel, query.dtype)
+            reason = kernel.unsupported(codes.shape[-1], group, by_channel, query.dtype)
     if reason:
         tell_once("mla_decode_quantized", reason)
-        return quantized_latent_attention(*tensors[:7], *settings)
-    from surgery.kernels.mla_decode.kernel import splits_of
-    from surgery.kernels.split_kv import processors
-    from surgery.kernels.tuned import key_of, tuned
-
-    by = "channel" if by_channel else "token"
-    key = key_of(heads=rows, rank=rank, rope=rope, format=format, by=by, group=group, dtype=query.dtype)
-    config = tuned("mla_decode_quantized", key, query.device, default)
-    splits = splits_of(query, codes.shape[1] * 8 // BITS[format], window, config, processors(query.device))
-    out, lse, parts, logs = buffers(query, rank, splits)
-    for launch in kernel.launches(
-        *tensors[:7],
-        *settings,
-        out=out,
-        lse=lse,
-        parts=parts,
-        logs=logs,
-        splits=splits,
-        config=config,
-        native_fp8=query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) >= (8, 9),
-    ):
-        launch.run()
-    return out, lse
-
-
-@_mla_decode_quantized.register_fake
-def _(query, codes, *rest):
-    out = query.new_empty(*query.shape[:3], codes.shape[-1])
-    return out, query.new_empty(query.shape[:3], dtype=torch.promote_types(torch.float32, query.dtype))
-
-
-differentiate_by(_mla_decode_quantized, quantized_latent_attention)
+        return call.reference()
+    return call.run(kernel.launches)

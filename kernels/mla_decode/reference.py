@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from surgery.kernels.gqa_decode.reference import all_rows, attention, paged_tokens, visible
+
 
 def latent_attention(
     query: Tensor,
@@ -69,52 +71,19 @@ def ragged_latent_attention(
     Returns:
         out [B, T, H, r] in the query's dtype, and lse [B, T, H], fp32 or float64.
     """
-    wide = torch.promote_types(query.dtype, torch.float32)
     if pages is not None:
-        latent, rope_key = gathered(latent, pages), gathered(rope_key, pages)
-        key_gain = None if key_gain is None else gathered(key_gain, pages)
-    batch, total = latent.shape[:2]
-    lengths = torch.full((batch,), total, device=query.device) if lengths is None else lengths.clamp(max=total)
-    visible = visible_tokens(query.shape[1], total, lengths, starts, window)
-    # What nothing sees may be NaN, which a weight of 0 would not silence.
-    hidden = ~visible.any(dim=1)[..., None]
-    latent, rope_key = (part.to(wide).masked_fill(hidden, 0) for part in (latent, rope_key))
-    key_gain = None if key_gain is None else key_gain.to(wide).masked_fill(hidden, 0)
-    logits = latent_logits(query.to(wide), latent, rope_key, scale, key_gain)
-    return attend(logits, visible, latent, query.dtype)
+        latent, rope_key = paged_tokens(latent, pages), paged_tokens(rope_key, pages)
+        key_gain = None if key_gain is None else paged_tokens(key_gain, pages)
+    rows, capacity = latent.shape[:2]
+    ends = all_rows(capacity, rows, query.device) if lengths is None else lengths.clamp(max=capacity)
+    held = torch.arange(capacity, device=query.device) < ends[:, None]
+    seen = visible(held, ends, starts, query.shape[1], window)
+    return shared_attention(query, latent, rope_key, scale, seen, key_gain)
 
 
-def latent_logits(
-    query: Tensor, latent: Tensor, rope_key: Tensor, scale: float, key_gain: Tensor | None = None
-) -> Tensor:
-    """Scaled logits [B, T, H, S] of query [B, T, H, r + ρ] against every token."""
-    logits = torch.einsum("bthc,bsc->bths", query, torch.cat([latent, rope_key], dim=-1)) * scale
-    if key_gain is None:
-        return logits
-    return logits * key_gain.repeat_interleave(query.shape[2] // key_gain.shape[-1], dim=-1).mT[:, None]
-
-
-def attend(logits: Tensor, visible: Tensor, latent: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """logits [B, T, H, S], visible [B, T, S], latent [B, S, r] → out [B, T, H, r] in `dtype` and lse [B, T, H].
-
-    A query that sees nothing has out = 0 and lse = -∞.
-    """
-    logits = logits.masked_fill(~visible[:, :, None], -torch.inf)
-    lse = logits.logsumexp(dim=-1)
-    weights = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-    return torch.einsum("bths,bsc->bthc", weights, latent).to(dtype), lse
-
-
-def visible_tokens(tokens: int, total: int, lengths: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
-    """Boolean [B, T, total]: which of a row's first `total` tokens its last T may see; `lengths` may be more."""
-    key = torch.arange(total, device=lengths.device)
-    query = lengths[:, None, None] - tokens + torch.arange(tokens, device=lengths.device)[None, :, None]
-    visible = key <= query
-    if window is not None:
-        visible = visible & (key > query - window)
-    return visible if starts is None else visible & (key >= starts[:, None, None])
-
-
-def gathered(paged: Tensor, pages: Tensor) -> Tensor:
-    """Pages [P, page, n] in the order of `pages` [B, m]: [B, m · page, n]. Numbers of no page, unused, are clamped."""
-    return paged[pages.long().clamp(0, paged.shape[0] - 1)].flatten(1, 2)
+def shared_attention(
+    query: Tensor, latent: Tensor, rope_key: Tensor, scale: float, seen: Tensor, key_gain: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attention under a mask [B, T, S] in which all heads have one key and one value; → [B, T, H, r] and [B, T, H]."""
+    key, value = torch.cat([latent, rope_key], dim=-1)[:, None], latent[:, None]
+    return attention(query, key, value, scale, seen, key_gain)

@@ -17,9 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch
-from surgery.kernels.mla_prefill.kernel import capability_of, masking, strides_of
-from surgery.kernels.mla_prefill.tiles import LOG2E, interval, key_blocks, load_part, parts_of, row_limits, store_part
+from surgery.kernels.launch import Config, Launch, capability_of, strides
+from surgery.kernels.mla_prefill.kernel import masking, shape_of
+from surgery.kernels.mla_prefill.tiles import interval, key_blocks, load_part, parts_of, row_limits, store_part
+from surgery.kernels.online_softmax import LOG2E
+from surgery.kernels.tuned import tuned
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,13 @@ def backward_launches(
     grad_key: Tensor,
     grad_value: Tensor,
     scale: float,
-    *,
     causal: bool = True,
     window: int | None = None,
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
     bounds: Tensor | None = None,
     offsets: Tensor | None = None,
+    *,
     configs: BackwardConfigs | None = None,
 ) -> list[Launch]:
     """The launches that fill `grad_query`, `grad_key` and `grad_value`, shaped as what they are gradients of.
@@ -73,8 +75,13 @@ def backward_launches(
     """
     batch, heads, tokens, key_width = query.shape
     kv_heads, slots, value_width = value.shape[1:]
-    configs = configs or default_configs(query.dtype.itemsize, capability_of(query.device))
-    grad_strides = dict(zip(("grad_batch", "grad_token", "grad_head"), grad_out.stride()[:3], strict=True))
+    if configs is None:
+        default, shape = default_configs(query.dtype.itemsize, capability_of(query.device)), shape_of(query, key, value)
+        configs = BackwardConfigs(
+            keys=tuned("mla_prefill_keys", shape, query.device, default.keys),
+            queries=tuned("mla_prefill_queries", shape, query.device, default.queries),
+        )
+    grad_strides = strides("batch", "token", "head", grad=grad_out)
     row_block = 32
     rows = Launch(
         delta_kernel,
@@ -104,9 +111,7 @@ def backward_launches(
         "scale": scale,
         **masking(query, key, window, starts, lengths, bounds, offsets),
         "heads": heads,
-        **strides_of("query", query),
-        **strides_of("key", key),
-        **strides_of("value", value),
+        **strides("batch", "head", "token", query=query, key=key, value=value),
         **grad_strides,
         "GROUP": heads // kv_heads,
         "CAUSAL": causal,
@@ -122,8 +127,7 @@ def backward_launches(
         (triton.cdiv(slots, configs.keys.block_tokens), kv_heads, batch),
         common
         | {"grad_key": grad_key, "grad_value": grad_value}
-        | strides_of("grad_key", grad_key)
-        | strides_of("grad_value", grad_value)
+        | strides("batch", "head", "token", grad_key=grad_key, grad_value=grad_value)
         | {"BLOCK_Q": configs.keys.block_rows, "BLOCK_K": configs.keys.block_tokens},
         warps=configs.keys.warps,
         stages=configs.keys.stages,
@@ -133,7 +137,7 @@ def backward_launches(
         (triton.cdiv(tokens, configs.queries.block_rows), heads, batch),
         common
         | {"grad_query": grad_query}
-        | strides_of("grad_query", grad_query)
+        | strides("batch", "head", "token", grad_query=grad_query)
         | {"BLOCK_Q": configs.queries.block_rows, "BLOCK_K": configs.queries.block_tokens},
         warps=configs.queries.warps,
         stages=configs.queries.stages,

@@ -10,22 +10,14 @@ without a mask; only blocks at the ends of the intervals have one. Late queries,
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch
-from surgery.kernels.mla_prefill.tiles import (
-    LN2,
-    LOG2E,
-    interval,
-    key_blocks,
-    load_part,
-    parts_of,
-    row_limits,
-    store_part,
-)
+from surgery.kernels.launch import Config, Launch, capability_of, strides
+from surgery.kernels.mla_prefill.tiles import interval, key_blocks, load_part, parts_of, row_limits, store_part
+from surgery.kernels.online_softmax import LOG2E, log_of
+from surgery.kernels.tuned import key_of, tuned
 
 
 def default_config(itemsize: int, capability: int) -> Config:
@@ -42,12 +34,10 @@ def default_config(itemsize: int, capability: int) -> Config:
     return Config(block_rows=128, block_tokens=64, warps=8, stages=2)
 
 
-def capability_of(device: torch.device) -> int:
-    """80 for compute capability 8.0; 90 for whatever is no GPU."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+def shape_of(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """What measured configurations go by."""
+    widths = {"key": query.shape[-1], "value": value.shape[-1]}
+    return key_of(heads=query.shape[1], kv_heads=key.shape[1], **widths, dtype=query.dtype)
 
 
 def masking(
@@ -72,25 +62,20 @@ def masking(
     }
 
 
-def strides_of(name: str, tensor: Tensor) -> dict[str, int]:
-    """Batch, head and token strides of [B, heads, tokens, ·], whose last stride must be 1."""
-    return dict(zip((f"{name}_batch", f"{name}_head", f"{name}_token"), tensor.stride()[:3], strict=True))
-
-
 def launches(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
-    lse: Tensor,
     scale: float,
-    *,
     causal: bool = True,
     window: int | None = None,
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
     bounds: Tensor | None = None,
     offsets: Tensor | None = None,
+    *,
+    out: Tensor,
+    lse: Tensor,
     config: Config | None = None,
 ) -> list[Launch]:
     """The launch that fills `out` [B, T, H, v] and `lse` [B, H, T] fp32, contiguous; see `operator.mla_prefill`.
@@ -98,8 +83,10 @@ def launches(
     The last strides of query, key and value must be 1.
     """
     batch, heads, tokens, key_width = query.shape
-    value_width = value.shape[-1]
-    config = config or default_config(query.dtype.itemsize, capability_of(query.device))
+    kv_heads, value_width = key.shape[1], value.shape[-1]
+    if config is None:
+        default = default_config(query.dtype.itemsize, capability_of(query.device))
+        config = tuned("mla_prefill", shape_of(query, key, value), query.device, default)
     arguments = {
         "query": query,
         "key": key,
@@ -109,10 +96,8 @@ def launches(
         "scale": scale,
         **masking(query, key, window, starts, lengths, bounds, offsets),
         "heads": heads,
-        **strides_of("query", query),
-        **strides_of("key", key),
-        **strides_of("value", value),
-        "GROUP": heads // key.shape[1],
+        **strides("batch", "head", "token", query=query, key=key, value=value),
+        "GROUP": heads // kv_heads,
         "CAUSAL": causal,
         "K": key_width,
         "K0": parts_of(key_width)[0],
@@ -129,41 +114,11 @@ def launches(
 
 @triton.jit
 def forward_kernel(
-    query,
-    key,
-    value,
-    out,
-    lse,
-    scale,
-    starts,
-    lengths,
-    bounds,
-    bounds_size,
-    offsets,
-    window,
-    tokens,
-    slots,
-    heads,
-    query_batch,
-    query_head,
-    query_token,
-    key_batch,
-    key_head,
-    key_token,
-    value_batch,
-    value_head,
-    value_token,
-    GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    K: tl.constexpr,
-    K0: tl.constexpr,
-    K1: tl.constexpr,
-    V: tl.constexpr,
-    V0: tl.constexpr,
-    V1: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    query, key, value, out, lse, scale, starts, lengths, bounds, bounds_size, offsets, window, tokens, slots, heads,
+    query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr,
+    V0: tl.constexpr, V1: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_Q queries of one head."""
     block = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK_Q
     head = tl.program_id(1).to(tl.int64)
@@ -210,10 +165,9 @@ def forward_kernel(
         K, K0, K1, V, V0, V1, BLOCK_K, True,
     )  # fmt: skip
 
-    sees = there & (total > 0)
-    share = tl.where(sees, 1.0 / tl.where(sees, total, 1.0), 0.0)
-    log = tl.where(sees, (most + tl.log2(tl.where(sees, total, 1.0))) * LN2, -float("inf"))
-    tl.store(lse + (batch * heads + head) * tokens + token, log, mask=inside)
+    total = tl.where(there, total, 0.0)
+    share = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+    tl.store(lse + (batch * heads + head) * tokens + token, log_of(most, total), mask=inside)
     out += (batch * tokens + block) * heads * V + head * V
     store_part(out, heads * V, row, inside, mixed0 * share[:, None], 0, V0, V)
     if V1 > 0:

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.backend import refusal, tell_once
+from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, too_wide
 from surgery.kernels.mla_prefill.reference import document_bounds, prefill_attention, prefill_gradients
-from surgery.kernels.tuned import key_of, tuned
-
-WIDEST = 256
-"""Numbers of a key or a value that the kernels take: they hold rows and sums of them in registers."""
+from surgery.kernels.operation import Call, attention_outputs, operation, side_by_side
 
 
 def mla_prefill(
@@ -53,114 +51,41 @@ def mla_prefill(
     Raises:
         ValueError: shapes or settings that do not fit together.
     """
-    _check(query, key, value, scale, causal, starts, lengths, window, documents, offsets)
+    name = "mla_prefill"
+    check_keys(name, query, key, value)
+    (batch, heads, tokens, _), (kv_heads, slots) = query.shape, key.shape[1:3]
+    check_heads(name, heads, kv_heads)
+    check_dtypes(name, query=query, key=key, value=value)
+    if len(key) != batch:
+        raise ValueError(f"{name}: {batch} rows of queries, {len(key)} of keys")
+    if tokens > slots:
+        raise ValueError(f"{name}: {tokens} queries over {slots} slots: the queries' own keys must be among them")
+    if scale <= 0:
+        raise ValueError(f"{name}: scale {scale} is not positive")
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"{name}: a window of {window} needs to be at least 1, and causal attention")
+    check_counts(name, batch, starts=starts, lengths=lengths, offsets=offsets)
+    if documents is not None and (documents.shape != (batch, slots) or documents.dtype != torch.int32):
+        found = f"{documents.dtype} {list(documents.shape)}"
+        raise ValueError(f"{name}: documents is {found}, int32 [{batch}, {slots}] is needed")
     bounds = None if documents is None else document_bounds(documents)
     return _mla_prefill(query, key, value, float(scale), causal, window, starts, lengths, bounds, offsets)
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    causal: bool,
-    starts: Tensor | None,
-    lengths: Tensor | None,
-    window: int | None,
-    documents: Tensor | None,
-    offsets: Tensor | None,
-) -> None:
-    if not query.ndim == key.ndim == value.ndim == 4:
-        raise ValueError(f"mla_prefill: query, key, value have {query.ndim}, {key.ndim}, {value.ndim} axes, not 4 each")
-    batch, heads, tokens, width = query.shape
-    kv_heads, slots = key.shape[1:3]
-    if key.shape != (batch, kv_heads, slots, width) or value.shape[:3] != key.shape[:3]:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
-        raise ValueError(f"mla_prefill: shapes {shapes} are not [B, H, T, c], [B, K, S, c], [B, K, S, v]")
-    if heads % kv_heads:
-        raise ValueError(f"mla_prefill: {heads} query heads are no multiple of {kv_heads} KV heads")
-    if tokens > slots:
-        raise ValueError(f"mla_prefill: {tokens} queries over {slots} slots: the queries' own keys must be among them")
-    if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"mla_prefill: query, key, value are {query.dtype}, {key.dtype}, {value.dtype}, not one dtype")
-    if scale <= 0:
-        raise ValueError(f"mla_prefill: scale {scale} is not positive")
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"mla_prefill: a window of {window} needs to be at least 1, and causal attention")
-    for name, given, shape in (
-        ("starts", starts, (batch,)),
-        ("lengths", lengths, (batch,)),
-        ("offsets", offsets, (batch,)),
-        ("documents", documents, (batch, slots)),
-    ):
-        if given is not None and (given.shape != shape or given.dtype != torch.int32):
-            found = f"{given.dtype} {list(given.shape)}"
-            raise ValueError(f"mla_prefill: {name} is {found}, not torch.int32 {list(shape)}")
+def _outputs(query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    out, lse = attention_outputs(query.transpose(1, 2), value.shape[-1])
+    return out, lse.new_empty(query.shape[:3])
 
 
-def _unsupported(query: Tensor, value: Tensor) -> str | None:
-    widest = max(query.shape[-1], value.shape[-1])
-    return f"{widest} numbers of a head, and kernels take up to {WIDEST}" if widest > WIDEST else None
-
-
-def _rows(tensor: Tensor | None) -> Tensor | None:
-    """A tensor whose rows are contiguous, as kernels read them."""
-    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _key(query: Tensor, key: Tensor, value: Tensor) -> str:
-    return key_of(
-        heads=query.shape[1],
-        kv_heads=key.shape[1],
-        key=query.shape[-1],
-        value=value.shape[-1],
-        dtype=query.dtype,
-    )
-
-
-@torch.library.custom_op("surgery::mla_prefill", mutates_args=())
-def _mla_prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    starts: Tensor | None,
-    lengths: Tensor | None,
-    bounds: Tensor | None,
-    offsets: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    masks = (causal, window, starts, lengths, bounds, offsets)
-    reason = refusal(query, key, value, starts, lengths, bounds, offsets) or _unsupported(query, value)
+@operation("mla_prefill", prefill_attention, _outputs, differentiable=False)
+def _mla_prefill(call: Call, query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    reason = call.refusal() or too_wide(query, value)
     if reason:
         tell_once("mla_prefill", reason)
-        out, lse = prefill_attention(query, key, value, scale, *masks)
-        return out.contiguous(), lse.contiguous()
-    from surgery.kernels.mla_prefill.kernel import capability_of, default_config, launches
+        return call.reference()
+    from surgery.kernels.mla_prefill.kernel import launches
 
-    default = default_config(query.dtype.itemsize, capability_of(query.device))
-    config = tuned("mla_prefill", _key(query, key, value), query.device, default)
-    query, key, value = _rows(query), _rows(key), _rows(value)
-    out, lse = _outputs(query, value)
-    names = ("causal", "window", "starts", "lengths", "bounds", "offsets")
-    for launch in launches(query, key, value, out, lse, scale, **dict(zip(names, masks, strict=True)), config=config):
-        launch.run()
-    return out, lse
-
-
-def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    batch, heads, tokens, _ = query.shape
-    log_dtype = torch.promote_types(query.dtype, torch.float32)
-    return (
-        query.new_empty(batch, tokens, heads, value.shape[-1]),
-        query.new_empty(batch, heads, tokens, dtype=log_dtype),
-    )
-
-
-@_mla_prefill.register_fake
-def _(query, key, value, scale, causal, window, starts, lengths, bounds, offsets):
-    return _outputs(query, value)
+    return call.run(launches)
 
 
 @torch.library.custom_op("surgery::mla_prefill_backward", mutates_args=())
@@ -182,37 +107,19 @@ def _mla_prefill_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     masks = (causal, window, starts, lengths, bounds, offsets)
     gradients = _gradients(query, key, value)
-    reason = refusal(grad_out, query, key, value, starts, lengths, bounds, offsets) or _unsupported(query, value)
+    reason = refusal(grad_out, query, key, value, starts, lengths, bounds, offsets) or too_wide(query, value)
     if reason:
         tell_once("the backward pass of mla_prefill", reason)
         plain = prefill_gradients(grad_out, grad_lse, query, key, value, scale, *masks)
         for gradient, computed in zip(gradients, plain, strict=True):
             gradient.copy_(computed)
         return gradients
-    from surgery.kernels.mla_prefill.backward_kernel import BackwardConfigs, backward_launches, default_configs
-    from surgery.kernels.mla_prefill.kernel import capability_of
+    from surgery.kernels.mla_prefill.backward_kernel import backward_launches
 
-    default = default_configs(query.dtype.itemsize, capability_of(query.device))
-    shape = _key(query, key, value)
-    configs = BackwardConfigs(
-        keys=tuned("mla_prefill_keys", shape, query.device, default.keys),
-        queries=tuned("mla_prefill_queries", shape, query.device, default.queries),
-    )
-    names = ("causal", "window", "starts", "lengths", "bounds", "offsets")
-    for launch in backward_launches(
-        _rows(grad_out),
-        None if grad_lse is None else grad_lse.contiguous(),
-        _rows(query),
-        _rows(key),
-        _rows(value),
-        out,
-        lse,
-        torch.empty_like(lse),
-        *gradients,
-        scale,
-        **dict(zip(names, masks, strict=True)),
-        configs=configs,
-    ):
+    grad_out, query, key, value = map(side_by_side, (grad_out, query, key, value))
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    delta = torch.empty_like(lse)
+    for launch in backward_launches(grad_out, grad_lse, query, key, value, out, lse, delta, *gradients, scale, *masks):
         launch.run()
     return gradients
 

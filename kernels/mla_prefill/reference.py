@@ -113,7 +113,7 @@ def prefill_attention(
     weights = (logits - log[..., None]).exp().masked_fill(~visible, 0)
     mixed = torch.einsum("bkgts,bksv->btkgv", weights, value)
     out = mixed.reshape(batch, tokens, heads, value.shape[-1]).to(given)
-    return out, log.masked_fill(~sees, -torch.inf).flatten(1, 2)
+    return out, log.masked_fill(~sees, -torch.inf).flatten(1, 2).contiguous()
 
 
 def prefill_gradients(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-
 
 def parts_of(width: int) -> tuple[int, int]:
     """Sizes of the tiles that hold a row: 192 → 128 + 64, 128 → 128 + 0, 112 → 64 + 64, its last 16 masked.

@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch
-from surgery.kernels.split_kv import LN2
-
-LOG2E = 1.4426950408889634
+from surgery.kernels.launch import Config, Launch, strides
+from surgery.kernels.online_softmax import LN2, LOG2E, softmax_step
+from surgery.kernels.tuned import key_of, tuned
 
 
 def default_config(head_size: int, dtype: torch.dtype) -> Config:
@@ -39,10 +38,11 @@ def launches(
     scale: float,
     sinks: Tensor,
     recent: Tensor,
-    starts: Tensor | None,
+    starts: Tensor | None = None,
+    *,
     out: Tensor,
     lse: Tensor,
-    config: Config,
+    config: Config | None = None,
 ) -> list[Launch]:
     """The launch that fills `out` [B, T, H, v] and `lse` [B, H, T], contiguous.
 
@@ -51,6 +51,10 @@ def launches(
     rows, heads, tokens, head_size = query.shape
     groups, slots = key.shape[1:3]
     value_size = value.shape[-1]
+    if config is None:
+        widest = max(head_size, value_size)
+        shape = key_of(heads=heads, groups=groups, head_size=widest, dtype=query.dtype)
+        config = tuned("sink_recent_prefill", shape, query.device, default_config(widest, query.dtype))
     arguments = {
         "query": query,
         "key": key,
@@ -60,9 +64,10 @@ def launches(
         "starts": starts,
         "out": out,
         "lse": lse,
-        "scale": scale * LOG2E,
+        "scale": scale * LOG2E.value,
         "tokens": tokens,
         "slots": slots,
+        **strides("row", "head", "token", query=query, key=key, value=value),
         "HEADS": heads,
         "SIZE": heads // groups,
         "D": head_size,
@@ -72,43 +77,17 @@ def launches(
         "BLOCK_D": max(16, triton.next_power_of_2(head_size)),
         "BLOCK_V": max(16, triton.next_power_of_2(value_size)),
     }
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        arguments |= {f"{name}_{axis}": tensor.stride(i) for i, axis in enumerate(("row", "head", "token"))}
     grid = (rows * heads, triton.cdiv(tokens, config.block_rows))
     return [Launch(sink_recent_prefill_kernel, grid, arguments, config.warps, config.stages)]
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])
 def sink_recent_prefill_kernel(
-    query,
-    key,
-    value,
-    sinks,
-    recent,
-    starts,
-    out,
-    lse,
-    scale,
-    tokens,
-    slots,
-    query_row,
-    query_head,
-    query_token,
-    key_row,
-    key_head,
-    key_token,
-    value_row,
-    value_head,
-    value_token,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    query, key, value, sinks, recent, starts, out, lse, scale, tokens, slots, query_row, query_head, query_token,
+    key_row, key_head, key_token, value_row, value_head, value_token,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_M queries of one head."""
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
@@ -166,12 +145,7 @@ def sink_recent_prefill_kernel(
         near = (ahead < width) | (place - start < many)[None, :]
         seen = there[None, :] & (((ahead >= 0) & (place >= start)[None, :] & near) | (ahead == 0))
         logits = tl.where(seen, logits, -float("inf"))
-        higher = tl.maximum(most, tl.max(logits, axis=1))
-        safe = tl.where(higher == -float("inf"), 0.0, higher)
-        weights = tl.exp2(logits - safe[:, None])
-        shrunk = tl.exp2(most - safe)
-        most = higher
-        total = total * shrunk + tl.sum(weights, axis=1)
+        weights, most, total, shrunk = softmax_step(logits, most, total, 1)
         v = tl.load(
             values + place.to(tl.int64)[:, None] * value_token,
             mask=there[:, None] & (value_number < V)[None, :],
@@ -183,11 +157,7 @@ def sink_recent_prefill_kernel(
         place = base + tl.arange(0, BLOCK_N)
         k = tl.load(keys + place.to(tl.int64)[:, None] * key_token, mask=(number < D)[None, :], other=0.0)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        higher = tl.maximum(most, tl.max(logits, axis=1))
-        weights = tl.exp2(logits - higher[:, None])
-        shrunk = tl.exp2(most - higher)
-        most = higher
-        total = total * shrunk + tl.sum(weights, axis=1)
+        weights, most, total, shrunk = softmax_step(logits, most, total, 1, SEEN=True)
         v = tl.load(values + place.to(tl.int64)[:, None] * value_token, mask=(value_number < V)[None, :], other=0.0)
         mixed = tl.dot(weights.to(v.dtype), v, mixed * shrunk[:, None], input_precision="ieee")
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from surgery.kernels.backend import refusal, tell_once
-from surgery.kernels.reference_gradient import differentiate_by
+from surgery.kernels.backend import tell_once
+from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, too_wide
+from surgery.kernels.operation import Call, attention_outputs, operation
 from surgery.kernels.sink_recent_prefill.reference import sink_recent_attention
-from surgery.kernels.tuned import key_of, tuned
-
-WIDEST = 256
-"""Numbers of a key or value that one tile can hold."""
 
 
 def sink_recent_prefill(
@@ -46,78 +42,30 @@ def sink_recent_prefill(
     Raises:
         ValueError: shapes or dtypes that do not belong together.
     """
-    _check(query, key, value, sinks, recent, starts)
+    name = "sink_recent_prefill"
+    check_keys(name, query, key, value)
+    check_heads(name, query.shape[1], key.shape[1])
+    check_dtypes(name, query=query, key=key, value=value)
+    if len(query) != len(key):
+        raise ValueError(f"{name}: {len(query)} rows of queries, {len(key)} of keys")
+    if query.shape[2] > key.shape[2]:
+        raise ValueError(f"{name}: {query.shape[2]} queries of a text of {key.shape[2]} tokens")
+    check_counts(name, key.shape[1], sinks=sinks, recent=recent)
+    check_counts(name, len(query), starts=starts)
     return _sink_recent_prefill(query, key, value, scale, sinks, recent, starts)
 
 
-@torch.library.custom_op("surgery::sink_recent_prefill", mutates_args=())
-def _sink_recent_prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    sinks: Tensor,
-    recent: Tensor,
-    starts: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    reason = refusal(query, key, value, sinks, recent, starts) or _unsupported(query, value)
+def _outputs(query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    out, lse = attention_outputs(query.transpose(1, 2), value.shape[-1])
+    return out, lse.new_empty(query.shape[:3])
+
+
+@operation("sink_recent_prefill", sink_recent_attention, _outputs)
+def _sink_recent_prefill(call: Call, query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    reason = call.refusal() or too_wide(query, value)
     if reason:
         tell_once("sink_recent_prefill", reason)
-        return sink_recent_attention(query, key, value, scale, sinks, recent, starts)
-    from surgery.kernels.sink_recent_prefill.kernel import default_config, launches
+        return call.reference()
+    from surgery.kernels.sink_recent_prefill.kernel import launches
 
-    query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
-    head_size = max(query.shape[-1], value.shape[-1])
-    shape = key_of(heads=query.shape[1], groups=key.shape[1], head_size=head_size, dtype=query.dtype)
-    config = tuned("sink_recent_prefill", shape, query.device, default_config(head_size, query.dtype))
-    out, lse = _outputs(query, value)
-    sinks, recent = sinks.contiguous(), recent.contiguous()
-    for launch in launches(query, key, value, scale, sinks, recent, starts, out, lse, config):
-        launch.run()
-    return out, lse
-
-
-@_sink_recent_prefill.register_fake
-def _(query, key, value, *_):
-    return _outputs(query, value)
-
-
-differentiate_by(_sink_recent_prefill, sink_recent_attention)
-
-
-def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """out [B, T, H, v] and lse [B, H, T], uninitialised."""
-    rows, heads, tokens, _ = query.shape
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty(rows, tokens, heads, value.shape[-1]), query.new_empty(rows, heads, tokens, dtype=wide)
-
-
-def _unsupported(query: Tensor, value: Tensor) -> str | None:
-    widest = max(query.shape[-1], value.shape[-1])
-    return f"heads of {widest} numbers, at most {WIDEST}" if widest > WIDEST else None
-
-
-def _check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, recent: Tensor, starts: Tensor | None) -> None:
-    """Raises ValueError where tensors do not belong together."""
-    shapes = f"queries {list(query.shape)}, keys {list(key.shape)} and values {list(value.shape)}"
-    if any(tensor.ndim != 4 or len(tensor) != len(query) for tensor in (query, key, value)):
-        raise ValueError(f"sink_recent_prefill: {shapes}: four dimensions and equal rows are needed")
-    if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"sink_recent_prefill: dtypes {query.dtype}, {key.dtype} and {value.dtype}: one is needed")
-    if key.shape[:3] != value.shape[:3] or key.shape[-1] != query.shape[-1]:
-        raise ValueError(f"sink_recent_prefill: {shapes} do not belong together")
-    if not key.shape[1] or query.shape[1] % key.shape[1]:
-        raise ValueError(
-            f"sink_recent_prefill: {query.shape[1]} query heads do not follow {key.shape[1]} KV heads evenly"
-        )
-    if query.shape[2] > key.shape[2]:
-        raise ValueError(f"sink_recent_prefill: {query.shape[2]} queries of a text of {key.shape[2]} tokens")
-    for name, given, size in (
-        ("sinks", sinks, key.shape[1]),
-        ("recent", recent, key.shape[1]),
-        ("starts", starts, len(query)),
-    ):
-        if given is not None and (given.dtype != torch.int32 or given.shape != (size,)):
-            raise ValueError(
-                f"sink_recent_prefill: {name} is {given.dtype} {list(given.shape)}, int32 [{size}] is needed"
-            )
+    return call.run(launches)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from surgery.kernels.gqa_decode.reference import attention
+
 QUERIES = 256
 """Queries whose logits are in memory at once."""
 
@@ -22,7 +24,7 @@ def sink_recent_attention(
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in `operator.sink_recent_prefill`; computed in fp32 at least."""
-    tokens, groups, slots = query.shape[2], key.shape[1], key.shape[2]
+    tokens, slots = query.shape[2], key.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
     if starts is None:
         starts = torch.zeros(len(query), dtype=torch.int32, device=query.device)
@@ -30,13 +32,12 @@ def sink_recent_attention(
     # What no query sees may be NaN.
     used = torch.arange(slots, device=query.device) >= starts[:, None].clamp(max=slots - tokens)
     key, value = (torch.where(used[:, None, :, None], tensor.to(wide), 0.0) for tensor in (key, value))
-    grouped = query.to(wide).unflatten(1, (groups, -1))
     parts = [
-        _attention(queries, key, value, scale, visible(places, slots, sinks, recent, starts))
-        for queries, places in zip(grouped.split(QUERIES, dim=3), own.split(QUERIES), strict=True)
+        attention(queries.transpose(1, 2), key, value, scale, visible(places, slots, sinks, recent, starts))
+        for queries, places in zip(query.split(QUERIES, dim=2), own.split(QUERIES), strict=True)
     ]
-    out = torch.cat([out for out, _ in parts], dim=3).flatten(1, 2)
-    return out.transpose(1, 2).to(query.dtype).contiguous(), torch.cat([lse for _, lse in parts], dim=3).flatten(1, 2)
+    outs, logs = zip(*parts, strict=True)
+    return torch.cat(outs, dim=1), torch.cat(logs, dim=1).transpose(1, 2).contiguous()
 
 
 def visible(own: Tensor, slots: int, sinks: Tensor, recent: Tensor, starts: Tensor) -> Tensor:
@@ -45,10 +46,3 @@ def visible(own: Tensor, slots: int, sinks: Tensor, recent: Tensor, starts: Tens
     start, sinks, recent = starts[:, None, None, None], sinks[:, None, None], recent[:, None, None]
     near = (recent < 0) | (own - place < recent) | (place - start < sinks)
     return ((place >= start) & (place <= own) & near) | (place == own)
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """query [B, G, h, n, d], key and value [B, G, S, d or v], seen [B, G, n, S] → [B, G, h, n, v] and [B, G, h, n]."""
-    logits = torch.einsum("bghnd,bgsd->bghns", query, key) * scale
-    logits = logits.masked_fill(~seen[:, :, None], -torch.inf)
-    return torch.einsum("bghns,bgsv->bghnv", logits.softmax(-1), value), logits.logsumexp(-1)

@@ -2,10 +2,10 @@
 
 import torch
 
-from surgery.kernels.gqa_decode.kernel import default_config, default_splits, launches, scratch
+from surgery.kernels.gqa_decode.kernel import launches
 from surgery.kernels.gqa_decode_quantized import kernel as gqa_decode_quantized
-from surgery.kernels.gqa_decode_quantized.reference import BITS
 from surgery.kernels.launch import Config, Launch
+from surgery.kernels.quantization import BITS
 
 MODELS = {
     "Llama-2-7B": (32, 32, 128),
@@ -50,15 +50,13 @@ def one(
         query = torch.empty(rows, tokens, heads, d, dtype=dtype)
         key, values = torch.empty(*pool, d, dtype=dtype), torch.empty(*pool, value, dtype=dtype)
         pages = None if page is None else torch.empty(rows, CAPACITY // page, dtype=torch.int32)
-        config = config or default_config(query, key, values, pages)
         made = launches(
             query,
             key,
             values,
             d**-0.5,
-            torch.empty(rows, tokens, heads, value, dtype=dtype),
-            torch.empty(rows, tokens, heads),
-            *scratch(query, value, default_splits(query, groups, CAPACITY, window, config)),
+            out=torch.empty(rows, tokens, heads, value, dtype=dtype),
+            lse=torch.empty(rows, tokens, heads),
             lengths=torch.empty(rows, dtype=torch.int32),
             starts=torch.empty(rows, dtype=torch.int32),
             pages=pages,
@@ -112,13 +110,13 @@ def coded(
             value_scale,
             zeros[1],
             d**-0.5,
-            torch.empty(rows, 1, heads, d, dtype=dtype),
-            torch.empty(rows, 1, heads),
-            *scratch(query, d, splits),
             format=format,
             group=group,
             keys=keys,
             lengths=torch.empty(rows, dtype=torch.int32),
-            config=config or gqa_decode_quantized.default_config(query, value_scale, group, keys),
+            splits=splits,
+            out=torch.empty(rows, 1, heads, d, dtype=dtype),
+            lse=torch.empty(rows, 1, heads),
+            config=config,
         )
     return made[0]

@@ -2,7 +2,7 @@
 
 import torch
 
-from surgery.kernels.hybrid_decode.kernel import default_config, launches
+from surgery.kernels.hybrid_decode.kernel import launches
 from surgery.kernels.launch import Launch
 
 CACHED = 131_072
@@ -34,7 +34,6 @@ def _launches(
         query = torch.empty(rows, tokens, heads, head_size, dtype=dtype)
         full = [torch.empty(rows, half, CACHED, head_size, dtype=dtype) for _ in range(2)]
         streaming = [torch.empty(rows, groups - half, slots, head_size, dtype=dtype) for _ in range(2)]
-        merged = rows * tokens * heads // 2
         return launches(
             query,
             *full,
@@ -45,10 +44,7 @@ def _launches(
             recent,
             torch.empty(rows, dtype=torch.int32),
             torch.empty(rows, dtype=torch.int32) if padded else None,
-            torch.empty_like(query),
-            torch.empty(rows, tokens, heads),
-            default_config(tokens * heads // groups, head_size, dtype),
             splits,
-            torch.empty(merged, splits, head_size) if splits > 1 else None,
-            torch.empty(merged, splits) if splits > 1 else None,
+            out=torch.empty_like(query),
+            lse=torch.empty(rows, tokens, heads),
         )

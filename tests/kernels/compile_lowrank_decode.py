@@ -40,7 +40,7 @@ def launch(
         capability=capability,
         plain=not bits and not exact,
     )
-    config = replace(config, **changes)
+    config = replace(config, splits=splits, **changes)
     with torch.device("meta"):
         options = {"within": torch.empty(2, 128, dim // 2), "begins": torch.empty(2, capacity // 128, dim // 2)}
         options |= {"lengths": torch.empty(batch, **ints), "starts": torch.empty(batch, **ints)}
@@ -63,20 +63,16 @@ def launch(
             options |= {"code_scale": torch.empty(scale, **bf16), "code_zero": torch.empty(scale, **bf16)}
             options |= {"bits": bits, "group": 32, "by_channel": by_channel}
         columns = value_rank + (dim if exact else 0)
-        rows = batch * tokens * heads
         return launches_of(
             torch.empty(batch, tokens, heads, dim, **bf16),
             latent,
             torch.empty(kv_heads, dim, key_rank, **bf16),
             dim**-0.5,
-            torch.empty(batch, tokens, heads, columns, **bf16),
-            torch.empty(batch, tokens, heads),
-            config=config,
-            splits=splits,
-            resident=resident,
-            parts=torch.empty(rows, splits, columns),
-            part_logs=torch.empty(rows, splits),
             **options,
+            out=torch.empty(batch, tokens, heads, columns, **bf16),
+            lse=torch.empty(batch, tokens, heads),
+            config=config,
+            resident=resident,
         )[0]
 
 

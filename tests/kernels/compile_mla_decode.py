@@ -1,5 +1,6 @@
 """Launches of `mla_decode` at a context of 128k tokens, for `kernel_checks.compiled`."""
 
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -8,6 +9,7 @@ from surgery.kernels.compilation import SHARED_LIMITS
 from surgery.kernels.launch import Config, Launch
 from surgery.kernels.mla_decode import quantized_kernel
 from surgery.kernels.mla_decode.kernel import default_config, launches
+from surgery.kernels.quantization import BITS
 
 SHAPES = ((32, 512, 64), (32, 256, 64), (32, 128, 64), (28, 448, 64), (128, 512, 64), (40, 320, 32), (8, 48, 16))
 """Heads, r, ρ: Llama-2-7B and Llama-3-8B at three ratios, Qwen2.5-7B, DeepSeek-V3, ranks that are no powers of two."""
@@ -32,8 +34,6 @@ def launch(
     """The attention itself, on meta tensors; its merge is `split_kv`'s and checked there."""
     with torch.device("meta"):
         rows = (4096, page) if page else (batch, capacity)
-        out, lse = torch.empty(batch, tokens, heads, rank, dtype=dtype), torch.empty(batch, tokens, heads)
-        count = batch * tokens * heads
         config = config or default_config(tokens * heads, rank, rope, dtype, shared, paged=page > 0)
         return launches(
             torch.empty(batch, tokens, heads, rank + rope, dtype=dtype),
@@ -45,12 +45,9 @@ def launch(
             torch.empty(batch, capacity // page, dtype=torch.int32) if page else None,
             torch.empty(*rows, gains, dtype=dtype) if gains else None,
             window,
-            out=out,
-            lse=lse,
-            parts=torch.empty(count, splits, rank) if splits > 1 else None,
-            logs=torch.empty(count, splits) if splits > 1 else None,
-            splits=splits,
-            config=config,
+            out=torch.empty(batch, tokens, heads, rank, dtype=dtype),
+            lse=torch.empty(batch, tokens, heads),
+            config=replace(config, splits=splits),
         )[0]
 
 
@@ -74,7 +71,7 @@ def quantized(
 ) -> Launch:
     """`mla_decode_quantized` of one new token on meta tensors."""
     batch, total, splits, dtype = 4, 131_072, 32, torch.bfloat16
-    stored = total * quantized_kernel.BITS[format] // 8
+    stored = total * BITS[format] // 8
     with torch.device("meta"):
         shape = (batch, total // group, rank) if by_channel else (batch, total, -(-rank // group))
         scales, rope_scales = torch.empty(shape, dtype=dtype), torch.empty(batch, total, -(-rope // group), dtype=dtype)
@@ -93,15 +90,9 @@ def quantized(
             by_channel,
             torch.empty(batch, dtype=torch.int32),
             torch.empty(batch, dtype=torch.int32),
-            None,
-            None,
-            None,
             out=torch.empty(batch, 1, heads, rank, dtype=dtype),
             lse=torch.empty(batch, 1, heads),
-            parts=torch.empty(batch * heads, splits, rank),
-            logs=torch.empty(batch * heads, splits),
-            splits=splits,
-            config=quantized_kernel.default_config(heads, rank, shared),
+            config=replace(quantized_kernel.default_config(heads, rank, shared), splits=splits),
             native_fp8=shared > SHARED_LIMITS[80],
         )[0]
 

@@ -33,7 +33,7 @@ def of_shape(heads, kv_heads, key_width, value_width, *, capability, dtype=torch
             bounds = torch.empty(2, 2, TOKENS, dtype=torch.int32)
             settings = {"starts": rows, "lengths": rows, "offsets": rows, "bounds": bounds, "window": 4096}
         config = default_config(dtype.itemsize, capability)
-        made = {"forward": forward_launches(query, key, value, out, lse, 0.1, **settings, config=config)[0]}
+        made = {"forward": forward_launches(query, key, value, 0.1, **settings, out=out, lse=lse, config=config)[0]}
         configs = default_configs(dtype.itemsize, capability)
         tensors = out, None, query, key, value, out, lse, lse, query, key, value
         backward = backward_launches(*tensors, 0.1, **settings, configs=configs)

@@ -3,7 +3,7 @@
 import torch
 
 from surgery.kernels.launch import Launch
-from surgery.kernels.sink_recent_prefill.kernel import default_config, launches
+from surgery.kernels.sink_recent_prefill.kernel import launches
 
 
 def sink_recent_prefill_launch() -> dict[str, Launch]:
@@ -36,8 +36,7 @@ def _launch(heads, groups, head_size, *, tokens=131_072, padded=False, dtype=tor
             torch.empty(groups, dtype=torch.int32),
             torch.empty(groups, dtype=torch.int32),
             torch.empty(2, dtype=torch.int32) if padded else None,
-            torch.empty(2, tokens, heads, head_size, dtype=dtype),
-            torch.empty(2, heads, tokens),
-            default_config(head_size, dtype),
+            out=torch.empty(2, tokens, heads, head_size, dtype=dtype),
+            lse=torch.empty(2, heads, tokens),
         )
     return launch

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gqa_checks import only_kernels
-from kernel_checks import assert_close, compiled
+from kernel_checks import assert_close
 
 from surgery.kernels.gqa_decode.operator import gqa_decode
 from surgery.kernels.gqa_decode.reference import attention, grouped_query_attention
@@ -173,66 +173,3 @@ def test_tokens_of_two_caches_merge_to_one(device):
     out, lse = merge(torch.stack([part[0] for part in parts], -2), torch.stack([part[1] for part in parts], -1))
     assert_close("out", out, expected[0].double())
     assert_close("lse", lse, expected[1].double())
-
-
-def test_the_operator_is_registered_soundly():
-    query, key, value = inputs(2, 1, 4, 2, 16, 16, 8, torch.float64, "cpu")
-    operator = torch.ops.surgery.gqa_decode.default
-    pool, pages = paged(torch.ones_like(key), 4, "cpu")
-    pool = pool.nan_to_num(0.0)
-    plain = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), 0.3)
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(operator, (*plain, counts([8, 3], "cpu"), None, None, 4, None), test_utils=tests)
-    torch.library.opcheck(operator, (query, pool, pool, 0.3, None, None, pages, None, 2), test_utils=tests)
-
-
-def test_gradients_are_those_of_the_reference():
-    query, key, value = (tensor.requires_grad_() for tensor in inputs(2, 2, 4, 2, 6, 5, 7, torch.float64, "cpu"))
-    rows = {"lengths": counts([7, 1], "cpu"), "starts": counts([2, 0], "cpu")}
-    assert torch.autograd.gradcheck(lambda *x: gqa_decode(*x, 0.4, **rows)[0], (query, key, value))
-    assert all(
-        part.isfinite().all() for part in torch.autograd.grad(gqa_decode(query, key, value, 1.0)[1].sum(), query)
-    )
-
-
-def test_it_compiles_into_a_graph():
-    query, key, value = inputs(2, 1, 4, 2, 16, 16, 8, torch.float64, "cpu")
-    lengths = counts([8, 3], "cpu")
-
-    def decode(query, key, value, lengths):
-        out, lse = gqa_decode(query * 2, key, value, 0.3, lengths=lengths)
-        return out + 1, lse
-
-    made = torch.compile(decode, fullgraph=True, backend="aot_eager")
-    for got, want in zip(made(query, key, value, lengths), decode(query, key, value, lengths), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"key": torch.zeros(2, 3, 8, 16)}, "values"),
-        ({"query": torch.zeros(2, 1, 5, 16)}, "cannot share"),
-        ({"query": torch.zeros(2, 1, 4, 8)}, "numbers"),
-        ({"query": torch.zeros(3, 1, 4, 16)}, "3 rows"),
-        ({"query": torch.zeros(2, 1, 4, 16, dtype=torch.float16)}, "float16"),
-        ({"lengths": torch.zeros(2)}, "lengths"),
-        ({"starts": torch.zeros(3, dtype=torch.int32)}, "starts"),
-        ({"pages": torch.zeros(2, 2)}, "pages"),
-        ({"window": 0}, "window"),
-        ({"splits": 0}, "splits"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change, message):
-    given = {"query": torch.zeros(2, 1, 4, 16), "key": torch.zeros(2, 2, 8, 16), "value": torch.zeros(2, 2, 8, 16)}
-    given = given | change
-    with pytest.raises(ValueError, match=message):
-        gqa_decode(given.pop("query"), given.pop("key"), given.pop("value"), 0.3, **given)
-
-
-@pytest.mark.slow
-def test_real_models_compile_without_spills():
-    for name, facts in compiled("compile_gqa_decode:dense").items():
-        for capability, made in facts.items():
-            assert made["spill_bytes"] == made["stack_bytes"] == 0, f"{name} on sm_{capability}"
-            assert made["mma"], f"{name} on sm_{capability}"

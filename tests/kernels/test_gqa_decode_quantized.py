@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gqa_checks import only_kernels
-from kernel_checks import EPSILON, assert_close, compiled, relative_error
+from kernel_checks import EPSILON, assert_close, relative_error
 
 from surgery.kernels.gqa_decode.operator import gqa_decode
 from surgery.kernels.gqa_decode.reference import grouped_query_attention
@@ -157,54 +157,3 @@ def test_codes_and_the_exact_tail_are_one_cache(device):
     out, _ = merge_parts(*zip(*parts, strict=True))
     # The cache rounds what it dequantises to its dtype.
     assert relative_error(out, expected[0]) < 2e-3
-
-
-def test_the_operator_is_registered_soundly():
-    settings = ("int4", 8, "channel")
-    query, key, value = inputs(2, 1, 4, 2, 16, 16, 8, settings, torch.float64, "cpu")
-    call = {"format": "int4", "group": 8, "lengths": counts([9, 3], "cpu")}
-    arguments = (query.requires_grad_(), *key, *value, 0.3, "int4", 8, "channel", call["lengths"], *[None] * 3, 0, None)
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.surgery.gqa_decode_quantized.default, arguments, test_utils=tests)
-    out, _ = gqa_decode_quantized(query, *key, *value, 0.3, **call)
-    expected, _ = quantized_attention(query, *key, *value, 0.3, **call)
-    assert torch.equal(*(torch.autograd.grad(result.square().sum(), query)[0] for result in (out, expected)))
-
-    def decode(query):
-        return gqa_decode_quantized(query * 2, *key, *value, 0.3, **call)[0] + 1
-
-    made = torch.compile(decode, fullgraph=True, backend="aot_eager")
-    assert torch.equal(made(query), decode(query))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": "int3"}, "int3"),
-        ({"keys": "head"}, "head"),
-        ({"group": 5}, "whole groups"),
-        ({"key_scale": torch.zeros(2, 2, 3, 16)}, "scales of keys"),
-        ({"value_scale": torch.zeros(2, 2, 8, 0)}, "scales of values"),
-        ({"key_zero": None}, "zero points of keys"),
-        ({"value_zero": torch.zeros(2, 2, 8, 2)}, "zero points of values"),
-        ({"value_scale": torch.zeros(2, 2, 8, 1).half(), "value_zero": torch.zeros(2, 2, 8, 1).half()}, "float16"),
-        ({"key_codes": torch.zeros(2, 2, 4, 16)}, "uint8"),
-        ({"coded": torch.zeros(2)}, "coded"),
-        ({"behind": -1}, "behind"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change, message):
-    codes = torch.zeros(2, 2, 4, 16, dtype=torch.uint8)
-    given = {"query": torch.zeros(2, 1, 4, 16), "key_codes": codes, "value_codes": codes, "scale": 0.3}
-    given |= {"key_scale": torch.zeros(2, 2, 1, 16), "key_zero": torch.zeros(2, 2, 1, 16), "format": "int4", "group": 8}
-    given |= {"value_scale": torch.zeros(2, 2, 8, 1), "value_zero": torch.zeros(2, 2, 8, 1)}
-    with pytest.raises(ValueError, match=message):
-        gqa_decode_quantized(**given | change)
-
-
-@pytest.mark.slow
-def test_real_models_compile_without_spills():
-    for name, facts in compiled("compile_gqa_decode:quantized").items():
-        for capability, made in facts.items():
-            assert made["spill_bytes"] == made["stack_bytes"] == 0, f"{name} on sm_{capability}"
-            assert made["mma"], f"{name} on sm_{capability}"

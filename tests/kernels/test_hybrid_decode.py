@@ -5,10 +5,9 @@ import random
 import pytest
 import torch
 from hybrid_operators import through_operators
-from kernel_checks import assert_close, compiled
+from kernel_checks import assert_close
 from own_models import LAYERS, agree, hybrid_entry, hybrid_model, tiny_source, tokens
 
-from surgery.kernels.compilation import SHARED_LIMITS
 from surgery.kernels.hybrid_decode.operator import _hybrid_decode, hybrid_decode
 from surgery.kernels.hybrid_decode.reference import hybrid_attention
 from surgery.model.hybrid_attention import HybridAttention
@@ -182,72 +181,3 @@ def through_cache(model, ids, padding, chunks):
         logits.append(call.logits)
         cache, first = call.past_key_values, first + size
     return torch.cat(logits, dim=1)
-
-
-def test_pytorch_knows_the_operator():
-    inputs = inputs_of(
-        lengths=[4, 9], starts=[0, 1], capacity=10, slots=6, sink_slots=1, sinks=1, recent=5, head_size=8, value_size=8
-    )
-    inputs = [each.nan_to_num() if torch.is_tensor(each) and each.is_floating_point() else each for each in inputs]
-    for place in range(5):
-        inputs[place].requires_grad_()
-    torch.library.opcheck(
-        _hybrid_decode, tuple(inputs), test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
-    )
-    gradients = torch.autograd.grad([each.sum() for each in _hybrid_decode(*inputs)], inputs[:5])
-    wide = [each.detach().double().requires_grad_() for each in inputs[:5]]
-    expected = torch.autograd.grad([each.sum() for each in hybrid_attention(*wide, *inputs[5:-1])], wide)
-    for got, right in zip(gradients, expected, strict=True):
-        assert_close("gradient", got, right)
-
-
-def test_it_compiles_into_a_graph():
-    inputs = inputs_of(lengths=[40, 90], starts=[0, 3], dtype=torch.float64)
-    names = ("sink_slots", "sinks", "recent", "lengths", "starts")
-
-    def attention(query, *cached):
-        out, lse = hybrid_decode(query * 2, *cached, 0.1, **dict(zip(names, inputs[6:-1], strict=True)))
-        return out + 1, lse
-
-    expected = attention(*inputs[:5])
-    got = torch.compile(attention, fullgraph=True, backend="aot_eager")(*inputs[:5])
-    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"query": torch.zeros(2, 1, 7, 32)}, "7 query heads do not follow 4 KV heads"),
-        ({"streaming_key": torch.zeros(2, 2, 50, 16)}, "keys .* and values"),
-        ({"full_value": torch.zeros(2, 2, 111, 32).half()}, "full_value is torch.float16"),
-        ({"lengths": torch.tensor([1, 2])}, "lengths is torch.int64"),
-        ({"sink_slots": 9}, "9 of 50 slots for 8 sinks"),
-        ({"query": torch.zeros(2, 43, 8, 32)}, "42 slots of the window for 43 new tokens"),
-        ({"splits": 0}, "0 splits"),
-    ],
-)
-def test_it_refuses_what_does_not_belong_together(change, message):
-    names = (
-        "query",
-        "full_key",
-        "full_value",
-        "streaming_key",
-        "streaming_value",
-        "scale",
-        "sink_slots",
-        "sinks",
-        "recent",
-    )
-    with pytest.raises(ValueError, match=message):
-        hybrid_decode(**dict(zip(names, inputs_of(), strict=False)) | change)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cases", ["hybrid_decode_launch", "hybrid_decode_launches"])
-def test_it_compiles_for_gpus(cases):
-    for name, facts in compiled(f"compile_hybrid_decode:{cases}").items():
-        for capability, made in facts.items():
-            assert made["spill_bytes"] == made["stack_bytes"] == 0, name
-            assert made["shared_bytes"] <= SHARED_LIMITS[int(capability)], name
-            if "decode" in name and "float32" not in name:
-                assert made["mma"] == ["mma"], name

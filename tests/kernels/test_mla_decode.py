@@ -1,14 +1,17 @@
 """Absorbed latent attention: the kernel against its reference in fp64, and what the compiler makes of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from kernel_checks import assert_close, compiled
+from kernel_checks import assert_close
 
-from surgery.kernels.compilation import SHARED_LIMITS
+from surgery.kernels.gqa_decode.reference import paged_tokens
 from surgery.kernels.launch import Config
 from surgery.kernels.mla_decode import kernel
-from surgery.kernels.mla_decode.operator import _mla_decode, buffers, mla_decode
-from surgery.kernels.mla_decode.reference import gathered, latent_attention, ragged_latent_attention
+from surgery.kernels.mla_decode.operator import mla_decode
+from surgery.kernels.mla_decode.reference import latent_attention, ragged_latent_attention
+from surgery.kernels.operation import attention_outputs
 from surgery.kernels.split_kv import merge
 
 SMALL = Config(block_rows=16, block_tokens=16, chunk=16, warps=4, stages=2)
@@ -27,22 +30,9 @@ def inputs(batch, tokens, heads, total, rank, rope, dtype=torch.float32, device=
 
 def run(query, latent, rope_key, scale, *, splits=1, config=SMALL, **extra):
     """The kernel itself, at a number of splits."""
-    out, lse, parts, logs = buffers(query, latent.shape[-1], splits)
-    places = [extra.get(name) for name in ("lengths", "starts", "pages", "key_gain", "window")]
-    made = kernel.launches(
-        query,
-        latent,
-        rope_key,
-        scale,
-        *places,
-        out=out,
-        lse=lse,
-        parts=parts,
-        logs=logs,
-        splits=splits,
-        config=config,
-    )
-    for launch in made:
+    out, lse = attention_outputs(query, latent.shape[-1])
+    config = replace(config, splits=splits)
+    for launch in kernel.launches(query, latent, rope_key, scale, **extra, out=out, lse=lse, config=config):
         launch.run()
     return out, lse
 
@@ -143,7 +133,7 @@ def test_pages(page, device):
         pool = torch.full((20, page, tensor.shape[-1]), torch.nan, device=device)
         pool[pages.flatten().long()] = tensor.unflatten(1, (5, page)).flatten(0, 1)
         pools.append(pool)
-        assert torch.equal(gathered(pool, pages), tensor)
+        assert torch.equal(paged_tokens(pool, pages), tensor)
     expected = check(query, latent, rope_key, splits=2, lengths=lengths, starts=starts, key_gain=gain)
     pages[1, 3:], pages[2, 1:] = -1, 10**6
     got = run(query, pools[0], pools[1], 0.1, splits=2, lengths=lengths, starts=starts, pages=pages, key_gain=pools[2])
@@ -176,22 +166,11 @@ def test_views_of_one_cache(device):
 
 def test_fp32_scratch_of_splits_merges_to_the_whole(device):
     query, latent, rope_key, _ = inputs(1, 1, 4, 100, 32, 0, device=device)
-    out, lse, parts, logs = buffers(query, 32, 4)
-    attention, _ = kernel.launches(
-        query,
-        latent,
-        rope_key,
-        0.3,
-        *[None] * 5,
-        out=out,
-        lse=lse,
-        parts=parts,
-        logs=logs,
-        splits=4,
-        config=SMALL,
-    )
+    out, lse = attention_outputs(query, 32)
+    config = replace(SMALL, splits=4)
+    attention, _ = kernel.launches(query, latent, rope_key, 0.3, out=out, lse=lse, config=config)
     attention.run()
-    whole, log = merge(parts, logs)
+    whole, log = merge(attention.arguments["out"], attention.arguments["log"])
     expected = ragged_latent_attention(query.double(), latent.double(), rope_key.double(), 0.3)
     assert_close("out", whole.view_as(out), expected[0])
     assert_close("lse", log.view_as(lse), expected[1])
@@ -206,79 +185,3 @@ def test_the_operator_runs_the_kernel(device, caplog):
     assert not caplog.records
     exact = mla_decode(query.double(), latent.double(), rope_key.double(), 0.1)
     assert all(torch.equal(a, b) for a, b in zip(exact, expected, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_operator_is_registered(dtype, device):
-    query, latent, rope_key, gain = inputs(2, 2, 4, 20, 16, 0, dtype, device, gains=2)
-    for tensor in (query, latent, gain):
-        tensor.requires_grad_(dtype == torch.float64)
-    arguments = (query, latent, rope_key, 0.2, rows(20, 7, device=device), None, None, gain, 11)
-    torch.library.opcheck(
-        _mla_decode, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
-    )
-
-
-def test_gradients_are_those_of_the_reference(device):
-    query, latent, rope_key, _ = inputs(1, 2, 2, 12, 16, 4, device=device)
-    lengths = rows(9, device=device)
-    both = []
-    for function in (
-        mla_decode,
-        lambda *a, lengths: ragged_latent_attention(*a, lengths=lengths),
-    ):
-        leaves = [t.clone().requires_grad_() for t in (query, latent, rope_key)]
-        out, lse = function(*leaves, 0.2, lengths=lengths)
-        (out.square().sum() + lse.sum()).backward()
-        both.append([leaf.grad for leaf in leaves])
-    for got, expected in zip(*both, strict=True):
-        assert got.abs().max() > 0
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_it_compiles_into_one_graph(device):
-    query, latent, rope_key, _ = inputs(1, 1, 4, 20, 16, 8, torch.float64, device)
-
-    def step(query, latent, rope_key, lengths):
-        return mla_decode(query * 2, latent, rope_key, 0.1, lengths=lengths)[0] + 1
-
-    lengths = rows(13, device=device)
-    compiled_step = torch.compile(step, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled_step(query, latent, rope_key, lengths), step(query, latent, rope_key, lengths))
-
-
-def test_what_does_not_belong_together_is_refused():
-    query, latent, rope_key, gain = inputs(2, 1, 4, 9, 16, 8, gains=3)
-    for message, arguments, extra in (
-        ("numbers", (query[..., 1:], latent, rope_key), {}),
-        ("other tokens", (query, latent, rope_key[:, 1:]), {}),
-        ("rows", (query[:1], latent, rope_key), {}),
-        ("cast", (query.half(), latent, rope_key), {}),
-        ("lengths", (query, latent, rope_key), {"lengths": torch.tensor([3, 4])}),
-        ("window", (query, latent, rope_key), {"window": 0}),
-        ("pages", (query, latent, rope_key), {"pages": rows(0, 1)}),
-        ("no multiple", (query, latent, rope_key), {"key_gain": gain}),
-    ):
-        with pytest.raises(ValueError, match=message):
-            mla_decode(*arguments, 0.1, **extra)
-
-
-@pytest.mark.slow
-def test_the_widest_latent_compiles_without_spills():
-    (facts,) = compiled("compile_mla_decode:first_launches").values()
-    for capability, made in facts.items():
-        assert made["spill_bytes"] == 0 and made["mma"] == ["mma"]
-        assert 2 * made["shared_bytes"] <= SHARED_LIMITS[90] and made["shared_bytes"] <= SHARED_LIMITS[int(capability)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
-def test_it_compiles_without_spills(capability):
-    """Every default, at 128k tokens: within shared memory, nothing spilled, the matrix instructions expected."""
-    for name, facts in compiled(f"compile_mla_decode:launches_{capability}", (capability,)).items():
-        made = facts[str(capability)]
-        assert made["spill_bytes"] == 0, name
-        assert made["shared_bytes"] <= SHARED_LIMITS[capability], name
-        rows_of_wgmma = capability == 90 and (name.startswith(("40", "128")) or "4 tokens" in name)
-        wanted = [] if "fp32" in name else ["wgmma"] if rows_of_wgmma else ["mma"]
-        assert made["mma"] == wanted, name

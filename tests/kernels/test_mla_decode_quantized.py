@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from kernel_checks import assert_close, compiled
+from kernel_checks import assert_close
 
-from surgery.kernels.compilation import SHARED_LIMITS
 from surgery.kernels.launch import Config
 from surgery.kernels.mla_decode import quantized_kernel as kernel
-from surgery.kernels.mla_decode.operator import buffers
-from surgery.kernels.mla_decode.quantized_operator import _mla_decode_quantized, mla_decode_quantized
-from surgery.kernels.mla_decode.quantized_reference import dequantized, quantized_latent_attention
+from surgery.kernels.mla_decode.quantized_operator import mla_decode_quantized
+from surgery.kernels.mla_decode.quantized_reference import quantized_latent_attention
 from surgery.kernels.mla_decode.reference import ragged_latent_attention
+from surgery.kernels.operation import attention_outputs
+from surgery.kernels.quantization import BITS, dequantized
 from surgery.kernels.split_kv import merge
 from surgery.model.quantized_cache import GroupedCodes, QuantizedKVLayer
 
@@ -43,22 +43,10 @@ def wide(values):
 def run(tensors, settings, *, splits=1, block_rows=16, block_tokens=None, chunk=16, **extra):
     query, codes = tensors[:2]
     format = settings[0]
-    tokens = block_tokens or max(16, 16 * 8 // kernel.BITS[format])
-    out, lse, parts, logs = buffers(query, codes.shape[-1], splits)
-    made = kernel.launches(
-        *tensors,
-        0.1,
-        *settings,
-        *[extra.get(name) for name in ROWS],
-        out=out,
-        lse=lse,
-        parts=parts,
-        logs=logs,
-        splits=splits,
-        config=Config(block_rows, tokens, chunk),
-        native_fp8=query.device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9),
-    )
-    for launch in made:
+    tokens = block_tokens or max(16, 16 * 8 // BITS[format])
+    out, lse = attention_outputs(query, codes.shape[-1])
+    config = Config(block_rows, tokens, chunk, splits)
+    for launch in kernel.launches(*tensors, 0.1, *settings, **extra, out=out, lse=lse, config=config):
         launch.run()
     return out, lse
 
@@ -88,7 +76,7 @@ def test_the_reference_reads_what_the_cache_holds(format, by_channel):
     held = layer.key_codes.tokens
     parts = [(c.codes, c.scale, c.zero) for c in (layer.key_codes, layer.value_codes)]
     flat = [t if t is None else t.squeeze(1) for part in parts for t in part]
-    latent = dequantized(*flat[:3], format, 8, by_channel, torch.float64)
+    latent = dequantized(*flat[:3], BITS[format], 8 if by_channel else None, torch.float64)
     torch.testing.assert_close(latent, read[0][:, :held], rtol=1e-12, atol=1e-12)
     old = mla_decode_quantized(query, *flat, 0.3, format=format, group=8, by_channel=by_channel, lengths=rows(30, 30))
     recent = ragged_latent_attention(query, *(t[:, held:] for t in read), 0.3)
@@ -157,59 +145,3 @@ def test_the_operator_runs_the_kernel(device, caplog):
     for got, want in zip(mla_decode_quantized(*tensors, 0.1, **names), expected, strict=True):
         assert_close("operator", got, want)
     assert not caplog.records
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_operator_is_registered(dtype, device):
-    tensors = inputs(2, 1, 2, 32, 16, 0, "int4", 16, False, dtype, device)
-    tensors[0].requires_grad_(dtype == torch.float64)
-    arguments = (*tensors, 0.2, "int4", 16, False, rows(40, 7, device=device), None, None, None, 11)
-    torch.library.opcheck(
-        _mla_decode_quantized,
-        arguments,
-        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-    )
-
-
-def test_it_compiles_into_one_graph(device):
-    tensors = inputs(1, 1, 2, 32, 16, 8, "fp8", 16, True, torch.float64, device)
-
-    def step(query, *rest):
-        return mla_decode_quantized(query * 2, *rest, 0.1, format="fp8", group=16, by_channel=True)[0] + 1
-
-    torch.testing.assert_close(torch.compile(step, backend="aot_eager", fullgraph=True)(*tensors), step(*tensors))
-
-
-def test_what_does_not_belong_together_is_refused():
-    tensors = inputs(1, 1, 2, 32, 16, 8, "int8", 16, True)
-    good = {"format": "int8", "group": 16, "by_channel": True}
-    for message, change, extra in (
-        ("format", {}, good | {"format": "int3"}),
-        ("group of 3", {}, good | {"format": "int4", "group": 3}),
-        ("scales", {}, good | {"group": 8}),
-        ("scales", {}, good | {"by_channel": False}),
-        ("zeros", {3: None}, good),
-        ("uint8", {1: tensors[1].int()}, good),
-        ("query", {0: tensors[0][..., 1:]}, good),
-        ("coded", {}, good | {"coded": torch.tensor([1])}),
-    ):
-        arguments = [change.get(place, tensor) for place, tensor in enumerate(tensors)]
-        with pytest.raises(ValueError, match=message):
-            mla_decode_quantized(*arguments, 0.1, **extra)
-
-
-@pytest.mark.parametrize(
-    ("cases", "capability"),
-    [
-        ("quantized_first", 90),
-        pytest.param("quantized_80", 80, marks=pytest.mark.slow),
-        pytest.param("quantized_90", 90, marks=pytest.mark.slow),
-    ],
-)
-def test_it_compiles_without_spills(cases, capability):
-    """Every format, by channel and by token, at 128k tokens."""
-    for name, facts in compiled(f"compile_mla_decode:{cases}", (capability,)).items():
-        made = facts[str(capability)]
-        assert made["spill_bytes"] == made["stack_bytes"] == 0, name
-        assert made["shared_bytes"] <= SHARED_LIMITS[capability], name
-        assert made["mma"] == (["wgmma"] if capability == 90 else ["mma"]), name

@@ -4,12 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_checks import assert_close, compiled
+from kernel_checks import assert_close
 from torch.nn.functional import scaled_dot_product_attention
 
-from surgery.kernels.compilation import SHARED_LIMITS
 from surgery.kernels.mla_prefill.attention_function import prefill_attention_function
-from surgery.kernels.mla_prefill.operator import _mla_prefill, mla_prefill
+from surgery.kernels.mla_prefill.operator import mla_prefill
 from surgery.kernels.mla_prefill.reference import document_bounds, prefill_attention, prefill_gradients
 
 
@@ -99,28 +98,6 @@ def test_on_a_gpu(case, dtype, device):
     check(case, dtype, device)
 
 
-@pytest.mark.parametrize("width", [320, 24])
-def test_registered_as_pytorch_wants_it(width):
-    """Wide heads and float64 have no kernel: what is checked is the registration of both passes, and the fallback."""
-    dtype = torch.float32 if width > 256 else torch.float64
-    query = torch.randn(1, 2, 3, width, dtype=dtype, requires_grad=True)
-    key, value = (torch.randn(1, 1, 5, size, dtype=dtype, requires_grad=True) for size in (width, 8))
-    arguments = (query, key, value, 0.3, True, None, ints(1), None, None, None)
-    torch.library.opcheck(_mla_prefill, arguments)
-    whole = torch.compile(lambda *x: mla_prefill(*x, 0.3, starts=ints(1))[0], fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(whole(query, key, value), prefill_attention(query, key, value, 0.3, starts=ints(1))[0])
-
-
-def test_shapes_that_do_not_fit_are_named():
-    query, key = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 3, 16)
-    with pytest.raises(ValueError, match="4 queries over 3 slots"):
-        mla_prefill(query, key, key, 0.1)
-    with pytest.raises(ValueError, match="starts is"):
-        mla_prefill(query, query, query, 0.1, starts=torch.zeros(1, dtype=torch.long))
-    with pytest.raises(ValueError, match="window"):
-        mla_prefill(query, query, query, 0.1, causal=False, window=3)
-
-
 @pytest.fixture
 def module():
     return SimpleNamespace(is_causal=True)
@@ -155,14 +132,3 @@ def test_the_attention_function_gives_masks_to_the_operator_and_to_pytorch_alike
         query.double(), key.double(), value.double(), 0.3, True, 6, ints(5, 0), None, document_bounds(documents)
     )
     assert_close("reference", got[0, 5:], reference[0, 5:])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_compile_without_spills(capability):
-    for name, targets in compiled(f"compile_mla_prefill:launches_{capability}", (capability,)).items():
-        made = targets[str(capability)]
-        assert made["shared_bytes"] <= SHARED_LIMITS[capability], name
-        if "fp32" not in name:
-            assert made["spill_bytes"] == 0, name
-            assert made["mma"] == ([] if "delta" in name else ["wgmma" if capability == 90 else "mma"]), name

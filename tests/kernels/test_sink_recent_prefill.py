@@ -5,10 +5,9 @@ The model's own attention is compared in `test_hybrid_decode.py`, with both oper
 
 import pytest
 import torch
-from kernel_checks import assert_close, compiled
+from kernel_checks import assert_close
 from own_models import agree
 
-from surgery.kernels.compilation import SHARED_LIMITS
 from surgery.kernels.launch import Config
 from surgery.kernels.sink_recent_prefill.kernel import launches
 from surgery.kernels.sink_recent_prefill.operator import _sink_recent_prefill, sink_recent_prefill
@@ -66,7 +65,7 @@ def by_kernel(inputs, config):
     rows, heads, tokens, _ = query.shape
     out = query.new_empty(rows, tokens, heads, value.shape[-1])
     lse = torch.empty(rows, heads, tokens, device=query.device)
-    for launch in launches(*inputs, out, lse, config):
+    for launch in launches(*inputs, out=out, lse=lse, config=config):
         launch.run()
     return out, lse
 
@@ -134,57 +133,3 @@ def test_long_texts_are_cut_by_the_reference(monkeypatch):
     monkeypatch.setattr("surgery.kernels.sink_recent_prefill.reference.QUERIES", 10)
     for got, right in zip(sink_recent_attention(*inputs), expected, strict=True):
         agree(got, right, 1e-12)
-
-
-def test_pytorch_knows_the_operator():
-    inputs = list(inputs_of(sinks=[1, 0], recent=[-1, 3], slots=9, starts=[0, 2], head_size=8, value_size=8))
-    for place in range(3):
-        inputs[place].requires_grad_()
-    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(_sink_recent_prefill, tuple(inputs), test_utils=utils)
-    gradients = torch.autograd.grad([each.sum() for each in _sink_recent_prefill(*inputs)], inputs[:3])
-    wide = [each.detach().double().requires_grad_() for each in inputs[:3]]
-    expected = torch.autograd.grad([each.sum() for each in sink_recent_attention(*wide, *inputs[3:])], wide)
-    for got, right in zip(gradients, expected, strict=True):
-        assert_close("gradient", got, right)
-
-
-def test_it_compiles_into_a_graph():
-    inputs = inputs_of(**CASES["padding"], dtype=torch.float64)
-
-    def attention(query, key, value, scale, sinks, recent, starts):
-        out, lse = sink_recent_prefill(query * 2, key, value, scale, sinks, recent, starts=starts)
-        return out + 1, lse
-
-    expected = attention(*inputs)
-    got = torch.compile(attention, fullgraph=True, backend="aot_eager")(*inputs)
-    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"query": torch.zeros(2, 7, 79, 16)}, "7 query heads do not follow 3 KV heads"),
-        ({"query": torch.zeros(2, 6, 80, 16)}, "80 queries of a text of 79 tokens"),
-        ({"key": torch.zeros(2, 3, 78, 16)}, "do not belong together"),
-        ({"value": torch.zeros(2, 3, 79, 16).half()}, "one is needed"),
-        ({"recent": torch.ones(3)}, "recent is torch.float32"),
-        ({"starts": torch.ones(3, dtype=torch.int32)}, r"int32 \[2\] is needed"),
-    ],
-)
-def test_it_refuses_what_does_not_belong_together(change, message):
-    names = ("query", "key", "value", "scale", "sinks", "recent", "starts")
-    inputs = inputs_of(sinks=[0, 3, 8], recent=[-1, 5, 16])
-    with pytest.raises(ValueError, match=message):
-        sink_recent_prefill(**dict(zip(names, inputs, strict=True)) | change)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cases", ["sink_recent_prefill_launch", "sink_recent_prefill_launches"])
-def test_it_compiles_for_gpus(cases):
-    for name, facts in compiled(f"compile_sink_recent_prefill:{cases}").items():
-        for capability, made in facts.items():
-            assert made["spill_bytes"] == made["stack_bytes"] == 0, name
-            assert made["shared_bytes"] <= SHARED_LIMITS[int(capability)], name
-            if "float32" not in name:
-                assert made["mma"] == (["wgmma"] if capability == "90" else ["mma"]), name

@@ -46,7 +46,8 @@ def compiled(cases: str, capabilities: tuple[int, ...] = (80, 90)) -> dict[str, 
         capabilities: what each is compiled for.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(SUPPORT), str(SUPPORT.parent / "kernels")])
+    # The repository itself first: these tests', not the one that happens to be installed.
+    path = os.pathsep.join(map(str, (SUPPORT.parents[1], SUPPORT, SUPPORT.parent / "kernels")))
     environment |= {"PYTHONPATH": path, "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, "-W", "ignore", str(SUPPORT / "compile_launches.py"), cases, *map(str, capabilities)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -42,17 +42,9 @@ class HybridDecode(DecodeCase):
         return 2 * self.batch * self._entries * self.shape.head_dim * self.dtype.itemsize
 
     @property
-    def query_bytes(self) -> int:
-        return 2 * self.batch * self.shape.heads * self.shape.head_dim * self.dtype.itemsize
-
-    @property
     def flops(self) -> int:
         each = self.shape.heads // self.shape.kv_heads
         return 4 * self.batch * each * self._entries * self.shape.head_dim
-
-    @property
-    def scale(self) -> float:
-        return self.shape.head_dim**-0.5
 
     def inputs(self, device: torch.device, seed: int) -> Inputs:
         made, shape = generator(device, seed), self.shape

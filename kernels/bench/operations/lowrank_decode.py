@@ -48,10 +48,6 @@ class LowRankDecode(DecodeCase):
         rebuilt = self.shape.kv_heads * self.rank * head_dim
         return 2 * self.batch * self.context * (rebuilt + heads * (head_dim + self.rank))
 
-    @property
-    def scale(self) -> float:
-        return self.shape.head_dim**-0.5
-
     def inputs(self, device: torch.device, seed: int) -> Inputs:
         made, shape = generator(device, seed), self.shape
         exponents = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32) / shape.head_dim

@@ -109,10 +109,6 @@ class GQADecodeQuantized(QuantizedDecode):
         return self.shape.kv_heads * self._side_bytes(self.shape.head_dim, self.shape.head_dim)
 
     @property
-    def query_bytes(self) -> int:
-        return 2 * self.batch * self.shape.heads * self.shape.head_dim * self.dtype.itemsize
-
-    @property
     def flops(self) -> int:
         return 4 * self.batch * self.context * self.shape.heads * self.shape.head_dim
 
@@ -127,4 +123,4 @@ class GQADecodeQuantized(QuantizedDecode):
     def run(self, inputs: Inputs) -> Tensor:
         parts = [inputs.get(f"{name}_{kind}") for name in ("key", "value") for kind in ("codes", "scale", "zero")]
         settings = {"format": self.format, "group": self.group, "keys": "channel"}
-        return gqa_decode_quantized(inputs["query"], *parts, self.shape.head_dim**-0.5, **settings)[0]
+        return gqa_decode_quantized(inputs["query"], *parts, self.scale, **settings)[0]

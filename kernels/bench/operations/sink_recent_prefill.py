@@ -47,10 +47,6 @@ class SinkRecentPrefill(Case):
         pairs = each * (self.full * dense + (self.shape.kv_heads - self.full) * seen)
         return 4 * self.batch * pairs * self.shape.head_dim
 
-    @property
-    def scale(self) -> float:
-        return self.shape.head_dim**-0.5
-
     def inputs(self, device: torch.device, seed: int) -> Inputs:
         made, shape = generator(device, seed), self.shape
         cached = (self.batch, shape.kv_heads, self.context, shape.head_dim)
