@@ -58,6 +58,9 @@ def inspect(
             help="Whose speed is predicted: h200, h100, a100, or what surgery bench kernels measured (kernels.json).",
         ),
     ] = "h200",
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Why each target is what it is, every engine, predicted times.")
+    ] = False,
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -97,7 +100,7 @@ def inspect(
         gpu=ceilings,
         progress=Progress(),
     )
-    show_inspection(inspection, plot=plot, as_json=as_json)
+    show_inspection(inspection, plot=plot, as_json=as_json, verbose=verbose)
 
 
 OF_STATISTICS = ("calibration", "calibration_tokens", "calibration_length", "text_field", "seed")

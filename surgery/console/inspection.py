@@ -6,15 +6,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from surgery.common.human import count, origin, per_token, size
+from surgery.common.human import count, origin, per_token, share, size
 from surgery.console.bench import show_speed
 from surgery.console.conversion import class_and_why
 from surgery.console.page import make_table, new_page, plain, print_json
-from surgery.engines import spoken
+from surgery.engines import LOADS, LOADS_WITH, spoken
 
 
-def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = False) -> None:
+def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = False, verbose: bool = False) -> None:
     """Prints an inspection (:class:`surgery.inspection.inspect.Inspection`) and draws its spectra, if it has any.
+
+    With ``verbose`` also why each target is what it is, what every engine says, and predicted times.
 
     Raises:
         SurgeryError: ``plot`` cannot be written.
@@ -36,8 +38,38 @@ def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = Fal
     rows = [(f"{context // 1024}k tokens", size(held)) for context, held in kv["bytes_at"].items()]
     page.print(make_table(["KV cache", ""], [("per token", per_token(kv["bytes_per_token"])), *rows], right=(1,)))
     show_speed(page, inspection.speed, inspection.gpu)
+    if inspection.targets:
+        _show_targets(page, inspection.targets)
+        if verbose:
+            _show_targets_whole(page, inspection.targets)
+        else:
+            page.print("[dim]reasons, commands of engines and times: --verbose[/dim]\n")
+    if inspection.spectra is not None:
+        _show_spectra(page, inspection.spectra)
+        page.print(f"drawn in {plain(drawn)}", soft_wrap=True)
+
+
+def _show_targets(page: Console, targets: list[dict]) -> None:
+    """One line a target: its bytes, its class, who loads it, what decoding gains at the longest context."""
+    rows = []
+    for target in targets:
+        name = target["command"].removeprefix("surgery convert ")
+        if not target["applies"]:
+            rows.append((name, "-", "-", plain("; ".join(target["reasons"])), "-"))
+            continue
+        held = f"{per_token(target['kv_bytes_per_token'])}, {share(target['kv_ratio'])}"
+        loads = [engine for engine, row in target["engines"].items() if row["status"] in (LOADS, LOADS_WITH)]
+        gain = target["speed"][-1]["speedup"] if target["speed"] else None
+        rows.append((name, held, target["class"], ", ".join(loads) or "-", f"{gain:.1f}×" if gain else "-"))
+    longest = next((target["speed"][-1]["context"] for target in targets if target["speed"]), None)
+    attention = f"attention at {longest // 1024}k" if longest else "attention"
+    page.print("what it can become (surgery convert ...)")
+    page.print(make_table(["", "KV cache per token", "class", "ran in, on CPUs", attention], rows, right=(4,)))
+
+
+def _show_targets_whole(page: Console, targets: list[dict]) -> None:
     shown = None
-    for target in inspection.targets:
+    for target in targets:
         page.print(f"[bold]{plain(target['command'])}[/bold]")
         if not target["applies"]:
             page.print(f"  does not apply: {plain('; '.join(target['reasons']))}\n", soft_wrap=True)
@@ -48,9 +80,6 @@ def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = Fal
         if target["speed"] != shown:
             show_speed(page, target["speed"])
         shown = target["speed"]
-    if inspection.spectra is not None:
-        _show_spectra(page, inspection.spectra)
-        page.print(f"drawn in {plain(drawn)}", soft_wrap=True)
 
 
 def _facts(inspection) -> list[tuple[str, str]]:

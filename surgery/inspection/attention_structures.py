@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from surgery.families import FAMILIES, head_shape
 from surgery.kernels.planner import Attention, Block, Grouped, Latent, LowRank, quantised
+from surgery.model import SurgeryConfig
 
 Windows = list[int | None]
 
@@ -26,75 +28,17 @@ def of_family(config: Any, windows: Windows, number_bytes: float) -> list[Attent
     ]
 
 
-def of_mla(
-    stock: list[Attention], widths: list[int], rope_dim: int, gains: int, number_bytes: float
-) -> list[Attention]:
-    """Of MLA in the place of a family's attention.
-
-    Args:
-        stock: what it stands in the place of.
-        widths: numbers cached of a token by each layer.
-        rope_dim, gains: of those, rotated ones and factors of a key norm.
-    """
-    return [
-        Latent(
-            layer.heads,
-            width - rope_dim - gains,
-            rope_dim,
-            layer.key_dim,
-            layer.value_dim,
-            layer.window,
-            gains * number_bytes,
-            number_bytes,
-            number_bytes,
-        )
-        for layer, width in zip(stock, widths, strict=True)
-    ]
-
-
-def of_fewer_heads(stock: list[Attention], heads: int) -> list[Attention]:
-    """With `heads` KV heads in all layers together, as evenly as they divide."""
-    each, more = divmod(heads, len(stock))
-    return [replace(layer, kv_heads=each + (number < more)) for number, layer in enumerate(stock)]
-
-
-def of_low_rank(stock: list[Attention], rank: int) -> list[Attention]:
-    """With one latent of `rank` numbers a layer for all its KV heads."""
-    return [
-        LowRank(
-            layer.heads,
-            layer.kv_heads,
-            layer.key_dim,
-            (Block(rank, layer.kv_heads, layer.kv_heads),),
-            number_bytes=layer.key_bytes,
-            window=layer.window,
-        )
-        for layer in stock
-    ]
-
-
-def of_quantized(stock: list[Attention], bits: int, group: int) -> list[Attention]:
-    """With codes of `bits` in the place of cached numbers, `group` of them to a scale."""
-    return [
-        replace(
-            layer,
-            key_bytes=quantised(bits, group, scale_bytes=layer.key_bytes, zeros=True),
-            value_bytes=quantised(bits, group, scale_bytes=layer.value_bytes, zeros=True),
-        )
-        for layer in stock
-    ]
-
-
-def of_hybrid(stock: list[Attention], share: float, kept_tokens: int) -> list[Attention]:
-    """With `share` of the KV heads that keep `kept_tokens` tokens only."""
-    total = sum(layer.kv_heads for layer in stock)
-    wanted, layers, heads = round(share * total), [], 0
-    for layer in stock:
-        # Spread as evenly as whole heads allow.
-        streaming = round(wanted * (heads + layer.kv_heads) / total) - round(wanted * heads / total)
-        heads += layer.kv_heads
-        layers.append(replace(layer, streaming_heads=streaming, streaming_tokens=kept_tokens))
-    return layers
+def of_config(config: dict[str, Any], number_bytes: float) -> list[Attention]:
+    """Of a config.json: a family's, stock MLA's or the own class's."""
+    if config["model_type"] == "deepseek_v3":
+        return of_stock_mla(config, number_bytes)
+    fields = {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
+    if config["model_type"] == "surgery":
+        return of_own_class(SurgeryConfig(**fields), number_bytes)
+    family = FAMILIES.get(config["model_type"])
+    loaded = CONFIG_MAPPING[config["model_type"]](**fields)
+    windows = [family.window(loaded, layer) if family else None for layer in range(loaded.num_hidden_layers)]
+    return of_family(loaded, windows, number_bytes)
 
 
 def of_stock_mla(config: dict[str, Any], number_bytes: float) -> list[Attention]:

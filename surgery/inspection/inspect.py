@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from surgery.architectures import cached, cross_layer, hybrid, low_rank, own_class
-from surgery.architectures.own_class import own_config
-from surgery.architectures.own_family import OWN_FAMILY
 from surgery.calibration import layer_statistics
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
@@ -18,45 +13,18 @@ from surgery.checkpoint.reader import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.pictures import Svg
 from surgery.common.progress import Progress
-from surgery.engines import engine_table
 from surgery.families import head_shape
-from surgery.heads.settings import HeadSettings
 from surgery.inspection import attention_structures as structures
 from surgery.inspection.converted import MODEL_TYPES, converted_facts, original
 from surgery.inspection.spectra import LayerSpectrum, spectra_figure
 from surgery.inspection.speed_forecast import batches, speed_against
+from surgery.inspection.targets import foreseen_targets
 from surgery.kernels.gpus import GPU, GPUS
-from surgery.kernels.planner import Attention
-from surgery.model.cache_layer import check_full_attention
 from surgery.running.source import Source
-from surgery.structures.cross_layer.settings import CrossLayerSettings
-from surgery.structures.kv_heads.settings import KVHeadsSettings
-from surgery.structures.kv_heads.structure import wanted_heads
-from surgery.structures.low_rank.rank_plan import wanted_rank
-from surgery.structures.low_rank.settings import LowRankSettings
-from surgery.structures.mla.budget import candidate_splits
-from surgery.structures.mla.forecast import Forecast, forecast
-from surgery.structures.mla.output import reserved_numbers
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.quantized.settings import QuantizedSettings
 from surgery.transforms import mla
 
 CONTEXTS = (8_192, 32_768, 131_072)
-HYBRID_SHARE = 0.5  # of the heads that stream in the hybrid whose speed is foreseen
-# The settings under which a conversion is foreseen: what a user gets who asks for nothing, and who asks for engines.
-VARIANTS = {
-    "mla": {},
-    "mla --engine vllm": {"engine": "vllm"},
-    "mla --engine llama.cpp": {"engine": "llama.cpp"},
-    "mla --carrier own": {"carrier": "own"},
-}
-# Why the other targets need the own class, and the cache that lets no layer forget, where it is one.
-OWN_CLASS = {
-    "lowrank": (low_rank.REASON, None),
-    "crosslayer": (cross_layer.REASON, "a cache that layers share"),
-    "hybrid": (hybrid.REASON, "a hybrid of full and streaming heads"),
-    "quantized": (cached.REASON, "a quantised KV cache"),
-}
 
 
 @dataclass(frozen=True)
@@ -68,8 +36,9 @@ class Inspection:
         architecture: facts of the attention and the model around it.
         windows: of every layer, tokens; None: all.
         kv: bytes per token, and of one sequence by its length, in the checkpoint's dtype.
-        targets: what it can be converted to, in which class and why, and which engines load that; with "speed", what
-            decoding's attention gains on a GPU, see :func:`surgery.inspection.speed_forecast.speed_against`.
+        targets: what it can be converted to, in which class and why, at how many bytes, and which engines load that;
+            with "speed", what decoding's attention gains on a GPU,
+            :func:`surgery.inspection.speed_forecast.speed_against`.
         gpu: whose ceilings times were predicted for, and where they come from.
         speed: predicted times of the checkpoint's own attention; against its source where that is known.
         spectra: compressibility of every layer, first to last; None where it was not asked for.
@@ -133,7 +102,7 @@ def inspect_checkpoint(
         architecture=_architecture(opened),
         windows=windows,
         kv=kv_bytes(opened, windows),
-        targets=_targets(opened, settings, lambda result: speed_against(layers, result, rows, gpu)),
+        targets=foreseen_targets(opened, lambda result: speed_against(layers, result, rows, gpu)),
         gpu=asdict(gpu),
         # A model of fewer KV heads is of its source's family, and only its report knows that source.
         speed=speed_against(original(opened.reader.path, None, windows, layers[0].key_bytes), layers, rows, gpu),
@@ -190,101 +159,6 @@ def _parameters(reader: CheckpointReader, *, tied: bool) -> int:
     copies = {"lm_head.weight"} if tied else set()
     infos = [reader.info(name) for name in reader.names() if name not in copies]
     return sum(info.nbytes // info.dtype.itemsize for info in infos)
-
-
-def _targets(opened: Source, settings: ConvertSettings, speed: Callable[[list[Attention]], list[dict]]) -> list[dict]:
-    """Every variant at a quarter of the KV bytes, with the class that would carry it and what decoding would gain."""
-    found = []
-    for command, variant in VARIANTS.items():
-        target = _target(opened, replace(settings, method="fisher", **variant), speed)
-        if target["applies"] and target["class"] == "surgery" and any(t["class"] == "surgery" for t in found):
-            continue  # the default goes to the own class already
-        found.append({"command": f"surgery convert --to {command}", **target})
-        if not target["applies"] and "engine" not in variant:
-            return found  # what stands in the way of the default stands in the way of all
-    return [*found, _fewer_heads(opened, speed), *_in_own_class(opened, speed)]
-
-
-def _in_own_class(opened: Source, speed: Callable[[list[Attention]], list[dict]]) -> list[dict]:
-    """The targets that no stock class carries."""
-    engines = engine_table(own_config(opened.reader.config, [None] * opened.layers))
-    results, found = _other_structures(opened), []
-    for name, (reason, form) in OWN_CLASS.items():
-        target = {"command": f"surgery convert --to {name}"}
-        try:
-            if form is not None:
-                check_full_attention(opened.config, form)
-        except ValueError as error:
-            found.append({**target, "applies": False, "class": None, "reasons": [str(error)], "engines": {}})
-            continue
-        speeds = speed(results[name]) if name in results else []
-        carrier = {"class": own_class.MODEL_TYPE, "reasons": [reason], "engines": engines}
-        found.append({**target, "applies": True, **carrier, "speed": speeds})
-    return found
-
-
-def _other_structures(opened: Source) -> dict[str, list[Attention]]:
-    """What the defaults of the other targets would make of the layers; without those whose budget is impossible."""
-    first, layers = opened.anatomy(0), _layers(opened)
-    heads, group = HeadSettings(), CrossLayerSettings().group_size
-    codes = QuantizedSettings()
-    found = {
-        "hybrid": structures.of_hybrid(layers, HYBRID_SHARE, heads.sinks + heads.recent),
-        "quantized": structures.of_quantized(layers, codes.bits, codes.group),
-    }
-    with suppress(SurgeryError):
-        rank = wanted_rank(LowRankSettings(), first)
-        found["lowrank"] = structures.of_low_rank(layers, rank)
-        # All layers of a group read its whole basis.
-        found["crosslayer"] = structures.of_low_rank(layers, rank * min(group, len(layers)))
-    return found
-
-
-def _layers(opened: Source) -> list[Attention]:
-    return structures.of_family(opened.config, list(opened.windows), _attention_dtype(opened).itemsize)
-
-
-def _fewer_heads(opened: Source, speed: Callable[[list[Attention]], list[dict]]) -> dict:
-    """Half of the KV heads, in the source's own class."""
-    command = "surgery convert --to gqa"
-    try:
-        heads = wanted_heads(KVHeadsSettings(), opened.anatomy(0), opened.layers)
-    except SurgeryError as error:
-        return {"command": command, "applies": False, "class": None, "reasons": [str(error)], "engines": {}}
-    return {
-        "command": command,
-        "applies": True,
-        "class": opened.reader.config["model_type"],
-        "reasons": [OWN_FAMILY],
-        "engines": engine_table({**opened.reader.config, "num_key_value_heads": heads // opened.layers}),
-        "speed": speed(structures.of_fewer_heads(_layers(opened), heads)),
-    }
-
-
-def _target(opened: Source, settings: ConvertSettings, speed: Callable[[list[Attention]], list[dict]]) -> dict:
-    try:
-        first = opened.anatomy(0)
-        split = candidate_splits(settings, first, reserved_numbers(opened, settings, first))[0]
-        outcome = forecast(opened, split, settings)
-    except SurgeryError as error:
-        return {"applies": False, "class": None, "reasons": [str(error)], "engines": {}}
-    stock = outcome.carrier.stock
-    reasons = list(outcome.carrier.reasons)
-    return {
-        "applies": True,
-        "class": "deepseek_v3" if stock else "surgery",
-        "reasons": reasons,
-        "engines": outcome.engines,
-        "speed": speed(_latents(opened, outcome)),
-    }
-
-
-def _latents(opened: Source, outcome: Forecast) -> list[Attention]:
-    """The layers that one split would make."""
-    writer, first = outcome.carrier.writer, opened.anatomy(0)
-    widths = [writer.kv_width(layer) for layer in range(opened.layers)]
-    gains = 0 if first.k_norm is None else first.kv_heads
-    return structures.of_mla(_layers(opened), widths, outcome.split.rope_dim, gains, _attention_dtype(opened).itemsize)
 
 
 def _spectra(opened: Source, settings: ConvertSettings, progress: Progress) -> tuple[list[LayerSpectrum], dict]:

@@ -7,9 +7,7 @@ import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.calibration.texts import (
     RANDOM_LENGTH,
@@ -23,11 +21,9 @@ from surgery.checkpoint.output_place import settle_output
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
 from surgery.families.base import head_shape
-from surgery.reporting.report import SourceShape
-from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
-from surgery.structures.base import LONG, Foreseen
 from surgery.structures.estimates import Workload, measure_speed
+from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
 from surgery.structures.registry import target_of
 
 # The report, the card and the config: what is written beside weights and copied files.
@@ -95,8 +91,8 @@ def plan_conversion(
     tokens = _tokens(opened, settings)
     weights = sum(spec.nbytes for spec in foreseen.tensors.values())
     work = Workload.of(opened, settings.batch_size, tokens, foreseen.demand)
-    config = _final_config(foreseen, settings)
-    source_kv, kv = _source_kv_bytes(opened), _kv_bytes(foreseen, config, opened, settings)
+    config = final_config(foreseen, settings)
+    source_kv, kv = source_kv_bytes(opened), kv_bytes(foreseen, config, opened, settings)
     return ConversionPlan(
         source=_source_facts(opened),
         out=str(out),
@@ -116,35 +112,6 @@ def plan_conversion(
         memory=work.memory(),
         work=work.estimate(measure_speed(opened.stream.device, opened.stream.dtype)),
     )
-
-
-def _source_kv_bytes(opened: Source | OwnSource) -> float:
-    """Of the source, per token."""
-    if isinstance(opened, Source):
-        return SourceShape.of(opened).kv_bytes_per_token
-    config, dtype = opened.reader.config, opened.weight_dtype
-    if config["model_type"] == MODEL_TYPE:
-        return skeleton(config, dtype).kv_cache_bytes(1, LONG) / LONG
-    return (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * opened.layers * dtype.itemsize
-
-
-def _final_config(foreseen: Foreseen, settings: ConversionSettings) -> dict[str, Any]:
-    """The config.json of the result, with its codes."""
-    if not getattr(settings, "quantizes", False):
-        return foreseen.config
-    return {**own_config(foreseen.config, layer_entries(foreseen.config)), "kv_cache": settings.kv_cache()}
-
-
-def _kv_bytes(
-    foreseen: Foreseen, config: dict[str, Any], opened: Source | OwnSource, settings: ConversionSettings
-) -> float:
-    """Of the result, per token: with bits those of its codes, or of the budget where bits are chosen with the ranks."""
-    if not config.get("kv_cache"):
-        return foreseen.kv_bytes_per_token
-    if settings.bits == "auto":
-        return (settings.kv_ratio or 0.25) * _source_kv_bytes(opened)
-    tokens = getattr(settings, "context", None) or LONG
-    return skeleton(config, opened.weight_dtype).kv_cache_bytes(1, tokens) / tokens
 
 
 def _source_facts(opened: Source | OwnSource) -> dict:

@@ -1,0 +1,63 @@
+"""What a checkpoint can become: every target foreseen, with the class, the bytes, the engines and decoding's gain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.engines import engine_table
+from surgery.inspection.attention_structures import of_config
+from surgery.kernels.planner import Attention
+from surgery.running.source import Source
+from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
+from surgery.structures.registry import TARGETS, Target
+
+REQUESTS = {
+    "mla": {"": {}, " --engine vllm": {"engine": "vllm"}, " --engine llama.cpp": {"engine": "llama.cpp"}}
+    | {" --carrier own": {"carrier": "own"}},
+    "hybrid": {" --streaming 1": {"streaming": 1}},
+}
+"""What a user gets who asks for nothing but what is needed, and who asks for engines; of other targets for nothing."""
+
+Speed = Callable[[list[Attention]], list[dict]]
+
+
+def foreseen_targets(opened: Source, speed: Speed) -> list[dict[str, Any]]:
+    """Every target, those of installed packages among them.
+
+    Args:
+        speed: what decoding gains with attention of another structure.
+    """
+    found: list[dict[str, Any]] = []
+    for target in TARGETS.values():
+        for asked, request in REQUESTS.get(target.name, {"": {}}).items():
+            row = _foreseen(opened, target, request, speed)
+            if asked and not row["applies"] and found and found[-1]["reasons"] == row["reasons"]:
+                continue  # what stands in the way of the default
+            same = [one for one in found if one["to"] == target.name and one["class"] == "surgery"]
+            if "carrier" in request and same:
+                continue  # the default goes to the own class already
+            found.append({"command": f"surgery convert --to {target.name}{asked}", "to": target.name, **row})
+    return found
+
+
+def _foreseen(opened: Source, target: Target, request: dict[str, Any], speed: Speed) -> dict[str, Any]:
+    try:
+        settings = target.settings(request)
+        structure = target.structure().for_source(opened.reader.config, settings)
+        foreseen = structure(opened, settings, Progress(silent=True)).foresee()
+        config = final_config(foreseen, settings)
+        held, of_source = kv_bytes(foreseen, config, opened, settings), source_kv_bytes(opened)
+    except SurgeryError as error:
+        return {"applies": False, "class": None, "reasons": [str(error)], "engines": {}, "speed": []}
+    return {
+        "applies": True,
+        "class": config["model_type"],
+        "reasons": foreseen.reasons,
+        "engines": foreseen.engines if foreseen.engines and "kv_cache" not in config else engine_table(config),
+        "kv_bytes_per_token": held,
+        "kv_ratio": held / of_source,
+        "speed": speed(of_config(config, opened.weight_dtype.itemsize)),
+    }
