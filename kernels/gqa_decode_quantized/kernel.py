@@ -27,7 +27,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.code_numbers import number
 from surgery.kernels.gqa_decode.kernel import reach, row_length
 from surgery.kernels.launch import Config, Launch, strides
 from surgery.kernels.online_softmax import LOG2E, log_of
@@ -327,6 +326,18 @@ def gqa_decode_quantized_kernel(
     right = (2 * c + 1) // VALUE_SIZE
     tl.store(column + 1, odd.to(out.dtype.element_ty), mask=mine & (right[None, :] == channels[:, None]))
     tl.store(lse + place, log_of(most, total), mask=there & (channels == 0))
+
+
+@triton.jit
+def number(codes, shift, BITS: tl.constexpr, FLOAT: tl.constexpr):
+    """The numbers, fp32, of codes of BITS bits that begin at bit `shift`: by arithmetic, faster than conversion."""
+    bits = codes.to(tl.int32) >> shift
+    if FLOAT:
+        # The exponent is 120 too small in the place of fp32's; subnormal ones come out right, too.
+        bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+        return bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
+    # An integer below 2^23 is the mantissa of 2^23 plus it.
+    return ((bits & (2**BITS - 1)) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
 @triton.jit
