@@ -116,6 +116,19 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
                     self.model.layers[index].self_attn.hands_on = True
         self._handed_on = handed_on
 
+    def init_continuous_batching(self, *args, **kwargs):
+        """Refuses continuous batching (`generate_batch`, `transformers serve`).
+
+        Its pages hold plain keys and values of one shape in all layers, which this model does not cache.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "transformers' continuous batching keeps keys and values of one shape in pages, and this model caches "
+            "something else: use generate() with a padded batch, or vLLM with the plugin of model-surgery"
+        )
+
     @property
     def quantization_aware(self) -> bool:
         """Whether training reads what the codes of `kv_cache` say, with gradients as if it were the exact numbers.
