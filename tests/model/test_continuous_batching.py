@@ -14,6 +14,7 @@ def loaded(kind):
     return AutoModelForCausalLM.from_pretrained(OLD / kind, dtype=torch.float32).eval()
 
 
+@pytest.mark.slow  # torch compiles the pages
 def test_fewer_heads_write_in_batches_what_they_write_alone():
     model = loaded("gqa")
     said = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
