@@ -319,7 +319,7 @@ def test_targets_take_their_own_settings():
     assert find_target("mqa").settings({"seed": 3}).kv_heads == 1
     with pytest.raises(SurgeryError, match="contradicts --to mqa"):
         find_target("mqa").settings({"kv_heads": 2})
-    with pytest.raises(SurgeryError, match="--to gqa: unknown setting 'kv_lora_rank'"):
+    with pytest.raises(SurgeryError, match="--to gqa: kv_lora_rank is for mla; gqa has no such setting"):
         find_target("gqa").settings({"kv_lora_rank": 8})
     with pytest.raises(SurgeryError, match=r"unknown target, choose mla, gqa, mqa, .*; did you mean gqa"):
         find_target("gga")

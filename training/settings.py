@@ -206,7 +206,10 @@ class HealSettings(FileSettings):
     wandb_mode: Literal["online", "offline", "disabled"] = setting("online", "Of wandb.")
     project: str = setting("surgery-heal", "Of the tracker.", metavar="NAME")
     tracker_folder: str | None = setting(
-        None, "Where a tracker that writes files does.", unset="OUT.run, beside it", metavar="DIR"
+        None,
+        "Where a tracker that writes files does.",
+        unset="OUT.tracking; OUT.run if the training is started by itself",
+        metavar="DIR",
     )
 
     def __post_init__(self) -> None:

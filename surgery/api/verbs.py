@@ -1,7 +1,7 @@
 """The verbs of the command line as functions, for notebooks and programs. Torch is imported when one is called.
 
 Each takes a model as a folder, a GGUF file, a hub id, a name (``builtin``, ``smollm2``), a model of transformers in
-memory with its tokenizer, or the result of another. Settings have the names of the YAML files (``surgery configs``).
+memory with its tokenizer, or the result of another. Settings have the names of YAML files (``surgery config NAME``).
 Nothing is written without an ``out``: what is made lies in a temporary folder that goes with the result.
 """
 

@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -24,9 +24,11 @@ VALUES = {int: "N", float: "F", str: "TEXT"}
 
 @dataclass(frozen=True)
 class SettingOption:
-    """An option, and the settings that it gives: one of each target that has it.
+    """An option, and the settings that it gives.
 
     Attributes:
+        key: its parameter's name.
+        settings: one of each target that has it; a verb without targets counts as one.
         targets: how many there are in all.
     """
 
@@ -34,7 +36,7 @@ class SettingOption:
     settings: Mapping[str, Setting]
     targets: int
 
-    @cached_property
+    @property
     def first(self) -> Setting:
         return next(iter(self.settings.values()))
 
@@ -52,18 +54,20 @@ class SettingOption:
     @property
     def panel(self) -> str:
         """Of the section, or of the only target that has it."""
-        return (
-            f"--to {next(iter(self.settings))}" if self.targets > 1 == len(self.settings) else self.first.said.section
-        )
+        if self.targets > 1 and len(self.settings) == 1:
+            return f"--to {next(iter(self.settings))}"
+        return self.first.said.section
 
     def parameters(self) -> list[inspect.Parameter]:
         """Of the function that typer sees: the option, and a hidden one for each of its old flags."""
-        is_flag, repeated = self.first.kinds == (bool,), self.first.said.repeated
-        kind = bool | None if is_flag else list[str] | None if repeated else str | None
-        no = f"/--no-{self.flag.strip('-')}" if is_flag else ""
-        said = {"metavar": None if is_flag else self.metavar, "help": self.help, "rich_help_panel": self.panel}
-        options = {self.key: typer.Option(self.flag + no, *self.first.said.also, **said)}
-        options |= {key: typer.Option(flag, metavar=said["metavar"], hidden=True) for key, flag in self.old.items()}
+        flag, metavar, kind = self.flag, self.metavar, str | None
+        if self.first.said.repeated:
+            kind = list[str] | None
+        elif self.first.kinds == (bool,):
+            flag, metavar, kind = f"{self.flag}/--no-{self.flag.strip('-')}", None, bool | None
+        said = {"metavar": metavar, "help": self.help, "rich_help_panel": self.panel}
+        options = {self.key: typer.Option(flag, *self.first.said.also, **said)}
+        options |= {key: typer.Option(old, metavar=metavar, hidden=True) for key, old in self.old.items()}
         return [_parameter(key, Annotated[kind, option], None) for key, option in options.items()]
 
     @property
@@ -171,18 +175,15 @@ def _taken(option: SettingOption, values: dict[str, Any]) -> Any:
     """Takes an option's value out of those of all parameters.
 
     Raises:
-        SurgeryError: an old flag gives it a second time.
+        SurgeryError: two of its flags give it.
     """
-    value = values.pop(option.key) or None if option.first.said.repeated else values.pop(option.key)
-    for key, flag in option.old.items():
-        again = values.pop(key)
-        if again is None or again == []:
-            continue
-        if value is not None:
-            raise SurgeryError(f"{flag} is the same as {option.flag}: give one of them")
+    flags = {option.key: option.flag, **option.old}
+    given = {flag: value for key, flag in flags.items() if (value := values.pop(key)) not in (None, [])}
+    if len(given) > 1:
+        raise SurgeryError(f"{' and '.join(given)} are the same: give one of them")
+    for flag in given.keys() - {option.flag}:
         print(f"surgery: note: {flag} is {option.flag} now", file=sys.stderr)
-        value = again
-    return value
+    return next(iter(given.values()), None)
 
 
 def _default(setting: Setting) -> str:

@@ -11,6 +11,7 @@ import typer
 
 from surgery.cli.generated import Given, with_settings
 from surgery.cli.options import MACHINE, OUTPUT, CheckpointArgument, JsonOption, config_file
+from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
 from surgery.training.settings import HealSettings
 
@@ -105,6 +106,8 @@ def heal(
     from surgery.healing.launchers import check_processes, find_launcher
 
     check_processes(processes)
+    if wandb is not None and given.get("tracker") not in (None, "wandb"):
+        raise SurgeryError(f"--wandb {wandb} and --tracker {given.get('tracker')}: give one of them")
     asked = given.of(HealSettings) | ({} if wandb is None else {"tracker": "wandb", "project": wandb})
     if "teacher" in asked:
         asked["teacher"] = model_named(asked["teacher"])

@@ -240,7 +240,7 @@ class _Measuring:
         if settings.length <= sinks + recent:
             raise SurgeryError(
                 f"sequences of {settings.length} tokens are no longer than {sinks} sinks and {recent} recent tokens: "
-                "no head would miss anything; raise --length or lower --sinks and --recent"
+                "no head would miss anything; raise --length or lower --sinks and --window"
             )
         tasks = build_tasks(settings, tokenizer, checkpoint.reader.config, Progress(silent=True))
         return cls(checkpoint, tokenizer, tasks, sinks, recent, settings.length)

@@ -99,7 +99,7 @@ def compile_plan(
     if not affordable(full):
         raise SurgeryError(
             f"the budget is less than {sinks} sinks and {recent} recent tokens of all heads take: raise --kv-ratio, "
-            "lower --sinks and --recent, or count the ratio at a longer --context"
+            "lower --sinks and --window, or count the ratio at a longer --context"
         )
     for place in _in_bundles(scores, units, multiple):
         more = full.clone()

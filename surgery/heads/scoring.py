@@ -146,7 +146,7 @@ def sequence_length(settings: HeadSettings, config: dict) -> int:
     if length <= settings.sinks + settings.recent:
         raise SurgeryError(
             f"sequences of {length} tokens are no longer than {settings.sinks} sinks and {settings.recent} recent "
-            "tokens: no head would miss anything; raise --length or lower --sinks and --recent"
+            "tokens: no head would miss anything; raise --length or lower --sinks and --window"
         )
     return length
 

@@ -225,9 +225,8 @@ def training_settings(
     Raises:
         SurgeryError: a setting is unknown or impossible, or the student's cache has a basis of each prompt's own.
     """
-    settings = (
-        HealSettings.from_file(request.config, **request.given) if request.config else HealSettings(**request.given)
-    )
+    read = read_mapping(request.config) if request.config else {}
+    settings = HealSettings.from_mapping({**read, **request.given}, str(request.config or "heal"))
     kinds = {entry["kind"] for entry in student.config.get("attention_layers") or () if entry}
     if "cross_layer_prompt" in kinds:
         raise SurgeryError(f"{student.path}: its basis is each prompt's own, made of no weights: nothing to heal")
@@ -309,9 +308,8 @@ def _quality(
     if request.measure is None:
         return []
     rows = {"converted": settings.student, "healed": str(trained)}
-    chosen = EvalSettings(
-        **{"tasks": ("loss", "recall"), "decoded": 0, "variants": (), "device": settings.device, **request.measure}
-    )
+    fixed = {"tasks": ("loss", "recall"), "decoded": 0, "variants": (), "device": settings.device}
+    chosen = EvalSettings.from_mapping({**fixed, **request.measure}, "measure")
     asked = Request(
         tuple(f"{name}={path}" for name, path in rows.items()),
         None if settings.teacher is None else f"source={settings.teacher}",

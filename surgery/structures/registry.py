@@ -67,7 +67,7 @@ class Target:
         where = str(config) if any(name not in given for name in read) else f"--to {self.name}"
         for name in {**read, **given}:
             others = targets_with(name)
-            if others and self.name not in others and name not in names_of(self.settings_class):
+            if others and name not in names_of(self.settings_class):
                 raise SurgeryError(f"{where}: {name} is for {', '.join(others)}; {self.name} has no such setting")
         return self.settings_class.from_mapping({**read, **given, **self.fixed}, where)
 

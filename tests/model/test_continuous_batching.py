@@ -1,4 +1,4 @@
-"""transformers' continuous batching (`generate_batch`, `transformers serve`): fewer KV heads run, the own class refuses."""
+"""transformers' continuous batching (`generate_batch`): fewer KV heads run, the own class refuses."""
 
 from pathlib import Path
 
