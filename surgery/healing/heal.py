@@ -308,8 +308,9 @@ def _quality(
     if request.measure is None:
         return []
     rows = {"converted": settings.student, "healed": str(trained)}
-    fixed = {"tasks": ("loss", "recall"), "decoded": 0, "variants": (), "device": settings.device}
-    chosen = EvalSettings.from_mapping({**fixed, **request.measure}, "measure")
+    chosen = EvalSettings(
+        **{"tasks": ("loss", "recall"), "decoded": 0, "variants": (), "device": settings.device, **request.measure}
+    )
     asked = Request(
         tuple(f"{name}={path}" for name, path in rows.items()),
         None if settings.teacher is None else f"source={settings.teacher}",
