@@ -150,7 +150,7 @@ HEADS = {"heads": {"name": "a", "source": "builtin"}}
         ([HEADS, {"compare-heads": {"name": "c", "patterns": "a"}}], "patterns must be a list"),
         ([HEADS, {"compare-heads": {"name": "c"}}], "patterns is missing"),
         ([HEADS, {"compare-heads": {"name": "c", "patterns": ["a"], "share": [1]}}], "did you mean shares"),
-        ([HEADS, {"compare-heads": {"name": "c", "patterns": ["a"], "shares": [2]}}], r"shares \[2\]"),
+        ([HEADS, {"compare-heads": {"name": "c", "patterns": ["a"], "shares": [2]}}], r"shares \[2"),
         ([HEADS, {"convert": {"name": "h", "source": "builtin", "to": "hybrid", "haeds": "a"}}], "did you mean heads"),
     ],
 )

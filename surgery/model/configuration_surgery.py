@@ -13,6 +13,16 @@ from .hybrid_cache import StreamingLayer
 from .quantized_cache import QuantizedKVLayer
 from .token_codes import TokenCodes
 
+# What a base config may say of an attention that the kinds here would silently leave out: logits that are capped, scaled
+# by something else than the head's width, or joined by learned sinks, and layers without rotation.
+_OTHER_ATTENTION = (
+    "attn_logit_softcapping",
+    "query_pre_attn_scalar",
+    "attention_multiplier",
+    "attention_chunk_size",
+    "no_rope_layers",
+)
+
 # What a base config says about itself rather than about the model: never carried from one config to the other.
 _IDENTITY_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version")
 
@@ -102,6 +112,9 @@ class SurgeryConfig(PreTrainedConfig):
         # The family's own class fills in its defaults and translates legacy fields such as rope_theta and rope_scaling.
         source = {name: value for name, value in kwargs.items() if name not in _IDENTITY_FIELDS}
         base = CONFIG_MAPPING[self.base_model_type](**source).to_dict()
+        for name in _OTHER_ATTENTION:
+            if base.get(name) is not None:
+                raise ValueError(f"base_model_type {self.base_model_type!r} has {name}, which is not carried here")
         own = {field.name for field in fields(self)} | set(_IDENTITY_FIELDS)
         inherited = {name: value for name, value in base.items() if name not in own}
         if "auto_map" in kwargs:

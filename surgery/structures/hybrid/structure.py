@@ -182,7 +182,7 @@ def plan_heads(
     sinks = default_sinks if sinks is None else sinks
     recent = default_recent if recent is None else recent
     if sinks is None or recent is None:
-        raise SurgeryError(f"{settings.heads}: does not say for how many tokens; give --sinks and --recent")
+        raise SurgeryError(f"{settings.heads}: does not say for how many tokens; give --sinks and --window")
     if settings.compensated and any(unit.blocks or len(unit.heads) > 1 for found in model.units for unit in found):
         raise SurgeryError("compensated: latents have no key and value of a head to take the mean of; leave it at 0")
     kept, heads = sinks + recent - 1, scores.numel()
