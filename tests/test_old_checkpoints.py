@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import surgery  # noqa: F401  makes AutoModel know the own class
+
 OLD = Path(__file__).with_name("old_checkpoints")
 TOKENS = json.loads((OLD / "tokens.json").read_text())
 

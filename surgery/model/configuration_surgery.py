@@ -13,8 +13,8 @@ from .hybrid_cache import StreamingLayer
 from .quantized_cache import QuantizedKVLayer
 from .token_codes import TokenCodes
 
-# What a base config may say of an attention that the kinds here would silently leave out: logits that are capped, scaled
-# by something else than the head's width, or joined by learned sinks, and layers without rotation.
+# What a base config may say of an attention that the kinds here would silently leave out: logits that are capped or
+# scaled by something else than the head's width, chunks, and layers without rotation.
 _OTHER_ATTENTION = (
     "attn_logit_softcapping",
     "query_pre_attn_scalar",

@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+import surgery  # noqa: F401  makes AutoModel know the own class
+
 OLD = Path(__file__).resolve().parents[1] / "old_checkpoints"
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12]]
 
