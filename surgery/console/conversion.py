@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from rich.console import Console
@@ -45,11 +46,22 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     if report["splits"]:
         _show_splits(page, report["splits"], (target["rope_dim"], target["kv_lora_rank"]))
     _show_carrier(page, target)
-    page.print(
-        f"{duration(sum(report['seconds'].values()))}, peak memory {size(report['peak_memory_bytes'])}\n"
-        f"[bold]{plain(conversion.path)}[/bold]",
-        soft_wrap=True,
-    )
+    page.print(f"{duration(sum(report['seconds'].values()))}, peak memory {size(report['peak_memory_bytes'])}")
+    page.print(f"[bold]{plain(conversion.path)}[/bold]: {_verdict(report)}", soft_wrap=True)
+    if first["loss"] is not None:
+        made, given = plain(conversion.path), plain(conversion.source)
+        page.print(f"Next: surgery heal {made} --teacher {given}", soft_wrap=True)
+        page.print(f"      surgery eval {made} --baseline {given}", soft_wrap=True)
+
+
+def _verdict(report: dict) -> str:
+    """What a conversion cost, in a sentence."""
+    first, last, kept = report["ladder"][0], report["ladder"][-1], share(report["kv"]["ratio"])
+    if first["loss"] is None:
+        return f"{kept} of the KV bytes; what that cost was not measured"
+    lost = last["loss"] - first["loss"]
+    recall = f", recall {decimal(first['recall'], 2)} → {decimal(last['recall'], 2)}" if first["recall"] else ""
+    return f"{kept} of the KV bytes for {lost:+.4f} nats per token (perplexity {math.expm1(lost):+.1%}){recall}"
 
 
 def _numbers(kv: dict, target: dict) -> list[tuple[str, str, str]]:

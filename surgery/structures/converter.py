@@ -31,10 +31,11 @@ from surgery.verify.written import Verification
 
 @dataclass(frozen=True)
 class Conversion:
-    """A finished conversion: where it is and what is known of it."""
+    """A finished conversion: where it is, what is known of it, and what it was made from, as it was given."""
 
     path: Path
     report: Report
+    source: str
 
 
 def convert(
@@ -76,7 +77,7 @@ def convert(
             outcome = asked.convert_layers(work, writer)
             outcome, verification = _finish(asked, work, writer, tensors, outcome)
             report = _conclude(work, writer, outcome, verification, command)
-    return Conversion(writer.out, report)
+    return Conversion(writer.out, report, str(source))
 
 
 def _finish(
