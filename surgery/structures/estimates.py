@@ -27,8 +27,8 @@ ALGEBRA_MATRICES = 8
 # Multiples of n³ that a layer's eigendecompositions and products take.
 ALGEBRA_CUBES = 60
 # Reading held-out text through quantised caches, a few tokens at a time, against one forward pass: SmolLM2-135M on two
-# cores.
-CODES_SLOWDOWN = 30
+# cores took 31 s and 6 s a sequence.
+CODES_SLOWDOWN = 5
 BENCHMARK_SIZE, BENCHMARK_SECONDS = 1024, 0.15
 
 
