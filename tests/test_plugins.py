@@ -168,12 +168,16 @@ def test_a_program_registers_without_a_package():
         plugins._registered["scorers"].clear()
 
 
-def test_what_cannot_be_loaded_is_one_line(monkeypatch):
+def test_what_cannot_be_loaded_is_one_line(monkeypatch, capsys):
     from importlib.metadata import EntryPoint
 
     from surgery.common import plugins
 
     broken = {"mine": EntryPoint("mine", "no_such_package:thing", "model_surgery.scorers")}
     monkeypatch.setattr(plugins, "_announced", lambda kind: broken)
+    registry = Registry("scorers", {"own": 1})
     with pytest.raises(SurgeryError, match="scorers: 'mine' of no_such_package:thing cannot be loaded"):
-        Registry("scorers", {})["mine"]
+        registry["mine"]
+    # What does not need it goes on without.
+    assert registry.working() == {"own": 1}
+    assert "note: scorers: 'mine' of no_such_package:thing cannot be loaded" in capsys.readouterr().err

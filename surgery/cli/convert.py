@@ -24,7 +24,7 @@ from surgery.structures.registry import TARGETS, described, find_target
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    classes = {target.name: target.settings_class for target in TARGETS.values() if not target.fixed}
+    classes = {target.name: target.settings_class for target in TARGETS.working().values() if not target.fixed}
     app.command()(with_settings(convert, classes))
 
 

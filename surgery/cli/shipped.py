@@ -73,7 +73,9 @@ def config_page(name: str) -> str:
     Raises:
         SurgeryError: there is none of that name.
     """
-    classes = {each.name: (each.settings_class, f"`surgery convert --to {each.name}`") for each in TARGETS.values()}
+    classes = {
+        each.name: (each.settings_class, f"`surgery convert --to {each.name}`") for each in TARGETS.working().values()
+    }
     verbs = {"slice": SLICE.settings_class, "heads": HeadSettings, "heal": HealSettings, "eval": EvalSettings}
     classes |= {verb: (cls, f"`surgery {verb}`") for verb, cls in verbs.items()}
     if name in classes:

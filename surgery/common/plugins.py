@@ -9,6 +9,7 @@ A package names what it brings in its pyproject.toml, one group a kind::
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -55,6 +56,16 @@ class Registry(Mapping[str, Kind], Generic[Kind]):
                 return things[name]
         return _load(self._kind, _announced(self._kind)[name])
 
+    def working(self) -> dict[str, Kind]:
+        """All but those of packages that cannot be loaded: a line on standard error tells, and nobody else is stopped."""
+        found = {}
+        for name in self:
+            try:
+                found[name] = self[name]
+            except SurgeryError as error:
+                _tell_once(str(error))
+        return found
+
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys((*self._own, *added(self._kind))))
 
@@ -77,3 +88,8 @@ def _load(kind: str, point: EntryPoint) -> Any:
     except Exception as error:  # whatever a package of somebody else does when it is imported
         where = point.dist.name if point.dist else point.value
         raise SurgeryError(f"{kind}: {point.name!r} of {where} cannot be loaded ({error})") from error
+
+
+@cache
+def _tell_once(problem: str) -> None:
+    print(f"surgery: note: {problem}", file=sys.stderr)

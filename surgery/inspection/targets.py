@@ -31,7 +31,7 @@ def foreseen_targets(opened: Source, speed: Speed) -> list[dict[str, Any]]:
         speed: what decoding gains with attention of another structure.
     """
     found: list[dict[str, Any]] = []
-    for target in TARGETS.values():
+    for target in TARGETS.working().values():
         for asked, request in REQUESTS.get(target.name, {"": {}}).items():
             row = _foreseen(opened, target, request, speed)
             if asked and not row["applies"] and found and found[-1]["reasons"] == row["reasons"]:

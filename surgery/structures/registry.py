@@ -139,12 +139,13 @@ SLICE = Target("slice", SliceSettings, "surgery.structures.slices.structure:Slic
 
 def target_of(settings: ConversionSettings) -> Target:
     """The target that settings are of."""
-    return next(target for target in (*TARGETS.values(), SLICE) if type(settings) is target.settings_class)
+    return next(target for target in (*TARGETS.working().values(), SLICE) if type(settings) is target.settings_class)
 
 
 def targets_with(setting: str) -> list[str]:
     """Targets that have a setting."""
-    return [name for name, each in TARGETS.items() if not each.fixed and setting in names_of(each.settings_class)]
+    targets = {name: each for name, each in TARGETS.working().items() if not each.fixed}
+    return [name for name, each in targets.items() if setting in names_of(each.settings_class)]
 
 
 def find_target(name: str) -> Target:
@@ -161,4 +162,4 @@ def find_target(name: str) -> Target:
 
 def described() -> str:
     """All targets with what they are about, for people."""
-    return ", ".join(f"{name} ({target.about})" if target.about else name for name, target in TARGETS.items())
+    return ", ".join(f"{name} ({target.about})" if target.about else name for name, target in TARGETS.working().items())
