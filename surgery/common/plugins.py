@@ -57,7 +57,7 @@ class Registry(Mapping[str, Kind], Generic[Kind]):
         return _load(self._kind, _announced(self._kind)[name])
 
     def working(self) -> dict[str, Kind]:
-        """All but those of packages that cannot be loaded: a line on standard error tells, and nobody else is stopped."""
+        """All but those of packages that cannot be loaded, which a line on standard error tells."""
         found = {}
         for name in self:
             try:
