@@ -19,6 +19,23 @@ if not torch.cuda.is_available():
 
 from tiny_models import make_checkpoint
 
+STARTING_PROCESSES = (
+    "test_processes.py",
+    "test_python_api.py",
+    "test_heal.py",
+    "test_heads_recipe.py",
+    "test_run.py",
+    "test_plugins.py",
+    "test_cli_evaluation.py",
+    "test_recipe.py",
+    "test_registration.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Files of a few long tests first: at the end one worker would do them while the other waits."""
+    items.sort(key=lambda item: item.path.name not in STARTING_PROCESSES)
+
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
