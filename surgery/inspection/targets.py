@@ -7,7 +7,6 @@ from typing import Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.engines import engine_table
 from surgery.inspection.attention_structures import of_config
 from surgery.kernels.planner import Attention
 from surgery.running.source import Source
@@ -56,7 +55,7 @@ def _foreseen(opened: Source, target: Target, request: dict[str, Any], speed: Sp
         "applies": True,
         "class": config["model_type"],
         "reasons": foreseen.reasons,
-        "engines": foreseen.engines if foreseen.engines and "kv_cache" not in config else engine_table(config),
+        "engines": foreseen.engines_of(config),
         "kv_bytes_per_token": held,
         "kv_ratio": held / of_source,
         "speed": speed(of_config(config, opened.weight_dtype.itemsize)),

@@ -23,6 +23,7 @@ from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import Texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.progress import Progress
+from surgery.engines import engine_table
 from surgery.reporting.report import SourceShape
 from surgery.running.source import OwnSource, Source
 from surgery.structures.alternatives import Alternatives
@@ -151,6 +152,10 @@ class Foreseen:
     splits: list[dict[str, Any]] = field(default_factory=list)
     settled: bool = True
     engines: dict[str, dict] | None = None
+
+    def engines_of(self, config: dict[str, Any]) -> dict[str, dict]:
+        """What engines say of the result, whose config.json is ``config`` with its codes."""
+        return engine_table(config) if self.engines is None or "kv_cache" in config else self.engines
 
 
 class Structure(ABC, Generic[Opened, Settings]):

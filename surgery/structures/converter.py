@@ -15,9 +15,8 @@ from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import load_texts
-from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, verify_files
+from surgery.checkpoint import CheckpointWriter, TensorSpec, verify_files
 from surgery.checkpoint.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
-from surgery.checkpoint.output_place import settle_output
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
 from surgery.model import remote_code_files
@@ -25,7 +24,8 @@ from surgery.reporting.report import Report, build_report
 from surgery.structures.alternatives import Alternatives
 from surgery.structures.base import Outcome, Structure, Work
 from surgery.structures.quantized.stage import in_own_class, quantize_written
-from surgery.structures.registry import TARGETS, target_of
+from surgery.structures.registry import TARGETS
+from surgery.structures.request import open_request
 from surgery.verify.written import Verification
 
 
@@ -63,14 +63,10 @@ def convert(
         SurgeryError: bad input or an impossible request; nothing is left behind.
     """
     progress = progress or Progress(silent=True)
-    reader, target = CheckpointReader.open(source, allow_pickle=allow_pickle), target_of(settings)
-    structure = target.structure().for_source(reader.config, settings)
-    opened = structure.open(reader, settings)
-    out = settle_output(source, reader.source, out, target.ending_of(settings), overwrite=overwrite)
-    asked = structure(opened, settings, progress)
-    texts = load_texts(opened, settings, progress)
+    asked, out = open_request(source, out, settings, progress, overwrite=overwrite, allow_pickle=allow_pickle)
+    texts = load_texts(asked.opened, settings, progress)
     with StatisticsLibrary() as library, BoundaryStore() as store, Alternatives() as alternatives:
-        work = Work(opened, settings, texts, library, store, alternatives, progress)
+        work = Work(asked.opened, settings, texts, library, store, alternatives, progress)
         asked.gather(work)
         tensors = asked.plan(work)
         with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:

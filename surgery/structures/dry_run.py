@@ -16,15 +16,14 @@ from surgery.calibration.texts import (
     load_texts,
     load_tokenizer,
 )
-from surgery.checkpoint import CheckpointReader, CheckpointWriter
-from surgery.checkpoint.output_place import settle_output
+from surgery.checkpoint import CheckpointWriter
 from surgery.common.progress import Progress
-from surgery.engines import engine_table
 from surgery.families.base import head_shape
 from surgery.running.source import OwnSource, Source
 from surgery.structures.estimates import Workload, measure_speed
 from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
 from surgery.structures.registry import target_of
+from surgery.structures.request import open_request
 
 # The report, the card and the config: what is written beside weights and copied files.
 REPORT_BYTES = 64 * 1024
@@ -77,11 +76,9 @@ def plan_conversion(
     Raises:
         SurgeryError: whatever the conversion would refuse before it computes.
     """
-    reader, target = CheckpointReader.open(source, allow_pickle=allow_pickle), target_of(settings)
-    structure = target.structure().for_source(reader.config, settings)
-    opened = structure.open(reader, settings)
-    out = settle_output(source, reader.source, out, target.ending_of(settings), overwrite=overwrite)
-    foreseen = structure(opened, settings, Progress(silent=True)).foresee()
+    silent = Progress(silent=True)
+    asked, out = open_request(source, out, settings, silent, overwrite=overwrite, allow_pickle=allow_pickle)
+    opened, foreseen = asked.opened, asked.foresee()
     if isinstance(opened, Source):
         for layer in range(opened.layers):
             opened.anatomy(layer)  # refuses weights that are not finite
@@ -100,12 +97,12 @@ def plan_conversion(
         splits=foreseen.splits,
         kv={"source_bytes_per_token": source_kv, "bytes_per_token": kv, "ratio": kv / source_kv},
         target={
-            "to": target.name,
+            "to": target_of(settings).name,
             "method": getattr(settings, "method", None),
             "model_type": foreseen.model_type,
             "reasons": foreseen.reasons,
             "frequencies_known": foreseen.settled,
-            "engines": engine_table(config) if "kv_cache" in config else foreseen.engines or engine_table(config),
+            "engines": foreseen.engines_of(config),
         },
         tokens=tokens,
         disk=_disk(opened, out, weights, work),

@@ -1,0 +1,33 @@
+"""What a conversion and its dry run begin with: the source opened, the output's place settled, the structure asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from surgery.calibration.settings import ConversionSettings
+from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.output_place import settle_output
+from surgery.common.progress import Progress
+from surgery.structures.base import Structure
+from surgery.structures.registry import target_of
+
+
+def open_request(
+    source: str | Path,
+    out: str | Path | None,
+    settings: ConversionSettings,
+    progress: Progress,
+    *,
+    overwrite: bool,
+    allow_pickle: bool,
+) -> tuple[Structure, Path]:
+    """The structure that was asked for, over the opened source, and the folder to write.
+
+    Raises:
+        SurgeryError: whatever can be refused before any work.
+    """
+    reader, target = CheckpointReader.open(source, allow_pickle=allow_pickle), target_of(settings)
+    structure = target.structure().for_source(reader.config, settings)
+    opened = structure.open(reader, settings)
+    out = settle_output(source, reader.source, out, target.ending_of(settings), overwrite=overwrite)
+    return structure(opened, settings, progress), out
