@@ -35,7 +35,7 @@ FLOORS = (
     ("export", "training", "evaluation"),
     ("heads",),
     ("structures",),
-    ("healing", "inspection", "bench"),
+    ("healing", "inspection", "bench", "planning"),
     ("console",),
     ("demo", "workflow", "api"),
     ("cli",),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from surgery.inspection.inspect import Inspection
+    from surgery.planning.plan import Plan
     from surgery.structures.registry import Target
 
 
@@ -72,6 +73,43 @@ def inspect(
             gpu=ceilings,
             progress=Progress(silent=not progress),
         )
+
+
+def plan(
+    model: Model,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    allow_pickle: bool = False,
+    progress: bool = True,
+    **settings: Any,
+) -> Plan:
+    """Chooses a conversion for a budget, by trying what there is on held-out text: ``surgery plan``.
+
+    Args:
+        model: see :mod:`surgery.api.verbs`.
+        tokenizer: of a model in memory.
+        allow_pickle: read pickled weights if there are no others.
+        progress: show bars on standard error.
+        **settings: of :class:`surgery.planning.settings.PlanSettings`: ``kv_ratio``, ``memory`` with ``context`` and
+            ``batch``, or ``max_loss``; ``engine``, ``allow``, ``calibration`` …
+
+    Returns:
+        What was measured, and the choice: ``surgery.convert(model, to=plan.chosen.to, **plan.chosen.asked)``.
+
+    Raises:
+        SurgeryError: the model cannot be read or converted, a setting is unknown, or nothing meets the budget.
+
+    Example:
+        >>> plan = surgery.plan("builtin", kv_ratio=0.25, allow=("lowrank", "quantized", "bits"))
+        >>> surgery.convert("builtin", to=plan.chosen.to, **plan.chosen.asked)
+    """
+    from surgery.planning.settings import PlanSettings
+
+    asked = PlanSettings.from_mapping(settings, "plan")
+    with on_disk(model, tokenizer, tokenized=True) as source:
+        from surgery.planning.plan import make_plan
+
+        return make_plan(source.path, asked, allow_pickle=allow_pickle, progress=Progress(silent=not progress))
 
 
 def convert(

@@ -18,6 +18,7 @@ from surgery.cli.options import (
     OverwriteOption,
     PickleOption,
 )
+from surgery.common.errors import SurgeryError
 from surgery.engines.limits import cache_dtype_flags
 from surgery.structures.registry import TARGETS, described, find_target
 
@@ -32,19 +33,22 @@ def convert(
     checkpoint: CheckpointArgument,
     given: Given,
     to: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--to",
             metavar="NAME",
-            help=f"What the attention becomes: {described()}.",
+            help=f"What the attention becomes: {described()} [mla].",
         ),
-    ] = "mla",
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Folder to write [CKPT-TARGET, beside it].", rich_help_panel=OUTPUT),
     ] = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="What surgery plan chose; flags win over it.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print what it would do and take; write nothing.")
     ] = False,
@@ -74,17 +78,29 @@ def convert(
         surgery convert --to lowrank ckpt/ --kv-ratio 0.5 --bits 4
 
         surgery convert --to quantized ckpt-lowrank/ --bits 4
+
+        surgery convert ckpt/ --plan plan.yaml
     """
     from surgery.checkpoint.named_models import model_named, output_of
 
+    planned = None
+    if plan is not None:
+        if config is not None or to is not None:
+            raise SurgeryError("--plan says what the attention becomes: leave --to and --config out")
+        from surgery.planning.plan_file import read_plan
+
+        planned = read_plan(plan)
+        to = planned.target.name
+    to = to or "mla"
     target = find_target(to)
-    if to == "quantized" and (engine := given.get("engine")) is not None:
+    if to == "quantized" and planned is None and (engine := given.get("engine")) is not None:
         # Engines quantise plain caches by themselves; one of ours would load in none of them.
         bits = given.get("bits") or "4"
         flags = cache_dtype_flags(engine, int(bits) if bits.isdigit() else bits)
         print(f"nothing to convert, {engine} quantises its cache itself: {flags}")
         return
-    settings = target.settings(given.of(target.settings_class, f"--to {to}"), config)
+    chosen = dict(planned.settings) if planned else {}
+    settings = target.settings({**chosen, **given.of(target.settings_class, f"--to {to}")}, config)
     checkpoint, out = model_named(checkpoint), output_of(checkpoint, out, to)
     target.check_places(checkpoint, out, settings, overwrite=overwrite)
 
@@ -106,6 +122,7 @@ def convert(
         overwrite=overwrite,
         allow_pickle=allow_pickle,
         command=shlex.join(["surgery", *sys.argv[1:]]),
+        predicted=planned and planned.predicted,
         progress=Progress(),
     )
     show_conversion(conversion, as_json=as_json)

@@ -16,6 +16,7 @@ from surgery.cli import engines as cli_engines
 from surgery.cli import evaluation as cli_evaluation
 from surgery.cli import heads as cli_heads
 from surgery.cli import heal as cli_heal
+from surgery.cli import plan as cli_plan
 from surgery.cli import shipped as cli_shipped
 from surgery.cli import slice as cli_slice
 from surgery.cli.generated import Given, with_settings
@@ -139,6 +140,7 @@ def demo(
     run_demo(out, model=model, kv_ratio=kv_ratio, overwrite=overwrite, as_json=as_json)
 
 
+cli_plan.register(app)
 cli_convert.register(app)
 cli_slice.register(app)
 cli_engines.register(app)

@@ -15,6 +15,7 @@ from surgery.common.settings_page import settings_page
 from surgery.common.shipped import Kind, copy_shipped, shipped
 from surgery.evaluation.settings import EvalSettings
 from surgery.heads.settings import HeadSettings
+from surgery.planning.settings import PlanSettings
 from surgery.structures.registry import SLICE, TARGETS
 from surgery.training.settings import HealSettings
 
@@ -56,7 +57,7 @@ def configs(copy: CopyOption = None, overwrite: OverwriteOption = False, as_json
 
 
 def config(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="mla, gqa, lowrank … slice, heads, heal, eval.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="mla, gqa, lowrank … plan, slice, heads, heal, eval.")],
 ) -> None:
     """Print a settings file with all defaults, and what each setting is; of other names, the file that ships.
 
@@ -76,7 +77,8 @@ def config_page(name: str) -> str:
     classes = {
         each.name: (each.settings_class, f"`surgery convert --to {each.name}`") for each in TARGETS.working().values()
     }
-    verbs = {"slice": SLICE.settings_class, "heads": HeadSettings, "heal": HealSettings, "eval": EvalSettings}
+    verbs = {"plan": PlanSettings, "slice": SLICE.settings_class, "heads": HeadSettings}
+    verbs |= {"heal": HealSettings, "eval": EvalSettings}
     classes |= {verb: (cls, f"`surgery {verb}`") for verb, cls in verbs.items()}
     if name in classes:
         return settings_page(*classes[name])

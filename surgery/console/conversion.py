@@ -61,7 +61,11 @@ def _verdict(report: dict) -> str:
         return f"{kept} of the KV bytes; what that cost was not measured"
     lost = last["loss"] - first["loss"]
     recall = f", recall {decimal(first['recall'], 2)} → {decimal(last['recall'], 2)}" if first["recall"] else ""
-    return f"{kept} of the KV bytes for {lost:+.4f} nats per token (perplexity {math.expm1(lost):+.1%}){recall}"
+    predicted = report["target"].get("predicted")
+    planned = f"; the plan expected {predicted['loss_increase']:+.4f}" if predicted else ""
+    return (
+        f"{kept} of the KV bytes for {lost:+.4f} nats per token (perplexity {math.expm1(lost):+.1%}){recall}{planned}"
+    )
 
 
 def _numbers(kv: dict, target: dict) -> list[tuple[str, str, str]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from surgery.calibration import layer_statistics
 from surgery.calibration.held_out import Score
@@ -24,6 +24,7 @@ from surgery.calibration.texts import Texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
+from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
 from surgery.running.source import OwnSource, Source
 from surgery.structures.alternatives import Alternatives
@@ -141,6 +142,7 @@ class Foreseen:
         demand: what it computes.
         splits: of the budget that would be tried.
         settled: whether nothing that engines look at is left to the work; ``engines`` what they say where it is not.
+        sized: whether the bytes are known, of a config with its codes; else they follow from :meth:`Structure.plan`.
     """
 
     config: dict[str, Any]
@@ -152,10 +154,24 @@ class Foreseen:
     splits: list[dict[str, Any]] = field(default_factory=list)
     settled: bool = True
     engines: dict[str, dict] | None = None
+    sized: bool = True
 
     def engines_of(self, config: dict[str, Any]) -> dict[str, dict]:
         """What engines say of the result, whose config.json is ``config`` with its codes."""
         return engine_table(config) if self.engines is None or "kv_cache" in config else self.engines
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings that are worth weighing where a budget is all that is asked for.
+
+    Attributes:
+        settings: by name.
+        scales: whether a ``kv_ratio`` beside them says how small the result is.
+    """
+
+    settings: Mapping[str, Any]
+    scales: bool = True
 
 
 class Structure(ABC, Generic[Opened, Settings]):
@@ -181,9 +197,33 @@ class Structure(ABC, Generic[Opened, Settings]):
         """
         return Source.of(reader, settings)
 
+    @classmethod
+    def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
+        """What ``surgery plan`` weighs of this structure, for a source of this config.json; nothing by default.
+
+        A structure that names some has :meth:`closed_form`.
+        """
+        return []
+
     @abstractmethod
     def foresee(self) -> Foreseen:
-        """What can be said before any work: of the class that will carry the result, its bytes, what it will take."""
+        """What can be said before any work: of the class that will carry the result, its bytes, what it will take.
+
+        Once the budget is spent (:meth:`plan`), with what that settled.
+        """
+
+    @property
+    def lag_basis(self) -> BasisOf | None:
+        """The key basis whose attention over lags it wants among its statistics."""
+        return None
+
+    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+        """A stand-in for a layer's attention, as it becomes without a fit, for prompts only; after :meth:`plan`.
+
+        Args:
+            cache: an empty layer that keeps what is cached as codes; None where it is exact.
+        """
+        raise NotImplementedError
 
     def gather(self, work: Work) -> None:
         """Takes statistics; a structure that needs none leaves it."""

@@ -8,8 +8,9 @@ with what was simulated before they get their final name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.settings import ConversionSettings
@@ -46,6 +47,7 @@ def convert(
     overwrite: bool = False,
     allow_pickle: bool = False,
     command: str = "",
+    predicted: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Converts a checkpoint as its settings say and writes the result as a Hugging Face checkpoint.
@@ -57,6 +59,7 @@ def convert(
         overwrite: replace an existing checkpoint in ``out``.
         allow_pickle: read pickled weights if there are no others.
         command: what the user typed, for the report.
+        predicted: what a plan expected of it, for the report.
         progress: bars; silent if None.
 
     Raises:
@@ -72,6 +75,8 @@ def convert(
         with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
             outcome = asked.convert_layers(work, writer)
             outcome, verification = _finish(asked, work, writer, tensors, outcome)
+            if predicted is not None:
+                outcome = replace(outcome, target={**outcome.target, "predicted": dict(predicted)})
             report = _conclude(work, writer, outcome, verification, command)
     return Conversion(writer.out, report, str(source))
 

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import causal_attention
 from surgery.families.rope import phases, rotate
+from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.transforms.coded_reading import as_codes, attend_coded
 
 
 @dataclass(frozen=True)
@@ -72,21 +74,38 @@ class LatentLayer:
         content, rope = query.split([self.rank, self.rope_dim], dim=-1)
         return torch.cat([content, rotate(rope, self._phase(x, positions))], dim=-1)
 
-    def attend(self, x: Tensor) -> Tensor:
-        """Mixed head values [B, T, H, e] of a causal prompt, before the output projection."""
-        latent, rope_key = self.compress(x)
-        key = torch.cat([latent, rope_key], dim=-1)[:, None]  # one key and one value for all heads
+    def attend(self, x: Tensor, cache: QuantizedKVLayer | None = None) -> Tensor:
+        """Mixed head values [B, T, H, e] of a causal prompt, before the output projection.
+
+        Args:
+            cache: an empty layer that keeps latents and rotated keys as codes; of layers without a window.
+        """
+        latent, positional = self.compress(x)
         gain = self.source.project_key_gain(x)
         if gain is not None:
-            key = key * gain.mT[..., None]
-        key = key.repeat_interleave(self.source.heads // key.shape[1], dim=1)
-        value = latent[:, None].expand(-1, self.source.heads, -1, -1)
-        mixed = causal_attention(self.queries(x).transpose(1, 2), key, value, self.source.scale, self.source.window)
+            positional = torch.cat([positional, gain], dim=-1)
+        held = latent[:, None], positional[:, None]
+        queries, scale, exact = self.queries(x).transpose(1, 2), self.source.scale, self._keys_and_values(*held)
+        if cache is None:
+            mixed = causal_attention(queries, *exact, scale, self.source.window)
+        else:
+            mixed = attend_coded(cache, queries, exact, self._keys_and_values(*as_codes(cache, *held)), scale)
         return torch.einsum("bhtr,her->bthe", mixed, self.value_up)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer's output [B, T, D] for a causal prompt."""
-        out = torch.einsum("bthe,xhe->btx", self.attend(x), self.o)
+    def _keys_and_values(self, latent: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [B, H, T, r + ρ] and values [B, H, T, r] of a cached latent [B, 1, T, r], one for all heads.
+
+        Beside it are rotated keys and, behind a key norm, every head's gain: [B, 1, T, ρ (+ G)].
+        """
+        key = torch.cat([latent, positional[..., : self.rope_dim]], dim=-1)
+        if positional.shape[-1] > self.rope_dim:
+            key = key * positional[:, 0, :, self.rope_dim :].mT[..., None]
+        key = key.repeat_interleave(self.source.heads // key.shape[1], dim=1)
+        return key, latent.expand(-1, self.source.heads, -1, -1)
+
+    def forward(self, x: Tensor, cache: QuantizedKVLayer | None = None) -> Tensor:
+        """The layer's output [B, T, D] for a causal prompt; ``cache`` as for :meth:`attend`."""
+        out = torch.einsum("bthe,xhe->btx", self.attend(x, cache), self.o)
         return out if self.source.o_bias is None else out + self.source.o_bias
 
     def _phase(self, x: Tensor, positions: Tensor | None) -> Tensor:
@@ -95,11 +114,15 @@ class LatentLayer:
 
 
 class SimulatedAttention(nn.Module):
-    """Stands in for a transformers attention module and computes a latent layer; prompts only, no cache."""
+    """Stands in for a transformers attention module and computes a latent layer; prompts only.
 
-    def __init__(self, layer: LatentLayer):
+    Args:
+        cache: an empty layer that keeps what is cached as codes.
+    """
+
+    def __init__(self, layer: LatentLayer, cache: QuantizedKVLayer | None = None):
         super().__init__()
-        self.layer = layer
+        self.layer, self.cache = layer, cache
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
-        return self.layer.forward(hidden_states), None
+        return self.layer.forward(hidden_states, self.cache), None

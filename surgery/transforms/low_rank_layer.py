@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from surgery.families.anatomy import AttentionAnatomy, HeadNorm
 from surgery.families.rope import phases, rotate
+from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.transforms.coded_reading import as_codes, attend_coded
 
 
 @dataclass(frozen=True)
@@ -109,13 +111,20 @@ class SimulatedLowRank(nn.Module):
         earlier: stand-ins of the group's earlier layers. Call number i of this one reads their latents of call i, so
             all have to see the same prompts in the same order.
         sinks, window: tokens whose keys and values are exact, see the top of this file.
+        cache: an empty layer that keeps the latents as codes; not beside exact tokens or earlier layers.
     """
 
     def __init__(
-        self, layer: LowRankLayer, earlier: tuple[SimulatedLowRank, ...] = (), *, sinks: int = 0, window: int = 0
+        self,
+        layer: LowRankLayer,
+        earlier: tuple[SimulatedLowRank, ...] = (),
+        *,
+        sinks: int = 0,
+        window: int = 0,
+        cache: QuantizedKVLayer | None = None,
     ):
         super().__init__()
-        self.layer, self.sinks, self.window = layer, sinks, window
+        self.layer, self.sinks, self.window, self.cache = layer, sinks, window, cache
         self._earlier = earlier  # a tuple, so that they do not become submodules
         self.latents: list[Tensor] = []
 
@@ -126,6 +135,8 @@ class SimulatedLowRank(nn.Module):
         keys, values = layer.rebuilt(latents)
         phase = phases(source.inv_freq, torch.arange(keys.shape[1], device=keys.device), keys.dtype)
         queries = rotate(source.project_queries(hidden_states), phase)
+        if self.cache is not None:
+            return self._from_codes(queries, (keys, values), latents, phase), None
         keys, visible = rotate(keys, phase), self._visible(keys.shape[1], keys.device)
         if self.sinks or self.window:
             exact = source.project(hidden_states)
@@ -138,8 +149,19 @@ class SimulatedLowRank(nn.Module):
             scale=source.scale,
             enable_gqa=True,
         )
-        out = torch.einsum("bhte,xhe->btx", out, source.o)
-        return (out if source.o_bias is None else out + source.o_bias), None
+        return self._output(out), None
+
+    def _from_codes(self, queries: Tensor, exact: tuple[Tensor, Tensor], latents: Tensor, phase: Tensor) -> Tensor:
+        """The output of queries that read keys and values rebuilt from codes, or from latents as they came."""
+        held, _ = as_codes(self.cache, latents[:, None], latents[:, None, :, :0])
+        coded = self.layer.rebuilt(held[:, 0])
+        forms = [(rotate(keys, phase).transpose(1, 2), values.transpose(1, 2)) for keys, values in (exact, coded)]
+        return self._output(attend_coded(self.cache, queries.transpose(1, 2), *forms, self.layer.source.scale))
+
+    def _output(self, mixed: Tensor) -> Tensor:
+        """The output projection of mixed values [B, H, T, e]."""
+        out, bias = torch.einsum("bhte,xhe->btx", mixed, self.layer.source.o), self.layer.source.o_bias
+        return out if bias is None else out + bias
 
     def _visible(self, tokens: int, device: torch.device) -> Tensor:
         """Which keys each query sees, bool [T, T], or [T, 2T] with exact ones behind the rebuilt ones."""

@@ -8,10 +8,12 @@ carries all stages through it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surgery.architectures import decilm
 from surgery.architectures.own_family import (
@@ -30,14 +32,16 @@ from surgery.common.progress import Progress
 from surgery.engines import refuse_unless_loadable
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
+from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import Foreseen, Outcome, Structure, Work, kept_with_attention
+from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Work, kept_with_attention
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.ladder import Ladder
 from surgery.structures.sequential_fit import SequentialFit, Solve
+from surgery.transforms.coded_reading import CodedAttention
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
 from surgery.transforms.kv_heads import MergedLayer, allocate_kv_heads, merge_kv_heads, unmerged
 from surgery.transforms.kv_heads_fit import fit_merged_layer
@@ -106,6 +110,15 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
                 "they are as wide as before: choose another method"
             )
 
+    @classmethod
+    def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
+        """Every number of heads that divides the source's, alone and in 8 and 4 bits."""
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        bits = [{}, {"bits": 8, "sinks": 4}, {"bits": 4, "sinks": 4}]
+        return [
+            Candidate({"kv_heads": count, **coded}, scales=False) for count in _choices(heads)[:-1] for coded in bits
+        ]
+
     def foresee(self) -> Foreseen:
         """As if layers that may differ kept alike, but for one."""
         opened, settings, first = self.opened, self.settings, self.opened.anatomy(0)
@@ -149,6 +162,13 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         if settings.engine is not None:
             refuse_unless_loadable(settings.engine, self._carrier.final_config or self._carrier.config)
         return _planned_tensors(opened, self._plan, first.head_dim)
+
+    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+        """The merged heads."""
+        anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
+        merged = _merge(anatomy, work.library.load(layer)[0], self._plan.kv_heads[layer], self.settings).anatomy
+        merged = merged.to(stream.device, stream.dtype)
+        return CapturedAttention(merged) if cache is None else CodedAttention(merged, cache)
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The merged form and the fitted one, of which the one of less held-out loss is written."""

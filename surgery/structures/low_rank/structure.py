@@ -9,7 +9,9 @@ cache already, and keys and values of neighbouring layers are much alike.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +24,11 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import short
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
+from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import Foreseen, Outcome, Structure, Work, replanned_tensors
+from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Work, replanned_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.ladder import Ladder
 from surgery.structures.low_rank.rank_plan import plan_bits, plan_ranks, wanted_rank
@@ -102,19 +105,28 @@ class LowRank(Structure[Source, LowRankSettings]):
         if settings.window and any(window is not None for window in opened.windows):
             raise SurgeryError("--window: layers with a sliding window of their own forget already: leave it out")
         self._group = _Group()
+        self._writes: OwnLowRank | None = None
+
+    @classmethod
+    def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
+        """Alone, and with bits chosen for every latent beside exact first tokens, which want more bits than others."""
+        return [Candidate({}), Candidate({"bits": "auto", "sinks": 4})] if cls is LowRank else []
 
     def foresee(self) -> Foreseen:
         """As if all layers had one rank; where bits are chosen too, at all ranks and in the bytes asked for."""
         opened, asked, first = self.opened, self.asked, self.opened.anatomy(0)
         rank, fits = wanted_rank(asked, first), asked.method == "fisher"
-        blocks = (blocks_for(asked.method, first, rank, multiple=asked.rank_multiple),) * opened.layers
-        sinks = asked.sinks if asked.window else 0
-        writes = OwnLowRank(first, blocks, self.earlier, sinks, asked.window, None)
+        writes = self._writes
+        if writes is None:
+            blocks = (blocks_for(asked.method, first, rank, multiple=asked.rank_multiple),) * opened.layers
+            sinks = asked.sinks if asked.window else 0
+            writes = OwnLowRank(first, blocks, self.earlier, sinks, asked.window, None)
         forms = (self.closed_ends or not asked.fit_steps) + bool(fits and asked.fit_steps)
         return Foreseen(
             config=writes.config(opened.reader.config),
             tensors=replanned_tensors(opened, writes.copied, writes.plan),
-            kv_bytes_per_token=writes.rank(0) * opened.layers * first.q.dtype.itemsize,
+            kv_bytes_per_token=sum(map(writes.rank, range(opened.layers))) * first.q.dtype.itemsize,
+            sized=self._writes is not None or asked.bits != "auto",
             model_type=MODEL_TYPE,
             reasons=[REASON],
             demand=Demand(
@@ -145,6 +157,12 @@ class LowRank(Structure[Source, LowRankSettings]):
         sinks = asked.sinks if asked.window else 0
         self._writes = OwnLowRank(opened.anatomy(0), self._blocks, self.earlier, sinks, asked.window, codes)
         return replanned_tensors(opened, self._writes.copied, self._writes.plan)
+
+    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> SimulatedLowRank:
+        """Latents in the metric of the loss; without an exact window, and of a layer's own."""
+        anatomy, statistics = self.opened.anatomy(layer).to(torch.float64), work.library.load(layer)[0]
+        converted = low_rank_layer(anatomy, statistics, self._blocks[layer], self.asked.method).layer
+        return SimulatedLowRank(converted.to(self.opened.stream.device, self.opened.stream.dtype), cache=cache)
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The closed form and the fitted one, of which the one of less held-out loss is written."""

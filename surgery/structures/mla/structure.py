@@ -5,20 +5,24 @@ Candidate splits of the budget are tried on held-out text; then every layer is c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from surgery.calibration.held_out import HeldOut
+from surgery.calibration.layer_statistics import BasisOf
 from surgery.calibration.library import StatisticsLibrary
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
+from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import Foreseen, Outcome, Structure, Work, replanned_tensors
+from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Work, replanned_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.ladder import Form, Ladder
 from surgery.structures.mla import split as mla_split
@@ -46,6 +50,11 @@ class MLA(Structure[Source, ConvertSettings]):
         self.splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
         if settings.engine is not None:
             forecast(opened, self.splits[0], settings)  # refuses what the engine does not take
+
+    @classmethod
+    def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
+        """Alone, and with a latent of 8 bits beside exact rotated keys."""
+        return [Candidate({}), Candidate({"bits": 8, "rope_bits": 16})]
 
     def foresee(self) -> Foreseen:
         """Of the split that caches most; the frequencies that keep RoPE may be open."""
@@ -80,10 +89,14 @@ class MLA(Structure[Source, ConvertSettings]):
             engines=chosen.engines,
         )
 
+    @property
+    def lag_basis(self) -> BasisOf | None:
+        """Of methods that choose frequencies by what attention does over lags."""
+        return mla.lag_basis(mla.METHODS[self.settings.method])
+
     def gather(self, work: Work) -> None:
         """Moments, and what attention over lags a choice of frequencies needs."""
-        method = mla.METHODS[self.settings.method]
-        work.gather(gradients=method.gradients, basis_of=mla.lag_basis(method))
+        work.gather(gradients=mla.METHODS[self.settings.method].gradients, basis_of=self.lag_basis)
 
     def plan(self, work: Work) -> dict[str, TensorSpec]:
         """Chooses the split on held-out text, and the class that carries it."""
@@ -95,6 +108,12 @@ class MLA(Structure[Source, ConvertSettings]):
             self._plan = self._plan.with_ranks_by_spectrum(opened.anatomy, work.library, opened.layers, work.progress)
         self._carrier = carrier_of(opened, self._plan, settings)
         return replanned_tensors(opened, self._carrier.writer.copied, self._carrier.writer.plan)
+
+    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> SimulatedAttention:
+        """The truncated latent."""
+        anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
+        converted = self._plan.convert(anatomy, work.library, layer).truncated
+        return SimulatedAttention(converted.to(stream.device, stream.dtype), cache)
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The closed form and the fitted one, of which the one of less held-out loss is written."""

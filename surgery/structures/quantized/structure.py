@@ -6,18 +6,23 @@ stage of every conversion with bits, :mod:`surgery.structures.quantized.stage`, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from surgery.architectures.cached import REASON, check_quantizable
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
+from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
 from surgery.running.layer_stream import blocks_of
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
-from surgery.structures.base import LONG, Foreseen, Outcome, Structure, Work, kept_with_attention
+from surgery.structures.base import LONG, Candidate, Foreseen, Outcome, Structure, Work, kept_with_attention
 from surgery.structures.estimates import Demand
 from surgery.structures.quantized.settings import QuantizedSettings
+from surgery.transforms.coded_reading import CodedAttention
 from surgery.verify.written import measured_tokens
 
 
@@ -43,6 +48,11 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
         check_quantizable(reader.path, opened.config)
         return opened
 
+    @classmethod
+    def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
+        """Plain caches of fewer bits."""
+        return [Candidate({"bits": bits, "sinks": 4}, scales=False) for bits in (8, 4, 2)]
+
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but measuring."""
         opened = self.opened
@@ -59,6 +69,11 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
     def plan(self, work: Work) -> dict[str, TensorSpec]:
         """Every tensor stays."""
         return kept_with_attention(self.opened.reader, self.opened.config)
+
+    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> CodedAttention:
+        """The source's attention over codes."""
+        stream = self.opened.stream
+        return CodedAttention(self.opened.anatomy(layer).to(stream.device, stream.dtype), cache)
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """Runs the source, which what is written has to equal before its cache is quantised."""

@@ -1,0 +1,77 @@
+"""``surgery plan``: the conversion that a budget asks for. Torch is imported inside the verb only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.cli.generated import Given, with_settings
+from surgery.cli.options import OUTPUT, CheckpointArgument, ConfigOption, JsonOption, PickleOption
+from surgery.common.errors import SurgeryError
+from surgery.common.file_settings import read_mapping
+from surgery.planning.settings import PlanSettings
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command("plan")(with_settings(plan_, {"plan": PlanSettings}))
+
+
+def plan_(
+    checkpoint: CheckpointArgument,
+    given: Given,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="File for the choice, which convert --plan takes.", rich_help_panel=OUTPUT
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw loss against bytes (png, svg, pdf).", rich_help_panel=OUTPUT),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing plan.", rich_help_panel=OUTPUT)
+    ] = False,
+    config: ConfigOption = None,
+    allow_pickle: PickleOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Choose a conversion for a memory, a share of the bytes or a loss, by trying what there is on held-out text.
+
+    Every candidate is simulated without a fit; nothing but the choice is written.
+
+    Examples:
+
+        surgery plan ckpt/ --memory 8GiB --context 32k --batch 16 --out plan.yaml
+
+        surgery convert ckpt/ --plan plan.yaml
+
+        surgery plan ckpt/ --kv-ratio 0.25 --engine vllm
+
+        surgery plan ckpt/ --max-loss 0.02 --allow lowrank,quantized,bits --plot plan.png
+    """
+    from surgery.checkpoint.location import find_local
+    from surgery.checkpoint.named_models import model_named
+
+    asked = given.of(PlanSettings)
+    settings = PlanSettings.from_mapping({**(read_mapping(config) if config else {}), **asked}, "plan")
+    source = model_named(checkpoint)
+    find_local(source)  # refuses what is none before torch is loaded for it
+    if out is not None and out.exists() and not overwrite:
+        raise SurgeryError(f"{out}: exists already; give another --out, or --overwrite")
+
+    from surgery.common.progress import Progress
+    from surgery.console.planning import show_plan_of_budget
+    from surgery.planning.picture import save
+    from surgery.planning.plan import make_plan
+    from surgery.planning.plan_file import write_plan
+
+    plan = make_plan(source, settings, called=checkpoint, allow_pickle=allow_pickle, progress=Progress())
+    if out is not None:
+        write_plan(plan, out)
+    if plot is not None:
+        save(plan, plot)
+    show_plan_of_budget(plan, out, plot, as_json=as_json)

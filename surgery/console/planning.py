@@ -1,0 +1,66 @@
+"""What `surgery plan` prints."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from surgery.common.human import decimal, duration, share, size
+from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.engines import LOADS, LOADS_WITH
+
+
+def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_json: bool = False) -> None:
+    """Prints a plan (:class:`surgery.planning.plan.Plan`) and where it was written."""
+    if as_json:
+        print_json({**plan.to_dict(), "plan": str(written) if written else None, "plot": str(plot) if plot else None})
+        return
+    page, budget, chosen = new_page(), plan.budget, plan.chosen
+    page.print(f"\n[bold]{plain(plan.source['path'])}[/bold]: {_budget(plan)}")
+    rows = [
+        (
+            "→" if row is chosen else "·" if row.best else "",
+            row.command.partition(plan.source["path"])[2].strip() or row.command,
+            size(row.kv_bytes),
+            share(row.kv_ratio),
+            f"{row.loss_increase:+.4f}",
+            "-" if row.low is None else f"{row.low:+.4f} … {row.high:+.4f}",
+            decimal(row.recall, 2),
+            ", ".join(engine for engine, said in row.engines.items() if said["status"] in (LOADS, LOADS_WITH)) or "-",
+        )
+        for row in plan.rows
+    ]
+    heads = ["", "surgery convert", "KV cache", "", "Δ loss", "95%", "recall", "loads in"]
+    page.print(make_table(heads, rows, right=(2, 3, 4, 6)))
+    for what, why in plan.refused.items():
+        page.print(f"[dim]{plain(what)}: {plain(why)}[/dim]", soft_wrap=True)
+    recall = "" if plan.source["recall"] is None else f"; the source's recall {decimal(plan.source['recall'], 2)}"
+    page.print(
+        f"[dim]Δ loss in nats per token over the source's {plan.source['loss']:.4f}, before a fit, on "
+        f"{plan.settings['held_out']} texts{recall}; · beats everything smaller[/dim]",
+        soft_wrap=True,
+    )
+    cost = f"{chosen.loss_increase:+.4f} nats per token (perplexity {math.expm1(chosen.loss_increase):+.1%})"
+    page.print(
+        f"[bold]{plain(chosen.to)}[/bold] loses least of all that {_keeps(plan)}: {cost}, recall "
+        f"{decimal(chosen.recall, 2)}, {size(chosen.kv_bytes)} at {budget['context']:,} tokens and batch "
+        f"{budget['batch']}.",
+        soft_wrap=True,
+    )
+    page.print(f"{duration(plan.seconds)}{f'; drawn in {plain(plot)}' if plot else ''}", soft_wrap=True)
+    if written:
+        page.print(f"Next: surgery convert {plain(plan.source['path'])} --plan {plain(written)}", soft_wrap=True)
+    else:
+        page.print(f"Next: {plain(chosen.command)}", soft_wrap=True)
+
+
+def _budget(plan) -> str:
+    budget, whole = plan.budget, size(plan.source["kv_bytes"])
+    at = f"{whole} of KV cache at {budget['context']:,} tokens and batch {budget['batch']}"
+    if budget["kv_bytes"] is None:
+        return f"{at}; at most {budget['max_loss']:g} nats per token may be lost"
+    return f"{at}; {size(budget['kv_bytes'])} of them ({share(budget['kv_ratio'])}) may be kept"
+
+
+def _keeps(plan) -> str:
+    return "keeps to the bytes" if plan.budget["kv_bytes"] is not None else "keeps to the loss, and is the smallest"

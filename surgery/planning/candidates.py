@@ -1,0 +1,152 @@
+"""What could be done: every structure's candidates, sized so that their bytes keep to the shares that are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
+from surgery.calibration.settings import ConversionSettings
+from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
+from surgery.engines import refuse_unless_loadable
+from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.planning.settings import BITS, PlanSettings
+from surgery.running.skeleton import skeleton
+from surgery.running.source import Source
+from surgery.structures.base import Foreseen, Structure, Work
+from surgery.structures.kv_bytes import final_config
+from surgery.structures.registry import TARGETS, Target
+
+TOLERANCE = 0.02
+"""How far below a share bytes may stay, relatively, before a larger result is looked for."""
+ATTEMPTS = 4
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A conversion that could be asked for, its budget spent.
+
+    Attributes:
+        asked: of its settings, those that are not the plan's own.
+        kv_bytes: of all sequences at the plan's context.
+        unspent: whether its structure has still to spend the budget.
+        engines: what each says of the result.
+    """
+
+    target: Target
+    asked: dict[str, Any]
+    settings: ConversionSettings
+    structure: Structure
+    config: dict[str, Any]
+    kv_bytes: float
+    unspent: bool
+    engines: dict[str, dict]
+
+    @property
+    def name(self) -> str:
+        """As an option of ``surgery convert`` says it."""
+        flags = " ".join(f"--{name.replace('_', '-')} {_short(value)}" for name, value in self.asked.items())
+        return f"--to {self.target.name} {flags}".strip()
+
+    def caches(self) -> list[QuantizedKVLayer | None]:
+        """An empty layer of every layer's cache of codes; None where it is exact."""
+        layers = len(layer_entries(self.config))
+        if not self.config.get("kv_cache"):
+            return [None] * layers
+        config = skeleton(self.config, self.structure.opened.weight_dtype).config
+        return [config.quantized_layer(entry) for entry in config.attention_layers or [None] * layers]
+
+
+class Candidates:
+    """Sizes what could be asked for.
+
+    Args:
+        opened: the source.
+        work: with the statistics of all layers, and no held-out text, so that no budget is spent by trying.
+        refused: filled with what the source or the engine does not take, and why.
+    """
+
+    def __init__(self, opened: Source, work: Work, settings: PlanSettings):
+        self._opened, self._work, self._settings = opened, work, settings
+        self.refused: dict[str, str] = {}
+        self.source_bytes = held_bytes(source_config(opened.reader), opened, settings)
+
+    def at(self, shares: Sequence[float]) -> Iterator[Sized]:
+        """Every candidate: those whose size can be chosen once for each share of the source's bytes."""
+        for target in TARGETS.working().values():
+            if target.fixed or not self._settings.allows(target.name):
+                continue
+            for candidate in target.structure().candidates(self._opened.reader.config):
+                asked = {**candidate.settings, **self._engine_of(target)}
+                if "bits" in asked and not self._settings.allows(BITS):
+                    continue
+                for share in shares if candidate.scales else (None,):
+                    if found := self.sized(target, asked, share):
+                        yield found
+
+    def sized(self, target: Target, asked: dict[str, Any], share: float | None) -> Sized | None:
+        """The candidate with at most that share of the source's bytes, its own if None; None where it is refused."""
+        try:
+            found = self._made(target, asked) if share is None else self._fitting(target, asked, share)
+            if found is not None and found.unspent:
+                found.structure.plan(self._work)
+            return found
+        except SurgeryError as error:
+            self.refused.setdefault(f"--to {target.name}", str(error))
+            return None
+
+    def _fitting(self, target: Target, asked: dict[str, Any], share: float) -> Sized | None:
+        """The largest found that keeps to a share."""
+        ratio, best = share, None
+        for _ in range(ATTEMPTS):
+            found = self._made(target, {"kv_ratio": round(ratio, 4), **asked})
+            got = found.kv_bytes / self.source_bytes
+            if got <= share and (best is None or found.kv_bytes > best.kv_bytes):
+                best = found
+            if (1 - TOLERANCE) * share <= got <= share:
+                break
+            ratio = min(ratio * share / got * (1 if got < share else 1 - TOLERANCE / 2), 0.99)
+        return best
+
+    def _made(self, target: Target, asked: dict[str, Any]) -> Sized:
+        settings = target.settings({**self._settings.common(), **asked})
+        structure = target.structure()(self._opened, settings, self._work.progress)
+        foreseen = structure.foresee()
+        unspent = foreseen.sized
+        if not unspent:
+            structure.plan(self._work)
+            foreseen = structure.foresee()
+        config = final_config(foreseen, settings)
+        if self._settings.engine:
+            refuse_unless_loadable(self._settings.engine, config)
+        held = held_bytes(config, self._opened, self._settings, foreseen)
+        return Sized(target, asked, settings, structure, config, held, unspent, foreseen.engines_of(config))
+
+    def _engine_of(self, target: Target) -> dict[str, Any]:
+        """The engine, for structures that can keep to its limits."""
+        engine = self._settings.engine
+        return {"engine": engine} if engine and hasattr(target.settings_class, "engine") else {}
+
+
+def source_config(reader: CheckpointReader) -> dict[str, Any]:
+    """The source as the own class would hold it, which knows its bytes."""
+    return own_config(reader.config, layer_entries(reader.config))
+
+
+def held_bytes(
+    config: dict[str, Any], opened: Source, settings: PlanSettings, foreseen: Foreseen | None = None
+) -> float:
+    """Bytes that the caches of all sequences hold at the plan's context.
+
+    Args:
+        foreseen: of a config that is not the own class's: its bytes per token.
+    """
+    if foreseen is not None and config["model_type"] != MODEL_TYPE:
+        return foreseen.kv_bytes_per_token * settings.tokens * settings.batch
+    return skeleton(config, opened.weight_dtype).kv_cache_bytes(settings.batch, settings.tokens)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

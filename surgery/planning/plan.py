@@ -1,0 +1,290 @@
+"""``surgery plan``: from a budget to the conversion that loses least within it.
+
+Statistics are taken once. Every structure's candidates are sized so that their bytes at the context that was asked for
+keep to the budget and to the budgets around it, and are simulated on held-out text; the choice is among what was
+measured. What a conversion adds, a fit, is left out: it can only lower what is predicted here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from surgery.calibration import layer_statistics
+from surgery.calibration.held_out import HeldOut
+from surgery.calibration.library import StatisticsLibrary
+from surgery.calibration.sweep import BoundaryStore
+from surgery.calibration.texts import load_texts
+from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
+from surgery.common.human import size
+from surgery.common.progress import Progress
+from surgery.planning.candidates import Candidates, Sized
+from surgery.planning.measure import Scored, measure
+from surgery.planning.settings import PlanSettings, parse_size
+from surgery.running.source import Source
+from surgery.structures.alternatives import Alternatives
+from surgery.structures.base import BasisOf, Work
+from surgery.structures.registry import TARGETS
+
+SHARES = (0.5, 0.25, 0.125, 0.0625)
+"""Of the source's bytes, at which a picture of what can be had is taken."""
+ANSWER_WEIGHT = 0.05
+"""What a nat on the answer of a recall prompt counts as, in nats on a token of text: the mean loss of text hides it."""
+DEFAULT_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate as it was measured.
+
+    Attributes:
+        command: what asks for it.
+        kv_bytes: of all sequences at the plan's context; ``kv_ratio`` the share of the source's.
+        loss_increase: nats per token over the source's; ``low`` and ``high`` its 95% interval by text.
+        answer_increase: nats per token of the answers in recall prompts; ``recall`` the share answered right.
+        cost: what is compared, the loss with the answers' increase in it.
+        best: whether no other candidate costs less with no more bytes.
+    """
+
+    to: str
+    asked: dict[str, Any]
+    command: str
+    kv_bytes: float
+    kv_ratio: float
+    loss_increase: float
+    low: float | None
+    high: float | None
+    answer_increase: float | None
+    recall: float | None
+    cost: float
+    model_type: str
+    engines: dict[str, dict] = field(repr=False)
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a budget can buy; plain values only.
+
+    Attributes:
+        budget: bytes, share of the source's, context and batch; or the most loss that is allowed.
+        rows: what was measured, by bytes; ``choice`` the place of the one to take.
+        refused: what the source, or the engine, does not take, and why.
+    """
+
+    source: dict[str, Any]
+    budget: dict[str, Any]
+    rows: list[Row]
+    choice: int
+    refused: dict[str, str]
+    settings: dict[str, Any]
+    text: dict[str, Any]
+    seconds: float
+
+    @property
+    def chosen(self) -> Row:
+        return self.rows[self.choice]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_plan(
+    source: str | Path,
+    settings: PlanSettings,
+    *,
+    called: str | None = None,
+    allow_pickle: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """Finds the conversion of least loss within a budget, or of fewest bytes within a loss.
+
+    Args:
+        called: the source, in commands; None for its place.
+        allow_pickle: read pickled weights if there are no others.
+        progress: bars; silent if None.
+
+    Raises:
+        SurgeryError: the source cannot be read or converted, or nothing meets the budget.
+    """
+    progress, began, called = progress or Progress(silent=True), time.monotonic(), called or str(source)
+    reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
+    opened = Source.of(reader, settings)
+    share = _share_of(settings, opened)
+    texts = load_texts(opened, settings, progress)
+    untried = HeldOut(texts.held_out.tokens, 0, texts.held_out.answers[:0])
+    with StatisticsLibrary() as library, BoundaryStore() as store, Alternatives() as alternatives:
+        layer_statistics.gather(
+            opened,
+            library,
+            texts.calibration,
+            store,
+            settings,
+            progress,
+            gradients=True,
+            basis_of=_lag_basis(opened, settings),
+        )
+        texts_of_work = type(texts)(texts.calibration, untried, texts.description)
+        work = Work(opened, settings, texts_of_work, library, store, alternatives, progress)
+        candidates = Candidates(opened, work, settings)
+        tried = list(candidates.at(_shares_around(share)))
+        if not tried:
+            raise SurgeryError(_nothing(candidates.refused))
+        scored_source, scored = measure(tried, work, texts.held_out)
+        if settings.max_loss is not None and (more := _nearer(tried, scored, scored_source, candidates, settings)):
+            tried += more
+            scored += measure(more, work, texts.held_out)[1]
+    rows = _rows(tried, scored, scored_source, candidates.source_bytes, called)
+    budget = {"kv_ratio": share, "max_loss": settings.max_loss, "context": settings.tokens, "batch": settings.batch}
+    budget["kv_bytes"] = None if share is None else share * candidates.source_bytes
+    return Plan(
+        source={
+            "path": called,
+            "kv_bytes": candidates.source_bytes,
+            "loss": sum(scored_source.losses) / len(scored_source.losses),
+            "recall": scored_source.recall,
+        },
+        budget=budget,
+        rows=rows,
+        choice=_choose(rows, share, settings),
+        refused=candidates.refused,
+        settings=settings.to_dict(),
+        text=texts.description,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _share_of(settings: PlanSettings, opened: Source) -> float | None:
+    """The share of the source's bytes that may be kept; None where the loss is what is limited.
+
+    Raises:
+        SurgeryError: the source itself fits in the memory.
+    """
+    if settings.max_loss is not None:
+        return None
+    if settings.memory is None:
+        return settings.kv_ratio or DEFAULT_SHARE
+    from surgery.planning.candidates import held_bytes, source_config
+
+    held, memory = held_bytes(source_config(opened.reader), opened, settings), parse_size(settings.memory, "memory")
+    if memory >= held:
+        raise SurgeryError(
+            f"--memory {settings.memory}: the source's own cache takes {size(held)} at {settings.tokens:,} tokens and "
+            f"batch {settings.batch}, there is nothing to convert; ask for a longer context or a larger batch"
+        )
+    return memory / held
+
+
+def _shares_around(share: float | None) -> list[float]:
+    """The budget and those to either side of it, or the whole picture."""
+    if share is None:
+        return list(SHARES)
+    smaller = [other for other in SHARES if other < share * 0.75][:1]
+    larger = [other for other in SHARES if other > share * 1.33][-1:]
+    return [*larger, share, *smaller]
+
+
+def _lag_basis(opened: Source, settings: PlanSettings) -> BasisOf | None:
+    """The first that a structure asks for, by its default settings."""
+    for name, target in TARGETS.working().items():
+        if settings.allows(name) and target.structure().candidates(opened.reader.config):
+            try:
+                structure = target.structure()(opened, target.settings(settings.common()), Progress(silent=True))
+            except SurgeryError:
+                continue  # refused, with its reason, when its candidates are sized
+            if structure.lag_basis is not None:
+                return structure.lag_basis
+    return None
+
+
+def _nearer(
+    tried: Sequence[Sized], scored: Sequence[Scored], source: Scored, candidates: Candidates, settings: PlanSettings
+) -> list[Sized]:
+    """Of structures whose size can be chosen, one more each, where its loss should be what is allowed."""
+    curves: dict[tuple, list[tuple[float, float, Sized]]] = {}
+    for sized, score in zip(tried, scored, strict=True):
+        if "kv_ratio" in sized.asked:
+            fixed = {name: value for name, value in sized.asked.items() if name != "kv_ratio"}
+            point = (sized.kv_bytes / candidates.source_bytes, score.beyond(source).difference, sized)
+            curves.setdefault((sized.target.name, *sorted(fixed.items(), key=str)), []).append(point)
+    found = []
+    for points in curves.values():
+        points.sort(key=lambda point: point[0])
+        for (share, loss, sized), (next_share, next_loss, _) in pairwise(points):
+            if next_loss < settings.max_loss < loss and next_loss > 0:
+                # Losses are near powers of the share between two that were measured.
+                place = math.log(settings.max_loss / loss) / math.log(next_loss / loss)
+                wanted = share * (next_share / share) ** place
+                asked = {name: value for name, value in sized.asked.items() if name != "kv_ratio"}
+                if more := candidates.sized(sized.target, asked, wanted):
+                    found.append(more)
+    return found
+
+
+def _rows(
+    tried: Sequence[Sized], scored: Sequence[Scored], source: Scored, source_bytes: float, called: str
+) -> list[Row]:
+    rows = []
+    for sized, score in zip(tried, scored, strict=True):
+        increase = score.beyond(source)
+        answers = None if score.answers is None else score.answers - source.answers
+        rows.append(
+            Row(
+                to=sized.target.name,
+                asked=sized.asked,
+                command=f"surgery convert {called} {sized.name}",
+                kv_bytes=sized.kv_bytes,
+                kv_ratio=sized.kv_bytes / source_bytes,
+                loss_increase=increase.difference,
+                low=increase.low,
+                high=increase.high,
+                answer_increase=answers,
+                recall=score.recall,
+                cost=increase.difference + ANSWER_WEIGHT * max(0.0, answers or 0.0),
+                model_type=sized.config["model_type"],
+                engines=sized.engines,
+            )
+        )
+    rows.sort(key=lambda row: (row.kv_bytes, row.cost))
+    least, marked = math.inf, []
+    for row in rows:
+        marked.append(Row(**{**vars(row), "best": row.cost < least}))
+        least = min(least, row.cost)
+    return marked
+
+
+def _choose(rows: Sequence[Row], share: float | None, settings: PlanSettings) -> int:
+    """The place of what costs least within the budget, or of what is smallest within the loss.
+
+    Raises:
+        SurgeryError: nothing meets it; says what comes nearest, and its price.
+    """
+    places = range(len(rows))
+    if share is not None:
+        fitting = [place for place in places if rows[place].kv_ratio <= share * (1 + 1e-9)]
+        if not fitting:
+            least = rows[0]
+            raise SurgeryError(
+                f"nothing keeps to {share:.1%} of the KV bytes; the smallest is {least.kv_ratio:.1%}, for "
+                f"{least.loss_increase:+.4f} nats per token: {least.command}"
+            )
+        return min(fitting, key=lambda place: rows[place].cost)
+    fitting = [place for place in places if rows[place].loss_increase <= settings.max_loss]
+    if not fitting:
+        least = min(rows, key=lambda row: row.loss_increase)
+        raise SurgeryError(
+            f"nothing loses at most {settings.max_loss:g} nats per token; the least is {least.loss_increase:+.4f}, at "
+            f"{least.kv_ratio:.1%} of the KV bytes: {least.command}"
+        )
+    return min(fitting, key=lambda place: rows[place].kv_bytes)
+
+
+def _nothing(refused: dict[str, str]) -> str:
+    reasons = "; ".join(f"{what}: {why}" for what, why in refused.items())
+    return f"no structure can be weighed for this source ({reasons or 'none is allowed'})"

@@ -1,0 +1,63 @@
+"""The file that ``surgery plan`` writes and ``surgery convert --plan`` reads. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from surgery.common.errors import SurgeryError
+from surgery.common.file_settings import read_mapping
+from surgery.structures.registry import Target, find_target
+
+if TYPE_CHECKING:
+    from surgery.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class PlannedConversion:
+    """What a plan file asks for.
+
+    Attributes:
+        predicted: what the plan expects of it, for the report.
+    """
+
+    target: Target
+    settings: Mapping[str, Any]
+    predicted: Mapping[str, Any]
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Writes the choice as YAML."""
+    row, budget = plan.chosen, plan.budget
+    predicted = {
+        "loss_increase": row.loss_increase,
+        "low": row.low,
+        "high": row.high,
+        "recall": row.recall,
+        "kv_bytes": row.kv_bytes,
+        "kv_ratio": row.kv_ratio,
+        "context": budget["context"],
+        "batch": budget["batch"],
+    }
+    kept = {name: plan.settings[name] for name in ("calibration", "calibration_tokens", "calibration_length", "seed")}
+    said = {"to": row.to, "settings": {**kept, **row.asked}, "predicted": predicted}
+    head = f"# surgery convert {plan.source['path']} --plan {path}\n# Before a fit, which the conversion tries too.\n"
+    path.write_text(head + yaml.safe_dump(said, sort_keys=False), encoding="utf-8")
+
+
+def read_plan(path: Path) -> PlannedConversion:
+    """Reads what was written.
+
+    Raises:
+        SurgeryError: it is no plan.
+    """
+    said = read_mapping(path)
+    if set(said) != {"to", "settings", "predicted"} or not all(
+        isinstance(said[name], Mapping) for name in ("settings", "predicted")
+    ):
+        raise SurgeryError(f"{path}: no plan, which has to, settings and predicted: make one with surgery plan")
+    return PlannedConversion(find_target(str(said["to"])), said["settings"], said["predicted"])

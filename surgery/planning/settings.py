@@ -1,0 +1,95 @@
+"""What a user can ask of ``surgery plan``. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
+from surgery.common.errors import SurgeryError
+from surgery.common.setting import setting
+from surgery.engines.limits import Engine
+from surgery.structures.registry import TARGETS
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("kmgt", start=1)}
+BITS = "bits"
+"""What ``allow`` calls caches of codes, whose attention may be any."""
+
+
+@dataclass(frozen=True)
+class PlanSettings(ConversionSettings):
+    """Settings of ``surgery plan``."""
+
+    kv_ratio: float | None = setting(
+        None, "Share of the source's KV bytes to keep.", unset="as memory or max_loss say, or 0.25"
+    )
+    memory: str | None = setting(
+        None, "Memory for the KV cache at that context and batch, in place of a share.", metavar="SIZE"
+    )
+    max_loss: float | None = setting(
+        None, "Most nats per token that may be lost, in place of a share: the fewest bytes are looked for.", above=0
+    )
+    context: str = setting("32k", "Tokens of a sequence at which bytes are counted; 32k is 32,768.", metavar="N")
+    batch: int = setting(1, "Sequences whose caches share the memory.", least=1)
+    engine: Engine | None = setting(
+        None, "Only what this engine, or all of them, loads as a test or its own check saw it.", section="Budget"
+    )
+    allow: tuple[str, ...] = setting(
+        (), "Structures to choose among, and bits for caches of codes.", unset="all", metavar="A,B"
+    )
+    held_out: int = setting(4, "Held-out sequences on which candidates are compared.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [name for name in ("kv_ratio", "memory", "max_loss") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise SurgeryError(f"{' and '.join(given)} are two budgets: give one")
+        if self.calibration == NO_CALIBRATION:
+            raise SurgeryError("calibration none: a plan measures what candidates lose, and needs text for it")
+        known = [*TARGETS, BITS]
+        if unknown := [name for name in self.allow if name not in known]:
+            raise SurgeryError(f"allow {unknown[0]}: choose among {', '.join(known)}")
+        if self.memory is not None:
+            parse_size(self.memory, "memory")
+        if self.tokens < 1:
+            raise SurgeryError("context must be at least 1")
+
+    @property
+    def tokens(self) -> int:
+        """Of a sequence."""
+        return parse_tokens(self.context)
+
+    def allows(self, name: str) -> bool:
+        """Whether a structure, or bits, may be chosen."""
+        return not self.allow or name in self.allow
+
+    def common(self) -> dict[str, Any]:
+        """What conversions are asked for too: text, seed, machine."""
+        shared = {each.name for each in fields(ConversionSettings)} - {"kv_ratio", "held_out"}
+        return {name: getattr(self, name) for name in shared}
+
+
+def parse_size(text: str, name: str) -> int:
+    """Bytes of ``8GiB``, ``500 MB`` or a plain number.
+
+    Raises:
+        SurgeryError: it is none of these.
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
+    if not found or found[2] not in UNITS or not float(found[1]):
+        raise SurgeryError(f"{name} {text!r} is no size: write 8GiB, 500MB or a number of bytes")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def parse_tokens(text: str) -> int:
+    """Tokens of ``32k`` (1,024 each) or a plain number.
+
+    Raises:
+        SurgeryError: it is neither.
+    """
+    found = re.fullmatch(r"\s*([0-9]+)\s*(k?)\s*", str(text).lower().replace(",", "").replace("_", ""))
+    if not found:
+        raise SurgeryError(f"context {text!r} is no number of tokens: write 32k or 32768")
+    return int(found[1]) * (1024 if found[2] else 1)

@@ -1,0 +1,75 @@
+"""What attention reads of a cache of codes while it decodes, simulated in one pass over a text.
+
+Tokens become codes a group at a time (:class:`surgery.model.quantized_cache.QuantizedKVLayer`), so a query reads the
+codes of complete groups and the latest tokens, and the first, as they came. In one pass every query finds both forms
+side by side and a mask says which it reads: as if tokens came one by one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.attention import output
+from surgery.families.rope import phases, rotate
+from surgery.model.quantized_cache import QuantizedKVLayer
+
+
+def as_codes(cache: QuantizedKVLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, H, T, ·] of a text as an empty cache of such codes would give them back at its end."""
+    return QuantizedKVLayer(*cache.settings()).update(keys, values)
+
+
+def seen_as_they_came(cache: QuantizedKVLayer, tokens: int, device: torch.device) -> Tensor:
+    """Which of the earlier tokens each query reads exactly, bool [T, T]; its own group may end with it."""
+    place = torch.arange(tokens, device=device)
+    behind = place - cache.sinks
+    complete = (behind + 1 - cache.window).clamp_min(0).div(cache.group, rounding_mode="floor") * cache.group
+    return (behind < 0) | (behind >= complete[:, None])
+
+
+class CodedAttention(nn.Module):
+    """Stands in for a transformers attention module that reads its keys and values from codes; prompts only.
+
+    Args:
+        anatomy: without a sliding window.
+        cache: an empty layer that says how tokens are kept.
+    """
+
+    def __init__(self, anatomy: AttentionAnatomy, cache: QuantizedKVLayer):
+        super().__init__()
+        self.anatomy, self.cache = anatomy, cache
+
+    def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
+        anatomy, found = self.anatomy, self.anatomy.project(hidden_states)
+        phase = phases(anatomy.inv_freq, torch.arange(found.q.shape[1], device=found.q.device), found.q.dtype)
+        queries, keys = rotate(found.q, phase), rotate(found.k, phase)
+        if found.key_gain is not None:
+            keys = keys * found.key_gain[..., None]
+        queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, found.v))
+        coded = as_codes(self.cache, keys, values)
+        mixed = attend_coded(self.cache, queries, (keys, values), coded, anatomy.scale)
+        return output(anatomy, mixed.transpose(1, 2)), None
+
+
+def attend_coded(
+    cache: QuantizedKVLayer, queries: Tensor, exact: tuple[Tensor, Tensor], coded: tuple[Tensor, Tensor], scale: float
+) -> Tensor:
+    """Mixed values [B, H, T, e] of queries [B, H, T, d] that read keys and values [B, G, T, ·] in either form."""
+    tokens, device = queries.shape[-2], queries.device
+    place = torch.arange(tokens, device=device)
+    seen, as_it_came = place[:, None] >= place, seen_as_they_came(cache, tokens, device)
+    keys, values = (torch.cat(both, dim=-2) for both in zip(coded, exact, strict=True))
+    width = values.shape[-1]
+    if width < keys.shape[-1]:  # the fused kernels want one width
+        values = nn.functional.pad(values, (0, keys.shape[-1] - width))
+    mixed = nn.functional.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=torch.cat([seen & ~as_it_came, seen & as_it_came], dim=-1),
+        scale=scale,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
+    return mixed[..., :width]
