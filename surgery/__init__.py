@@ -3,8 +3,8 @@
 Importing the package lets ``AutoModelForCausalLM`` load converted checkpoints, and loads neither torch nor
 transformers: its model class is registered when transformers' auto classes are there.
 
-``surgery.inspect``, ``plan``, ``convert``, ``slice``, ``heal``, ``evaluate`` and ``score_heads`` are the verbs of the
-command line as functions (:mod:`surgery.api.verbs`); they raise ``surgery.SurgeryError``, one line that says what to do.
+``surgery.inspect``, ``plan``, ``convert``, ``slice``, ``heal``, ``evaluate`` and ``score_heads`` are the verbs as
+functions (:mod:`surgery.api.verbs`); they raise ``surgery.SurgeryError``, one line that says what to do.
 ``surgery.register_structure``, ``family``, ``scorer``, ``task`` and ``method`` add to what they know.
 ``surgery.accelerate(model)`` puts the project's kernels under a loaded model, ``surgery.decelerate(model)`` takes them
 away. Models of the project's own class take them by themselves on CUDA, but not under the command line, whose figures

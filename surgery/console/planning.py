@@ -20,24 +20,25 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
     rows = [
         (
             "→" if row is chosen else "·" if row.best else "",
-            row.command.partition(plan.source["path"])[2].strip() or row.command,
+            row.command.partition(" --to ")[2],
             size(row.kv_bytes),
             share(row.kv_ratio),
             f"{row.loss_increase:+.4f}",
-            "-" if row.low is None else f"{row.low:+.4f} … {row.high:+.4f}",
+            "-" if row.low is None else f"{(row.high - row.low) / 2:.4f}",
             decimal(row.recall, 2),
-            ", ".join(engine for engine, said in row.engines.items() if said["status"] in (LOADS, LOADS_WITH)) or "-",
+            ", ".join(_engines(row)) or "-",
         )
         for row in plan.rows
     ]
-    heads = ["", "surgery convert", "KV cache", "", "Δ loss", "95%", "recall", "loads in"]
-    page.print(make_table(heads, rows, right=(2, 3, 4, 6)))
+    heads = ["", "convert --to", "KV cache", "", "Δ loss", "±", "recall", "beside transformers"]
+    page.print(make_table(heads, rows, right=(2, 3, 4, 5, 6)))
     for what, why in plan.refused.items():
         page.print(f"[dim]{plain(what)}: {plain(why)}[/dim]", soft_wrap=True)
     recall = "" if plan.source["recall"] is None else f"; the source's recall {decimal(plan.source['recall'], 2)}"
     page.print(
         f"[dim]Δ loss in nats per token over the source's {plan.source['loss']:.4f}, before a fit, on "
-        f"{plan.settings['held_out']} texts{recall}; · beats everything smaller[/dim]",
+        f"{plan.settings['held_out']} texts (±: half of the 95% interval by text){recall}; · beats everything smaller; "
+        "beside transformers: other engines that load it[/dim]",
         soft_wrap=True,
     )
     cost = f"{chosen.loss_increase:+.4f} nats per token (perplexity {math.expm1(chosen.loss_increase):+.1%})"
@@ -52,6 +53,11 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
         page.print(f"Next: surgery convert {plain(plan.source['path'])} --plan {plain(written)}", soft_wrap=True)
     else:
         page.print(f"Next: {plain(chosen.command)}", soft_wrap=True)
+
+
+def _engines(row) -> list[str]:
+    loads = [engine for engine, said in row.engines.items() if said["status"] in (LOADS, LOADS_WITH)]
+    return [engine for engine in loads if engine != "transformers"]
 
 
 def _budget(plan) -> str:

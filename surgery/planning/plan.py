@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,12 @@ from surgery.calibration import layer_statistics
 from surgery.calibration.held_out import HeldOut
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
-from surgery.calibration.texts import load_texts
+from surgery.calibration.texts import Texts, load_texts
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
-from surgery.planning.candidates import Candidates, Sized
+from surgery.planning.candidates import Candidates, Sized, held_bytes, source_config
 from surgery.planning.measure import Scored, measure
 from surgery.planning.settings import PlanSettings, parse_size
 from surgery.running.source import Source
@@ -118,20 +119,7 @@ def make_plan(
     opened = Source.of(reader, settings)
     share = _share_of(settings, opened)
     texts = load_texts(opened, settings, progress)
-    untried = HeldOut(texts.held_out.tokens, 0, texts.held_out.answers[:0])
-    with StatisticsLibrary() as library, BoundaryStore() as store, Alternatives() as alternatives:
-        layer_statistics.gather(
-            opened,
-            library,
-            texts.calibration,
-            store,
-            settings,
-            progress,
-            gradients=True,
-            basis_of=_lag_basis(opened, settings),
-        )
-        texts_of_work = type(texts)(texts.calibration, untried, texts.description)
-        work = Work(opened, settings, texts_of_work, library, store, alternatives, progress)
+    with opened_work(opened, settings, texts, progress) as work:
         candidates = Candidates(opened, work, settings)
         tried = list(candidates.at(_shares_around(share)))
         if not tried:
@@ -160,6 +148,24 @@ def make_plan(
     )
 
 
+@contextmanager
+def opened_work(opened: Source, settings: PlanSettings, texts: Texts, progress: Progress) -> Iterator[Work]:
+    """Statistics of all layers, for every structure, and nothing to try splits of a budget on."""
+    untried = HeldOut(texts.held_out.tokens, 0, texts.held_out.answers[:0])
+    with StatisticsLibrary() as library, BoundaryStore() as store, Alternatives() as alternatives:
+        layer_statistics.gather(
+            opened,
+            library,
+            texts.calibration,
+            store,
+            settings,
+            progress,
+            gradients=True,
+            basis_of=_lag_basis(opened, settings),
+        )
+        yield Work(opened, settings, replace(texts, held_out=untried), library, store, alternatives, progress)
+
+
 def _share_of(settings: PlanSettings, opened: Source) -> float | None:
     """The share of the source's bytes that may be kept; None where the loss is what is limited.
 
@@ -170,8 +176,6 @@ def _share_of(settings: PlanSettings, opened: Source) -> float | None:
         return None
     if settings.memory is None:
         return settings.kv_ratio or DEFAULT_SHARE
-    from surgery.planning.candidates import held_bytes, source_config
-
     held, memory = held_bytes(source_config(opened.reader), opened, settings), parse_size(settings.memory, "memory")
     if memory >= held:
         raise SurgeryError(
@@ -254,7 +258,7 @@ def _rows(
     rows.sort(key=lambda row: (row.kv_bytes, row.cost))
     least, marked = math.inf, []
     for row in rows:
-        marked.append(Row(**{**vars(row), "best": row.cost < least}))
+        marked.append(replace(row, best=row.cost < least))
         least = min(least, row.cost)
     return marked
 
