@@ -21,7 +21,8 @@ from surgery.structures.registry import TARGETS, Target
 
 TOLERANCE = 0.02
 """How far below a share bytes may stay, relatively, before a larger result is looked for."""
-ATTEMPTS = 4
+ATTEMPTS = 5
+LEAST_RATIO = 0.01
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Candidates:
 
     def _fitting(self, target: Target, asked: dict[str, Any], share: float) -> Sized | None:
         """The largest found that keeps to a share."""
-        ratio, best = share, None
+        ratio, best, before = share, None, None
         for _ in range(ATTEMPTS):
             found = self._made(target, {"kv_ratio": round(ratio, 4), **asked})
             got = found.kv_bytes / self.source_bytes
@@ -107,7 +108,11 @@ class Candidates:
                 best = found
             if (1 - TOLERANCE) * share <= got <= share:
                 break
-            ratio = min(ratio * share / got * (1 if got < share else 1 - TOLERANCE / 2), 0.99)
+            # Bytes grow with the ratio along a line, which exact tokens keep from passing through zero.
+            slope = got / ratio if before is None or before[0] == ratio else (got - before[1]) / (ratio - before[0])
+            before = ratio, got
+            aim = share * (1 - TOLERANCE / 2)
+            ratio = min(max(ratio + (aim - got) / slope if slope > 0 else ratio / 2, LEAST_RATIO), 0.99)
         return best
 
     def _made(self, target: Target, asked: dict[str, Any]) -> Sized:

@@ -1,4 +1,4 @@
-"""`surgery plan`: what is simulated is what a conversion writes, bytes are those of the live cache, budgets are kept."""
+"""`surgery plan`: what it simulates is what a conversion writes, bytes are the live cache's, budgets are kept."""
 
 import json
 
@@ -170,7 +170,7 @@ def test_the_verb_prints_a_table_and_writes_plan_and_picture(checkpoints, tmp_pa
         monkeypatch, capsys, *asked, "--out", tmp_path / "plan.yaml", "--plot", tmp_path / "plan.svg"
     )
     assert code == 0, error
-    assert "loses least of all that keeps to the bytes" in out and "--bits auto" in out and "--plan" in out
+    assert "loses least of all that keeps to the bytes" in out and "auto --sinks 4" in out and "--plan" in out
     assert yaml.safe_load((tmp_path / "plan.yaml").read_text())["to"] in ("lowrank", "quantized")
     assert "lowrank, bits auto" in (tmp_path / "plan.svg").read_text()
     code, _, error = run_main(monkeypatch, capsys, *asked, "--out", tmp_path / "plan.yaml")
