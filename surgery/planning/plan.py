@@ -140,7 +140,7 @@ def make_plan(
         },
         budget=budget,
         rows=rows,
-        choice=_choose(rows, share, settings),
+        choice=choose(rows, share, settings.max_loss),
         refused=candidates.refused,
         settings=settings.to_dict(),
         text=texts.description,
@@ -263,7 +263,7 @@ def _rows(
     return marked
 
 
-def _choose(rows: Sequence[Row], share: float | None, settings: PlanSettings) -> int:
+def choose(rows: Sequence[Row], share: float | None, max_loss: float | None) -> int:
     """The place of what costs least within the budget, or of what is smallest within the loss.
 
     Raises:
@@ -279,11 +279,11 @@ def _choose(rows: Sequence[Row], share: float | None, settings: PlanSettings) ->
                 f"{least.loss_increase:+.4f} nats per token: {least.command}"
             )
         return min(fitting, key=lambda place: rows[place].cost)
-    fitting = [place for place in places if rows[place].loss_increase <= settings.max_loss]
+    fitting = [place for place in places if rows[place].loss_increase <= max_loss]
     if not fitting:
         least = min(rows, key=lambda row: row.loss_increase)
         raise SurgeryError(
-            f"nothing loses at most {settings.max_loss:g} nats per token; the least is {least.loss_increase:+.4f}, at "
+            f"nothing loses at most {max_loss:g} nats per token; the least is {least.loss_increase:+.4f}, at "
             f"{least.kv_ratio:.1%} of the KV bytes: {least.command}"
         )
     return min(fitting, key=lambda place: rows[place].kv_bytes)
