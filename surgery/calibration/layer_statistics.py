@@ -88,7 +88,7 @@ def _facts(
         "source": opened.reader.fingerprint(),
         "tokens": token_hash(tokens),
         "gradients": gradients,
-        "lags_of": basis_of and settings.method,
+        "lags_of": basis_of and getattr(settings, "method", "fisher"),
         **{name: getattr(settings, name) for name in ("seed", "dtype", "batch_size")},
     }
 

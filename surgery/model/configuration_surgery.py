@@ -38,7 +38,7 @@ _LAYER_KEYS = {
 _HEADS = ("keys", "values")
 
 # What `kv_cache` may say besides.
-_KV_CACHE_OPTIONS = {"streaming_format", "sinks", "rope_format"}
+_KV_CACHE_OPTIONS = {"streaming_format", "sinks", "rope_format", "clip"}
 
 # What `streaming`, which an entry of these kinds may have, must say.
 _STREAMING_KEYS = {"latent": {"sinks", "recent"}, "low_rank": {"blocks", "sinks", "recent"}}
@@ -91,7 +91,8 @@ class SurgeryConfig(PreTrainedConfig):
             in `QuantizedKVLayer`, and what shares a scale of `keys`, or of the latents in their place: the
             tokens of a `"channel"` or the channels of a `"token"`. What streams is quantised token by token, in
             `streaming_format` if that is given. The first `sinks` (int) tokens stay exact, and rotated keys of
-            `"latent"` layers are in `rope_format`, a format or `"exact"`, if these are given.
+            `"latent"` layers are in `rope_format`, a format or `"exact"`, if these are given. With `clip` (bool) the
+            ranges of keys, or of latents in their place, leave the least squared error.
         kwargs:
             The fields of the source's config.json.
     """
@@ -162,7 +163,7 @@ class SurgeryConfig(PreTrainedConfig):
         rope_format = said.get("rope_format") if entry.get("kind") == "latent" else None
         spans = entry.get("codes") or ()
         whole = (said[name] for name in ("format", "group", "window", "keys"))
-        return QuantizedKVLayer(*whole, said.get("sinks", 0), rope_format, spans)
+        return QuantizedKVLayer(*whole, said.get("sinks", 0), rope_format, spans, said.get("clip", False))
 
     def _check_attention_layers(self) -> None:
         layers = self.attention_layers

@@ -7,6 +7,9 @@ one token do. A latent in the place of the keys has none either: its keys are qu
 Integers are asymmetric, a scale and a zero point a group; fp8 (e4m3) codes have a scale alone, which takes the largest
 number of the group to the format's largest.
 
+Where an error counts by its square, as it does in latents that are worth little each, two bits between the extremes of
+a group are spent badly. With `clip` a group's range is narrowed to that of five which leaves the least squared error.
+
 Tokens are quantised `group` at a time, as soon as there are that many behind the window of exact ones, and the forward
 pass that completes a group already reads it quantised. A plain forward pass over a whole text therefore reads all of
 it but the last tokens quantised, at every position, where decoding still has the most recent ones exact; and it lets a
@@ -39,6 +42,9 @@ Spans = Sequence[tuple[str, int]]
 
 KEYS = ("channel", "token")
 """What may share a scale of keys: the tokens of a channel, or the channels of a token."""
+
+CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6)
+"""Shares of the range of a group between which `clip` chooses; numbers beyond take the nearest code."""
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = torch.finfo(FLOAT8).max
@@ -88,6 +94,7 @@ class QuantizedKVLayer(CompactLayer):
         sinks: int = 0,
         value_format: str | None = None,
         spans: Spans = (),
+        clip: bool = False,
     ) -> None:
         """
         Args:
@@ -100,6 +107,7 @@ class QuantizedKVLayer(CompactLayer):
             value_format: of the values' codes where it is another, or "exact": they are kept as they come.
             spans: (format, channels) of the keys' first channels, of the next ones, and so on to the last; none where
                 all have `format`.
+            clip: narrow the range of a group of keys to what leaves the least squared error.
 
         Raises:
             ValueError: another format, a negative window or number of sinks, or a group whose codes fill no whole
@@ -119,11 +127,12 @@ class QuantizedKVLayer(CompactLayer):
             raise ValueError(f"keys quantised by {keys!r}: by {' or '.join(KEYS)} is possible")
         self.format, self.group, self.window, self.keys_by = format, group, window, keys
         self.sinks, self.value_format = sinks, value_format or format
-        self.spans = tuple((each, channels) for each, channels in spans)
+        self.spans, self.clip = tuple((each, channels) for each, channels in spans), clip
 
     def settings(self) -> tuple:
-        """Format, group, window, what the keys are quantised by, sinks, format of values, spans of keys."""
-        return self.format, self.group, self.window, self.keys_by, self.sinks, self.value_format, self.spans
+        """Format, group, window, what the keys are quantised by, sinks, format of values, spans of keys, clip."""
+        whole = self.format, self.group, self.window, self.keys_by, self.sinks
+        return *whole, self.value_format, self.spans, self.clip
 
     @property
     def of_one_format(self) -> bool:
@@ -148,11 +157,11 @@ class QuantizedKVLayer(CompactLayer):
         """Takes batch, heads, head sizes, dtype and device from the first tokens."""
         self.keys, self.values = key_states[..., :0, :].clone(), value_states[..., :0, :].clone()
         self.first_keys, self.first_values = self.keys.clone(), self.values.clone()
-        by_channel = self.keys_by == "channel"
+        said = {"by_channel": self.keys_by == "channel", "clip": self.clip}
         if self.spans:
-            self.key_codes = SpannedCodes(self.keys, self.spans, self.group, by_channel=by_channel)
+            self.key_codes = SpannedCodes(self.keys, self.spans, self.group, **said)
         else:
-            self.key_codes = GroupedCodes(self.keys, self.format, self.group, by_channel=by_channel)
+            self.key_codes = GroupedCodes(self.keys, self.format, self.group, **said)
         if self.value_format == EXACT:
             self.value_codes = ExactTokens(self.values)
         else:
@@ -218,9 +227,10 @@ class GroupedCodes:
             fp8 has no zero.
     """
 
-    def __init__(self, like: Tensor, format: str, group: int, *, by_channel: bool) -> None:
+    def __init__(self, like: Tensor, format: str, group: int, *, by_channel: bool, clip: bool = False) -> None:
         """No tokens yet; batch, heads, d, dtype and device are those of `like` [B, H, any, d]."""
         self.format, self.bits, self.group, self.by_channel = format, BITS[format], group, by_channel
+        self.clip = clip
         groups = like.shape[-1] if by_channel else token_groups(like.shape[-1], group)
         self.codes = like.new_empty((*like.shape[:-2], 0, like.shape[-1]), dtype=torch.uint8)
         self.scale = like.new_empty((*like.shape[:-2], 0, groups))
@@ -234,7 +244,7 @@ class GroupedCodes:
     def append(self, tokens: Tensor) -> None:
         """Quantises tokens [B, H, n, d], n a multiple of the group."""
         grouped, along = self._grouped(tokens)
-        codes, scale, zero = quantize(grouped, self.format, along)
+        codes, scale, zero = quantize(grouped, self.format, along, clip=self.clip)
         codes = codes.flatten(along - 1, along)[..., : tokens.shape[-1]]
         self.codes = torch.cat([self.codes, pack(codes, self.bits)], dim=-2)
         self.scale = torch.cat([self.scale, scale.squeeze(along)], dim=-2)
@@ -265,7 +275,7 @@ class GroupedCodes:
 class SpannedCodes:
     """Tokens [B, H, T, d] as codes of different formats: `GroupedCodes` of adjacent channels, side by side."""
 
-    def __init__(self, like: Tensor, spans: Spans, group: int, *, by_channel: bool) -> None:
+    def __init__(self, like: Tensor, spans: Spans, group: int, *, by_channel: bool, clip: bool = False) -> None:
         """No tokens yet, see `GroupedCodes`.
 
         Raises:
@@ -277,7 +287,7 @@ class SpannedCodes:
         slices = like.split(self.widths, dim=-1)
         formats = [format for format, _ in spans]
         self.parts = [
-            GroupedCodes(part, format, group, by_channel=by_channel)
+            GroupedCodes(part, format, group, by_channel=by_channel, clip=clip)
             for part, format in zip(slices, formats, strict=True)
         ]
 
@@ -321,11 +331,12 @@ class ExactTokens:
         self.held = change(self.held)
 
 
-def quantize(values: Tensor, format: str, dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def quantize(values: Tensor, format: str, dim: int, *, clip: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes of `values`, whose groups lie along `dim`.
 
     Integers are evenly spaced from the least value to the greatest: a value is `code · scale + zero` to within half a
-    step, and near the greatest value the rounding of the step. An fp8 code times the scale is a value to within a
+    step, and near the greatest value the rounding of the step. With `clip` they are spaced over the share of that range
+    among `CLIPS` that leaves the group the least squared error. An fp8 code times the scale is a value to within a
     sixteenth of it, or 2^-10 scales if that is more.
 
     Returns:
@@ -338,11 +349,36 @@ def quantize(values: Tensor, format: str, dim: int) -> tuple[Tensor, Tensor, Ten
         # The scale as it is stored may be too small for the greatest value; beyond the range older torch gives NaN.
         codes = (exact / _divisor(scale, exact.dtype)).clamp_(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
         return codes.view(torch.uint8), scale, None
+    least, greatest = exact.amin(dim, keepdim=True), exact.amax(dim, keepdim=True)
+    codes, scale, zero = _evenly_spaced(exact, least, greatest, format, values.dtype)
+    if clip:
+        error = _squared_error(exact, codes, scale, zero, dim)
+        for share in CLIPS[1:]:
+            middle, half = (greatest + least) / 2, (greatest - least) * (share / 2)
+            other = _evenly_spaced(exact, middle - half, middle + half, format, values.dtype)
+            its_error = _squared_error(exact, *other, dim)
+            better = its_error < error
+            codes, scale, zero = (
+                torch.where(better, new, old) for new, old in zip(other, (codes, scale, zero), strict=True)
+            )
+            error = torch.minimum(error, its_error)
+    return codes.to(torch.uint8), scale, zero
+
+
+def _evenly_spaced(
+    exact: Tensor, least: Tensor, greatest: Tensor, format: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes in the dtype of `exact`, scale and zero in `dtype`, of integers from `least` to `greatest`."""
     most = 2 ** BITS[format] - 1
-    zero, greatest = exact.amin(dim, keepdim=True), exact.amax(dim, keepdim=True)
-    scale = ((greatest - zero) / most).to(values.dtype)
-    codes = ((exact - zero) / _divisor(scale, exact.dtype)).round_().clamp_(0, most)
-    return codes.to(torch.uint8), scale, zero.to(values.dtype)
+    scale = ((greatest - least) / most).to(dtype)
+    codes = ((exact - least) / _divisor(scale, exact.dtype)).round_().clamp_(0, most)
+    return codes, scale, least.to(dtype)
+
+
+def _squared_error(exact: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, dim: int) -> Tensor:
+    return (
+        torch.addcmul(zero.to(exact.dtype), codes, scale.to(exact.dtype)).sub_(exact).square_().sum(dim, keepdim=True)
+    )
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -391,6 +427,7 @@ def quantized_kv_bytes(
     sinks: int = 0,
     value_format: str | None = None,
     spans: Spans = (),
+    clip: bool = False,
     *,
     batch: int,
     heads: int,

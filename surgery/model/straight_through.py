@@ -2,8 +2,8 @@
 
 Attention gets what the quantised cache would give it, and the gradient of what it got goes to the exact numbers as it
 is: straight through (Bengio et al., arXiv:1308.3432). LLM-QAT (Liu et al., arXiv:2305.17888) so trains with a quantised
-KV cache, by distillation from the source. These codes clip nothing, so no gradient is masked; and none goes through
-scales and zero points, so training cannot learn to use what a scale tells of later tokens.
+KV cache, by distillation from the source. No gradient is masked, also where codes clip, which they do to few numbers;
+and none goes through scales and zero points, so training cannot learn to use what a scale tells of later tokens.
 
 A pass reads what the same pass in evaluation mode reads, bit for bit: whole groups quantised at every position, the
 last tokens exact. See `quantized_cache` for where that is not what decoding reads.

@@ -314,3 +314,27 @@ def test_spans_of_other_channels_are_refused():
         QuantizedKVLayer("int4", 16, spans=SPANS).update(states(dim=12), states(dim=12))
     with pytest.raises(ValueError, match="int3"):
         QuantizedKVLayer("int4", spans=(("int3", 4),))
+
+
+@integers
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_a_clipped_range_leaves_no_group_a_larger_error(form, dim):
+    values = states(2, 2, 64, 64)
+    values[..., 0, 0] = 30.0  # an outlier, which no range should give up
+
+    def error(clip):
+        codes, scale, zero = quantize(values, form, dim, clip=clip)
+        assert int(codes.max()) < 2 ** BITS[form]
+        return (dequantize(codes, scale, zero) - values).square().sum(dim)
+
+    plain, clipped = error(False), error(True)
+    assert (clipped <= plain * (1 + 1e-5)).all()
+    assert form != "int2" or clipped.sum() < 0.75 * plain.sum()
+
+
+def test_a_layer_with_clipped_codes_has_the_bytes_of_one_without():
+    plain, clipped = QuantizedKVLayer("int2", 16), QuantizedKVLayer("int2", 16, clip=True)
+    whole = [layer.update(states(), states(seed=1)) for layer in (plain, clipped)]
+    assert cache_bytes([plain]) == cache_bytes([clipped])
+    assert torch.equal(whole[0][1], whole[1][1]) and not torch.equal(whole[0][0], whole[1][0])
+    assert clipped.settings() == QuantizedKVLayer(*clipped.settings()).settings() != plain.settings()

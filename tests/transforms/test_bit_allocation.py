@@ -51,6 +51,6 @@ def test_a_budget_below_one_latent_a_layer():
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_noise_is_that_of_codes(form, group):
-    values = torch.randn(4096, group, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    error = (dequantize(*quantize(values, form, -1)) - values).square().mean()
-    assert noise(FORMATS[form], group) == pytest.approx(float(error), rel=0.15)
+    values = torch.randn(4096, group, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    error = (dequantize(*quantize(values, form, -1, clip=True)) - values).square().mean()
+    assert noise(FORMATS[form], group) == pytest.approx(float(error), rel=0.02)

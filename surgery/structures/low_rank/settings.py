@@ -77,4 +77,6 @@ class LowRankSettings(FittedSettings):
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""
         said = super().kv_cache()
+        if self.bits == "auto":
+            said["clip"] = True
         return {**said, "sinks": self.sinks} if self.sinks and not self.window else said
