@@ -1,4 +1,4 @@
-"""Every figure of the README's tables of reports is the report's."""
+"""Every figure of tables of reports in the README and in docs/results.md is the report's."""
 
 from pathlib import Path
 
@@ -8,21 +8,22 @@ from surgery.eval.report.document import read_report
 from surgery.eval.report.tables import columns
 
 ROOT = Path(__file__).resolve().parent.parent
-# Section of the README, report, columns of the table, rows at least.
+# File, section, report, columns of the table, rows at least.
 TABLES = [
-    ("## A real model", "smollm2", ("kv_bytes_per_token", "kv_ratio", "loss_change", "recall"), 5),
+    ("README.md", "## A real model", "smollm2", ("kv_bytes_per_token", "kv_ratio", "loss_change", "recall"), 5),
     (
-        "## What it costs",
+        "docs/results.md",
+        "# What it costs",
         "testbed",
         ("kv_bytes_per_token", "kv_ratio", "loss_change", "cached_loss", "recall", "needle", "ruler"),
         10,
     ),
 ]
-REPORTS = [report for _, report, _, _ in TABLES]
+REPORTS = [report for _, _, report, _, _ in TABLES]
 
 
-def table_of_the_readme(section: str, shown: tuple[str, ...]) -> list[list[str]]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def table_of(file: str, section: str, shown: tuple[str, ...]) -> list[list[str]]:
+    text = (ROOT / file).read_text(encoding="utf-8")
     text = text[text.index(section) + len(section) :].split("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -35,9 +36,9 @@ def table_of_the_report(name: str, shown: tuple[str, ...]) -> dict[str, list[str
     return {row["name"]: [chosen[key].text(row, report) for key in shown] for row in report["rows"]}
 
 
-@pytest.mark.parametrize(("section", "name", "shown", "least"), TABLES, ids=REPORTS)
-def test_the_table_is_the_report(section, name, shown, least):
-    found, report = table_of_the_readme(section, shown), table_of_the_report(name, shown)
+@pytest.mark.parametrize(("file", "section", "name", "shown", "least"), TABLES, ids=REPORTS)
+def test_the_table_is_the_report(file, section, name, shown, least):
+    found, report = table_of(file, section, shown), table_of_the_report(name, shown)
     assert len(found) >= least
     for row, *cells in found:
         assert cells == report[row.strip("`")], row

@@ -51,15 +51,18 @@ class HeldOut:
     def score(self, stream: LayerStream, hidden: Tensor) -> Score:
         """Scores final hidden states [N, T, D], before the last norm."""
         loss = stream.loss(hidden[: self.texts], self.tokens[: self.texts]) if self.texts else None
-        recall = None
-        if self.answers.any() and len(hidden) > self.texts:
-            row, position = self.answers.nonzero().T
-            predicted = stream.logits(hidden[self.texts :][row, position - 1].to(stream.device, stream.dtype)).argmax(
-                -1
-            )
-            wrong = predicted.cpu() != self.tokens[self.texts :][row, position]
-            recall = 1 - len(row[wrong].unique()) / len(self.answers)
-        return Score(loss, recall)
+        return Score(loss, self.answered(stream, hidden)[0])
+
+    def answered(self, stream: LayerStream, hidden: Tensor) -> tuple[float | None, float | None]:
+        """Share of the recall prompts answered right, and nats per token of their answers; None without prompts."""
+        if not self.answers.any() or len(hidden) == self.texts:
+            return None, None
+        row, position = self.answers.nonzero().T
+        logits = stream.logits(hidden[self.texts :][row, position - 1].to(stream.device, stream.dtype))
+        wanted = self.tokens[self.texts :][row, position].to(logits.device)
+        wrong = (logits.argmax(-1) != wanted).cpu()
+        recall = 1 - len(row[wrong].unique()) / len(self.answers)
+        return recall, float(torch.nn.functional.cross_entropy(logits.double(), wanted))
 
 
 def logit_difference(stream: LayerStream, hidden: Tensor, other_stream: LayerStream, other: Tensor) -> float:

@@ -59,11 +59,7 @@ def measure(candidates: Sequence[Sized], work: Work, held_out: HeldOut) -> tuple
 
 def _score(work: Work, held_out: HeldOut, hidden: Tensor) -> Scored:
     """Of final hidden states [N, T, D]."""
-    stream = work.opened.stream
-    losses = stream.token_losses(hidden, held_out.tokens).view(len(hidden), -1)
-    texts, prompts, answers = losses[: held_out.texts], losses[held_out.texts :], held_out.answers[:, 1:]
-    return Scored(
-        losses=texts.mean(1).tolist(),
-        answers=float(prompts[answers.to(prompts.device)].mean()) if answers.any() else None,
-        recall=held_out.score(stream, hidden).recall,
-    )
+    stream, texts = work.opened.stream, held_out.texts
+    losses = stream.token_losses(hidden[:texts], held_out.tokens[:texts]).view(texts, -1)
+    recall, answers = held_out.answered(stream, hidden)
+    return Scored(losses.mean(1).tolist(), answers, recall)
