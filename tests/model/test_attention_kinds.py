@@ -3,12 +3,11 @@
 import copy
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 from own_models import FAMILIES, KINDS, OWN_CACHE, VOCAB, agree, decode, tiny_source, tokens
+from processes import Fork
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
@@ -158,7 +157,6 @@ CHILD = """
 import sys
 sys.modules["surgery"] = None  # the package is installed here; its users may not have it
 import torch
-torch.set_num_threads(1)
 from transformers import AutoModelForCausalLM
 from safetensors.torch import load_file
 for folder in sys.argv[1:]:
@@ -180,12 +178,5 @@ def test_loads_without_the_package(tmp_path):
         model = KINDS[kind](tiny_source(family))
         model.save_pretrained(tmp_path / name)
         save_file({"ids": tokens(), "logits": model(tokens()).logits}, tmp_path / name / "expected.safetensors")
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    child = subprocess.run(
-        [sys.executable, "-I", "-c", CHILD, *(str(tmp_path / name) for name in folders)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stderr
+    child = Fork(*(tmp_path / name for name in folders), code=CHILD, path=(), cwd=tmp_path)
+    assert child.wait() == 0, child.stderr
