@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,10 @@ import torch
 if not torch.cuda.is_available():
     # Before kernels are imported: without a GPU they run in Triton's interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if find_spec("triton"):
+        import interpreter
+
+        interpreter.make_quick()
 
 from tiny_models import make_checkpoint
 
