@@ -28,6 +28,7 @@ QUICK = {
 }
 FAMILIES = ("llama", "llama3", "llama_bias", "mistral_window", "qwen2", "qwen2_window", "qwen3", "mixtral", "qwen3_moe")
 PICKED = ("llama_bias", "qwen2_window", "qwen3")
+ALONE = (*PICKED, "llama", "llama3", "qwen3_moe")
 KINDS = {
     "alone": LowRankSettings,
     "cascade": lambda **settings: CrossLayerSettings(method="cascade", group_size=2, **settings),
@@ -49,9 +50,9 @@ def converted(checkpoints, tmp_path_factory):
     return get
 
 
-# Every family alone, and one each of biases, norms and windows of its own with what stands beside latents.
+# Alone with every rotation, norm and window of a family's own; with what stands beside latents, one of each.
 PAIRS = [
-    pytest.param(name, kind, marks=[] if kind == "alone" or name in PICKED else pytest.mark.slow)
+    pytest.param(name, kind, marks=[] if name in (ALONE if kind == "alone" else PICKED) else pytest.mark.slow)
     for kind in KINDS
     for name in FAMILIES
 ]
