@@ -182,9 +182,12 @@ def test_a_healing_takes_the_source_of_what_it_is_given(in_memory, here, monkeyp
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
 
 
-def test_the_examples_of_the_page_run(here):
+@pytest.mark.parametrize("builtin", ["a tiny model", pytest.param("the demo model", marks=pytest.mark.slow)])
+def test_the_examples_of_the_page_run(here, checkpoints, monkeypatch, builtin):
     """One after the other, as a reader would, in one notebook."""
     assert len(BLOCKS) >= 5
+    if builtin == "a tiny model":
+        monkeypatch.setattr("surgery.checkpoint.named_models.demo_model", lambda: checkpoints("llama"))
     names = {}
     for block in BLOCKS:
         exec(compile(block, "docs/python.md", "exec"), names)
