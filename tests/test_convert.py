@@ -214,13 +214,6 @@ def test_calibration_on_the_models_own_samples(checkpoints, tmp_path):
     assert result.report.ladder[-1]["loss"] is not None
 
 
-@pytest.mark.parametrize(("name", "method"), [("llama", "transmla"), ("qwen3", "mha2mla")])
-def test_named_methods(checkpoints, tmp_path, method, name):
-    result = converter.convert(checkpoints(name), tmp_path / "out", ConvertSettings(**QUICK, method=method))
-    assert result.report.target["method"] == method
-    assert "fitted" not in [row["stage"] for row in result.report.ladder]
-
-
 @pytest.mark.parametrize("name", ["llama3", "llama_bias", "mistral_window", "qwen3"])
 def test_weights_alone(checkpoints, tmp_path, name):
     settings = ConvertSettings(calibration="none", kv_ratio=0.5)

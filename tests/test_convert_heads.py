@@ -126,13 +126,6 @@ def test_half_precision_stays_half_precision(checkpoints, tmp_path):
     assert result.report.kv["measured_bytes_per_token"] == 2 * 2 * 8 * 2
 
 
-@pytest.mark.parametrize("method", ["kv-heads", "procrustes", "mean-pool"])
-def test_named_methods(converted, method):
-    result = converted("llama", method=method)
-    assert result.report.target["method"] == method
-    assert [row["stage"] for row in result.report.ladder] == ["source", "merged", "reloaded"]
-
-
 def test_mean_pool_is_the_mean(converted, checkpoints):
     source = load_file(checkpoints("llama") / "model.safetensors")
     written = load_file(converted("llama", method="mean-pool").path / "model.safetensors")
