@@ -13,18 +13,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # On two cores, two workers of two threads each would mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
-
-if not torch.cuda.is_available():
-    # Before kernels are imported: without a GPU they run in Triton's interpreter.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    if find_spec("triton"):
-        import interpreter
-
-        interpreter.make_quick()
-
-from tiny_models import make_checkpoint
-
 STARTING_PROCESSES = (
     "test_processes.py",
     "test_python_api.py",
@@ -36,6 +24,21 @@ STARTING_PROCESSES = (
     "test_recipe.py",
     "test_registration.py",
 )
+
+
+def pytest_configure(config):
+    """Torch and what has to be set before tests are imported; not in the process that only deals tests out."""
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        # Before kernels are imported: without a GPU they run in Triton's interpreter.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        if find_spec("triton"):
+            import interpreter
+
+            interpreter.make_quick()
 
 
 def pytest_collection_modifyitems(items):
@@ -53,6 +56,9 @@ def pytest_unconfigure():
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """Gives the folder of a tiny checkpoint by family name, made once."""
+    import torch
+    from tiny_models import make_checkpoint
+
     made: dict[tuple[str, torch.dtype], Path] = {}
 
     def get(name: str, dtype: torch.dtype = torch.float32) -> Path:
