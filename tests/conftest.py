@@ -1,6 +1,8 @@
 """Fixtures for all tests."""
 
+import gc
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,14 +12,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # On two cores, two workers of two threads each would mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import torch
-
-if not torch.cuda.is_available():
-    # Before kernels are imported: without a GPU they run in Triton's interpreter.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from tiny_models import make_checkpoint
 
 STARTING_PROCESSES = (
     "test_processes.py",
@@ -32,14 +26,39 @@ STARTING_PROCESSES = (
 )
 
 
+def pytest_configure(config):
+    """Torch and what has to be set before tests are imported; not in the process that only deals tests out."""
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        # Before kernels are imported: without a GPU they run in Triton's interpreter.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        if find_spec("triton"):
+            import interpreter
+
+            interpreter.make_quick()
+
+
 def pytest_collection_modifyitems(items):
     """Files of a few long tests first: at the end one worker would do them while the other waits."""
     items.sort(key=lambda item: item.path.name not in STARTING_PROCESSES)
+    # A million objects of packages and tests stay to the end: evaluations collect often, a third of a second each time.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """Gives the folder of a tiny checkpoint by family name, made once."""
+    import torch
+    from tiny_models import make_checkpoint
+
     made: dict[tuple[str, torch.dtype], Path] = {}
 
     def get(name: str, dtype: torch.dtype = torch.float32) -> Path:

@@ -119,7 +119,7 @@ def test_kernels_without_a_gpu(tmp_path, capsys):
     assert [path.name for path in written] == ["kernels.json"]
     show_kernels(record, written)
     shown = capsys.readouterr().out
-    assert "right" in shown and "no speed on the cpu device" in shown
+    assert "right" in shown and "no speed on the cpu device" in shown, shown
     for wrong, message in (
         ({"tune": True}, "--tune"),
         ({"operations": "mla"}, "unknown operation"),

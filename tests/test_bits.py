@@ -33,8 +33,20 @@ def convert(to, source, out, **settings):
     return converter.convert(source, out, target.settings(settings))
 
 
-@pytest.mark.parametrize(("bits", "hadamard"), [(4, False), ("fp8", True)])
-@pytest.mark.parametrize("to", STRUCTURES)
+# A rotation mixes latents, or values of heads.
+@pytest.mark.parametrize(
+    ("to", "bits", "hadamard"),
+    [
+        ("mla", 4, False),
+        ("mla", "fp8", True),
+        ("gqa", "fp8", True),
+        ("lowrank", 4, False),
+        ("lowrank", "fp8", True),
+        ("hybrid", 4, False),
+        pytest.param("gqa", 4, False, marks=pytest.mark.slow),
+        pytest.param("hybrid", "fp8", True, marks=pytest.mark.slow),
+    ],
+)
 def test_one_conversion_is_the_two_steps(checkpoints, tmp_path, to, bits, hadamard):
     asked = STRUCTURES[to]
     source, codes = checkpoints("llama_bias", torch.float32), {"bits": bits, "hadamard": hadamard, **WEIGHTS_ONLY}

@@ -19,14 +19,21 @@ TEXT = [
     "--device", "cpu",
 ]  # fmt: skip
 FIT = ["--fit-steps", "0"]
+
+
+def by_method(target, methods, *others):
+    """A call for every method; but for fisher, they have no fit that could be left out."""
+    return {
+        f"{target} {method}": ["--to", target, "--method", method, *others, *(FIT if method == "fisher" else [])]
+        for method in methods
+    }
+
+
 CALLS = {
-    **{f"mla {method}": ["--to", "mla", "--method", method, *FIT] for method in METHODS},
-    **{f"gqa {method}": ["--to", "gqa", "--method", method, *FIT] for method in KV_HEADS_METHODS},
+    **by_method("mla", METHODS),
+    **by_method("gqa", KV_HEADS_METHODS),
     "gqa by spectrum": ["--to", "gqa", "--allocate", "spectrum", "--kv-ratio", "0.75", *FIT],
-    **{
-        f"lowrank {method}": ["--to", "lowrank", "--method", method, "--kv-ratio", "0.75", *FIT]
-        for method in LOW_RANK_METHODS
-    },
+    **by_method("lowrank", LOW_RANK_METHODS, "--kv-ratio", "0.75"),
     "lowrank in bits": ["--to", "lowrank", "--kv-ratio", "0.5", "--bits", "4", "--group", "4", *FIT],
     **{
         f"crosslayer {method}": ["--to", "crosslayer", "--method", method, "--group-size", "2", *FIT]
@@ -61,6 +68,14 @@ def test_every_conversion_is_printed(call, source, tmp_path, monkeypatch, capsys
     # Below the head and its rule, a line a layer, or a group of them.
     rows = [line.split()[0] for line in lines[head + 2 : head + 2 + len(report["layers"])]]
     assert rows == [str(layer["layer"]) for layer in report["layers"]]
+
+    losses = {row["stage"]: row["loss"] for row in report["ladder"]}
+    assert "fitted" not in losses or "cascade" in call
+    if "--method" in CALLS[call]:
+        assert report["target"]["method"] == CALLS[call][3]
+        if report["target"]["to"] == "lowrank":
+            assert losses["reloaded"] == pytest.approx(losses["low rank"], abs=1e-4)
+            assert report["kv"]["ratio"] <= 0.75
 
 
 def test_errors_that_nothing_predicts_are_dashes(source, tmp_path, monkeypatch, capsys):

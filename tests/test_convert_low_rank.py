@@ -1,6 +1,5 @@
 """Low-rank keys and values, and cascades of them, end to end on tiny models: verified here and elsewhere."""
 
-import json
 from dataclasses import asdict
 
 import pytest
@@ -8,12 +7,10 @@ import torch
 from loading import run_elsewhere
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from surgery.checkpoint.carry_over import REPORT
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.structures import converter
 from surgery.structures.cross_layer.settings import CrossLayerSettings
-from surgery.structures.low_rank.settings import METHODS as LOW_RANK_METHODS
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.low_rank.structure import CLOSED, EXACT_WINDOW, FITTED
 from surgery.structures.registry import find_target
@@ -28,6 +25,7 @@ QUICK = {
 }
 FAMILIES = ("llama", "llama3", "llama_bias", "mistral_window", "qwen2", "qwen2_window", "qwen3", "mixtral", "qwen3_moe")
 PICKED = ("llama_bias", "qwen2_window", "qwen3")
+ALONE = (*PICKED, "llama", "llama3", "qwen3_moe")
 KINDS = {
     "alone": LowRankSettings,
     "cascade": lambda **settings: CrossLayerSettings(method="cascade", group_size=2, **settings),
@@ -49,9 +47,9 @@ def converted(checkpoints, tmp_path_factory):
     return get
 
 
-# Every family alone, and one each of biases, norms and windows of its own with what stands beside latents.
+# Alone with every rotation, norm and window of a family's own; with what stands beside latents, one of each.
 PAIRS = [
-    pytest.param(name, kind, marks=[] if kind == "alone" or name in PICKED else pytest.mark.slow)
+    pytest.param(name, kind, marks=[] if name in (ALONE if kind == "alone" else PICKED) else pytest.mark.slow)
     for kind in KINDS
     for name in FAMILIES
 ]
@@ -81,18 +79,6 @@ def test_the_result_loads_without_the_package(converted, name, kind, tmp_path):
     logits, cached, facts = run_elsewhere(converted(name, kind).path, tokens, tmp_path, trust=True)
     assert facts["class"] == "SurgeryForCausalLM"
     assert (cached - logits).abs().max() / logits.abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("method", LOW_RANK_METHODS)
-def test_named_methods(converted, method):
-    result = converted("llama", method=method, kv_ratio=0.75, calibration_tokens=512)
-    ladder = {row["stage"]: row["loss"] for row in result.report.ladder}
-    assert ("fitted" in ladder) == (method == "fisher")
-    assert ladder["reloaded"] == pytest.approx(
-        min(ladder[form] for form in (CLOSED, FITTED) if form in ladder), abs=1e-4
-    )
-    assert result.report.kv["ratio"] <= 0.75
-    assert json.loads((result.path / REPORT).read_text())["target"]["method"] == method
 
 
 def test_ranks_follow_the_allocation(converted):

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 import yaml
-from command_line import listing, two_processes
+from command_line import listing
+from processes import two_forks
 from tiny_models import HELD_OUT, make_checkpoint
 
 from surgery.common.errors import SurgeryError
@@ -63,7 +64,7 @@ def finished(tmp_path_factory):
             }
         },
     )  # fmt: skip
-    two_processes("run", recipe, "--work", folder / "work")
+    two_forks("run", recipe, "--work", folder / "work")
     return recipe, folder / "work"
 
 

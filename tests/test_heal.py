@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import run_main
+from healing import forked
 from own_models import KINDS, tiny_source
 from safetensors.torch import load_file
 from tiny_models import DEMO, HELD_OUT
@@ -20,7 +21,14 @@ from surgery.common.progress import Progress
 from surgery.evaluation.settings import EvalSettings
 from surgery.healing import heal as healing
 from surgery.healing.heal import HealRequest, heal_checkpoint
-from surgery.healing.launchers import count_processes, find_launcher, is_sharded, launch_command, outside
+from surgery.healing.launchers import (
+    count_processes,
+    find_launcher,
+    is_sharded,
+    launch_command,
+    outside,
+    run_to_its_end,
+)
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts
 from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
@@ -30,6 +38,12 @@ from surgery.workflow.recipe import run_recipe
 FEW = {"length": 32, "batch_size": 2, "gradient_accumulation": 1, "held_out": 2, "max_steps": 3, "max_tokens": None}
 FEW |= {"data": (str(HELD_OUT),), "learning_rate": 1e-2, "device": "cpu", "recall": 0.0}
 MEASURE = {"windows": 2, "length": 64, "recall_prompts": 1, "data": (str(HELD_OUT),)}
+
+
+@pytest.fixture(autouse=True)
+def quick_start(monkeypatch):
+    """Trainings are forks, but in the test that gives this back its own way to start them."""
+    monkeypatch.setattr(healing, "run_to_its_end", forked)
 
 
 @pytest.fixture
@@ -74,7 +88,8 @@ def test_stock_mla_stays_stock(made, tmp_path, kind):
     assert before.keys() == after.keys()
 
 
-def test_the_report_and_the_card_say_what_happened(made, tmp_path):
+def test_the_report_and_the_card_say_what_happened(made, tmp_path, monkeypatch):
+    monkeypatch.setattr("surgery.healing.heal.run_to_its_end", run_to_its_end)
     source, student = made("gqa")
     asked = request(source, student, tmp_path / "out")
     healed = heal_checkpoint(HealRequest(**{**vars(asked), "measure": MEASURE}))
@@ -112,12 +127,11 @@ def test_the_own_class_without_a_report(tmp_path, kind):
 
 def test_a_failed_training_leaves_no_checkpoint_and_the_next_one_goes_on(made, tmp_path, monkeypatch):
     source, student = made("gqa")
-    run = healing.run_to_its_end
     monkeypatch.setattr(healing, "run_to_its_end", lambda *_: 7)
     with pytest.raises(SurgeryError, match="exit code 7"):
         heal_checkpoint(request(source, student, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(healing, "run_to_its_end", run)
+    monkeypatch.setattr(healing, "run_to_its_end", forked)
     assert heal_checkpoint(request(source, student, tmp_path / "out")).path.is_dir()
 
 

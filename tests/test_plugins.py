@@ -1,13 +1,13 @@
 """A package of somebody else is installed apart, and its things are reached like the project's own."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import ROOT, Fork
 from tiny_models import DEMO, random_model
 from transformers import ArceeConfig
 
@@ -15,7 +15,6 @@ import surgery
 from surgery.common.errors import SurgeryError
 from surgery.common.plugins import Registry, added
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tests" / "plugin_package"
 SHAPE = {
     "vocab_size": 4096,
@@ -30,7 +29,7 @@ SHAPE = {
     "pad_token_id": 2,
 }
 
-# One process for all commands: importing torch takes longer than any of them.
+# One process for all commands.
 SCRIPT = """
 import contextlib, io, json, sys
 sys.argv[0] = "surgery"
@@ -94,12 +93,9 @@ def told(installed, tmp_path_factory):
         "scorer": ["heads", str(source), "--method", "key-size", "--sinks", "4", "--window", "16", *scored],
         "task": ["eval", str(work / "first"), "--baseline", str(source), "--tasks", "loss,entropy", *windows, *report],
     }
-    path = os.pathsep.join([str(installed), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], input=json.dumps(commands), capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
+    wide = {"COLUMNS": "200", "TERM": "dumb"}
+    done = Fork(code=SCRIPT, stdin=json.dumps(commands), path=(installed, ROOT), environment=wide)
+    assert done.wait() == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 

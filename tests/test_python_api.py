@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from command_line import ROOT
+from healing import forked
 from tiny_models import CONFIGS, DEMO, HELD_OUT, random_model
 from transformers import AutoTokenizer
 
@@ -160,7 +161,8 @@ def test_an_output_that_is_there_is_kept(checkpoints, here):
         surgery.convert(checkpoints("llama"), to="gqa", out="out", **MERGED)
 
 
-def test_a_healing_takes_the_source_of_what_it_is_given(in_memory, here):
+def test_a_healing_takes_the_source_of_what_it_is_given(in_memory, here, monkeypatch):
+    monkeypatch.setattr("surgery.healing.heal.run_to_its_end", forked)
     model, tokenizer = in_memory
     asked = {"length": 32, "batch_size": 2, "gradient_accumulation": 1, "held_out": 2, "max_steps": 2, "recall": 0.0}
     asked |= {"data": [str(HELD_OUT)], "learning_rate": 1e-2, "device": "cpu", "max_tokens": None}
@@ -180,9 +182,12 @@ def test_a_healing_takes_the_source_of_what_it_is_given(in_memory, here):
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
 
 
-def test_the_examples_of_the_page_run(here):
+@pytest.mark.parametrize("builtin", ["a tiny model", pytest.param("the demo model", marks=pytest.mark.slow)])
+def test_the_examples_of_the_page_run(here, checkpoints, monkeypatch, builtin):
     """One after the other, as a reader would, in one notebook."""
     assert len(BLOCKS) >= 5
+    if builtin == "a tiny model":
+        monkeypatch.setattr("surgery.checkpoint.named_models.demo_model", lambda: checkpoints("llama"))
     names = {}
     for block in BLOCKS:
         exec(compile(block, "docs/python.md", "exec"), names)

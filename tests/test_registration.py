@@ -1,56 +1,68 @@
 """Who imports the package has its model class in AutoModel, without torch before that is needed, in every order."""
 
-import os
 import subprocess
 import sys
 
 import pytest
 from command_line import ROOT
 
-SEEN = """
-import sys
-import surgery
-loaded = sorted({"torch", "transformers"} & set(sys.modules))
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
-config = CONFIG_MAPPING["surgery"]
-print(loaded, MODEL_FOR_CAUSAL_LM_MAPPING[config].__name__, MODEL_FOR_CAUSAL_LM_MAPPING[config].on_device is not None)
+# Programs are forks of one process that has imported torch, which takes longest; they see it after `SEE_TORCH` only.
+FORKS = f"""
+import os, runpy, sys
+import torch._dynamo, torch.distributed.tensor, scipy.optimize
+sys.path.insert(0, {str(ROOT)!r})
+sys.torch = {{name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}}
+for argument in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        for name in sys.torch:
+            del sys.modules[name]
+        if argument.endswith(".py"):
+            # Its own folder is not searched, where the script would stand in the way of the package.
+            sys.argv = [argument]
+            runpy.run_path(argument, run_name="__main__")
+        else:  # as the interpreter has it while it looks for the module
+            sys.orig_argv, sys.argv = [sys.executable, "-m", argument], ["-m"]
+            runpy.run_module(argument, run_name="__main__", alter_sys=True)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, argument
 """
-KNOWN = "SurgeryForCausalLM True"
-
-
-def run(folder, *arguments) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_a_script_called_surgery_registers_it(tmp_path):
-    script = tmp_path / "scripts" / "surgery.py"
-    script.parent.mkdir()
-    script.write_text(SEEN)
-    # Its own folder is not searched, where the script would stand in the way of the package.
-    launch = "import runpy, sys; sys.argv = [sys.argv[1]]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    assert run(tmp_path, "-c", launch, script) == f"[] {KNOWN}"
-
-
-def test_a_program_started_with_m_registers_it(tmp_path):
-    package = tmp_path / "program"
-    package.mkdir()
-    (package / "__init__.py").write_text(SEEN)
-    (package / "__main__.py").write_text("")
-    assert run(tmp_path, "-m", "program") == f"[] {KNOWN}"
-
-
-@pytest.mark.parametrize(
-    "first",
+SEE_TORCH = "import sys; sys.modules.update(sys.torch)\n"
+SEEN = f"""
+import surgery
+import sys
+loaded = sorted({{"torch", "transformers"}} & set(sys.modules))
+{SEE_TORCH}
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+known = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING["surgery"]]
+print(sys.program, loaded, known.__name__, known.on_device is not None)
+"""
+PROGRAMS = {
+    "scripts/surgery.py": SEEN,
+    "program/__init__.py": SEEN,
+    "before.py": f"{SEE_TORCH}from transformers import AutoModelForCausalLM\n{SEEN}",
     # Modules of transformers that load its auto classes before they are whole themselves.
-    ["from transformers import LlamaForCausalLM", "from transformers import PreTrainedModel, AutoConfig"],
-)
-def test_it_is_registered_whatever_of_transformers_comes_first(first, tmp_path):
-    assert run(tmp_path, "-c", f"import surgery\n{first}\n{SEEN}").endswith(KNOWN)
+    "model.py": f"import surgery\n{SEE_TORCH}from transformers import LlamaForCausalLM\n{SEEN}",
+    "base.py": f"import surgery\n{SEE_TORCH}from transformers import PreTrainedModel, AutoConfig\n{SEEN}",
+}
 
 
-def test_it_is_registered_where_transformers_was_there_before(tmp_path):
-    assert run(tmp_path, "-c", f"from transformers import AutoModelForCausalLM\n{SEEN}").endswith(KNOWN)
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> dict[str, str]:
+    """What each program found loaded by the package, and which class is known."""
+    folder = tmp_path_factory.mktemp("programs")
+    for name, code in PROGRAMS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"import sys; sys.program = {name!r}\n{code}")
+    (folder / "program" / "__main__.py").write_text("")
+    arguments = ["program" if "__init__" in name else name for name in PROGRAMS]
+    done = subprocess.run([sys.executable, "-c", FORKS, *arguments], capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_is_registered(said, name):
+    loaded = "['torch', 'transformers']" if name in ("before.py", "model.py", "base.py") else "[]"
+    assert said[name] == f"{loaded} SurgeryForCausalLM True"

@@ -4,13 +4,12 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
 from command_line import imports_of, listing, run_main, two_processes
+from processes import Fork
 from safetensors import safe_open
 from tiny_models import DEMO, HELD_OUT, make_checkpoint
 
@@ -225,8 +224,6 @@ def test_a_journal_of_another_text_is_not_used(source, tmp_path, stopping):
 
 KILLED = f"""
 import os, signal, sys
-import torch
-torch.set_num_threads(1)
 from surgery.heads import ablation
 from surgery.heads.settings import HeadSettings
 from surgery.heads.scoring import score_heads
@@ -243,8 +240,8 @@ score_heads(sys.argv[1], sys.argv[2], HeadSettings(**{QUICK!r}))
 
 def test_a_killed_scoring_goes_on(source, tmp_path, stopping):
     out = tmp_path / "a.safetensors"
-    done = subprocess.run([sys.executable, "-c", KILLED, source, out], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    done = Fork(source, out, code=KILLED)
+    assert done.wait() == -signal.SIGKILL, done.stderr[-2000:]
     assert listing(tmp_path) == [".a.safetensors.seed0.journal"]
     calls = stopping()
     resumed = scored(source, out)

@@ -26,6 +26,8 @@ from surgery.kernels import backend
 from surgery.model import SurgeryConfig, SurgeryForCausalLM, quantized_cache
 
 SLOW = pytest.mark.slow
+# Of 12 tokens: windows move in every step after it, and a group of codes is closed.
+PROMPT = 8
 
 OPERATIONS = {
     "latent": "mla_decode",
@@ -114,9 +116,9 @@ def check(model, calls, *, caches=("dynamic", "static")):
             calls.clear()
         found = []
         if "dynamic" in caches:
-            found.append(decode(model, DynamicCache(config=model.config)))
+            found.append(decode(model, DynamicCache(config=model.config), PROMPT))
         if "static" in caches:
-            found.append(decode(model, StaticCache(config=model.config, max_cache_len=16)))
+            found.append(decode(model, StaticCache(config=model.config, max_cache_len=16), PROMPT))
         found.append(model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, eos_token_id=None))
         before.setdefault("found", found)
     for one, other in zip(found, before["found"], strict=True):
@@ -229,13 +231,13 @@ FORMATS += [pytest.param(format, keys, marks=SLOW) for format, keys in (("int4",
 def test_codes_are_read_as_they_are(make, kernel, format, keys, calls, monkeypatch):
     """Nothing is dequantised in a step, and what is read is what dequantising gives."""
     model = make(tiny_source("llama"), kv_cache={"format": format, "keys": keys, **CODES})
-    expected = decode(model, DynamicCache(config=model.config))
+    expected = decode(model, DynamicCache(config=model.config), PROMPT)
     assert accelerate(model).refused is None
     calls.clear()
-    prompt, cache = tokens()[:, :5], DynamicCache(config=model.config)
+    prompt, cache = tokens()[:, :PROMPT], DynamicCache(config=model.config)
     found = [model(prompt, past_key_values=cache).logits]
     monkeypatch.setattr(quantized_cache.GroupedCodes, "dequantized", lambda codes: pytest.fail("dequantised"))
-    found += [model(tokens()[:, [place]], past_key_values=cache).logits for place in range(5, 12)]
+    found += [model(tokens()[:, [place]], past_key_values=cache).logits for place in range(PROMPT, 12)]
     agree(torch.cat(found, dim=1), expected, 1e-4)
     assert any(kernel in name for name in calls)
 

@@ -3,32 +3,54 @@
 import copy
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 from own_models import FAMILIES, KINDS, OWN_CACHE, VOCAB, agree, decode, tiny_source, tokens
+from processes import Fork
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from surgery.model import AUTO_MAP, SurgeryForCausalLM, remote_code_files
 
+SLOW = pytest.mark.slow
+BOTH, WINDOWS = ("llama", "qwen3"), ("mistral", "qwen2")
 
-@pytest.fixture(params=KINDS)
+
+def refused(family: str, kind: str) -> bool:
+    """Caches of another form, where the family has windows of its own; one cache for layers of different windows."""
+    return (family in WINDOWS and kind in OWN_CACHE) or (family, kind) == ("qwen2", "shared")
+
+
+PAIRS = [(family, kind) for kind in KINDS for family in FAMILIES if not refused(family, kind)]
+# Biases and norms with every kind; windows and experts, which are nothing to the attention itself, with some.
+CACHED = [(family, kind) for family, kind in PAIRS if family in BOTH or kind in ("latent", "low_rank", "grouped")]
+# Every kind, and every family.
+FEW = [(family, kind) for family, kind in CACHED if family == "qwen3" or kind == "latent"]
+
+
+def on(chosen: list[tuple[str, str]]):
+    """A test on all pairs of a family and a kind, slow but for some."""
+    pairs = [pytest.param(*pair, marks=() if pair in chosen else SLOW) for pair in PAIRS]
+    return pytest.mark.parametrize(("family", "kind"), pairs, indirect=True)
+
+
+@pytest.fixture
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture
 def kind(request) -> str:
     return request.param
 
 
 @pytest.fixture
 def model(source, kind) -> SurgeryForCausalLM:
-    if kind in OWN_CACHE and getattr(source.config, "sliding_window", None):
-        pytest.skip("refused: the family has windows of its own")
-    if kind == "shared" and len(set(getattr(source.config, "layer_types", None) or ["one"])) > 1:
-        pytest.skip("refused: layers of different windows")
     return KINDS[kind](source)
 
 
+@on(PAIRS)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_logits_equal_the_source(source, model, implementation):
     source.set_attn_implementation(implementation)
@@ -37,17 +59,20 @@ def test_logits_equal_the_source(source, model, implementation):
     agree(model(tokens()).logits, source(tokens()).logits)
 
 
+@on(FEW)
 def test_copies_and_pickles(model):
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(tokens()).logits, model(tokens()).logits)
 
 
+@on(PAIRS)
 def test_cached_equals_uncached(kind, model):
     caches = [DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)]
     for cache in caches[: 1 if kind in OWN_CACHE else 2]:
         agree(decode(model, cache), model(tokens(), use_cache=False).logits)
 
 
+@on(CACHED)
 def test_left_padding_equals_unpadded(model):
     ids = tokens(batch=1, length=7)
     padded = torch.cat((torch.zeros(1, 4, dtype=torch.long), ids), dim=1)
@@ -69,7 +94,19 @@ GENERATION = {
 }
 
 
-@pytest.mark.parametrize("how", GENERATION.values(), ids=GENERATION.keys())
+GENERATED = [
+    pytest.param(
+        *pair,
+        how,
+        marks=() if pair in (CACHED if name == "greedy" else FEW) else SLOW,
+        id=f"{'-'.join(pair)}-{name}",
+    )
+    for pair in PAIRS
+    for name, how in GENERATION.items()
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "how"), GENERATED, indirect=["family", "kind"])
 def test_generates_what_the_source_generates(source, kind, model, how):
     if kind in OWN_CACHE and "cache_implementation" in how:
         with pytest.raises(ValueError, match="cannot continue"):
@@ -83,12 +120,11 @@ def test_generates_what_the_source_generates(source, kind, model, how):
     assert torch.equal(generate(model), generate(source))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OWN_CACHE], indirect=True)
 @pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "mistral"))], indirect=True
+    "family", ["qwen3", *(pytest.param(name, marks=SLOW) for name in ("llama", "mistral"))], indirect=True
 )
-def test_decode_step_compiles_in_one_graph(kind, model):
-    if kind in OWN_CACHE:
-        pytest.skip("no static cache")
+def test_decode_step_compiles_in_one_graph(model):
     torch._dynamo.reset()  # every model of this test is a new specialisation of the same code
     caches = [StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
     for cache in caches:
@@ -99,6 +135,7 @@ def test_decode_step_compiles_in_one_graph(kind, model):
     agree(compiled, model(next_token, past_key_values=caches[1]).logits)
 
 
+@on(CACHED)
 @torch.enable_grad()
 def test_trains_with_gradient_checkpointing(model):
     def gradients():
@@ -114,6 +151,7 @@ def test_trains_with_gradient_checkpointing(model):
     assert all(plain[name].abs().sum() > 0 for name in plain if "_up" in name or "kv_down" in name)
 
 
+@on(CACHED)
 def test_loss_hidden_states_and_attentions_are_those_of_the_source(source, kind, model):
     wanted = {"labels": tokens(), "logits_to_keep": 0, "output_hidden_states": True, "output_attentions": True}
     source.set_attn_implementation("eager")
@@ -129,6 +167,7 @@ def test_loss_hidden_states_and_attentions_are_those_of_the_source(source, kind,
     assert isinstance(model(tokens(), return_dict=False), tuple)
 
 
+@on(FEW)
 def test_saved_and_reloaded_is_bit_identical(model, tmp_path):
     model.save_pretrained(tmp_path)
     reloaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -142,6 +181,7 @@ def test_saved_and_reloaded_is_bit_identical(model, tmp_path):
     assert all((tmp_path / file.name).read_text() == file.read_text() for file in remote_code_files())
 
 
+@on(FEW)
 def test_meta_device_and_materialisation(model):
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(model.config)
@@ -158,7 +198,6 @@ CHILD = """
 import sys
 sys.modules["surgery"] = None  # the package is installed here; its users may not have it
 import torch
-torch.set_num_threads(1)
 from transformers import AutoModelForCausalLM
 from safetensors.torch import load_file
 for folder in sys.argv[1:]:
@@ -174,18 +213,11 @@ for folder in sys.argv[1:]:
 
 
 def test_loads_without_the_package(tmp_path):
-    folders = {f"{kind}-{family}": (kind, family) for kind in KINDS for family in ("llama", "qwen3")}
+    folders = {f"{kind}-llama": (kind, "llama") for kind in KINDS}
     folders |= {f"latent-{family}": ("latent", family) for family in FAMILIES}
     for name, (kind, family) in folders.items():
         model = KINDS[kind](tiny_source(family))
         model.save_pretrained(tmp_path / name)
         save_file({"ids": tokens(), "logits": model(tokens()).logits}, tmp_path / name / "expected.safetensors")
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    child = subprocess.run(
-        [sys.executable, "-I", "-c", CHILD, *(str(tmp_path / name) for name in folders)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stderr
+    child = Fork(*(tmp_path / name for name in folders), code=CHILD, path=(), cwd=tmp_path)
+    assert child.wait() == 0, child.stderr

@@ -2,12 +2,11 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 from own_models import LAYERS, agree, decode, lossless_low_rank, lossless_model, tiny_source, tokens
+from processes import Fork
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache
@@ -173,10 +172,8 @@ def test_saved_and_reloaded_is_bit_identical(tmp_path):
 
 
 CHILD = """
-import sys
 sys.modules["surgery"] = None  # the package is installed here; its users may not have it
 import torch
-torch.set_num_threads(1)
 from transformers import AutoModelForCausalLM
 from safetensors.torch import load_file
 for folder in sys.argv[1:]:
@@ -197,12 +194,5 @@ def test_loads_without_the_package(tmp_path):
         model: PreTrainedModel = make(kv_cache=INT4)
         model.save_pretrained(tmp_path / str(number))
         save_file({"ids": tokens(), "logits": model(tokens()).logits}, tmp_path / str(number) / "expected.safetensors")
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    child = subprocess.run(
-        [sys.executable, "-I", "-c", CHILD, *(str(tmp_path / str(number)) for number in range(2))],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stderr
+    child = Fork(*(tmp_path / str(number) for number in range(2)), code=CHILD, path=(), cwd=tmp_path)
+    assert child.wait() == 0, child.stderr

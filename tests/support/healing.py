@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -10,6 +11,7 @@ from subprocess import CompletedProcess
 import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState
+from processes import Fork
 from safetensors.torch import load_file
 
 from surgery.training.heal import heal
@@ -51,6 +53,12 @@ def heal_here(values: dict) -> dict:
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
+
+
+def forked(command: list[str], environment: dict[str, str]) -> int:
+    """In the place of `run_to_its_end`: the training of one process that a healing starts, as a fork."""
+    assert command[:3] == [sys.executable, "-m", "surgery.training.heal"], command
+    return Fork(*command[3:], module=command[2], environment=environment).wait()
 
 
 def settings_file(values: dict) -> Path:

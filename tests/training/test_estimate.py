@@ -1,5 +1,6 @@
 """What a healing is said to take, beside what real tiny models and a real step of training take."""
 
+import itertools
 import json
 
 import pytest
@@ -81,14 +82,17 @@ def test_weights_are_those_of_real_modules(name, train):
     assert found.held["teacher"] == held_bytes(model_of(CONFIGS["llama"]()).bfloat16().parameters())
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "tolerance"),
-    [(512, 0.04), (32, 0.1)],
-    ids=["most in the forward pass", "most in the backward pass"],
-)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("train", ["attention", "all"])
+def _steps():
+    """All combinations, slow but for half of them, in which each three choices meet in every way."""
+    for choices in itertools.product((0, 1), repeat=4):
+        peak, dtype, checkpointing, train = choices
+        # Most is held in the forward pass, or in the backward pass.
+        vocabulary, tolerance = [(512, 0.04), (32, 0.1)][peak]
+        values = ["attention", "all"][train], bool(checkpointing), ["fp32", "bf16"][dtype], vocabulary, tolerance
+        yield pytest.param(*values, marks=[pytest.mark.slow] * (sum(choices) % 2))
+
+
+@pytest.mark.parametrize(("train", "checkpointing", "dtype", "vocabulary", "tolerance"), _steps())
 def test_a_real_step_takes_what_was_said(train, checkpointing, dtype, vocabulary, tolerance):
     """Gradients and moments to the byte; the peak of all that was allocated nearly."""
     config = CONFIGS["llama3"]()

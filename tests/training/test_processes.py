@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from healing import heal_here, heal_settings, log_of, losses_of, same_results, settings_file
+from processes import ROOT, Fork
 from safetensors.torch import load_file
 from tiny_models import make_checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
 HEAL = ["-m", "surgery.training.heal", "--config"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -34,8 +34,8 @@ def settings(tmp_path, student, teacher):
     return lambda **others: heal_settings(tmp_path, student, teacher, **{"objective": objective, **others})
 
 
-def start(values: dict, *launcher: str) -> subprocess.Popen:
-    command = [sys.executable, *launcher, *HEAL, str(settings_file(values))]
+def start(values: dict) -> subprocess.Popen:
+    command = [sys.executable, *TORCHRUN, *HEAL, str(settings_file(values))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
 
@@ -45,18 +45,18 @@ def finished(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, errors
 
 
-def wait_for_step(values: dict, step: int, process: subprocess.Popen) -> None:
+def wait_for_step(values: dict, step: int, process: Fork) -> None:
     deadline = time.monotonic() + 120
     log = Path(f"{values['out']}.run") / "heal.jsonl"
     while not log.exists() or not any(line["step"] >= step for line in log_of(values, finished=False)):
-        assert process.poll() is None, process.communicate()[1][-2000:]
+        assert process.poll() is None, process.stderr[-2000:]
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def test_two_processes_give_the_results_of_one(settings):
     one, two = settings(name="one"), settings(name="two", gradient_accumulation=1)
-    process = start(two, *TORCHRUN)
+    process = start(two)
     heal_here(one)
     code, errors = finished(process)
     assert code == 0, errors[-3000:]
@@ -67,11 +67,11 @@ def test_two_processes_give_the_results_of_one(settings):
 def test_a_killed_run_goes_on_exactly(settings):
     slow = {"max_steps": 60, "save_every": 4, "eval_every": 10}
     whole, killed = settings(name="whole", **slow), settings(name="killed", **slow)
-    process = start(killed)
+    process = Fork("--config", settings_file(killed), module="surgery.training.heal")
     heal_here(whole)
     wait_for_step(killed, 9, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     assert not Path(killed["out"]).exists()
     assert heal_here(killed)["steps"] == 60
     resumed = log_of(killed, "resume")
