@@ -95,7 +95,7 @@ def test_what_holds_no_codes_is_refused_before_any_work():
         ("gqa", {"carrier": "decilm", "bits": 4}, "DeciLM"),
         ("lowrank", {"hadamard": True}, "give bits"),
         ("hybrid", {"streaming_bits": 2}, "give bits"),
-        ("lowrank", {"bits": 3}, "choose 8, 4, 2"),
+        ("lowrank", {"bits": 5}, "choose 8, 4, 3, 2"),
         ("lowrank", {"bits": 2, "group": 6}, "whole bytes"),
     ):
         with pytest.raises(SurgeryError, match=message):
@@ -128,7 +128,7 @@ def test_bits_by_latent_spend_a_budget_of_bytes(checkpoints, tmp_path):
     report, config = result.report, json.loads((result.path / "config.json").read_text())
     assert config["kv_cache"]["sinks"] == 4
     entries = config["attention_layers"]
-    bits = {"int8": 8, "int4": 4, "int2": 2}
+    bits = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
     spent = sum((bits[form] + 2) * count for entry in entries for form, count in entry["codes"])
     budget = 0.25 * 8 * report.kv["source_bytes_per_token"]
     assert 0.9 * budget < spent <= budget

@@ -20,7 +20,7 @@ def quantize_kv(
     alone.
 
     Args:
-        format: of a number: int8, int4, int2 or fp8.
+        format: of a number: int8, int4, int3, int2 or fp8.
         group: tokens (of keys) and channels (of values) that share a scale.
         window: most recent tokens that stay exact; 0 quantises every complete group.
         keys: "channel", or "token" where a latent is in the keys' place.

@@ -47,6 +47,11 @@ def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = Fal
     if inspection.spectra is not None:
         _show_spectra(page, inspection.spectra)
         page.print(f"drawn in {plain(drawn)}", soft_wrap=True)
+    if any(target["applies"] for target in inspection.targets):
+        page.print(
+            "Next: surgery plan CKPT --memory 8GiB --context 32k --batch 16   [dim]what loses least in a memory[/dim]",
+            soft_wrap=True,
+        )
 
 
 def _show_targets(page: Console, targets: list[dict]) -> None:

@@ -68,7 +68,7 @@ def cache_dtype_flags(engine: str, bits: int | str) -> str:
     if engine == "sglang":
         return "python -m sglang.launch_server --model-path CKPT --kv-cache-dtype fp8_e4m3"
     if engine == "llama.cpp":
-        name = "q4_0" if bits in (4, 2) else "q8_0"
+        name = "q4_0" if bits in (4, 3, 2) else "q8_0"
         return f"llama-server -m CKPT.gguf -fa on -ctk {name} -ctv {name}"
     if engine == "mlx":
         return f"mlx_lm.generate --model CKPT --kv-bits {8 if bits in (8, 'fp8') else bits}"

@@ -28,7 +28,7 @@ class EvalSettings(FileSettings):
         "KV bytes are always measured.",
         section="Tasks",
     )
-    variants: tuple[Literal["int8", "fp8", "int4", "int2", "mean-pool", "window"], ...] = setting(
+    variants: tuple[Literal["int8", "fp8", "int4", "int3", "int2", "mean-pool", "window"], ...] = setting(
         ("int8", "int4", "mean-pool", "window"),
         "Cheaper forms of the baseline to measure beside it, at the checkpoints' KV ratios.",
         metavar="A,B|none",

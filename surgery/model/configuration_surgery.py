@@ -87,8 +87,8 @@ class SurgeryConfig(PreTrainedConfig):
             prompt gets), or for merged pairs `kept` (int, tokens of a block left unmerged) and `interpolation`
             (float, the later layer's share of the direction).
         kv_cache (`dict`, *optional*):
-            Has every layer keep its cache quantised: `format` (int8, int4, int2 or fp8), `group` and `window` (int) as
-            in `QuantizedKVLayer`, and what shares a scale of `keys`, or of the latents in their place: the
+            Has every layer keep its cache quantised: `format` (int8, int4, int3, int2 or fp8), `group` and `window`
+            (int) as in `QuantizedKVLayer`, and what shares a scale of `keys`, or of the latents in their place: the
             tokens of a `"channel"` or the channels of a `"token"`. What streams is quantised token by token, in
             `streaming_format` if that is given. The first `sinks` (int) tokens stay exact, and rotated keys of
             `"latent"` layers are in `rope_format`, a format or `"exact"`, if these are given. With `clip` (bool) the

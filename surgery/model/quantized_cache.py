@@ -1,4 +1,4 @@
-"""Keys and values as numbers of 8, 4 or 2 bits, keys by channel and values by token, as KIVI stores them.
+"""Keys and values as numbers of 8, 4, 3 or 2 bits, keys by channel and values by token, as KIVI stores them.
 
 Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", arXiv:2402.02750. Keys have a few channels
 that are large in every token, so the numbers of one channel share a scale; values have no such channels, so those of
@@ -21,6 +21,7 @@ This file travels beside the weights as remote code: it may import torch, transf
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -31,8 +32,11 @@ from transformers.cache_utils import Cache
 
 from .cache_layer import CompactLayer, check_full_attention
 
-BITS = {"int8": 8, "int4": 4, "int2": 2, "fp8": 8}
+BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, "fp8": 8}
 """Bits of a code, by format."""
+
+PACKED = {format: 8 // math.gcd(8, bits) for format, bits in BITS.items()}
+"""Codes that fill whole bytes, at least, by format."""
 
 EXACT = "exact"
 """In the place of a format: as many bits as the model has."""
@@ -98,7 +102,7 @@ class QuantizedKVLayer(CompactLayer):
     ) -> None:
         """
         Args:
-            format: of a code: int8, int4, int2 or fp8 (e4m3).
+            format: of a code: int8, int4, int3, int2 or fp8 (e4m3).
             group: tokens that share a scale in a channel of the keys, and channels that do in a token of the values. A
                 head whose size it does not divide has the fewest nearly equal groups of at most that many.
             window: of the most recent tokens, how many stay exact at least. KIVI keeps 128.
@@ -118,10 +122,10 @@ class QuantizedKVLayer(CompactLayer):
         for each in coded:
             if each not in BITS:
                 raise ValueError(f"a KV cache of {each!r}: {', '.join(BITS)} are possible")
-            if group < 1 or group * BITS[each] % 8 or window < 0 or sinks < 0:
+            if group < 1 or group % PACKED[each] or window < 0 or sinks < 0:
                 raise ValueError(
                     f"a KV cache of {each} with group {group}, window {window} and {sinks} sinks: a group must be a "
-                    f"positive multiple of {8 // BITS[each]}, a window and sinks at least 0"
+                    f"positive multiple of {PACKED[each]}, a window and sinks at least 0"
                 )
         if keys not in KEYS:
             raise ValueError(f"keys quantised by {keys!r}: by {' or '.join(KEYS)} is possible")
@@ -136,8 +140,9 @@ class QuantizedKVLayer(CompactLayer):
 
     @property
     def of_one_format(self) -> bool:
-        """Whether all tokens but the latest are codes of one format, which kernels read as they are."""
-        return not self.sinks and not self.spans and self.value_format == self.format
+        """Whether all tokens but the latest are codes of one format that kernels read as they are."""
+        in_bytes = PACKED[self.format] * BITS[self.format] == 8
+        return in_bytes and not self.sinks and not self.spans and self.value_format == self.format
 
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
@@ -390,18 +395,30 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., n, d] below 2^bits, uint8, as bytes [..., n·bits/8, d]; n must fill whole bytes."""
+    """Codes [..., n, d] below 2^bits, uint8, as bytes [..., n·bits/8, d]; n must fill whole bytes.
+
+    Bits of consecutive codes follow each other, the first code in the lowest: eight of three bits fill three bytes.
+    """
     if bits == 8:
         return codes
-    parts = codes.unflatten(-2, (codes.shape[-2] * bits // 8, 8 // bits))
-    return (parts << _shifts(bits, codes.device)).sum(dim=-2, dtype=torch.uint8)
+    size = math.lcm(8, bits)  # bits that begin and end with a code and with a byte
+    parts = codes.unflatten(-2, (codes.shape[-2] * bits // size, size // bits))
+    if size == 8:
+        return (parts << _shifts(bits, 8, codes)).sum(dim=-2, dtype=torch.uint8)
+    word = (parts.int() << _shifts(bits, size, parts.int())).sum(dim=-2, keepdim=True, dtype=torch.int32)
+    return ((word >> _shifts(8, size, word)) & 0xFF).to(torch.uint8).flatten(-3, -2)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """What `pack` was given: [..., n, d] uint8 of bytes [..., n·bits/8, d]."""
     if bits == 8:
         return packed
-    return ((packed.unsqueeze(-2) >> _shifts(bits, packed.device)) & (2**bits - 1)).flatten(-3, -2)
+    size = math.lcm(8, bits)
+    if size == 8:
+        return ((packed.unsqueeze(-2) >> _shifts(bits, 8, packed)) & (2**bits - 1)).flatten(-3, -2)
+    parts = packed.unflatten(-2, (packed.shape[-2] * 8 // size, size // 8)).int()
+    word = (parts << _shifts(8, size, parts)).sum(dim=-2, keepdim=True, dtype=torch.int32)
+    return ((word >> _shifts(bits, size, word)) & (2**bits - 1)).to(torch.uint8).flatten(-3, -2)
 
 
 def token_groups(width: int, group: int) -> int:
@@ -460,6 +477,6 @@ def _divisor(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(scale > 0, scale, 1).to(dtype)
 
 
-def _shifts(bits: int, device: torch.device) -> Tensor:
-    """Bit offsets of the codes in a byte [8/bits, 1], uint8."""
-    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device).unsqueeze(-1)
+def _shifts(bits: int, size: int, like: Tensor) -> Tensor:
+    """Where numbers of so many bits begin in `size` bits, [size/bits, 1] in the dtype of another tensor."""
+    return torch.arange(0, size, bits, dtype=like.dtype, device=like.device).unsqueeze(-1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .quantized_cache import BITS, dequantize, grouped_channels, pack, quantize, token_groups, unpack
+from .quantized_cache import BITS, PACKED, dequantize, grouped_channels, pack, quantize, token_groups, unpack
 
 
 class TokenCodes:
@@ -19,7 +19,7 @@ class TokenCodes:
     """
 
     def __init__(self, format: str, group: int) -> None:
-        """`format` of a code: int8, int4, int2 or fp8; `group`: channels that share a scale, at most.
+        """`format` of a code: int8, int4, int3, int2 or fp8; `group`: channels that share a scale, at most.
 
         Raises:
             ValueError: another format, or a group below 1.
@@ -41,8 +41,10 @@ class TokenCodes:
 
     def widths(self, width: int) -> tuple[int, int]:
         """Bytes of codes, and scales and zero points, of a token of `width` channels."""
-        per_byte = 8 // BITS[self.format]
-        return -(-width // per_byte), token_groups(width, self.group) * (1 if self.format == "fp8" else 2)
+        packed, bits = PACKED[self.format], BITS[self.format]
+        return -(-width // packed) * packed * bits // 8, token_groups(width, self.group) * (
+            1 if self.format == "fp8" else 2
+        )
 
     def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B, H, n, d] as codes, uint8, and numbers; see `widths`."""
@@ -51,7 +53,7 @@ class TokenCodes:
             return tokens.to(torch.uint8), tokens
         codes, scale, zero = quantize(grouped_channels(tokens, self.group), self.format, -1)
         codes = codes.flatten(-2)[..., :width]
-        if spare := -width % (8 // BITS[self.format]):
+        if spare := -width % PACKED[self.format]:
             codes = torch.cat([codes, codes.new_zeros(*codes.shape[:-1], spare)], dim=-1)
         numbers = scale if zero is None else torch.cat([scale, zero], dim=-2)
         # `pack` joins neighbours of the second last dimension.

@@ -9,8 +9,8 @@ from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 
-Bits = Literal[8, 4, 2, "fp8"]
-RopeBits = Literal[16, 8, 4, 2, "fp8"]
+Bits = Literal[8, 4, 3, 2, "fp8"]
+RopeBits = Literal[16, 8, 4, 3, 2, "fp8"]
 Allocation = Literal["uniform", "spectrum"]
 
 
@@ -51,9 +51,11 @@ class StructureSettings(ConversionSettings):
             if self.sinks and self.SINKS_OF_CODES:
                 raise SurgeryError("sinks are the first tokens that a quantised cache keeps exact: give bits too")
             return
-        least = {"fp8": 1, 8: 1, 4: 2}.get(self.bits, 4)
-        if self.group % least:
-            raise SurgeryError(f"group {self.group} of {self.bits} bits fills no whole bytes: choose a multiple of 4")
+        packed = {"fp8": 1, 8: 1, 4: 2, 2: 4}.get(self.bits, 8)
+        if self.group % packed:
+            raise SurgeryError(
+                f"group {self.group} of {self.bits} bits fills no whole bytes: choose a multiple of {packed}"
+            )
 
     @property
     def quantizes(self) -> bool:

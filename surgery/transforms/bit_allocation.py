@@ -16,7 +16,7 @@ from torch import Tensor
 
 from surgery.model.quantized_cache import dequantize, quantize
 
-FORMATS = {"int8": 8, "int4": 4, "int2": 2}
+FORMATS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 """Formats that are chosen from, and their bits."""
 SAMPLES = 4096
 """Groups that tell the noise of a code to a hundredth of it."""

@@ -33,7 +33,7 @@ from surgery.model.token_codes import TokenCodes
 
 CPU = torch.device("cpu")
 INT8 = {"format": "int8", "group": 8, "window": 4, "keys": "channel"}
-FORMATS = ("int8", "int4", "int2", "fp8")
+FORMATS = ("int8", "int4", "int3", "int2", "fp8")
 
 
 def hybrid(family="llama", **overrides) -> SurgeryForCausalLM:
@@ -283,7 +283,7 @@ def test_tokens_come_back_from_their_codes(form, width, group, dtype):
     assert tuple(part.shape[-1] for part in encoded) == codes.widths(width)
     decoded = codes.decode(*encoded, width)
     assert decoded.dtype == dtype and decoded.shape == numbers.shape
-    steps = {"int8": 2 / 255, "int4": 2 / 15, "int2": 2 / 3, "fp8": 1 / 8}[form]
+    steps = {"int8": 2 / 255, "int4": 2 / 15, "int3": 2 / 7, "int2": 2 / 3, "fp8": 1 / 8}[form]
     if width:
         spread = numbers.float().abs().amax()
         assert (decoded.float() - numbers.float()).abs().max() <= spread * (steps / 2 + 0.02)
@@ -295,11 +295,12 @@ def test_bytes_of_a_token():
     """4 bits, and a scale and a zero point of 16 bits for 32 channels: 5 bits a number."""
     assert TokenCodes("int4", 32).token_bytes(128, torch.bfloat16) == 128 * 5 / 8
     assert TokenCodes("fp8", 32).token_bytes(128, torch.bfloat16) == 128 + 4 * 2
+    assert TokenCodes("int3", 32).token_bytes(20, torch.bfloat16) == 9 + 2 * 2
 
 
-@pytest.mark.parametrize("arguments", [("int3", 32), ("int4", 0)])
+@pytest.mark.parametrize("arguments", [("int5", 32), ("int4", 0)])
 def test_impossible_codes_are_refused(arguments):
     with pytest.raises(ValueError):
         TokenCodes(*arguments)
     with pytest.raises(ValueError):
-        hybrid(kv_cache=INT8 | {"streaming_format": "int3"})
+        hybrid(kv_cache=INT8 | {"streaming_format": "int5"})

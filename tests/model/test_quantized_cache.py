@@ -20,8 +20,8 @@ from surgery.model.quantized_cache import (
     unpack,
 )
 
-bits_cases = pytest.mark.parametrize("bits", [8, 4, 2])
-integers = pytest.mark.parametrize("form", ["int8", "int4", "int2"])
+bits_cases = pytest.mark.parametrize("bits", [8, 4, 3, 2])
+integers = pytest.mark.parametrize("form", ["int8", "int4", "int3", "int2"])
 formats = pytest.mark.parametrize("form", list(BITS))
 
 
@@ -189,8 +189,8 @@ def test_bytes_of_a_long_text_in_bfloat16():
     """4 bits and two scales of 16 bits for 32 numbers are 5 bits a number, against 16; fp8 has one scale."""
     size = dict(batch=1, heads=8, tokens=4096, key_dim=128, value_dim=128, dtype=torch.bfloat16)
     plain = 8 * 4096 * 256 * 2
-    shares = [quantized_kv_bytes(form, 32, 0, **size) / plain for form in ("int8", "fp8", "int4", "int2")]
-    assert shares == [9 / 16, 8.5 / 16, 5 / 16, 3 / 16]
+    shares = [quantized_kv_bytes(form, 32, 0, **size) / plain for form in ("int8", "fp8", "int4", "int3", "int2")]
+    assert shares == [9 / 16, 8.5 / 16, 5 / 16, 4 / 16, 3 / 16]
 
 
 @formats
@@ -225,7 +225,8 @@ def test_reset_and_crop(form):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("int3",), (8,), ("fp16",), ("int4", 0), ("int2", 6), ("int4", 32, -1), ("int4", 32, 0, "head")]
+    "arguments",
+    [("int5",), ("int3", 12), (8,), ("fp16",), ("int4", 0), ("int2", 6), ("int4", 32, -1), ("int4", 32, 0, "head")],
 )
 def test_impossible_settings_are_refused(arguments):
     with pytest.raises(ValueError):
@@ -267,7 +268,7 @@ def test_the_latent_of_stock_deepseek_v3_is_quantised():
     assert 0 < difference < 0.02
 
 
-SPANS = (("int8", 5), ("int4", 7), ("int2", 4))
+SPANS = (("int8", 5), ("int4", 4), ("int3", 3), ("int2", 4))
 MIXED = {
     "sinks": {"sinks": 3},
     "values as they are": {"value_format": "exact"},
@@ -312,8 +313,8 @@ def test_caches_of_several_formats(more, keys):
 def test_spans_of_other_channels_are_refused():
     with pytest.raises(ValueError, match="16 channels, and tokens have 12"):
         QuantizedKVLayer("int4", 16, spans=SPANS).update(states(dim=12), states(dim=12))
-    with pytest.raises(ValueError, match="int3"):
-        QuantizedKVLayer("int4", spans=(("int3", 4),))
+    with pytest.raises(ValueError, match="int5"):
+        QuantizedKVLayer("int4", spans=(("int5", 4),))
 
 
 @integers

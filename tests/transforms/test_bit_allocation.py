@@ -8,7 +8,7 @@ import torch
 from surgery.model.quantized_cache import dequantize, quantize
 from surgery.transforms.bit_allocation import FORMATS, allocate_bits, noise
 
-PRICES, GROUP, SCALE = {"int8": 9, "int4": 5, "int2": 3, None: 0}, 32, 16
+PRICES, GROUP, SCALE = {"int8": 9, "int4": 5, "int3": 4, "int2": 3, None: 0}, 32, 16
 
 
 NOISE = {form: noise(bits, GROUP) for form, bits in FORMATS.items()} | {None: 1.0}
@@ -40,7 +40,7 @@ def test_no_other_choice_of_that_price_costs_less():
 
 def test_first_latents_have_the_most_bits():
     spans = allocate_bits([torch.logspace(3, -3, 64)], 200, 64, 16)[0]
-    assert [form for form, _ in spans] == ["int8", "int4", "int2"]
+    assert [form for form, _ in spans] == ["int8", "int4", "int3", "int2"]
 
 
 def test_a_budget_below_one_latent_a_layer():

@@ -48,10 +48,10 @@ class LowRankSettings(FittedSettings):
         section="Budget",
     )
     sinks: int | None = setting(0, "First tokens that stay exact, with a window or bits.", least=0)
-    bits: Literal[8, 4, 2, "fp8", "auto"] | None = setting(
+    bits: Literal[8, 4, 3, 2, "fp8", "auto"] | None = setting(
         None,
-        more="auto chooses between 8, 4, 2 and none by what each latent is worth, and the ratio counts bytes; method "
-        "fisher with text only.",
+        more="auto chooses between 8, 4, 3, 2 and none by what each latent is worth, and the ratio counts bytes; "
+        "method fisher with text only.",
         section="Bits",
     )
 

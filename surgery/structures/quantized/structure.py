@@ -51,7 +51,7 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """Plain caches of fewer bits."""
-        return [Candidate({"bits": bits, "sinks": 4}, scales=False) for bits in (8, 4, 2)]
+        return [Candidate({"bits": bits, "sinks": 4}, scales=False) for bits in (8, 4, 3, 2)]
 
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but measuring."""
