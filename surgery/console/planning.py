@@ -32,7 +32,8 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
     ]
     heads = ["", "convert --to", "KV cache", "", "Δ loss", "±", "recall", "beside transformers"]
     page.print(make_table(heads, rows, right=(2, 3, 4, 5, 6)))
-    for what, why in plan.refused.items():
+    for why in dict.fromkeys(plan.refused.values()):
+        what = ", ".join(name for name, reason in plan.refused.items() if reason == why)
         page.print(f"[dim]{plain(what)}: {plain(why)}[/dim]", soft_wrap=True)
     recall = "" if plan.source["recall"] is None else f"; the source's recall {decimal(plan.source['recall'], 2)}"
     page.print(

@@ -8,9 +8,9 @@ from typing import Any
 
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.calibration.settings import ConversionSettings
-from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.engines import refuse_unless_loadable
+from surgery.families import FAMILIES
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.planning.settings import BITS, PlanSettings
 from surgery.running.skeleton import skeleton
@@ -48,8 +48,7 @@ class Sized:
     @property
     def name(self) -> str:
         """As an option of ``surgery convert`` says it."""
-        flags = " ".join(f"--{name.replace('_', '-')} {_short(value)}" for name, value in self.asked.items())
-        return f"--to {self.target.name} {flags}".strip()
+        return _named(self.target, self.asked)
 
     def caches(self) -> list[QuantizedKVLayer | None]:
         """An empty layer of every layer's cache of codes; None where it is exact."""
@@ -72,7 +71,7 @@ class Candidates:
     def __init__(self, opened: Source, work: Work, settings: PlanSettings):
         self._opened, self._work, self._settings = opened, work, settings
         self.refused: dict[str, str] = {}
-        self.source_bytes = held_bytes(source_config(opened.reader), opened, settings)
+        self.source_bytes = held_bytes(opened.reader.config, opened, settings)
 
     def at(self, shares: Sequence[float]) -> Iterator[Sized]:
         """Every candidate: those whose size can be chosen once for each share of the source's bytes."""
@@ -83,8 +82,11 @@ class Candidates:
                 asked = {**candidate.settings, **self._engine_of(target)}
                 if "bits" in asked and not self._settings.allows(BITS):
                     continue
+                seen = set()  # a structure may have no more to spend a larger share on
                 for share in shares if candidate.scales else (None,):
-                    if found := self.sized(target, asked, share):
+                    found = self.sized(target, asked, share)
+                    if found and found.kv_bytes not in seen:
+                        seen.add(found.kv_bytes)
                         yield found
 
     def sized(self, target: Target, asked: dict[str, Any], share: float | None) -> Sized | None:
@@ -95,7 +97,7 @@ class Candidates:
                 found.structure.plan(self._work)
             return found
         except SurgeryError as error:
-            self.refused.setdefault(f"--to {target.name}", str(error))
+            self.refused[_named(target, asked)] = str(error)
             return None
 
     def _fitting(self, target: Target, asked: dict[str, Any], share: float) -> Sized | None:
@@ -135,22 +137,24 @@ class Candidates:
         return {"engine": engine} if engine and hasattr(target.settings_class, "engine") else {}
 
 
-def source_config(reader: CheckpointReader) -> dict[str, Any]:
-    """The source as the own class would hold it, which knows its bytes."""
-    return own_config(reader.config, layer_entries(reader.config))
-
-
 def held_bytes(
     config: dict[str, Any], opened: Source, settings: PlanSettings, foreseen: Foreseen | None = None
 ) -> float:
     """Bytes that the caches of all sequences hold at the plan's context.
 
     Args:
-        foreseen: of a config that is not the own class's: its bytes per token.
+        foreseen: of a config that is neither a family's nor the own class's: its bytes per token.
     """
-    if foreseen is not None and config["model_type"] != MODEL_TYPE:
+    if config["model_type"] in FAMILIES:  # windows and all
+        config = own_config(config, layer_entries(config))
+    elif config["model_type"] != MODEL_TYPE:
         return foreseen.kv_bytes_per_token * settings.tokens * settings.batch
     return skeleton(config, opened.weight_dtype).kv_cache_bytes(settings.batch, settings.tokens)
+
+
+def _named(target: Target, asked: dict[str, Any]) -> str:
+    flags = " ".join(f"--{name.replace('_', '-')} {_short(value)}" for name, value in asked.items())
+    return f"--to {target.name} {flags}".strip()
 
 
 def _short(value: Any) -> str:

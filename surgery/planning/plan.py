@@ -25,7 +25,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
-from surgery.planning.candidates import Candidates, Sized, held_bytes, source_config
+from surgery.planning.candidates import Candidates, Sized, held_bytes
 from surgery.planning.measure import Scored, measure
 from surgery.planning.settings import PlanSettings, parse_size
 from surgery.running.source import Source
@@ -176,7 +176,7 @@ def _share_of(settings: PlanSettings, opened: Source) -> float | None:
         return None
     if settings.memory is None:
         return settings.kv_ratio or DEFAULT_SHARE
-    held, memory = held_bytes(source_config(opened.reader), opened, settings), parse_size(settings.memory, "memory")
+    held, memory = held_bytes(opened.reader.config, opened, settings), parse_size(settings.memory, "memory")
     if memory >= held:
         raise SurgeryError(
             f"--memory {settings.memory}: the source's own cache takes {size(held)} at {settings.tokens:,} tokens and "

@@ -55,8 +55,17 @@ def decoded(model, tokens):
     return losses.view(len(tokens), -1).mean(1), cache
 
 
+ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with a window")
+"""Of the cases: the others are these without codes, or with another window."""
+
+
 @pytest.mark.parametrize(
-    ("family", "case"), [*(("llama_bias", case) for case in CASES), ("qwen3", "mla, 8 bits"), ("qwen3", "quantized")]
+    ("family", "case"),
+    [
+        *(pytest.param("llama_bias", case, marks=() if case in ALWAYS else pytest.mark.slow) for case in CASES),
+        ("qwen3", "mla, 8 bits"),
+        pytest.param("qwen3", "quantized", marks=pytest.mark.slow),
+    ],
 )
 def test_candidates_lose_what_the_written_model_loses_as_it_decodes(checkpoints, tmp_path, family, case):
     target, asked = find_target(case.partition(",")[0]), CASES[case]
@@ -125,6 +134,17 @@ def test_an_engine_gets_what_it_loads_only(checkpoints):
     assert {row.to for row in found.rows} <= {"mla", "gqa"} and not any("bits" in row.asked for row in found.rows)
     assert all(row.engines["llama.cpp"]["status"] != "refused" for row in found.rows)
     assert "llama.cpp" in found.refused["--to lowrank"]
+
+
+def test_windows_count_in_bytes_and_what_takes_none_is_refused(checkpoints):
+    asked = {**TEXT, "context": "1k", "batch": 2}
+    found = make_plan(checkpoints("qwen2_window"), PlanSettings(kv_ratio=0.6, **asked))
+    # One layer of 1,024 tokens and one of its window of 16, less the query's own: 2 heads, 2 * 8 numbers of 4 bytes.
+    assert found.source["kv_bytes"] == 2 * (1024 + 15) * 2 * 2 * 8 * 4
+    (merged,) = [row for row in found.rows if row.to == "gqa"]
+    assert merged.kv_ratio == 0.5
+    assert not any("bits" in row.asked for row in found.rows)
+    assert all("full attention" in why for why in found.refused.values())
 
 
 def test_the_file_of_a_plan_is_what_convert_carries_out(plan, tmp_path, checkpoints, monkeypatch, capsys):
