@@ -10,6 +10,7 @@ from surgery.acceleration.codes import of_both
 from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.steps import is_step
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, lowrank_decode_quantized, rotation_tables
+from surgery.model.attention_functions import rotates_plainly
 from surgery.model.exact_window_cache import ExactWindowLayer
 from surgery.model.low_rank_attention import LowRankAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -24,6 +25,8 @@ def why_not_low_rank(module: LowRankAttention) -> str | None:
     kind = getattr(rotary, "rope_type", "default")
     if kind not in FIXED_ROPE:
         return f"{kind} RoPE changes with the length of the text"
+    if not rotates_plainly(module):
+        return "heads that are not rotated whole, in half-split pairs"
     if module.hands_on or module.shared_layers:
         return "latents that several layers of a cascade read"
     if module.sliding_window:

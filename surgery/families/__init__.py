@@ -3,16 +3,26 @@
 from surgery.common.errors import SurgeryError
 from surgery.common.plugins import Registry
 from surgery.families.base import Family, head_shape
+from surgery.families.cohere import COHERE, COHERE2
+from surgery.families.glm import GLM, GLM4
+from surgery.families.granite import GRANITE
 from surgery.families.llama import LLAMA
+from surgery.families.ministral import MINISTRAL
 from surgery.families.mistral import MISTRAL
 from surgery.families.mixtral import MIXTRAL
 from surgery.families.qwen2 import QWEN2
 from surgery.families.qwen3 import QWEN3
 from surgery.families.qwen3_moe import QWEN3_MOE
+from surgery.families.seed_oss import SEED_OSS
+from surgery.families.smollm3 import SMOLLM3
+from surgery.families.stablelm import STABLELM
 
-FAMILIES: Registry[Family] = Registry(
-    "families", {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)}
+BUILT_IN = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
+    *(GLM, GLM4, COHERE, COHERE2, STABLELM),
 )
+
+FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})
 """By ``model_type``, those of installed packages among them."""
 
 __all__ = ["FAMILIES", "Family", "family_of", "head_shape"]

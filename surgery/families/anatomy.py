@@ -56,6 +56,8 @@ class AttentionAnatomy:
     q_norm: HeadNorm | None = None
     k_norm: HeadNorm | None = None
     window: int | None = None  # a token sees this many latest tokens, itself included; None: all
+    order: Tensor | None = None  # [d], of each row of a query or key the row in the checkpoint; None: the same
+    rope_factor: float = 1.0  # what RoPE multiplies queries and keys by (YaRN); its square is in `scale`
 
     @property
     def heads(self) -> int:
@@ -83,17 +85,21 @@ class AttentionAnatomy:
         return self.kv_heads * (self.head_dim + self.value_dim)
 
     def to(self, *args, **kwargs) -> AttentionAnatomy:
-        """A copy with every tensor but ``inv_freq`` moved or cast, as :meth:`torch.Tensor.to`."""
+        """A copy with every tensor but ``inv_freq`` and ``order`` moved or cast, as :meth:`torch.Tensor.to`."""
         changed = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "inv_freq":
+            if field.name in ("inv_freq", "order"):
                 continue
             if isinstance(value, Tensor):
                 changed[field.name] = value.to(*args, **kwargs)
             elif isinstance(value, HeadNorm):
                 changed[field.name] = replace(value, weight=value.weight.to(*args, **kwargs))
         return replace(self, **changed)
+
+    def stored(self, heads: Tensor) -> Tensor:
+        """What belongs to rows of queries or keys, [heads, d] or [heads, d, ...], in the checkpoint's order of rows."""
+        return heads if self.order is None else heads[:, self.order.argsort().to(heads.device)]
 
     def key_weight(self) -> tuple[Tensor, Tensor | None]:
         """The affine map of :attr:`Projection.k`: weight [G, d, D] and bias [G, d], a key norm's weight included."""

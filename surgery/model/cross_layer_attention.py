@@ -21,7 +21,7 @@ from transformers import Cache
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_functions import Accelerated, eager_attention, rotate_halves
+from .attention_functions import Accelerated, eager_attention, rotation_of
 from .group_cache import GroupLayer, Reading
 from .group_stores import GroupStore, MergedPairs, PromptBasis, SharedCodes
 
@@ -96,6 +96,7 @@ class CrossLayerAttention(GroupMember):
         self.num_kv_heads = config.num_key_value_heads
         self.num_key_value_groups = self.num_heads // self.num_kv_heads
         self.scaling = stock.scaling
+        self.rotate = rotation_of(stock)
         self.attention_dropout = stock.attention_dropout
         self.is_causal = True
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -161,7 +162,7 @@ class CrossLayerAttention(GroupMember):
         query = self._query(hidden_states, slot_embeddings)
         cos, sin = slot_embeddings
         key, value = self._key_value(tokens)
-        key = rotate_halves(key, cos[:, reading.slots], sin[:, reading.slots])
+        key = self.rotate(key, cos[:, reading.slots], sin[:, reading.slots])
 
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         out, weights = attention(
@@ -182,7 +183,7 @@ class CrossLayerAttention(GroupMember):
         if self.q_norm is not None:
             query = self.q_norm(query)
         cos, sin = (each[:, -hidden_states.shape[1] :] for each in embeddings)
-        return rotate_halves(query.transpose(1, 2), cos, sin)
+        return self.rotate(query.transpose(1, 2), cos, sin)
 
     def _key_value(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys, normalised and not yet rotated, and values [B, G, K, d] of tokens [B, 1, K, n]."""

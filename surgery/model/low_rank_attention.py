@@ -18,7 +18,7 @@ from torch import nn
 from transformers import Cache
 from transformers import initialization as init
 
-from .attention_functions import Accelerated, attend, rotate_halves, visible_mask
+from .attention_functions import Accelerated, attend, rotation_of, visible_mask
 from .exact_window_cache import ExactWindowLayer
 from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer, layer_of
 
@@ -73,6 +73,7 @@ class LowRankAttention(Accelerated, nn.Module):
         self.num_kv_heads = config.num_key_value_heads
         self.num_key_value_groups = self.num_heads // self.num_kv_heads
         self.scaling = stock.scaling
+        self.rotate = rotation_of(stock)
         self.attention_dropout = stock.attention_dropout
         self.sliding_window = getattr(stock, "sliding_window", getattr(config, "sliding_window", None))
         self.is_causal = True
@@ -282,7 +283,7 @@ class LowRankAttention(Accelerated, nn.Module):
     def _rotated(self, heads: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Rotate heads [B, ·, S, d] to the positions `slots` [S] or [B, S]."""
         (rotary,) = self.rotary
-        return rotate_halves(heads, *rotary(heads, slots if slots.ndim == 2 else slots[None]))
+        return self.rotate(heads, *rotary(heads, slots if slots.ndim == 2 else slots[None]))
 
     def _causal(self, mask: torch.Tensor | None, slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Which keys may be seen at all, bool [B or 1, 1, T, S]."""

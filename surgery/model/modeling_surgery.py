@@ -29,6 +29,7 @@ from .grouped_attention import GroupedAttention
 from .hybrid_attention import HybridAttention
 from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer
 from .latent_attention import LatentAttention
+from .logit_factor import logit_factor
 from .low_rank_attention import LowRankAttention
 from .sink_window_cache import set_padding
 from .straight_through import StraightThroughCodes, StraightThroughLayer
@@ -252,6 +253,8 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
             self._handed_on.clear()  # the cache has them; a backward pass that computes layers again needs them here
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        if (factor := logit_factor(self.config)) != 1.0:
+            logits = logits * factor
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import FAMILIES
+from tiny_models import ALL
 from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
@@ -12,7 +12,7 @@ from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 def test_streamed_anatomy_reproduces_the_model(checkpoints, name):
     folder = checkpoints(name)
     tokens = torch.randint(4096, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -29,7 +29,7 @@ def test_streamed_anatomy_reproduces_the_model(checkpoints, name):
     torch.testing.assert_close(opened.stream.logits(anatomy), want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 def test_streamed_loss_is_transformers_loss(checkpoints, name):
     folder = checkpoints(name)
     tokens = torch.randint(4096, (2, 24), generator=torch.Generator().manual_seed(1))

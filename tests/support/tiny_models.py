@@ -8,7 +8,13 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    Glm4Config,
+    GlmConfig,
+    GraniteConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -16,6 +22,9 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
+    StableLmConfig,
 )
 from transformers.utils import logging
 
@@ -47,6 +56,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts_per_tok": 2}
+WINDOW_IN_LAYER_0 = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-6, tie_word_embeddings=True),
@@ -61,8 +71,21 @@ CONFIGS = {
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SHAPE, **EXPERTS, num_experts=4, moe_intermediate_size=24, head_dim=16, mlp_only_layers=[1]
     ),
+    # From here on families whose conversions are tested in tests/families/test_matrix.py.
+    "granite": lambda: GraniteConfig(
+        **SHAPE, attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0
+    ),
+    "seed_oss": lambda: SeedOssConfig(**SHAPE, head_dim=16, attention_bias=True, attention_out_bias=False),
+    "ministral_window": lambda: MinistralConfig(**SHAPE, head_dim=16, **WINDOW_IN_LAYER_0),
+    "smollm3": lambda: SmolLM3Config(**SHAPE, no_rope_layers=[1, 0]),
+    "glm": lambda: GlmConfig(**SHAPE, head_dim=16, attention_bias=True),
+    "glm4": lambda: Glm4Config(**SHAPE, head_dim=16, attention_bias=True),
+    "cohere": lambda: CohereConfig(**SHAPE, logit_scale=0.5),
+    "cohere2_window": lambda: Cohere2Config(**SHAPE, logit_scale=0.5, head_dim=8, **WINDOW_IN_LAYER_0),
+    "stablelm": lambda: StableLmConfig(**SHAPE, use_qkv_bias=True, partial_rotary_factor=0.5),
 }
-FAMILIES = tuple(CONFIGS)
+ALL = tuple(CONFIGS)
+FAMILIES = ALL[: ALL.index("granite")]
 # What stock deepseek_v3 can carry, and the others.
 STOCK = ("llama", "llama3", "llama_bias", "mistral", "qwen2")
 
