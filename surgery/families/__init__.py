@@ -4,6 +4,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.plugins import Registry
 from surgery.families.base import Family, head_shape
 from surgery.families.cohere import COHERE, COHERE2
+from surgery.families.gemma3 import GEMMA3_TEXT
 from surgery.families.glm import GLM, GLM4
 from surgery.families.granite import GRANITE
 from surgery.families.llama import LLAMA
@@ -19,7 +20,7 @@ from surgery.families.stablelm import STABLELM
 
 BUILT_IN = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
-    *(GLM, GLM4, COHERE, COHERE2, STABLELM),
+    *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA3_TEXT),
 )
 
 FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})

@@ -65,7 +65,8 @@ class Family:
         qk_norm: whether each head's queries and keys pass an RMS norm before the rotation.
         window: the sliding window of a layer, from the config.
         scale: what multiplies logits of attention before the softmax, but for the factor of YaRN.
-        rotates: whether a layer rotates at all. How much of a head it rotates is read from the config's RoPE.
+        rotates: whether a layer rotates at all.
+        partial: whether its class rotates only the part of a head that ``partial_rotary_factor`` says.
         interleaved: whether rotary pairs are neighbours, (2 i, 2 i + 1), in the checkpoint.
         norm_offset: what is added to the weights of its RMS norms as they are stored (1.0 for Gemma).
         layer_norm: whether the norms around its attention are LayerNorms.
@@ -82,6 +83,7 @@ class Family:
     window: Callable[[object, int], int | None] = no_window
     scale: Callable[[object], float] = default_scale
     rotates: Callable[[object, int], bool] = lambda config, layer: True
+    partial: bool = False
     interleaved: bool = False
     norm_offset: float = 0.0
     layer_norm: bool = False
@@ -173,6 +175,8 @@ class Family:
         if not self.rotates(config, layer):
             return Rotation(torch.zeros(head_dim // 2, dtype=torch.float64), 1.0, None)
         inv_freq, factor = rope_frequencies(config, head_dim, types[layer] if types else None)
+        if 2 * len(inv_freq) < head_dim and not self.partial:
+            raise SurgeryError(f"config.json: partial_rotary_factor is not supported in family {self.model_type!r}")
         order = half_split_order(head_dim, 2 * len(inv_freq), interleaved=self.interleaved)
         if factor != 1.0 and 2 * len(inv_freq) < head_dim:
             raise SurgeryError(

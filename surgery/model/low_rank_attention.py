@@ -74,6 +74,9 @@ class LowRankAttention(Accelerated, nn.Module):
         self.num_key_value_groups = self.num_heads // self.num_kv_heads
         self.scaling = stock.scaling
         self.rotate = rotation_of(stock)
+        # The type of the layer, by which Gemma 3 has its frequencies.
+        kind = getattr(stock, "layer_type", None)
+        self.rope_of = kind if kind in (getattr(config, "rope_parameters", None) or ()) else None
         self.attention_dropout = stock.attention_dropout
         self.sliding_window = getattr(stock, "sliding_window", getattr(config, "sliding_window", None))
         self.is_causal = True

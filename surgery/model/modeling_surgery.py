@@ -110,7 +110,10 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         for layer in self.model.layers:
             attention = layer.self_attn
             if isinstance(attention, LowRankAttention | CrossLayerAttention):
-                attention.rotary = (self.model.rotary_emb,)
+                # Some families have a RoPE for each type of layer, and say its type.
+                of_type = {"layer_type": kind} if (kind := getattr(attention, "rope_of", None)) else {}
+                rotary = self.model.rotary_emb
+                attention.rotary = (partial(rotary, **of_type) if of_type else rotary,)
             if isinstance(attention, LowRankAttention):
                 attention.handed_on = handed_on
                 for index in range(attention.layer_idx - attention.shared_layers, attention.layer_idx):

@@ -39,11 +39,15 @@ FIRST = {
     "glm4": ("gqa", "lowrank", "hybrid", "crosslayer"),
     "cohere": ("crosslayer",),
     "cohere2_window": ("mla", "lowrank"),
+    "gemma3_window": ("mla", "lowrank"),
     "stablelm": ("mla", "quantized"),
 }
 """What each family is tested in by default: where what is its own meets what a structure does."""
 
-REFUSED = {("stablelm", "crosslayer"): "stablelm layers hand .* convert --to lowrank"}
+REFUSED = {
+    ("stablelm", "crosslayer"): "stablelm layers hand .* convert --to lowrank",
+    ("gemma3_window", "gqa"): "behind a q/k-norm",
+}
 
 NEW = [name for name in ALL if name not in FAMILIES]
 CASES = [

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
     GraniteConfig,
@@ -83,6 +84,16 @@ CONFIGS = {
     "cohere": lambda: CohereConfig(**SHAPE, logit_scale=0.5),
     "cohere2_window": lambda: Cohere2Config(**SHAPE, logit_scale=0.5, head_dim=8, **WINDOW_IN_LAYER_0),
     "stablelm": lambda: StableLmConfig(**SHAPE, use_qkv_bias=True, partial_rotary_factor=0.5),
+    "gemma3_window": lambda: Gemma3TextConfig(
+        **SHAPE,
+        head_dim=16,
+        query_pre_attn_scalar=40,
+        **WINDOW_IN_LAYER_0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
 }
 ALL = tuple(CONFIGS)
 FAMILIES = ALL[: ALL.index("granite")]
