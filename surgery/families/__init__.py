@@ -26,6 +26,26 @@ BUILT_IN = (
 FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})
 """By ``model_type``, those of installed packages among them."""
 
+WHY_NOT = {
+    **dict.fromkeys(("gemma2", "gemma2_text"), "its attention caps logits, which none of the structures does"),
+    **dict.fromkeys(("gemma4", "gemma4_text"), "its layers share caches and differ in heads and their widths"),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), "its keys pass a weighted norm behind the rotation"),
+    **dict.fromkeys(
+        ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma"), "it keeps a state, no keys and values"
+    ),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"), "its attention has a gate on its output"),
+    **dict.fromkeys(("llama4", "llama4_text"), "it attends in chunks, with queries that are scaled by position"),
+    **dict.fromkeys(("olmo2", "olmo3"), "its q/k-norm takes all heads together"),
+    **dict.fromkeys(("deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu", "mistral4"), "it caches latents already"),
+    **dict.fromkeys(
+        ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "mistral3"),
+        "a model of pictures and text, whose text tower is not converted",
+    ),
+    "gpt_oss": "its softmax has learned sinks, which none of the structures has",
+    "ministral3": "its queries are scaled by position",
+}
+"""What people ask for and is not there, by ``model_type``."""
+
 __all__ = ["FAMILIES", "Family", "family_of", "head_shape"]
 
 
@@ -36,6 +56,11 @@ def family_of(config: dict) -> Family:
         SurgeryError: an unknown model type, or weights that are quantised.
     """
     model_type = config.get("model_type")
+    if model_type not in FAMILIES and model_type in WHY_NOT:
+        raise SurgeryError(
+            f"config.json: model_type {model_type!r} is not supported: {WHY_NOT[model_type]}; what makes its cache "
+            "smaller is its engine's own 8-bit cache"
+        )
     if model_type not in FAMILIES:
         raise SurgeryError(
             f"config.json: model_type {model_type!r} is not supported (supported: {', '.join(FAMILIES)})"

@@ -18,6 +18,7 @@ from surgery.families.base import ATTENTION_PREFIX, LAYER_PREFIX
 from surgery.running.layer_stream import LayerStream, single_layer_config
 from surgery.running.loading import load_config
 from surgery.running.processes import Processes
+from surgery.running.unfused import unfused
 
 
 class RunSettings(Protocol):
@@ -43,7 +44,7 @@ class Source:
         Raises:
             SurgeryError: it cannot be read, or its family, RoPE or weights are not supported.
         """
-        return cls.of(CheckpointReader.open(source, allow_pickle=allow_pickle), settings)
+        return cls.of(unfused(CheckpointReader.open(source, allow_pickle=allow_pickle)), settings)
 
     @classmethod
     def of(cls, reader: CheckpointReader, settings: RunSettings) -> Source:

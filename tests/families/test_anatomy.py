@@ -1,5 +1,8 @@
 """The anatomy that a family yields computes what transformers' own attention computes."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from tiny_models import ALL
@@ -48,6 +51,8 @@ def test_streamed_loss_is_transformers_loss(checkpoints, name):
     ("config", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"model_type": "gemma2"}, "'gemma2' is not supported: its attention caps logits.* 8-bit cache"),
+        ({"model_type": "qwen2_5_vl"}, "text tower is not converted"),
         ({}, "model_type None is not supported"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),
     ],
@@ -55,3 +60,20 @@ def test_streamed_loss_is_transformers_loss(checkpoints, name):
 def test_refused_configs(config, message):
     with pytest.raises(SurgeryError, match=message):
         family_of(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, "RoPE longrope of phi3"),
+        ({"partial_rotary_factor": 0.75}, "a part of each head only"),
+        ({"num_key_value_heads": 4}, "64 rows do not fit"),
+    ],
+)
+def test_a_phi_that_is_no_llama_is_refused(checkpoints, tmp_path, change, message):
+    folder = shutil.copytree(checkpoints("phi3"), tmp_path / "phi")
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(SurgeryError, match=message):
+        Source.open(folder, ConvertSettings())

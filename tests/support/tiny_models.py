@@ -18,6 +18,7 @@ from transformers import (
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -94,6 +95,8 @@ CONFIGS = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "phi3": lambda: Phi3Config(**SHAPE),
+    "phi3_window": lambda: Phi3Config(**SHAPE, sliding_window=16),
 }
 ALL = tuple(CONFIGS)
 FAMILIES = ALL[: ALL.index("granite")]
