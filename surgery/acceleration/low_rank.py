@@ -25,6 +25,8 @@ def why_not_low_rank(module: LowRankAttention) -> str | None:
     kind = getattr(rotary, "rope_type", "default")
     if kind not in FIXED_ROPE:
         return f"{kind} RoPE changes with the length of the text"
+    if not norms_each_head(module):
+        return "one key norm over all heads"
     if not rotates_plainly(module):
         return "heads that are not rotated whole, in half-split pairs"
     if module.hands_on or module.shared_layers:
@@ -32,6 +34,12 @@ def why_not_low_rank(module: LowRankAttention) -> str | None:
     if module.sliding_window:
         return "a sliding window over latents"
     return None
+
+
+def norms_each_head(module: nn.Module) -> bool:
+    """Whether a layer's key norm, if it has one, is that of each head alone, its weight as it is stored."""
+    norm = module.k_norm
+    return norm is None or (len(norm.weight) == module.head_dim and hasattr(norm, "variance_epsilon"))
 
 
 def low_rank_kernel(

@@ -11,6 +11,7 @@ from surgery.families.llama import LLAMA
 from surgery.families.ministral import MINISTRAL
 from surgery.families.mistral import MISTRAL
 from surgery.families.mixtral import MIXTRAL
+from surgery.families.olmo import OLMO2, OLMO3
 from surgery.families.qwen2 import QWEN2
 from surgery.families.qwen3 import QWEN3
 from surgery.families.qwen3_moe import QWEN3_MOE
@@ -20,7 +21,7 @@ from surgery.families.stablelm import STABLELM
 
 BUILT_IN = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
-    *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA3_TEXT),
+    *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA3_TEXT, OLMO2, OLMO3),
 )
 
 FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})
@@ -35,7 +36,6 @@ WHY_NOT = {
     ),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"), "its attention has a gate on its output"),
     **dict.fromkeys(("llama4", "llama4_text"), "it attends in chunks, with queries that are scaled by position"),
-    **dict.fromkeys(("olmo2", "olmo3"), "its q/k-norm takes all heads together"),
     **dict.fromkeys(("deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu", "mistral4"), "it caches latents already"),
     **dict.fromkeys(
         ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "mistral3"),
@@ -46,7 +46,13 @@ WHY_NOT = {
 }
 """What people ask for and is not there, by ``model_type``."""
 
-__all__ = ["FAMILIES", "Family", "family_of", "head_shape"]
+__all__ = ["FAMILIES", "Family", "family_of", "head_shape", "key_gains"]
+
+
+def key_gains(base_model_type: str, kv_heads: int) -> int:
+    """Numbers that a token's keys were divided by, in a family of q/k-norms."""
+    family = FAMILIES.get(base_model_type)
+    return 1 if family is not None and family.norm_scope == "all" else kv_heads
 
 
 def family_of(config: dict) -> Family:

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -63,6 +64,7 @@ class Family:
     Attributes:
         model_type: the ``model_type`` of its config.json.
         qk_norm: whether each head's queries and keys pass an RMS norm before the rotation.
+        norm_scope: over what the mean of that norm is taken: each head, or all heads together.
         window: the sliding window of a layer, from the config.
         scale: what multiplies logits of attention before the softmax, but for the factor of YaRN.
         rotates: whether a layer rotates at all.
@@ -80,6 +82,7 @@ class Family:
 
     model_type: str
     qk_norm: bool = False
+    norm_scope: Literal["head", "all"] = "head"
     window: Callable[[object, int], int | None] = no_window
     scale: Callable[[object], float] = default_scale
     rotates: Callable[[object, int], bool] = lambda config, layer: True
@@ -144,7 +147,9 @@ class Family:
         def norm(name: str) -> HeadNorm | None:
             if not self.qk_norm:
                 return None
-            return HeadNorm(rows(f"{name}.weight", head_dim) + self.norm_offset, config.rms_norm_eps)
+            count = {"q_norm": heads, "k_norm": kv_heads}[name]
+            shape = (head_dim,) if self.norm_scope == "head" else (count, head_dim)
+            return HeadNorm(rows(f"{name}.weight", *shape) + self.norm_offset, config.rms_norm_eps)
 
         hidden = config.hidden_size
         return AttentionAnatomy(

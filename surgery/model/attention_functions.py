@@ -108,6 +108,19 @@ def _rotated(apply: Callable, x: torch.Tensor, cos: torch.Tensor, sin: torch.Ten
     return turned if whole else torch.cat((turned, x[..., width:]), dim=-1)
 
 
+def normalise_heads(norm: nn.Module | None, heads: torch.Tensor, at: int = -2) -> torch.Tensor:
+    """Heads [..., H, d] through a family's norm of each head, or of all heads together; themselves without one.
+
+    `at` is the dimension of the heads.
+    """
+    if norm is None:
+        return heads
+    if len(norm.weight) == heads.shape[-1]:
+        return norm(heads)
+    heads = heads.transpose(at, -2)
+    return norm(heads.flatten(-2)).unflatten(-1, heads.shape[-2:]).transpose(at, -2)
+
+
 def rotates_plainly(module: nn.Module) -> bool:
     """Whether all pairs (i, i + d/2) of a head turn, which is all that kernels know."""
     rotation, rotary = module.rotate, module.rotary[0]

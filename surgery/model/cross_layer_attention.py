@@ -21,7 +21,7 @@ from transformers import Cache
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_functions import Accelerated, eager_attention, rotation_of
+from .attention_functions import Accelerated, eager_attention, normalise_heads, rotation_of
 from .group_cache import GroupLayer, Reading
 from .group_stores import GroupStore, MergedPairs, PromptBasis, SharedCodes
 
@@ -180,8 +180,7 @@ class CrossLayerAttention(GroupMember):
     def _query(self, hidden_states: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Queries [B, H, T, d] of the newest tokens [B, T, D], rotated to the last of the slots."""
         query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
-        if self.q_norm is not None:
-            query = self.q_norm(query)
+        query = normalise_heads(self.q_norm, query)
         cos, sin = (each[:, -hidden_states.shape[1] :] for each in embeddings)
         return self.rotate(query.transpose(1, 2), cos, sin)
 
@@ -192,9 +191,7 @@ class CrossLayerAttention(GroupMember):
             part = part if projection.bias is None else part + projection.bias
             parts.append(part.unflatten(-1, (self.num_kv_heads, self.head_dim)))
         key, value = parts
-        if self.k_norm is not None:
-            key = self.k_norm(key)
-        return key.transpose(1, 2), value.transpose(1, 2)
+        return normalise_heads(self.k_norm, key).transpose(1, 2), value.transpose(1, 2)
 
 
 class PromptBasisAttention(CrossLayerAttention):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from .attention_functions import Accelerated, attend, rotation_of, visible_mask
+from .attention_functions import Accelerated, attend, normalise_heads, rotation_of, visible_mask
 from .grouped_attention import GroupedAttention
 from .hybrid_cache import Dropped, HybridLayer, PlainLayer, StreamingLayer, layer_of
 
@@ -87,7 +87,7 @@ class HybridAttention(Accelerated, GroupedAttention):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if hasattr(self, "q_norm"):
-            query, key = self.q_norm(query), self.k_norm(key)
+            query, key = normalise_heads(self.q_norm, query), normalise_heads(self.k_norm, key)
         query, key = (self.rotate(heads.transpose(1, 2), *position_embeddings) for heads in (query, key))
         return query, key, value.transpose(1, 2)
 

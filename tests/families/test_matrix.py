@@ -40,6 +40,8 @@ FIRST = {
     "cohere": ("crosslayer",),
     "cohere2_window": ("mla", "lowrank"),
     "gemma3_window": ("mla", "lowrank"),
+    "olmo2": ("mla", "lowrank", "hybrid", "crosslayer"),
+    "olmo3_window": ("mla",),
     "phi3": ("mla", "gqa", "quantized"),
     "phi3_window": ("lowrank",),
     "stablelm": ("mla", "quantized"),
@@ -49,6 +51,8 @@ FIRST = {
 REFUSED = {
     ("stablelm", "crosslayer"): "stablelm layers hand .* convert --to lowrank",
     ("gemma3_window", "gqa"): "behind a q/k-norm",
+    ("olmo2", "gqa"): "behind a q/k-norm",
+    ("olmo3_window", "gqa"): "behind a q/k-norm",
 }
 
 NEW = [name for name in ALL if name not in FAMILIES]

@@ -18,6 +18,8 @@ from transformers import (
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -97,6 +99,8 @@ CONFIGS = {
     ),
     "phi3": lambda: Phi3Config(**SHAPE),
     "phi3_window": lambda: Phi3Config(**SHAPE, sliding_window=16),
+    "olmo2": lambda: Olmo2Config(**SHAPE),
+    "olmo3_window": lambda: Olmo3Config(**SHAPE, **WINDOW_IN_LAYER_0),
 }
 ALL = tuple(CONFIGS)
 FAMILIES = ALL[: ALL.index("granite")]

@@ -19,7 +19,7 @@ def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: Attenti
     The carrier is known for sure only after the split; what it may need at most is set aside, so that the budget holds.
     """
     if anatomy.k_norm is not None:
-        return anatomy.kv_heads
+        return anatomy.key_gains
     if settings.engine is not None:
         return 0  # engines take no bias, and so no constant channel
     stock = settings.carrier != "own" and settings.allocate == "uniform" and not opened.family.experts
@@ -58,6 +58,7 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         latent_bias=any(name.endswith(("k_proj.bias", "v_proj.bias")) for name in names),
         output_bias=any(name.endswith("o_proj.bias") for name in names),
         key_norm_eps=anatomy.k_norm.eps if anatomy.k_norm else None,
+        key_gains=anatomy.key_gains,
         windows=tuple(opened.family.window(opened.config, layer) for layer in range(layers)),
     )
     return choose_carrier(
