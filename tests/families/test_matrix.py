@@ -31,6 +31,7 @@ WINDOWED = "mla", "gqa", "lowrank"
 """What takes sliding windows."""
 
 FIRST = {
+    "falcon3": ("mla",),
     "granite": ("mla", "lowrank"),
     "seed_oss": ("mla", "gqa"),
     "ministral_window": ("mla",),
@@ -51,6 +52,7 @@ FIRST = {
 REFUSED = {
     ("stablelm", "crosslayer"): "stablelm layers hand .* convert --to lowrank",
     ("gemma3_window", "gqa"): "behind a q/k-norm",
+    ("falcon3", "gqa"): "one KV head already",
     ("olmo2", "gqa"): "behind a q/k-norm",
     ("olmo3_window", "gqa"): "behind a q/k-norm",
 }

@@ -75,7 +75,8 @@ CONFIGS = {
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SHAPE, **EXPERTS, num_experts=4, moe_intermediate_size=24, head_dim=16, mlp_only_layers=[1]
     ),
-    # From here on families whose conversions are tested in tests/families/test_matrix.py.
+    # From here on families and shapes whose conversions are tested in tests/families/test_matrix.py.
+    "falcon3": lambda: LlamaConfig(**{**SHAPE, "num_key_value_heads": 1}, rms_norm_eps=1e-6, head_dim=32),
     "granite": lambda: GraniteConfig(
         **SHAPE, attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0
     ),
@@ -103,7 +104,7 @@ CONFIGS = {
     "olmo3_window": lambda: Olmo3Config(**SHAPE, **WINDOW_IN_LAYER_0),
 }
 ALL = tuple(CONFIGS)
-FAMILIES = ALL[: ALL.index("granite")]
+FAMILIES = ALL[: ALL.index("falcon3")]
 # What stock deepseek_v3 can carry, and the others.
 STOCK = ("llama", "llama3", "llama_bias", "mistral", "qwen2")
 
