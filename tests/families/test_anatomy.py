@@ -1,7 +1,9 @@
 """The anatomy that a family yields computes what transformers' own attention computes."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from tiny_models import ALL
 from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
-from surgery.families import family_of
+from surgery.families import BUILT_IN, WHY_NOT, family_of
 from surgery.families.attention import CapturedAttention
+from surgery.families.fused import FUSED
 from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
 
@@ -77,3 +80,13 @@ def test_a_phi_that_is_no_llama_is_refused(checkpoints, tmp_path, change, messag
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(SurgeryError, match=message):
         Source.open(folder, ConvertSettings())
+
+
+def test_the_table_of_families_has_all_of_them():
+    text = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
+    rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")][1:]  # without its head
+    assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(
+        [*(family.model_type for family in BUILT_IN), *FUSED]
+    )
+    refused = text.partition("Refused by name")[2]
+    assert set(re.findall(r"`(\w+)`", refused)) <= WHY_NOT.keys()
