@@ -119,6 +119,11 @@ class CheckpointReader:
         """The folder's or the GGUF file's name."""
         return self.source.name if self.source.is_file() else self.source.resolve().name
 
+    @property
+    def stored_as(self) -> str | None:
+        """The model type of the files, where this is a view of them as another (see :meth:`seen_as`)."""
+        return None if self._behind is None else self._behind.config.get("model_type")
+
     def model_folder(self) -> Path:
         """A folder that transformers can load: ``path``, or for a GGUF file a temporary dequantised copy.
 

@@ -10,11 +10,14 @@ import torch
 from tiny_models import ALL
 from transformers import AutoModelForCausalLM
 
+from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families import BUILT_IN, WHY_NOT, family_of
 from surgery.families.attention import CapturedAttention
 from surgery.families.fused import FUSED
+from surgery.inspection.inspect import inspect_checkpoint
 from surgery.running.source import Source
+from surgery.running.unfused import unfused
 from surgery.structures.mla.settings import ConvertSettings
 
 
@@ -80,6 +83,20 @@ def test_a_phi_that_is_no_llama_is_refused(checkpoints, tmp_path, change, messag
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(SurgeryError, match=message):
         Source.open(folder, ConvertSettings())
+
+
+def test_a_phi_is_read_as_what_it_is(checkpoints):
+    found = [inspect_checkpoint(checkpoints(name)).architecture for name in ("phi3", "phi3_window", "llama")]
+    assert [(facts["model_type"], facts["stored_as"]) for facts in found] == [
+        ("llama", "phi3"),
+        ("mistral", "phi3"),
+        ("llama", None),
+    ]
+    reader = CheckpointReader.open(checkpoints("phi3"))
+    view = unfused(reader)
+    assert view.fingerprint() == reader.fingerprint() and view.model_folder() == reader.path
+    parts = [view.tensor(f"model.layers.1.self_attn.{name}_proj.weight") for name in "qkv"]
+    assert torch.equal(torch.cat(parts), reader.tensor("model.layers.1.self_attn.qkv_proj.weight"))
 
 
 def test_the_table_of_families_has_all_of_them():

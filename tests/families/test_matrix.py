@@ -9,6 +9,7 @@ from tiny_models import ALL, FAMILIES, HELD_OUT
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from surgery.common.errors import SurgeryError
+from surgery.engines import LOADS, LOADS_WITH
 from surgery.structures import converter
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.hybrid.settings import HybridSettings
@@ -78,6 +79,8 @@ def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
     assert to != "mla" or result.report.target["model_type"] == ("deepseek_v3" if name in STOCK else "surgery")
     if to == "mla":
         assert max(ladder[stage]["logit_difference"] for stage in ("merged", "rotated")) < 2e-5
+
+    assert result.report.target["engines"]["transformers"]["status"] in (LOADS, LOADS_WITH)
 
     model = AutoModelForCausalLM.from_pretrained(result.path).eval()
     if to == "gqa" and "phi3" not in name:  # which is read as a Llama
