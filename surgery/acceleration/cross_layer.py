@@ -21,7 +21,7 @@ def why_not_cross_layer(module: CrossLayerAttention) -> str | None:
     if kind not in FIXED_ROPE:
         return f"{kind} RoPE has no fixed table"
     if not norms_each_head(module):
-        return "one key norm over all heads"
+        return "a key norm that is not of each head, or has other weights"
     return None if rotates_plainly(module) else "heads that are not rotated whole, in half-split pairs"
 
 

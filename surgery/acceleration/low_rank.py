@@ -26,7 +26,7 @@ def why_not_low_rank(module: LowRankAttention) -> str | None:
     if kind not in FIXED_ROPE:
         return f"{kind} RoPE changes with the length of the text"
     if not norms_each_head(module):
-        return "one key norm over all heads"
+        return "a key norm that is not of each head, or has other weights"
     if not rotates_plainly(module):
         return "heads that are not rotated whole, in half-split pairs"
     if module.hands_on or module.shared_layers:
