@@ -1,4 +1,4 @@
-"""Granite 3 and dense Granite 4: Llama's attention with a scale from the config; multipliers everywhere around it."""
+"""Granite 3: Llama's attention with a scale from the config; multipliers everywhere around it."""
 
 from surgery.families.base import Family
 

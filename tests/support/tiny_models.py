@@ -101,7 +101,19 @@ CONFIGS = {
     "phi3": lambda: Phi3Config(**SHAPE),
     "phi3_window": lambda: Phi3Config(**SHAPE, sliding_window=16),
     "olmo2": lambda: Olmo2Config(**SHAPE),
-    "olmo3_window": lambda: Olmo3Config(**SHAPE, **WINDOW_IN_LAYER_0),
+    "olmo3_window": lambda: Olmo3Config(
+        **SHAPE,
+        **WINDOW_IN_LAYER_0,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
 }
 ALL = tuple(CONFIGS)
 FAMILIES = ALL[: ALL.index("falcon3")]
