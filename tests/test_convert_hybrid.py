@@ -47,7 +47,7 @@ def settings_of(heads, **given):
     return HybridSettings(heads=heads, **WEIGHTS_ONLY, **given)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_bias", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "llama_bias", "qwen2", "qwen3", "qwen3_moe", "glm4", "olmo2", "smollm3"])
 def test_every_family_streams_the_lowest_heads(checkpoints, pattern, tmp_path, name):
     source = checkpoints(name)
     result = converter.convert(source, tmp_path / "out", settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5))

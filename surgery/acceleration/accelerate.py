@@ -16,7 +16,7 @@ from surgery.acceleration.codes import ask_for_codes
 from surgery.acceleration.comparison import TOLERANCE, step_error
 from surgery.acceleration.cross_layer import cross_layer_kernel, why_not_cross_layer
 from surgery.acceleration.hybrid import hybrid_kernel
-from surgery.acceleration.latent import latent_kernel
+from surgery.acceleration.latent import latent_kernel, why_not_latent
 from surgery.acceleration.low_rank import low_rank_kernel, why_not_low_rank
 from surgery.kernels.backend import refusal
 from surgery.model.cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
@@ -117,7 +117,11 @@ KERNELS: tuple[tuple[type[nn.Module], Callable, str], ...] = (
 )
 """What reads the caches of the project's own attentions, and the operation by which it does."""
 
-WHY_NOT = {LowRankAttention: why_not_low_rank, CrossLayerAttention: why_not_cross_layer}
+WHY_NOT = {
+    LatentAttention: why_not_latent,
+    LowRankAttention: why_not_low_rank,
+    CrossLayerAttention: why_not_cross_layer,
+}
 """What may stand in the way of one layer's kernel."""
 
 WITHOUT = (PromptBasisAttention, MergedPairAttention, CrossLayerLatentAttention)

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from surgery.acceleration.low_rank import FIXED_ROPE, lifted, rotation_of
+from surgery.acceleration.low_rank import FIXED_ROPE, lifted, norms_each_head, rotation_of
 from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.steps import is_step
 from surgery.kernels.lowrank_decode.operator import lowrank_decode
+from surgery.model.attention_functions import rotates_plainly
 from surgery.model.cross_layer_attention import CrossLayerAttention
 from surgery.model.group_cache import GroupLayer
 
@@ -17,7 +18,11 @@ from surgery.model.group_cache import GroupLayer
 def why_not_cross_layer(module: CrossLayerAttention) -> str | None:
     """Why no kernel reads a layer's codes; None if one does."""
     kind = getattr(module.rotary[0], "rope_type", "default") if module.rotary else "no"
-    return None if kind in FIXED_ROPE else f"{kind} RoPE has no fixed table"
+    if kind not in FIXED_ROPE:
+        return f"{kind} RoPE has no fixed table"
+    if not norms_each_head(module):
+        return "a key norm that is not of each head, or has other weights"
+    return None if rotates_plainly(module) else "heads that are not rotated whole, in half-split pairs"
 
 
 def cross_layer_kernel(

@@ -14,6 +14,11 @@ from surgery.kernels.mla_decode.quantized_operator import mla_decode_quantized
 from surgery.model.quantized_cache import QuantizedKVLayer
 
 
+def why_not_latent(module: nn.Module) -> str | None:
+    """Why no kernel reads a layer's latents; None if one does."""
+    return "one key norm over all heads" if module.key_gains not in (0, module.num_kv_heads) else None
+
+
 def latent_kernel(
     module: nn.Module, query: Tensor, latent: Tensor, positional: Tensor, mask: Tensor | None, cache: Cache | None
 ) -> Tensor | None:

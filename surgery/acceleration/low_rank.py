@@ -10,6 +10,7 @@ from surgery.acceleration.codes import of_both
 from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.steps import is_step
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, lowrank_decode_quantized, rotation_tables
+from surgery.model.attention_functions import rotates_plainly
 from surgery.model.exact_window_cache import ExactWindowLayer
 from surgery.model.low_rank_attention import LowRankAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -24,11 +25,21 @@ def why_not_low_rank(module: LowRankAttention) -> str | None:
     kind = getattr(rotary, "rope_type", "default")
     if kind not in FIXED_ROPE:
         return f"{kind} RoPE changes with the length of the text"
+    if not norms_each_head(module):
+        return "a key norm that is not of each head, or has other weights"
+    if not rotates_plainly(module):
+        return "heads that are not rotated whole, in half-split pairs"
     if module.hands_on or module.shared_layers:
         return "latents that several layers of a cascade read"
     if module.sliding_window:
         return "a sliding window over latents"
     return None
+
+
+def norms_each_head(module: nn.Module) -> bool:
+    """Whether a layer's key norm, if it has one, is that of each head alone, its weight as it is stored."""
+    norm = module.k_norm
+    return norm is None or (len(norm.weight) == module.head_dim and hasattr(norm, "variance_epsilon"))
 
 
 def low_rank_kernel(

@@ -29,6 +29,7 @@ def choose_carrier(
     *,
     experts: bool,
     mlp_bias: bool,
+    beside: str | None = None,
     wanted: str = "auto",
     latent_norm: str = "auto",
     head_sizes: tuple[int, int, int] | None = None,
@@ -41,7 +42,7 @@ def choose_carrier(
     Raises:
         SurgeryError: "stock" is wanted and impossible.
     """
-    found = deepseek_v3.obstacles(config, spec, experts=experts, mlp_bias=mlp_bias)
+    found = deepseek_v3.obstacles(config, spec, experts=experts, mlp_bias=mlp_bias, beside=beside)
     if wanted == "own":
         return Carrier(OwnMLA(spec), ("asked for",))
     if not found:

@@ -5,7 +5,7 @@ All tensors of the source are kept, byte for byte; a shared basis stands beside 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from surgery.architectures.own_class import own_config
 from surgery.checkpoint import TensorSpec
+from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.transforms.cross_layer import SharedBasis
 
@@ -59,12 +60,19 @@ class OwnCrossLayer:
             )
         }
 
-    def tensors(self, group: int, basis: SharedBasis) -> dict[str, Tensor]:
-        """A group's new tensors, as planned."""
+    def tensors(self, group: int, basis: SharedBasis, anatomies: Sequence[AttentionAnatomy]) -> dict[str, Tensor]:
+        """A group's new tensors, as planned; ``anatomies`` of its layers."""
         start = self.groups[group][0]
         result = {}
         for place, (down, up) in enumerate(zip(basis.down, basis.up, strict=True)):
             prefix = ATTENTION_PREFIX.format(layer=start + place)
-            result[prefix + "basis_down"] = down.to(self.dtype).contiguous()
-            result[prefix + "basis_up"] = up.to(self.dtype).contiguous()
+            result[prefix + "basis_down"] = _stored(anatomies[place], down.mT).mT.to(self.dtype).contiguous()
+            result[prefix + "basis_up"] = _stored(anatomies[place], up).to(self.dtype).contiguous()
         return result
+
+
+def _stored(anatomy: AttentionAnatomy, rows: Tensor) -> Tensor:
+    """Rows [n, r] of a layer's keys and values, keys in the checkpoint's order."""
+    keys = anatomy.kv_heads * anatomy.head_dim
+    heads = rows[:keys].unflatten(0, (anatomy.kv_heads, anatomy.head_dim))
+    return torch.cat([anatomy.stored(heads).flatten(0, 1), rows[keys:]])

@@ -30,14 +30,15 @@ from surgery.transforms.latent_layer import LatentLayer
 MODEL_TYPE = "deepseek_v3"
 
 
-def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool) -> list[str]:
+def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool, beside: str | None = None) -> list[str]:
     """Why the stock class cannot carry a conversion; empty if it can.
 
     Args:
         config: the source's config.json.
         experts, mlp_bias: what the source's feed-forward layers have.
+        beside: what else its layers have around the attention.
     """
-    found = []
+    found = [] if beside is None else [f"the source has {beside}"]
     if spec.key_norm_eps is not None:
         found.append("the source normalises queries and keys per head (q/k-norm)")
     if experts:
@@ -49,6 +50,8 @@ def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool) -> 
         found.append("the source has sliding windows")
     if not spec.uniform:
         found.append("ranks or frequencies differ between layers")
+    if any((f == 0).any() for f in spec.inv_freq):
+        found.append("some of the source's rotary pairs stand still")
     if min(len(f) for f in spec.inv_freq) == 0:
         found.append("no rotary part is left")
     return found

@@ -14,6 +14,7 @@ from torch import BoolTensor, Tensor
 from surgery.architectures.own_class import layer_entries
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
+from surgery.families import key_gains
 from surgery.families.base import ATTENTION_PREFIX, head_shape
 from surgery.transforms.head_order import permute_heads
 
@@ -79,13 +80,15 @@ class StreamableModel:
                 count = kv_heads if entry is None else entry["kv_heads"]
                 found = tuple(Unit((head,), 2 * head_dim) for head in range(count))
             elif kind == "latent":
-                gains = 0 if entry["key_norm_eps"] is None else kv_heads
+                gains = 0 if entry["key_norm_eps"] is None else key_gains(config["base_model_type"], kv_heads)
                 width = entry["kv_lora_rank"] + len(entry["rope_inv_freq"]) * 2 + gains
                 found = (Unit(tuple(range(kv_heads)), width),)
             elif kind == "low_rank":
                 if entry["window"] or entry["shared_layers"]:
                     raise SurgeryError(f"{path}: layer {layer} has an exact window or reads other layers' latents")
                 found = _units_of_blocks(entry["blocks"])
+                if len(found) > 1 and key_gains(config["base_model_type"], 2) == 1:
+                    raise SurgeryError(f"{path}: the key norm of layer {layer} is over all heads, which stay together")
             else:
                 raise SurgeryError(f"{path}: heads of {kind} attention (layer {layer}) cannot stream")
             units.append(found)
@@ -139,7 +142,8 @@ class StreamableModel:
 def moved_names(reader: CheckpointReader, layer: int) -> list[str]:
     """The tensors of a layer in which heads have places."""
     prefix = ATTENTION_PREFIX.format(layer=layer)
-    wanted = tuple(f"{prefix}{name}" for name in ("q_proj.", "k_proj.", "v_proj.", "o_proj.weight"))
+    moved = ("q_proj.", "k_proj.", "v_proj.", "o_proj.weight", "q_norm.", "k_norm.")
+    wanted = tuple(f"{prefix}{name}" for name in moved)
     return [name for name in reader.names() if name.startswith(wanted)]
 
 

@@ -100,7 +100,7 @@ class OwnLowRank:
         """A layer's new tensors, as planned."""
         source, shared = converted.source, converted.shared
         result = {
-            "q_proj.weight": source.q.flatten(0, 1),
+            "q_proj.weight": source.stored(source.q).flatten(0, 1),
             "kv_down.weight": converted.down,
             "o_proj.weight": source.o.flatten(1),
         }
@@ -109,13 +109,13 @@ class OwnLowRank:
             columns = [*range(shared), *range(start, start + block.rank)]
             start += block.rank
             for kind, heads, up in (
-                ("key", block.keys, converted.key_up),
+                ("key", block.keys, source.stored(converted.key_up)),
                 ("value", block.values, converted.value_up),
             ):
                 if heads:
                     result[f"{kind}_up.{number}"] = up[list(heads)].flatten(0, 1)[:, columns]
         if source.k_bias is not None:
-            result["key_bias"] = source.k_bias.flatten()
+            result["key_bias"] = source.stored(source.k_bias).flatten()
         if source.v_bias is not None:
             result["value_bias"] = source.v_bias.flatten()
         prefix = ATTENTION_PREFIX.format(layer=layer)

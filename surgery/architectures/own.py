@@ -69,11 +69,10 @@ class OwnMLA:
         """A layer's new tensors, as planned."""
         rank, spec = converted.rank, self.spec
         order = torch.cat([torch.arange(rank), rank + interleaving(converted.rope_dim)])
-        # The class scales logits by head_dim^-1/2; a YaRN attention factor is the rest.
-        factor = converted.source.scale * spec.head_dim**0.5
+        factor = converted.source.rope_factor**2  # the rest of the scale is the class's own
         result = {
             "kv_down.weight": converted.down[order],
-            "query_up": converted.query_up[..., order] * factor,
+            "query_up": converted.source.stored(converted.query_up[..., order]) * factor,
             "value_up": converted.value_up,
             "o_proj.weight": converted.o.flatten(1),
         }

@@ -100,12 +100,12 @@ def planned_attention(
 def attention_tensors(anatomy: AttentionAnatomy, layer: int) -> dict[str, Tensor]:
     """A layer's projections and biases under their names."""
     parts = {
-        "q_proj.weight": anatomy.q.flatten(0, 1),
-        "k_proj.weight": anatomy.k.flatten(0, 1),
+        "q_proj.weight": anatomy.stored(anatomy.q).flatten(0, 1),
+        "k_proj.weight": anatomy.stored(anatomy.k).flatten(0, 1),
         "v_proj.weight": anatomy.v.flatten(0, 1),
         "o_proj.weight": anatomy.o.flatten(1),
-        "q_proj.bias": anatomy.q_bias,
-        "k_proj.bias": anatomy.k_bias,
+        "q_proj.bias": None if anatomy.q_bias is None else anatomy.stored(anatomy.q_bias),
+        "k_proj.bias": None if anatomy.k_bias is None else anatomy.stored(anatomy.k_bias),
         "v_proj.bias": anatomy.v_bias,
         "o_proj.bias": anatomy.o_bias,
     }

@@ -18,6 +18,7 @@ from surgery.architectures import deepseek_v3
 from surgery.architectures.neutral_norm import NeutralNorm, neutral_norm, recognised_norm
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.common.errors import SurgeryError
+from surgery.families import key_gains
 from surgery.families.base import ATTENTION_PREFIX
 
 Ranks = tuple[tuple[int, ...], ...]
@@ -117,7 +118,8 @@ class LatentModel:
         if self.stock:
             return self.norm.extra + self.rope_dim(layer)
         normed = self.config["attention_layers"][layer].get("key_norm_eps") is not None
-        return self.rope_dim(layer) + (self.config["num_key_value_heads"] if normed else 0)
+        gains = key_gains(self.config["base_model_type"], self.config["num_key_value_heads"])
+        return self.rope_dim(layer) + (gains if normed else 0)
 
     def groups(self) -> list[tuple[int, int]]:
         """First layer, and the one after the last, of layers that only run together."""

@@ -25,6 +25,7 @@ class MLASpec:
     output_bias: bool
     key_norm_eps: float | None  # the source normalises queries and keys per head
     windows: tuple[int | None, ...]
+    key_gains: int = 0  # numbers that its keys are divided by, cached beside the latent
 
     @property
     def layers(self) -> int:
@@ -40,6 +41,4 @@ class MLASpec:
 
     def kv_width(self, layer: int) -> int:
         """Numbers cached per token by one layer."""
-        return (
-            self.ranks[layer] + 2 * len(self.inv_freq[layer]) + (self.kv_heads if self.key_norm_eps is not None else 0)
-        )
+        return self.ranks[layer] + 2 * len(self.inv_freq[layer]) + self.key_gains

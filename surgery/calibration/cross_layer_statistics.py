@@ -20,21 +20,25 @@ def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, ba
         store: what entered each layer in the forward sweep over calibration text.
     """
     stream = opened.stream
-    rows, inputs = [], []
+    rows, inputs, shifts = [], [], []
     for index in range(start, stop):
         anatomy = opened.anatomy(index).to(stream.device, stream.dtype)
         scale = opened.input_scale(index).to(stream.device, stream.dtype)
         # The norm before the attention is the source's, and its weight can act on the rows instead.
-        rows.append(torch.cat([anatomy.k.flatten(0, 1), anatomy.v.flatten(0, 1)]) * scale)
+        part = torch.cat([anatomy.k.flatten(0, 1), anatomy.v.flatten(0, 1)])
+        rows.append(part * scale)
+        bias = opened.input_bias(index)
+        shifts.append(None if bias is None else part @ bias.to(part))
         inputs.append(store.load(index))
     width = sum(len(part) for part in rows)
     moment = torch.zeros(width, width, dtype=torch.float64)
     tokens = inputs[0].shape[:2].numel()
     for first in range(0, len(inputs[0]), batch_size):
         stacked = []
-        for hidden, part in zip(inputs, rows, strict=True):
+        for hidden, part, shift in zip(inputs, rows, shifts, strict=True):
             x = hidden[first : first + batch_size].flatten(0, 1).to(stream.device, stream.dtype)
-            stacked.append(torch.nn.functional.rms_norm(x, x.shape[-1:], eps=opened.config.rms_norm_eps) @ part.mT)
+            z = opened.unweighted_inputs(x) @ part.mT
+            stacked.append(z if shift is None else z + shift)
         z = torch.cat(stacked, dim=-1)
         moment += (z.mT @ z).double().cpu()
     return moment / tokens

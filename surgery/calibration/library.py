@@ -52,8 +52,9 @@ def weight_statistics(anatomy: AttentionAnatomy, input_scale: Tensor) -> LayerSt
 
     query = anatomy.q * scale  # [H, d, D]
     if anatomy.q_norm is not None:
-        rms = query.square().sum((1, 2), keepdim=True).div(anatomy.head_dim).sqrt()
-        query = query / rms * anatomy.q_norm.weight[:, None]
+        energy = query.square().sum((1, 2), keepdim=True)
+        rms = (energy.mean() if anatomy.q_norm.joint else energy).div(anatomy.head_dim).sqrt()
+        query = query / rms * anatomy.q_norm.weight[..., None]
     query_moment = query @ query.mT  # [H, d, d]
     if anatomy.q_bias is not None and anatomy.q_norm is None:
         query_moment = query_moment + anatomy.q_bias[:, :, None] * anatomy.q_bias[:, None]

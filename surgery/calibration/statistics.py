@@ -178,10 +178,11 @@ def raw_key_gradient(keys: Tensor, gradient: Tensor, gain: Tensor, weight: Tenso
     Args:
         keys, gradient: :attr:`Projection.k` [..., G, d] and the gradient at it with the gain held fast.
         gain: :attr:`Projection.key_gain` [..., G].
-        weight: of the norm [d]; a channel of weight zero counts as empty.
+        weight: of the norm [d], or [G, d] of one over all heads; a channel of weight zero counts as empty.
     """
     raw = torch.where(weight == 0, 0, keys / weight)
-    length = (keys * gradient).sum(-1, keepdim=True) * gain[..., None].square() / keys.shape[-1]
+    over = (-2, -1) if weight.ndim == 2 else -1
+    length = (keys * gradient).sum(over, keepdim=True) * gain[..., None].square() / weight.numel()
     return weight * gradient - raw * length
 
 

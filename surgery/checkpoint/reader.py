@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint.disk import disk_errors, read_json
-from surgery.checkpoint.gguf_folder import open_gguf
+from surgery.checkpoint.gguf_folder import open_gguf, temporary_folder
 from surgery.checkpoint.gguf_store import GgufStore
 from surgery.checkpoint.layout import CONFIG, check_index, find_sidecars, find_weights
 from surgery.checkpoint.location import find_gguf, locate
+from surgery.checkpoint.row_slices import RowSliceStore
 from surgery.checkpoint.stores import PickleStore, SafetensorsStore, Store
 from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes, describe
 from surgery.common.errors import SurgeryError
@@ -44,6 +45,7 @@ class CheckpointReader:
         *,
         source: Path | None = None,
         dequantised_from: str | None = None,
+        behind: CheckpointReader | None = None,
     ):
         self.path = path
         self.source = source or path
@@ -51,6 +53,7 @@ class CheckpointReader:
         self.dequantised_from = dequantised_from
         self._store = store
         self._sidecars = sidecars
+        self._behind = behind
 
     @classmethod
     def open(cls, source: str | Path, *, revision: str | None = None, allow_pickle: bool = False) -> CheckpointReader:
@@ -93,10 +96,33 @@ class CheckpointReader:
             dequantised_from=opened.model.dequantised_from,
         )
 
+    def seen_as(self, config: dict[str, Any], parts: Mapping[str, Mapping[str, int]]) -> CheckpointReader:
+        """The same weights with another config, some tensors being rows of stored ones (see :class:`RowSliceStore`).
+
+        Its ``path`` is a temporary folder with that config and links to the sidecars, but for remote code, which is
+        that of the stored names.
+        """
+        folder = temporary_folder() / self.name
+        with disk_errors(folder):
+            folder.mkdir()
+            (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            for path in self._sidecars:
+                if path.suffix != ".py":
+                    link = folder / path.relative_to(self.path)
+                    link.parent.mkdir(parents=True, exist_ok=True)
+                    link.symlink_to(path.absolute())
+        store = RowSliceStore(self._store, parts)
+        return CheckpointReader(folder, config, store, find_sidecars(folder), source=self.source, behind=self)
+
     @property
     def name(self) -> str:
         """The folder's or the GGUF file's name."""
         return self.source.name if self.source.is_file() else self.source.resolve().name
+
+    @property
+    def stored_as(self) -> str | None:
+        """The model type of the files, where this is a view of them as another (see :meth:`seen_as`)."""
+        return None if self._behind is None else self._behind.config.get("model_type")
 
     def model_folder(self) -> Path:
         """A folder that transformers can load: ``path``, or for a GGUF file a temporary dequantised copy.
@@ -107,6 +133,8 @@ class CheckpointReader:
         Raises:
             SurgeryError: the file cannot be read, or the disk is too full.
         """
+        if self._behind is not None:
+            return self._behind.model_folder()
         if not isinstance(self._store, GgufStore):
             return self.path
         from surgery.checkpoint.gguf_copy import dequantised_copy
@@ -209,6 +237,8 @@ class CheckpointReader:
         Raises:
             SurgeryError: a file cannot be read.
         """
+        if self._behind is not None:
+            return self._behind.fingerprint(progress)
         names = self.names()
         with ThreadPoolExecutor(self._store.max_readers) as pool:
             digests = {}

@@ -97,7 +97,7 @@ def _facts(inspection) -> list[tuple[str, str]]:
         "tied embeddings" if facts["tied_embeddings"] else "",
     ]
     return [
-        ("family", facts["model_type"]),
+        ("family", facts["model_type"] + (f", stored as {stored}" if (stored := facts.get("stored_as")) else "")),
         ("parameters", f"{count(facts['parameters'])} in {facts['dtype']}"),
         ("layers", f"{facts['layers']} of width {facts['hidden']:,}"),
         ("heads", f"{facts['heads']} queries{_cached_heads(facts)}"),

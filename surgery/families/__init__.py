@@ -3,19 +3,56 @@
 from surgery.common.errors import SurgeryError
 from surgery.common.plugins import Registry
 from surgery.families.base import Family, head_shape
+from surgery.families.cohere import COHERE, COHERE2
+from surgery.families.gemma3 import GEMMA3_TEXT
+from surgery.families.glm import GLM, GLM4
+from surgery.families.granite import GRANITE
 from surgery.families.llama import LLAMA
+from surgery.families.ministral import MINISTRAL
 from surgery.families.mistral import MISTRAL
 from surgery.families.mixtral import MIXTRAL
+from surgery.families.olmo import OLMO2, OLMO3
 from surgery.families.qwen2 import QWEN2
 from surgery.families.qwen3 import QWEN3
 from surgery.families.qwen3_moe import QWEN3_MOE
+from surgery.families.seed_oss import SEED_OSS
+from surgery.families.smollm3 import SMOLLM3
+from surgery.families.stablelm import STABLELM
 
-FAMILIES: Registry[Family] = Registry(
-    "families", {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)}
+BUILT_IN = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
+    *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA3_TEXT, OLMO2, OLMO3),
 )
+
+FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})
 """By ``model_type``, those of installed packages among them."""
 
-__all__ = ["FAMILIES", "Family", "family_of", "head_shape"]
+WHY_NOT = {
+    **dict.fromkeys(("gemma2", "gemma2_text"), "its attention caps logits, which none of the structures does"),
+    **dict.fromkeys(("gemma4", "gemma4_text"), "its layers share caches and differ in heads and their widths"),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), "its keys pass a weighted norm behind the rotation"),
+    **dict.fromkeys(
+        ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma"), "it keeps a state, no keys and values"
+    ),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"), "its attention has a gate on its output"),
+    **dict.fromkeys(("llama4", "llama4_text"), "it attends in chunks, with queries that are scaled by position"),
+    **dict.fromkeys(("deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu", "mistral4"), "it caches latents already"),
+    **dict.fromkeys(
+        ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "mistral3"),
+        "a model of pictures and text, whose text tower is not converted",
+    ),
+    "gpt_oss": "its softmax has learned sinks, which none of the structures has",
+    "ministral3": "its queries are scaled by position",
+}
+"""What people ask for and is not there, by ``model_type``."""
+
+__all__ = ["FAMILIES", "Family", "family_of", "head_shape", "key_gains"]
+
+
+def key_gains(base_model_type: str, kv_heads: int) -> int:
+    """Numbers that a token's keys were divided by, in a family of q/k-norms."""
+    family = FAMILIES.get(base_model_type)
+    return 1 if family is not None and family.norm_scope == "all" else kv_heads
 
 
 def family_of(config: dict) -> Family:
@@ -25,6 +62,11 @@ def family_of(config: dict) -> Family:
         SurgeryError: an unknown model type, or weights that are quantised.
     """
     model_type = config.get("model_type")
+    if model_type not in FAMILIES and model_type in WHY_NOT:
+        raise SurgeryError(
+            f"config.json: model_type {model_type!r} is not supported: {WHY_NOT[model_type]}; what makes its cache "
+            "smaller is its engine's own 8-bit cache"
+        )
     if model_type not in FAMILIES:
         raise SurgeryError(
             f"config.json: model_type {model_type!r} is not supported (supported: {', '.join(FAMILIES)})"

@@ -17,10 +17,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMS normalisation of each head's vector: ``weight * x / sqrt(mean(x**2) + eps)``."""
+    """RMS norm of each head's vector, or of those of all heads together: ``weight * x / sqrt(mean(x**2) + eps)``."""
 
-    weight: Tensor  # [d]
+    weight: Tensor  # [d], or [heads, d] of a norm over all heads
     eps: float
+
+    @property
+    def joint(self) -> bool:
+        """Whether one mean is taken over all heads."""
+        return self.weight.ndim == 2
+
+    def gain(self, x: Tensor) -> Tensor:
+        """The inverse RMS of head vectors ``x`` [..., heads, d], of each head [..., heads]."""
+        mean = x.square().mean((-2, -1) if self.joint else -1, keepdim=self.joint)
+        gain = (mean + self.eps).rsqrt()
+        return gain[..., 0].expand(x.shape[:-1]) if self.joint else gain
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalised head vectors [..., heads, d]."""
+        return x * self.gain(x)[..., None] * self.weight
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,8 @@ class AttentionAnatomy:
     q_norm: HeadNorm | None = None
     k_norm: HeadNorm | None = None
     window: int | None = None  # a token sees this many latest tokens, itself included; None: all
+    order: Tensor | None = None  # [d], of each row of a query or key the row in the checkpoint; None: the same
+    rope_factor: float = 1.0  # what RoPE multiplies queries and keys by (YaRN); its square is in `scale`
 
     @property
     def heads(self) -> int:
@@ -78,16 +95,21 @@ class AttentionAnatomy:
         return self.q.shape[2]
 
     @property
+    def key_gains(self) -> int:
+        """Numbers that a key norm divides a token's keys by: none, one for all heads, or one for each."""
+        return 0 if self.k_norm is None else 1 if self.k_norm.joint else self.kv_heads
+
+    @property
     def kv_width(self) -> int:
         """Numbers that the layer caches per token."""
         return self.kv_heads * (self.head_dim + self.value_dim)
 
     def to(self, *args, **kwargs) -> AttentionAnatomy:
-        """A copy with every tensor but ``inv_freq`` moved or cast, as :meth:`torch.Tensor.to`."""
+        """A copy with every tensor but ``inv_freq`` and ``order`` moved or cast, as :meth:`torch.Tensor.to`."""
         changed = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "inv_freq":
+            if field.name in ("inv_freq", "order"):
                 continue
             if isinstance(value, Tensor):
                 changed[field.name] = value.to(*args, **kwargs)
@@ -95,13 +117,17 @@ class AttentionAnatomy:
                 changed[field.name] = replace(value, weight=value.weight.to(*args, **kwargs))
         return replace(self, **changed)
 
+    def stored(self, heads: Tensor) -> Tensor:
+        """What belongs to rows of queries or keys, [heads, d] or [heads, d, ...], in the checkpoint's order of rows."""
+        return heads if self.order is None else heads[:, self.order.argsort().to(heads.device)]
+
     def key_weight(self) -> tuple[Tensor, Tensor | None]:
         """The affine map of :attr:`Projection.k`: weight [G, d, D] and bias [G, d], a key norm's weight included."""
         if self.k_norm is None:
             return self.k, self.k_bias
         weight = self.k_norm.weight
         bias = None if self.k_bias is None else self.k_bias * weight
-        return self.k * weight[:, None], bias
+        return self.k * weight[..., None], bias
 
     def project(self, x: Tensor) -> Projection:
         """Queries, keys and values of inputs ``x`` [..., D]."""
@@ -109,30 +135,26 @@ class AttentionAnatomy:
         k = _heads(x, self.k, self.k_bias)
         v = _heads(x, self.v, self.v_bias)
         if self.q_norm is not None:
-            q = q * _inverse_rms(q, self.q_norm.eps)[..., None] * self.q_norm.weight
+            q = self.q_norm(q)
         gain = None
         if self.k_norm is not None:
-            gain = _inverse_rms(k, self.k_norm.eps)
+            gain = self.k_norm.gain(k)
             k = k * self.k_norm.weight
         return Projection(q, k, v, gain)
 
     def project_queries(self, x: Tensor) -> Tensor:
         """The queries alone, [..., H, d]."""
         q = _heads(x, self.q, self.q_bias)
-        return q if self.q_norm is None else q * _inverse_rms(q, self.q_norm.eps)[..., None] * self.q_norm.weight
+        return q if self.q_norm is None else self.q_norm(q)
 
     def project_key_gain(self, x: Tensor) -> Tensor | None:
         """:attr:`Projection.key_gain` alone, [..., G]."""
         if self.k_norm is None:
             return None
-        return _inverse_rms(_heads(x, self.k, self.k_bias), self.k_norm.eps)
+        return self.k_norm.gain(_heads(x, self.k, self.k_bias))
 
 
 def _heads(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     heads, dim, _ = weight.shape
     flat = torch.nn.functional.linear(x, weight.flatten(0, 1), None if bias is None else bias.flatten())
     return flat.unflatten(-1, (heads, dim))
-
-
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    return (x.square().mean(-1) + eps).rsqrt()

@@ -6,12 +6,14 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from surgery.common.errors import SurgeryError
 from surgery.families.anatomy import AttentionAnatomy, HeadNorm
-from surgery.families.rope import rope_frequencies
+from surgery.families.rope import half_split_order, rope_frequencies
 
 LAYER_PREFIX = "model.layers.{layer}."
 ATTENTION_PREFIX = "model.layers.{layer}.self_attn."
@@ -33,17 +35,46 @@ def uniform_window(config, layer: int) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
+def default_scale(config) -> float:
+    """What most families multiply logits of attention by."""
+    return head_shape(config)[2] ** -0.5
+
+
+def per_layer(config) -> tuple[str, ...]:
+    """Fields of a config that have an entry for every layer."""
+    return tuple(name for name in ("layer_types", "no_rope_layers") if getattr(config, name, None))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a layer rotates: frequencies [d/2], the factor of YaRN, and :attr:`AttentionAnatomy.order`."""
+
+    inv_freq: Tensor
+    factor: float
+    order: Tensor | None
+
+
 @dataclass(frozen=True)
 class Family:
-    """How one model family names, biases, normalises and masks its attention.
+    """How one model family names, biases, rotates, scales, normalises and masks its attention, and what is around it.
 
-    All families here keep ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` apart under
-    ``model.layers.N.self_attn`` and rotate half-split pairs; a family that does otherwise needs more fields.
+    All families here keep ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` apart under ``model.layers.N.self_attn``;
+    a family that does otherwise needs more fields.
 
     Attributes:
         model_type: the ``model_type`` of its config.json.
         qk_norm: whether each head's queries and keys pass an RMS norm before the rotation.
+        norm_scope: over what the mean of that norm is taken: each head, or all heads together.
         window: the sliding window of a layer, from the config.
+        scale: what multiplies logits of attention before the softmax, but for the factor of YaRN.
+        rotates: whether a layer rotates at all.
+        partial: whether its class rotates only the part of a head that ``partial_rotary_factor`` says.
+        interleaved: whether rotary pairs are neighbours, (2 i, 2 i + 1), in the checkpoint.
+        norm_offset: what is added to the weights of its RMS norms as they are stored (1.0 for Gemma).
+        layer_norm: whether the norms around its attention are LayerNorms.
+        embedding_scale: what token embeddings are multiplied by.
+        hands_on: whether its decoder layers hand arguments that they do not know on to the attention.
+        beside: what its layers have around the attention that those of stock ``deepseek_v3`` do not, if anything.
         mlp_bias: whether the config gives its feed-forward layers biases.
         experts: whether feed-forward layers are mixtures of experts, which pass through untouched.
         expert_layers: adapts a one-layer config to the feed-forward kind of the layer that it stands for.
@@ -51,7 +82,17 @@ class Family:
 
     model_type: str
     qk_norm: bool = False
+    norm_scope: Literal["head", "all"] = "head"
     window: Callable[[object, int], int | None] = no_window
+    scale: Callable[[object], float] = default_scale
+    rotates: Callable[[object, int], bool] = lambda config, layer: True
+    partial: bool = False
+    interleaved: bool = False
+    norm_offset: float = 0.0
+    layer_norm: bool = False
+    embedding_scale: Callable[[object], float] = lambda config: 1.0
+    hands_on: bool = True
+    beside: str | None = None
     mlp_bias: Callable[[object], bool] = lambda config: False
     experts: bool = False
     expert_layers: Callable[[object, object, int], None] = lambda single, config, layer: None
@@ -94,26 +135,59 @@ class Family:
                 )
             return value.reshape(shape)
 
+        rotation = self.rotation(config, layer)
+
+        def rows(name: str, *shape: int) -> Tensor | None:
+            """Of queries or keys, or of their norms: [..., d, ...] in half-split order."""
+            value = tensor(name, *shape)
+            if value is None or rotation.order is None:
+                return value
+            return value.index_select(min(1, len(shape) - 1), rotation.order)
+
         def norm(name: str) -> HeadNorm | None:
-            return HeadNorm(tensor(f"{name}.weight", head_dim), config.rms_norm_eps) if self.qk_norm else None
+            if not self.qk_norm:
+                return None
+            count = {"q_norm": heads, "k_norm": kv_heads}[name]
+            shape = (head_dim,) if self.norm_scope == "head" else (count, head_dim)
+            return HeadNorm(rows(f"{name}.weight", *shape) + self.norm_offset, config.rms_norm_eps)
 
         hidden = config.hidden_size
-        inv_freq, factor = rope_frequencies(config, head_dim)
         return AttentionAnatomy(
-            q=tensor("q_proj.weight", heads, head_dim, hidden),
-            k=tensor("k_proj.weight", kv_heads, head_dim, hidden),
+            q=rows("q_proj.weight", heads, head_dim, hidden),
+            k=rows("k_proj.weight", kv_heads, head_dim, hidden),
             v=tensor("v_proj.weight", kv_heads, head_dim, hidden),
             o=tensor("o_proj.weight", hidden, heads, head_dim),
-            q_bias=tensor("q_proj.bias", heads, head_dim),
-            k_bias=tensor("k_proj.bias", kv_heads, head_dim),
+            q_bias=rows("q_proj.bias", heads, head_dim),
+            k_bias=rows("k_proj.bias", kv_heads, head_dim),
             v_bias=tensor("v_proj.bias", kv_heads, head_dim),
             o_bias=tensor("o_proj.bias", hidden),
             q_norm=norm("q_norm"),
             k_norm=norm("k_norm"),
-            inv_freq=inv_freq,
-            scale=factor**2 * head_dim**-0.5,
+            inv_freq=rotation.inv_freq,
+            scale=rotation.factor**2 * self.scale(config),
             window=self.window(config, layer),
+            order=rotation.order,
+            rope_factor=rotation.factor,
         )
+
+    def rotation(self, config, layer: int) -> Rotation:
+        """Frequencies of all pairs of a layer's heads, zeros for those that stand still.
+
+        Raises:
+            SurgeryError: a RoPE that the toolkit cannot carry.
+        """
+        head_dim, types = head_shape(config)[2], getattr(config, "layer_types", None)
+        if not self.rotates(config, layer):
+            return Rotation(torch.zeros(head_dim // 2, dtype=torch.float64), 1.0, None)
+        inv_freq, factor = rope_frequencies(config, head_dim, types[layer] if types else None)
+        if 2 * len(inv_freq) < head_dim and not self.partial:
+            raise SurgeryError(f"config.json: partial_rotary_factor is not supported in family {self.model_type!r}")
+        order = half_split_order(head_dim, 2 * len(inv_freq), interleaved=self.interleaved)
+        if factor != 1.0 and 2 * len(inv_freq) < head_dim:
+            raise SurgeryError(
+                f"config.json: RoPE multiplies a part of each head by {factor:g}, which is not supported"
+            )
+        return Rotation(torch.nn.functional.pad(inv_freq, (0, head_dim // 2 - len(inv_freq))), factor, order)
 
     def single_layer_config(self, config, layer: int):
         """A copy of ``config`` for a model that holds layer ``layer`` alone, and no vocabulary."""
@@ -122,8 +196,10 @@ class Family:
         single.vocab_size = 1
         single.pad_token_id = None
         single.tie_word_embeddings = False
-        if getattr(config, "layer_types", None):
-            single.layer_types = [config.layer_types[layer]]
+        for name in per_layer(config):
+            setattr(single, name, [getattr(config, name)[layer]])
+        if hasattr(config, "embedding_multiplier"):
+            single.embedding_multiplier = 1.0  # of what enters the first layer, see `embedding_scale`
         self.expert_layers(single, config, layer)
         return single
 

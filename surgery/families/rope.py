@@ -12,18 +12,24 @@ from surgery.common.errors import SurgeryError
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-def rope_frequencies(config, head_dim: int) -> tuple[Tensor, float]:
+def rope_frequencies(config, head_dim: int, layer_type: str | None = None) -> tuple[Tensor, float]:
     """The inverse frequencies of a transformers config and the factor on its cosines and sines.
 
-    Returns float64 radians per token of shape [head_dim / 2] (the float32 values that transformers computes, so that
-    a conversion rotates as the source does) and the attention factor (1.0 but for YaRN).
+    Returns float64 radians per token of shape [n] (the float32 values that transformers computes, so that a conversion
+    rotates as the source does), n ≤ head_dim / 2 pairs being rotated, and the attention factor (1.0 but for YaRN).
+
+    Args:
+        layer_type: of the layer, where each type has parameters of its own (Gemma 3).
 
     Raises:
-        SurgeryError: a RoPE type, or a partial rotation, that the toolkit cannot carry.
+        SurgeryError: a RoPE type that the toolkit cannot carry.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = getattr(config, "rope_parameters", None)
+    of_type = {}
+    if isinstance(parameters, dict) and layer_type in parameters:
+        parameters, of_type = parameters[layer_type], {"layer_type": layer_type}
     if not isinstance(parameters, dict) or "rope_theta" not in parameters:
         raise SurgeryError(
             f"config.json: no single set of RoPE parameters in {parameters!r}; this model is not supported"
@@ -33,15 +39,26 @@ def rope_frequencies(config, head_dim: int) -> tuple[Tensor, float]:
         raise SurgeryError(
             f"config.json: RoPE type {kind!r} is not supported (supported: {', '.join(STATIC_ROPE_TYPES)})"
         )
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise SurgeryError("config.json: partial_rotary_factor is not supported, every pair of a head must be rotated")
+    rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
     if kind == "default":
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+        exponent = torch.arange(0, rotated, 2, dtype=torch.float) / rotated
         return (1.0 / parameters["rope_theta"] ** exponent).double(), 1.0
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
-    if len(inv_freq) != head_dim // 2:
-        raise SurgeryError(f"config.json: RoPE gives {len(inv_freq)} frequencies for a head dimension of {head_dim}")
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), **of_type)
+    if len(inv_freq) != rotated // 2:
+        raise SurgeryError(f"config.json: RoPE has {len(inv_freq)} frequencies for {rotated} rotated numbers")
     return inv_freq.double(), float(factor)
+
+
+def half_split_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor | None:
+    """Where the rows of a half-split head, all pairs of it, are in a head whose first ``rotated`` numbers are rotated.
+
+    Pairs of those are (i, i + rotated / 2), or (2 i, 2 i + 1) if ``interleaved``; the rest come as pairs that stand
+    still. None if that is the order already.
+    """
+    first = torch.arange(rotated).view(-1, 2).T if interleaved else torch.arange(rotated).view(2, -1)
+    still = torch.arange(rotated, head_dim).view(2, -1)
+    order = torch.cat([first, still], dim=1).flatten()
+    return None if torch.equal(order, torch.arange(head_dim)) else order
 
 
 def to_complex(x: Tensor) -> Tensor:

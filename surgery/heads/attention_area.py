@@ -13,6 +13,7 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.session import device_of
 from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.layer_stream import family_behind
 
 SAMPLES = 16
 POSITIONS = 500
@@ -69,6 +70,13 @@ def _angles(session: ScoringSession, length: int, device: torch.device) -> Tenso
     rotary = getattr(session.model.base_model, "rotary_emb", None)
     if rotary is None:
         raise SurgeryError("the model has no rotary_emb: attention-area needs RoPE; use another --method")
+    config = session.model.config
+    family = family_behind(config)
+    if family.interleaved or not all(family.rotates(config, layer) for layer in range(session.layers)):
+        raise SurgeryError(
+            f"{family.model_type} rotates some layers only, or neighbouring numbers: attention-area needs half-split "
+            "RoPE in all; use another --method"
+        )
     places = torch.arange(length, device=device)[None]
     cos, sin = rotary(torch.zeros(1, device=device), places)
     return torch.stack((cos[0], sin[0])).float()

@@ -22,6 +22,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
 from surgery.families import family_of
+from surgery.families.fused import FUSED
 from surgery.heads.heat_map import save_head_maps
 from surgery.heads.journal import Journal
 from surgery.heads.methods import scorer
@@ -167,7 +168,7 @@ def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
         raise SurgeryError(f"{given}: some of its heads stream already; score its source")
     if config.get("kv_cache"):
         raise SurgeryError(f"{given}: its KV cache is quantised; score its source")
-    if not config.get("attention_layers"):
+    if not config.get("attention_layers") and config.get("model_type") not in FUSED:
         family_of(config)  # others may cap their logits or have sinks of their own, which scorers would leave out
     loaded = load_config(checkpoint.reader.path)
     try:

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from surgery.families import FAMILIES, head_shape
+from surgery.families import FAMILIES, head_shape, key_gains
 from surgery.kernels.planner import Attention, Block, Grouped, Latent, LowRank, quantised
 from surgery.model import SurgeryConfig
 
@@ -60,14 +60,15 @@ def of_own_class(config: Any, number_bytes: float) -> list[Attention]:
     family = FAMILIES[config.base_model_type]
     windows = [family.window(config, layer) for layer in range(config.num_hidden_layers)]
     stock = of_family(config, windows, number_bytes)
+    gains = key_gains(config.base_model_type, config.num_key_value_heads)
     entries = config.attention_layers or [None] * len(stock)
     return [
-        _of_entry(entry or {}, layer, *_cached_bytes(config.kv_cache, entry or {}, number_bytes))
+        _of_entry(entry or {}, layer, gains, *_cached_bytes(config.kv_cache, entry or {}, number_bytes))
         for entry, layer in zip(entries, stock, strict=True)
     ]
 
 
-def _of_entry(entry: dict[str, Any], stock: Grouped, key_bytes: float, value_bytes: float) -> Attention:
+def _of_entry(entry: dict[str, Any], stock: Grouped, gains: int, key_bytes: float, value_bytes: float) -> Attention:
     """One layer; `stock` is the attention that it stands in the place of."""
     heads, kv_heads, head_dim, window = stock.heads, stock.kv_heads, stock.key_dim, stock.window
     kind = entry.get("kind")
@@ -81,7 +82,7 @@ def _of_entry(entry: dict[str, Any], stock: Grouped, key_bytes: float, value_byt
     if kind in ("latent", "cross_layer_latent"):
         streaming = entry.get("streaming") or {}
         seen = streaming["sinks"] + streaming["recent"] if streaming else window
-        extra = 0.0 if entry["key_norm_eps"] is None else kv_heads * stock.key_bytes
+        extra = 0.0 if entry["key_norm_eps"] is None else gains * stock.key_bytes
         # Codes that layers share are read at their own width: the basis can be absorbed as the up-projections are.
         rank, rope = entry.get("rank", entry["kv_lora_rank"]), 2 * len(entry["rope_inv_freq"])
         # Latents stand in the place of keys in the cache, rotated keys in that of values.

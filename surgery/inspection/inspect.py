@@ -146,6 +146,7 @@ def _architecture(opened: Source) -> dict:
         "tied_embeddings": bool(config.tie_word_embeddings),
         "dtype": str(_attention_dtype(opened)).removeprefix("torch."),
         "dequantised_from": reader.dequantised_from,
+        "stored_as": reader.stored_as,
         "parameters": _parameters(reader, tied=bool(config.tie_word_embeddings)),
     }
 

@@ -23,6 +23,7 @@ REMOTE_CODE = (
     "configuration_surgery",
     "modeling_surgery",
     "attention_functions",
+    "logit_factor",
     "latent_attention",
     "low_rank_attention",
     "grouped_attention",

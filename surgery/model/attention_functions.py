@@ -3,8 +3,9 @@
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
 
+import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -83,10 +84,51 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return rotated.flatten(-2).to(x.dtype)
 
 
-def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Multiply x_i + j·x_{i+d/2} by e^{jθ_i m}, as transformers does: x [B, h, T, d], cos and sin [B or 1, T, d]."""
-    real, imag = x.chunk(2, dim=-1)
-    return x * cos.unsqueeze(1) + torch.cat((-imag, real), dim=-1) * sin.unsqueeze(1)
+def rotation_of(stock: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """How a family's attention rotates heads: x [B, h, T, d], its cos and sin [B or 1, T, ρ] → [B, h, T, d].
+
+    Pairs are where the family has them; numbers behind the first ρ, and layers without rotation, stay.
+    """
+    windows_rotate = stock.config.model_type == "cohere2"
+    if not getattr(stock, "use_rope", True) or (windows_rotate and stock.sliding_window is None):
+        return _unrotated
+    family = next(cls for cls in type(stock).__mro__ if hasattr(sys.modules[cls.__module__], "apply_rotary_pos_emb"))
+    return partial(_rotated, sys.modules[family.__module__].apply_rotary_pos_emb)
+
+
+def _unrotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _rotated(apply: Callable, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    width = cos.shape[-1]
+    whole = width == x.shape[-1]
+    turned = x if whole else x[..., :width]
+    turned, _ = apply(turned, turned[:, :0], cos, sin)  # takes queries and keys, and these may be of different tokens
+    return turned if whole else torch.cat((turned, x[..., width:]), dim=-1)
+
+
+def normalise_heads(norm: nn.Module | None, heads: torch.Tensor, at: int = -2) -> torch.Tensor:
+    """Heads [..., H, d] through a family's norm of each head, or of all heads together; themselves without one.
+
+    `at` is the dimension of the heads.
+    """
+    if norm is None:
+        return heads
+    if len(norm.weight) == heads.shape[-1]:
+        return norm(heads)
+    heads = heads.transpose(at, -2)
+    return norm(heads.flatten(-2)).unflatten(-1, heads.shape[-2:]).transpose(at, -2)
+
+
+def rotates_plainly(module: nn.Module) -> bool:
+    """Whether all pairs (i, i + d/2) of a head turn, which is all that kernels know."""
+    rotation, rotary = module.rotate, module.rotary[0]
+    if not isinstance(rotation, partial) or not hasattr(rotary, "inv_freq"):
+        return False
+    row = torch.arange(float(module.head_dim)).view(1, 1, 1, -1)
+    half = rotation(row, torch.zeros(1, 1, 2 * len(rotary.inv_freq)), torch.ones(1, 1, 2 * len(rotary.inv_freq)))
+    return torch.equal(half, torch.cat((-row[..., module.head_dim // 2 :], row[..., : module.head_dim // 2]), dim=-1))
 
 
 @cache

@@ -13,15 +13,8 @@ from .hybrid_cache import StreamingLayer
 from .quantized_cache import QuantizedKVLayer
 from .token_codes import TokenCodes
 
-# What a base config may say of an attention that the kinds here would silently leave out: logits that are capped or
-# scaled by something else than the head's width, chunks, and layers without rotation.
-_OTHER_ATTENTION = (
-    "attn_logit_softcapping",
-    "query_pre_attn_scalar",
-    "attention_multiplier",
-    "attention_chunk_size",
-    "no_rope_layers",
-)
+# What a base config may say that the classes here would silently leave out: capped logits, and chunks.
+_OTHER_ATTENTION = ("attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size")
 
 # What a base config says about itself rather than about the model: never carried from one config to the other.
 _IDENTITY_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version")

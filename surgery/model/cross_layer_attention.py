@@ -21,7 +21,7 @@ from transformers import Cache
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_functions import Accelerated, eager_attention, rotate_halves
+from .attention_functions import Accelerated, eager_attention, normalise_heads, rotation_of
 from .group_cache import GroupLayer, Reading
 from .group_stores import GroupStore, MergedPairs, PromptBasis, SharedCodes
 
@@ -96,6 +96,7 @@ class CrossLayerAttention(GroupMember):
         self.num_kv_heads = config.num_key_value_heads
         self.num_key_value_groups = self.num_heads // self.num_kv_heads
         self.scaling = stock.scaling
+        self.rotate = rotation_of(stock)
         self.attention_dropout = stock.attention_dropout
         self.is_causal = True
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -161,7 +162,7 @@ class CrossLayerAttention(GroupMember):
         query = self._query(hidden_states, slot_embeddings)
         cos, sin = slot_embeddings
         key, value = self._key_value(tokens)
-        key = rotate_halves(key, cos[:, reading.slots], sin[:, reading.slots])
+        key = self.rotate(key, cos[:, reading.slots], sin[:, reading.slots])
 
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         out, weights = attention(
@@ -179,10 +180,9 @@ class CrossLayerAttention(GroupMember):
     def _query(self, hidden_states: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Queries [B, H, T, d] of the newest tokens [B, T, D], rotated to the last of the slots."""
         query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
-        if self.q_norm is not None:
-            query = self.q_norm(query)
+        query = normalise_heads(self.q_norm, query)
         cos, sin = (each[:, -hidden_states.shape[1] :] for each in embeddings)
-        return rotate_halves(query.transpose(1, 2), cos, sin)
+        return self.rotate(query.transpose(1, 2), cos, sin)
 
     def _key_value(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys, normalised and not yet rotated, and values [B, G, K, d] of tokens [B, 1, K, n]."""
@@ -191,9 +191,7 @@ class CrossLayerAttention(GroupMember):
             part = part if projection.bias is None else part + projection.bias
             parts.append(part.unflatten(-1, (self.num_kv_heads, self.head_dim)))
         key, value = parts
-        if self.k_norm is not None:
-            key = self.k_norm(key)
-        return key.transpose(1, 2), value.transpose(1, 2)
+        return normalise_heads(self.k_norm, key).transpose(1, 2), value.transpose(1, 2)
 
 
 class PromptBasisAttention(CrossLayerAttention):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from .attention_functions import Accelerated, attend, rotate_halves, visible_mask
+from .attention_functions import Accelerated, attend, normalise_heads, rotation_of, visible_mask
 from .grouped_attention import GroupedAttention
 from .hybrid_cache import Dropped, HybridLayer, PlainLayer, StreamingLayer, layer_of
 
@@ -30,6 +30,7 @@ class HybridAttention(Accelerated, GroupedAttention):
     def __init__(self, stock: torch.nn.Module, entry: dict[str, Any]):
         super().__init__(stock, entry)
         self.num_heads = stock.config.num_attention_heads
+        self.rotate = rotation_of(stock)
         self.full_heads, self.compensated_heads = entry["full_heads"], entry["compensated_heads"]
         self.sinks, self.recent = entry["sinks"], entry["recent"]
 
@@ -86,8 +87,8 @@ class HybridAttention(Accelerated, GroupedAttention):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if hasattr(self, "q_norm"):
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = (rotate_halves(heads.transpose(1, 2), *position_embeddings) for heads in (query, key))
+            query, key = normalise_heads(self.q_norm, query), normalise_heads(self.k_norm, key)
+        query, key = (self.rotate(heads.transpose(1, 2), *position_embeddings) for heads in (query, key))
         return query, key, value.transpose(1, 2)
 
     def _queries(self, query: torch.Tensor, first: int, stop: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import Cache
 from transformers import initialization as init
 
-from .attention_functions import Accelerated, attend, rotate_pairs, visible_mask
+from .attention_functions import Accelerated, attend, normalise_heads, rotate_pairs, visible_mask
 from .hybrid_cache import StreamingLayer, layer_of
 
 
@@ -91,8 +91,12 @@ class LatentAttention(Accelerated, nn.Module):
             if not hasattr(stock, "k_norm"):
                 raise ValueError(f"layer {self.layer_idx}: key_norm_eps is set, but {config.model_type} has no k_norm")
             self.k_proj = stock.k_proj
+        # Numbers that keys are divided by: none, one for each KV head, or one where the norm is over all heads.
+        self.key_gains = 0 if self.key_norm_eps is None else self.num_kv_heads
+        if self.key_gains and len(stock.k_norm.weight) != self.head_dim:
+            self.key_gains = 1
         # One latent for all heads, or one scaled copy of it for each group of heads that shares a norm.
-        self.num_key_value_groups = self.num_heads // (1 if self.key_norm_eps is None else self.num_kv_heads)
+        self.num_key_value_groups = self.num_heads // max(1, self.key_gains)
 
         bias = any(projection.bias is not None for projection in (stock.k_proj, stock.v_proj))
         latent_width = self.kv_lora_rank + self.rope_dim
@@ -110,7 +114,7 @@ class LatentAttention(Accelerated, nn.Module):
     @property
     def cached_shape(self) -> tuple[int, int, int]:
         """Heads of a token in the cache, 1, the width of its latent and of its positional part: r, ρ (+ G)."""
-        return 1, self.kv_lora_rank, self.rope_dim + (0 if self.key_norm_eps is None else self.num_kv_heads)
+        return 1, self.kv_lora_rank, self.rope_dim + self.key_gains
 
     @property
     def latent_slices(self) -> list[slice]:
@@ -181,15 +185,14 @@ class LatentAttention(Accelerated, nn.Module):
     def _latent_query(self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Project to heads, then into the space of the latent key: [B, T, D] → [B, H, T, r + ρ]."""
         query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
-        if self.q_norm is not None:
-            query = self.q_norm(query)
+        query = normalise_heads(self.q_norm, query)
         query = torch.einsum("bthd,hdk->bhtk", query, self.query_up)
         content, rope = query.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         return torch.cat((content, rotate_pairs(rope, cos, sin)), dim=-1)
 
     def _key_irms(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Inverse rms of the source's keys before their norm: [B, T, D] → [B, 1, T, G]."""
-        key = self.k_proj(hidden_states).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        """Inverse rms of the source's keys before their norm: [B, T, D] → [B, 1, T, G], or one for all heads."""
+        key = self.k_proj(hidden_states).unflatten(-1, (self.key_gains, -1))
         key = key.to(torch.promote_types(key.dtype, torch.float32))
         irms = torch.rsqrt(key.square().mean(dim=-1) + self.key_norm_eps)
         return irms.to(hidden_states.dtype).unsqueeze(1)
@@ -202,6 +205,6 @@ class LatentAttention(Accelerated, nn.Module):
         """
         if self.key_norm_eps is None:
             return torch.cat((latent, positional), dim=-1), latent
-        k_rope, key_irms = positional.split((self.rope_dim, self.num_kv_heads), dim=-1)
+        k_rope, key_irms = positional.split((self.rope_dim, self.key_gains), dim=-1)
         key = torch.cat((latent, k_rope), dim=-1) * key_irms.permute(0, 3, 2, 1)  # [B, 1, S, ·] · [B, G, S, 1]
-        return key, latent.expand(-1, self.num_kv_heads, -1, -1)
+        return key, latent.expand(-1, self.key_gains, -1, -1)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import Cache
 from transformers import initialization as init
 
-from .attention_functions import Accelerated, attend, rotate_halves, visible_mask
+from .attention_functions import Accelerated, attend, normalise_heads, rotation_of, visible_mask
 from .exact_window_cache import ExactWindowLayer
 from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer, layer_of
 
@@ -73,6 +73,10 @@ class LowRankAttention(Accelerated, nn.Module):
         self.num_kv_heads = config.num_key_value_heads
         self.num_key_value_groups = self.num_heads // self.num_kv_heads
         self.scaling = stock.scaling
+        self.rotate = rotation_of(stock)
+        # The type of the layer, by which Gemma 3 and OLMo 3 have their frequencies.
+        kind = getattr(stock, "layer_type", getattr(stock, "attention_type", None))
+        self.rope_of = kind if kind in (getattr(config, "rope_parameters", None) or ()) else None
         self.attention_dropout = stock.attention_dropout
         self.sliding_window = getattr(stock, "sliding_window", getattr(config, "sliding_window", None))
         self.is_causal = True
@@ -174,7 +178,7 @@ class LowRankAttention(Accelerated, nn.Module):
             length, first = past_key_values.get_mask_sizes(num_tokens, self.layer_idx)
         slots = torch.arange(num_tokens, device=latent.device) + seen
         query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
-        query = (query if self.q_norm is None else self.q_norm(query)).transpose(1, 2)
+        query = normalise_heads(self.q_norm, query).transpose(1, 2)
         query = self._rotated(query, slots)
         if self.streaming:
             new = HybridLayer(PlainLayer(), StreamingLayer(self.streaming["sinks"], self.streaming["recent"]))
@@ -260,7 +264,7 @@ class LowRankAttention(Accelerated, nn.Module):
             key = key + self.key_bias.view(self.num_kv_heads, 1, self.head_dim)[part.heads]
         if self.value_bias is not None:
             value = value + self.value_bias.view(self.num_kv_heads, 1, self.head_dim)[part.heads]
-        return (key if self.k_norm is None else self.k_norm(key)), value
+        return normalise_heads(self.k_norm, key, at=1), value
 
     def _heads(self, latents: dict[int, torch.Tensor], ups: nn.ParameterDict, order: list[int] | None) -> torch.Tensor:
         """Latents [B, S, ·] of blocks, each through its up-projection, as heads in order without bias [B, ·, S, d]."""
@@ -276,13 +280,13 @@ class LowRankAttention(Accelerated, nn.Module):
         """The source's keys (normalised, not rotated) and values: [B, 1, T, 2·G·d]."""
         key = self.k_proj(hidden_states)
         if self.k_norm is not None:
-            key = self.k_norm(key.unflatten(-1, (self.num_kv_heads, self.head_dim))).flatten(-2)
+            key = normalise_heads(self.k_norm, key.unflatten(-1, (self.num_kv_heads, self.head_dim))).flatten(-2)
         return torch.cat((key, self.v_proj(hidden_states)), dim=-1).unsqueeze(1)
 
     def _rotated(self, heads: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Rotate heads [B, ·, S, d] to the positions `slots` [S] or [B, S]."""
         (rotary,) = self.rotary
-        return rotate_halves(heads, *rotary(heads, slots if slots.ndim == 2 else slots[None]))
+        return self.rotate(heads, *rotary(heads, slots if slots.ndim == 2 else slots[None]))
 
     def _causal(self, mask: torch.Tensor | None, slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Which keys may be seen at all, bool [B or 1, 1, T, S]."""

@@ -29,6 +29,7 @@ from .grouped_attention import GroupedAttention
 from .hybrid_attention import HybridAttention
 from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer
 from .latent_attention import LatentAttention
+from .logit_factor import logit_factor
 from .low_rank_attention import LowRankAttention
 from .sink_window_cache import set_padding
 from .straight_through import StraightThroughCodes, StraightThroughLayer
@@ -109,7 +110,10 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         for layer in self.model.layers:
             attention = layer.self_attn
             if isinstance(attention, LowRankAttention | CrossLayerAttention):
-                attention.rotary = (self.model.rotary_emb,)
+                # Some families have a RoPE for each type of layer, and say its type.
+                of_type = {"layer_type": kind} if (kind := getattr(attention, "rope_of", None)) else {}
+                rotary = self.model.rotary_emb
+                attention.rotary = (partial(rotary, **of_type) if of_type else rotary,)
             if isinstance(attention, LowRankAttention):
                 attention.handed_on = handed_on
                 for index in range(attention.layer_idx - attention.shared_layers, attention.layer_idx):
@@ -252,6 +256,8 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
             self._handed_on.clear()  # the cache has them; a backward pass that computes layers again needs them here
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        if (factor := logit_factor(self.config)) != 1.0:
+            logits = logits * factor
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)

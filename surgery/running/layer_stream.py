@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from surgery.common.errors import SurgeryError
-from surgery.families import FAMILIES
-from surgery.families.base import LAYER_PREFIX
+from surgery.families import FAMILIES, Family
+from surgery.families.base import LAYER_PREFIX, per_layer
 from surgery.families.llama import LLAMA
+from surgery.model.logit_factor import logit_factor
 
 VOCABULARY_SLICE = 16_384
 TOKEN_SLICE = 2_048
+NORM_BIAS = "model.norm.bias"
 
 
 class LayerStream:
@@ -46,6 +48,7 @@ class LayerStream:
         self.reader, self.config = reader, config
         self.device, self.dtype = torch.device(device), dtype
         self._single_layer_config = single_layer_config
+        self.family = family_behind(config)
 
     @property
     def num_layers(self) -> int:
@@ -55,7 +58,9 @@ class LayerStream:
         """Token embeddings [N, T, D] of ids [N, T]."""
         ids, inverse = tokens.unique(return_inverse=True)
         rows = self.reader.rows("model.embed_tokens.weight", ids)
-        return rows.to(self.device, self.dtype)[inverse.to(self.device)]
+        scale = self.family.embedding_scale(self.config)
+        rows = rows.to(self.device, self.dtype) if scale == 1.0 else rows.to(self.device, self.dtype) * scale
+        return rows[inverse.to(self.device)]
 
     @contextlib.contextmanager
     def layer(self, index: int) -> Iterator[StreamedLayer]:
@@ -92,6 +97,8 @@ class LayerStream:
         hidden = self.config.hidden_size
         state["model.embed_tokens.weight"] = torch.zeros(1, hidden)
         state["model.norm.weight"] = torch.ones(hidden)
+        if NORM_BIAS in self.reader:
+            state[NORM_BIAS] = torch.zeros(hidden)
         state["lm_head.weight"] = torch.zeros(1, hidden)
         config = _joined([self._single_layer_config(self.config, index) for index in range(start, stop)])
         model = _model_from_state(config, state, self.dtype).to(self.device)
@@ -107,9 +114,16 @@ class LayerStream:
         return hidden
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """The norm before the output projection, applied to [..., D]."""
+        """The norm before the output projection, applied to [..., D], and the factor on what that gives."""
         weight = self.reader.tensor("model.norm.weight").to(self.device, self.dtype)
-        return nn.functional.rms_norm(hidden, hidden.shape[-1:], weight, self.config.rms_norm_eps)
+        if self.family.layer_norm:
+            bias = self.reader.tensor(NORM_BIAS).to(weight) if NORM_BIAS in self.reader else None
+            normed = nn.functional.layer_norm(hidden, hidden.shape[-1:], weight, bias, self.config.layer_norm_eps)
+        else:
+            weight = weight + self.family.norm_offset
+            normed = nn.functional.rms_norm(hidden, hidden.shape[-1:], weight, self.config.rms_norm_eps)
+        factor = logit_factor(self.config)
+        return normed if factor == 1.0 else normed * factor
 
     @property
     def output_name(self) -> str:
@@ -203,8 +217,9 @@ class StreamedLayer:
             block.self_attn = own
 
     def attention_inputs(self, hidden: Tensor) -> Tensor:
-        """What enters the layer's attention, [B, T, D]: all families here normalise before it."""
-        return self.model.layers[0].input_layernorm(hidden)
+        """What enters the layer's attention, [B, T, D]: normalised, where the family has a norm before it."""
+        norm = getattr(self.model.layers[0], "input_layernorm", None)
+        return hidden if norm is None else norm(hidden)
 
     def decode(self, hidden: Tensor, prompt: int, cache) -> Tensor:
         """The same output computed through a live cache: the first ``prompt`` tokens at once, then one by one."""
@@ -239,20 +254,22 @@ class StreamedBlock(StreamedLayer):
 def _joined(singles: list):
     """One config of several layers from the configs of each."""
     config, count = singles[0], len(singles)
-    for name in ("layer_types", "attention_layers"):
-        if getattr(config, name, None):
-            setattr(config, name, [entry for single in singles for entry in getattr(single, name)])
+    for name in (*per_layer(config), *(["attention_layers"] if getattr(config, "attention_layers", None) else [])):
+        setattr(config, name, [entry for single in singles for entry in getattr(single, name)])
     if getattr(config, "mlp_only_layers", None) is not None:
         config.mlp_only_layers = [place for place, single in enumerate(singles) if single.mlp_only_layers]
     config.num_hidden_layers = count
     return config
 
 
+def family_behind(config) -> Family:
+    """The family of a config, or that an own-class config was made from; stock MLA is around its attention as Llama."""
+    return FAMILIES.get(getattr(config, "base_model_type", config.model_type), LLAMA)
+
+
 def single_layer_config(config, layer: int):
     """A one-layer copy of a converted checkpoint's config (stock MLA or the project's own class)."""
-    # The own class keeps the fields of the family that it was made from; stock MLA has none to adapt.
-    family = FAMILIES.get(getattr(config, "base_model_type", None), LLAMA)
-    single = family.single_layer_config(config, layer)
+    single = family_behind(config).single_layer_config(config, layer)
     if getattr(config, "attention_layers", None):
         single.attention_layers = [config.attention_layers[layer]]
     return single

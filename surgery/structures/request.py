@@ -8,6 +8,7 @@ from surgery.calibration.settings import ConversionSettings
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.output_place import settle_output
 from surgery.common.progress import Progress
+from surgery.running.unfused import unfused
 from surgery.structures.base import Structure
 from surgery.structures.registry import target_of
 
@@ -26,7 +27,7 @@ def open_request(
     Raises:
         SurgeryError: whatever can be refused before any work.
     """
-    reader, target = CheckpointReader.open(source, allow_pickle=allow_pickle), target_of(settings)
+    reader, target = unfused(CheckpointReader.open(source, allow_pickle=allow_pickle)), target_of(settings)
     structure = target.structure().for_source(reader.config, settings)
     opened = structure.open(reader, settings)
     out = settle_output(source, reader.source, out, target.ending_of(settings), overwrite=overwrite)

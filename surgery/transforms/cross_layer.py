@@ -18,7 +18,6 @@ from surgery.calibration.statistics import LayerStatistics
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.rope import phases, rotate
 from surgery.transforms.algebra import damp, reduced_rank_projection
-from surgery.transforms.low_rank_layer import normalised
 
 METRIC_DAMPING = 1e-6
 
@@ -250,4 +249,4 @@ class SimulatedKeysValues(SimulatedMember):
         keys, values = (part.unflatten(-1, (source.kv_heads, -1)) for part in tokens.split(self.parts, dim=-1))
         keys = keys if source.k_bias is None else keys + source.k_bias
         values = values if source.v_bias is None else values + source.v_bias
-        return keys if source.k_norm is None else normalised(keys, source.k_norm), values
+        return keys if source.k_norm is None else source.k_norm(keys), values

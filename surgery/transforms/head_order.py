@@ -17,8 +17,9 @@ ROWS, COLUMNS = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 def permute_heads(tensors: Mapping[str, Tensor], order: Sequence[int]) -> dict[str, Tensor]:
     """A layer's attention tensors, by their names within it, with KV head ``order[i]`` at place i.
 
-    Rows of ``q_proj``, ``k_proj`` and ``v_proj`` (weights [G·n, D], biases [G·n]) and columns of ``o_proj.weight``
-    [D, G·n] move, n of them with each KV head. Whatever else there is, as norms of heads, is the same for all.
+    Rows of ``q_proj``, ``k_proj`` and ``v_proj`` (weights [G·n, D], biases [G·n]), weights of norms over all heads
+    [G·n] and columns of ``o_proj.weight`` [D, G·n] move, n of them with each KV head. Whatever else there is, as norms
+    of each head, is the same for all.
 
     Raises:
         ValueError: ``order`` is no order of as many heads as the tensors can have.
@@ -29,11 +30,17 @@ def permute_heads(tensors: Mapping[str, Tensor], order: Sequence[int]) -> dict[s
     moved = dict(tensors)
     for name, tensor in tensors.items():
         projection, _, kind = name.partition(".")
-        if projection in ROWS:
+        if projection in ROWS or _over_all_heads(projection, tensor, tensors):
             moved[name] = tensor.unflatten(0, (len(order), -1))[index].flatten(0, 1)
         elif projection in COLUMNS and kind == "weight":
             moved[name] = tensor.unflatten(1, (len(order), -1))[:, index].flatten(1)
     return moved
+
+
+def _over_all_heads(module: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether it is the weight of a norm as wide as all queries or keys together."""
+    normed = tensors.get(f"{module.removesuffix('_norm')}_proj.weight")
+    return module.endswith("_norm") and normed is not None and tensor.numel() == len(normed)
 
 
 def inverse_order(order: Sequence[int]) -> list[int]:

@@ -48,7 +48,7 @@ class LatentLayer:
     @property
     def kv_width(self) -> int:
         """Numbers that the layer caches per token."""
-        return self.rank + self.rope_dim + (self.source.kv_heads if self.source.k_norm else 0)
+        return self.rank + self.rope_dim + self.source.key_gains
 
     def to(self, *args, **kwargs) -> LatentLayer:
         """A copy with every tensor but ``inv_freq`` moved or cast."""

@@ -190,8 +190,8 @@ def _key_scale(anatomy: AttentionAnatomy) -> Tensor:
     scale = torch.ones(anatomy.kv_width, dtype=anatomy.k.dtype)
     if anatomy.k_norm is not None:
         weight = anatomy.k_norm.weight
-        repeated = torch.where(weight == 0, torch.inf, weight).repeat(anatomy.kv_heads)
-        scale[: len(repeated)] = repeated
+        keys = torch.where(weight == 0, torch.inf, weight).expand(anatomy.kv_heads, -1).flatten()
+        scale[: len(keys)] = keys
     return scale
 
 

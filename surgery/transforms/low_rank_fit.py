@@ -240,24 +240,26 @@ class _Linearisation:
 
 
 class _LinearisedNorm:
-    """The RMS norm of head vectors around some [..., d]; nothing where a layer has none."""
+    """The RMS norm of head vectors around some [heads, T, d]; nothing where a layer has none."""
 
     def __init__(self, raw: Tensor, norm: HeadNorm | None):
         self.norm, self.output = norm, raw
         if norm is not None:
-            self.gain = (raw.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+            self.over = (0, -1) if norm.joint else -1
+            self.weight = norm.weight[:, None] if norm.joint else norm.weight
+            self.gain = (raw.square().mean(self.over, keepdim=True) + norm.eps).rsqrt()
             self.unit = raw * self.gain
-            self.output = self.unit * norm.weight
+            self.output = self.unit * self.weight
 
     def jvp(self, change: Tensor) -> Tensor:
-        return change if self.norm is None else self._radial(change) * self.norm.weight
+        return change if self.norm is None else self._radial(change) * self.weight
 
     def vjp(self, signal: Tensor) -> Tensor:
-        return signal if self.norm is None else self._radial(signal * self.norm.weight)
+        return signal if self.norm is None else self._radial(signal * self.weight)
 
     def _radial(self, change: Tensor) -> Tensor:
         """The Jacobian without the weight, which is symmetric: the length cannot change."""
-        return self.gain * (change - self.unit * (self.unit * change).mean(-1, keepdim=True))
+        return self.gain * (change - self.unit * (self.unit * change).mean(self.over, keepdim=True))
 
 
 class _Preconditioner:

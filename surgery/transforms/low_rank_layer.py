@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from surgery.families.anatomy import AttentionAnatomy, HeadNorm
+from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.rope import phases, rotate
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.transforms.coded_reading import as_codes, attend_coded
@@ -98,7 +98,7 @@ class LowRankLayer:
         source = self.source
         keys = keys if source.k_bias is None else keys + source.k_bias
         values = values if source.v_bias is None else values + source.v_bias
-        return keys if source.k_norm is None else normalised(keys, source.k_norm), values
+        return keys if source.k_norm is None else source.k_norm(keys), values
 
 
 class SimulatedLowRank(nn.Module):
@@ -174,8 +174,3 @@ class SimulatedLowRank(nn.Module):
             return seen
         exact = (lag < self.window) | (place < self.sinks)
         return torch.cat([seen & ~exact, seen & exact], dim=1)
-
-
-def normalised(keys: Tensor, norm: HeadNorm) -> Tensor:
-    """RMS-normalised head vectors [..., d]."""
-    return keys * (keys.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight

@@ -245,7 +245,7 @@ def fisher_information(anatomy: AttentionAnatomy, statistics: LayerStatistics) -
     if statistics.raw_gradient is not None:
         energy = statistics.raw_gradient.diagonal()
     elif anatomy.k_norm is not None:
-        energy[:keys] *= anatomy.k_norm.weight.square().repeat(anatomy.kv_heads)
+        energy[:keys] *= anatomy.k_norm.weight.square().expand(anatomy.kv_heads, -1).flatten()
     inputs = statistics.input_energy.sqrt().mean()
     return tuple(float(part.clamp_min(0).sqrt().mean() * inputs) for part in (energy[:keys], energy[keys:]))
 

@@ -18,6 +18,7 @@ from own_models import (
     tokens,
 )
 from shared_caches import FORMS, shared
+from tiny_models import CONFIGS, random_model
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, StaticCache
 
 from surgery.acceleration import accelerate, decelerate
@@ -252,3 +253,29 @@ def test_codes_that_layers_share(form, family, calls):
     done = check(model, calls, caches=("dynamic",))
     assert set(done.layers) == {"lowrank_decode"}
     agree(decode(model, DynamicCache()), model(tokens(), use_cache=False).logits, 1e-4)
+
+
+NORM = "own code: a key norm that is not of each head, or has other weights"
+
+
+@pytest.mark.parametrize(
+    ("family", "latent", "low_rank"),
+    [
+        ("granite", "mla_decode", "lowrank_decode"),
+        ("glm4", "mla_decode", "own code: heads that are not rotated whole, in half-split pairs"),
+        ("olmo2", "own code: one key norm over all heads", NORM),
+        ("gemma3_window", "mla_decode", NORM),
+    ],
+)
+def test_kernels_read_the_layers_that_they_know(family, latent, low_rank):
+    """The first layer is of the one kind, the second of the other; what kernels read is compared by `accelerate`."""
+    source = CONFIGS[family]()
+    eps = source.rms_norm_eps if family in ("olmo2", "gemma3_window") else None
+    heads = {"rank": 8, "keys": [0, 1], "values": [0, 1]}
+    entries = [
+        {"kind": "latent", "kv_lora_rank": 8, "rope_inv_freq": [1.0, 0.1], "key_norm_eps": eps},
+        {"kind": "low_rank", "blocks": [heads], "shared_layers": 0, "shared_rank": 0, "sinks": 0, "window": 0},
+    ]
+    model = random_model(SurgeryConfig.from_base(source, entries)).eval()
+    found = accelerate(model)
+    assert (found.layers, found.refused) == ((latent, low_rank), None)

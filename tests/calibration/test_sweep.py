@@ -6,8 +6,9 @@ from tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM
 
 from surgery.calibration.kronecker import kronecker_factors
-from surgery.calibration.statistics import lag_statistics
+from surgery.calibration.statistics import lag_statistics, raw_key_gradient
 from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
+from surgery.families.anatomy import HeadNorm
 from surgery.running import layer_stream
 from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
@@ -147,6 +148,18 @@ def test_sampled_gradient_is_that_of_one_label(checkpoints, monkeypatch, rows):
     entropy = (probability * probability.log()).sum()
     assert float(drawn - entropy) == pytest.approx(0, abs=0.25)
     assert normed.shape == (1, 32)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4)], ids=["each head", "all heads"])
+def test_gradients_before_a_key_norm_are_those_of_autograd(shape):
+    generator = torch.Generator().manual_seed(0)
+    raw, signal = torch.randn(2, 5, 3, 4, generator=generator, dtype=torch.float64)
+    norm = HeadNorm(torch.randn(shape, generator=generator, dtype=torch.float64), 1e-3)
+    leaf = raw.clone().requires_grad_()
+    (norm(leaf) * signal).sum().backward()
+    gain = norm.gain(raw)
+    got = raw_key_gradient(raw * norm.weight, signal * gain[..., None], gain, norm.weight)
+    torch.testing.assert_close(got, leaf.grad)
 
 
 def test_lag_statistics_equal_a_direct_sum(checkpoints):

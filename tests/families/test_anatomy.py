@@ -1,18 +1,27 @@
 """The anatomy that a family yields computes what transformers' own attention computes."""
 
+import json
+import re
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
-from tiny_models import FAMILIES
+from tiny_models import ALL
 from transformers import AutoModelForCausalLM
 
+from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.families import family_of
+from surgery.families import BUILT_IN, WHY_NOT, family_of
 from surgery.families.attention import CapturedAttention
+from surgery.families.fused import FUSED
+from surgery.inspection.inspect import inspect_checkpoint
 from surgery.running.source import Source
+from surgery.running.unfused import unfused
 from surgery.structures.mla.settings import ConvertSettings
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 def test_streamed_anatomy_reproduces_the_model(checkpoints, name):
     folder = checkpoints(name)
     tokens = torch.randint(4096, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -29,7 +38,7 @@ def test_streamed_anatomy_reproduces_the_model(checkpoints, name):
     torch.testing.assert_close(opened.stream.logits(anatomy), want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 def test_streamed_loss_is_transformers_loss(checkpoints, name):
     folder = checkpoints(name)
     tokens = torch.randint(4096, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -48,6 +57,8 @@ def test_streamed_loss_is_transformers_loss(checkpoints, name):
     ("config", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"model_type": "gemma2"}, "'gemma2' is not supported: its attention caps logits.* 8-bit cache"),
+        ({"model_type": "qwen2_5_vl"}, "text tower is not converted"),
         ({}, "model_type None is not supported"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),
     ],
@@ -55,3 +66,44 @@ def test_streamed_loss_is_transformers_loss(checkpoints, name):
 def test_refused_configs(config, message):
     with pytest.raises(SurgeryError, match=message):
         family_of(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, "RoPE longrope of phi3"),
+        ({"partial_rotary_factor": 0.75}, "a part of each head only"),
+        ({"num_key_value_heads": 4}, "64 rows do not fit"),
+    ],
+)
+def test_a_phi_that_is_no_llama_is_refused(checkpoints, tmp_path, change, message):
+    folder = shutil.copytree(checkpoints("phi3"), tmp_path / "phi")
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(SurgeryError, match=message):
+        Source.open(folder, ConvertSettings())
+
+
+def test_a_phi_is_read_as_what_it_is(checkpoints):
+    found = [inspect_checkpoint(checkpoints(name)).architecture for name in ("phi3", "phi3_window", "llama")]
+    assert [(facts["model_type"], facts["stored_as"]) for facts in found] == [
+        ("llama", "phi3"),
+        ("mistral", "phi3"),
+        ("llama", None),
+    ]
+    reader = CheckpointReader.open(checkpoints("phi3"))
+    view = unfused(reader)
+    assert view.fingerprint() == reader.fingerprint() and view.model_folder() == reader.path
+    parts = [view.tensor(f"model.layers.1.self_attn.{name}_proj.weight") for name in "qkv"]
+    assert torch.equal(torch.cat(parts), reader.tensor("model.layers.1.self_attn.qkv_proj.weight"))
+
+
+def test_the_table_of_families_has_all_of_them():
+    text = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
+    rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")][1:]  # without its head
+    assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(
+        [*(family.model_type for family in BUILT_IN), *FUSED]
+    )
+    refused = text.partition("Refused by name")[2]
+    assert set(re.findall(r"`(\w+)`", refused)) <= WHY_NOT.keys()

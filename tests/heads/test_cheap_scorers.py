@@ -285,6 +285,12 @@ def test_attention_area_is_that_of_the_mean_query_and_key(checkpoints, session, 
 # All of them
 
 
+@pytest.mark.parametrize("family", ["smollm3", "cohere"])
+def test_attention_area_refuses_other_rotations(checkpoints, session, family):
+    with pytest.raises(SurgeryError, match=f"{family} rotates some layers only, or neighbouring"):
+        attention_area.score(session(load(checkpoints(family)), "attention-area", samples=1))
+
+
 def test_ties_are_ordered_and_nothing_else():
     scores = torch.tensor([[0.5, 0.0, 0.5], [1.0, 0.0, 0.0]])
     by = torch.tensor([[1.0, 3.0, 2.0], [0.0, 9.0, 1.0]])

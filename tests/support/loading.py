@@ -26,7 +26,8 @@ with torch.no_grad():
     steps += [model(t, past_key_values=cache).logits for t in tokens[:, -4:].split(1, dim=1)]
 held = sum(t.numel() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None)
 save_file({"logits": logits, "cached": torch.cat(steps, dim=1)}, folder + "/logits.safetensors")
-inv_freq = model.model.rotary_emb.inv_freq.tolist()
+rotary = model.model.rotary_emb
+inv_freq = rotary.inv_freq.tolist() if hasattr(rotary, "inv_freq") else None
 print(json.dumps({"class": type(model).__name__, "cached_numbers": held, "inv_freq": inv_freq}))
 """
 

@@ -8,14 +8,27 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
+    GraniteConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
+    StableLmConfig,
 )
 from transformers.utils import logging
 
@@ -47,6 +60,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts_per_tok": 2}
+WINDOW_IN_LAYER_0 = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-6, tie_word_embeddings=True),
@@ -61,8 +75,48 @@ CONFIGS = {
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SHAPE, **EXPERTS, num_experts=4, moe_intermediate_size=24, head_dim=16, mlp_only_layers=[1]
     ),
+    # From here on families and shapes whose conversions are tested in tests/families/test_matrix.py.
+    "falcon3": lambda: LlamaConfig(**{**SHAPE, "num_key_value_heads": 1}, rms_norm_eps=1e-6, head_dim=32),
+    "granite": lambda: GraniteConfig(
+        **SHAPE, attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0
+    ),
+    "seed_oss": lambda: SeedOssConfig(**SHAPE, head_dim=16, attention_bias=True, attention_out_bias=False),
+    "ministral_window": lambda: MinistralConfig(**SHAPE, head_dim=16, **WINDOW_IN_LAYER_0),
+    "smollm3": lambda: SmolLM3Config(**SHAPE, no_rope_layers=[1, 0]),
+    "glm": lambda: GlmConfig(**SHAPE, head_dim=16, attention_bias=True),
+    "glm4": lambda: Glm4Config(**SHAPE, head_dim=16, attention_bias=True),
+    "cohere": lambda: CohereConfig(**SHAPE, logit_scale=0.5),
+    "cohere2_window": lambda: Cohere2Config(**SHAPE, logit_scale=0.5, head_dim=8, **WINDOW_IN_LAYER_0),
+    "stablelm": lambda: StableLmConfig(**SHAPE, use_qkv_bias=True, partial_rotary_factor=0.5),
+    "gemma3_window": lambda: Gemma3TextConfig(
+        **SHAPE,
+        head_dim=16,
+        query_pre_attn_scalar=40,
+        **WINDOW_IN_LAYER_0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "phi3": lambda: Phi3Config(**SHAPE),
+    "phi3_window": lambda: Phi3Config(**SHAPE, sliding_window=16),
+    "olmo2": lambda: Olmo2Config(**SHAPE),
+    "olmo3_window": lambda: Olmo3Config(
+        **SHAPE,
+        **WINDOW_IN_LAYER_0,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
 }
-FAMILIES = tuple(CONFIGS)
+ALL = tuple(CONFIGS)
+FAMILIES = ALL[: ALL.index("falcon3")]
 # What stock deepseek_v3 can carry, and the others.
 STOCK = ("llama", "llama3", "llama_bias", "mistral", "qwen2")
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import FAMILIES
+from tiny_models import ALL
 
 from surgery.families import attention
 from surgery.kernels.mla_decode.reference import latent_attention
@@ -36,7 +36,7 @@ def case(request, checkpoints):
     return anatomy, x, attention.output(anatomy, attention.attend(anatomy, anatomy.project(x)))
 
 
-@pytest.mark.parametrize("case", FAMILIES, indirect=True)
+@pytest.mark.parametrize("case", ALL, indirect=True)
 def test_merge_and_rotation_are_exact(case):
     anatomy, x, want = case
     for name, basis in bases(anatomy.kv_heads, anatomy.head_dim).items():
@@ -46,7 +46,7 @@ def test_merge_and_rotation_are_exact(case):
         assert error < 1e-9, name
 
 
-@pytest.mark.parametrize("case", FAMILIES, indirect=True)
+@pytest.mark.parametrize("case", ALL, indirect=True)
 def test_a_full_rank_latent_is_exact(case):
     """Truncation to all dimensions, through an ill-conditioned basis of the latent, changes nothing."""
     anatomy, x, _ = case
@@ -57,7 +57,7 @@ def test_a_full_rank_latent_is_exact(case):
     torch.testing.assert_close(same.forward(x), form.forward(x), atol=1e-8, rtol=1e-8)
 
 
-@pytest.mark.parametrize("case", FAMILIES, indirect=True)
+@pytest.mark.parametrize("case", ALL, indirect=True)
 def test_simulation_equals_the_kernel_reference(case):
     anatomy, x, _ = case
     basis = bases(anatomy.kv_heads, anatomy.head_dim)["fisher"]

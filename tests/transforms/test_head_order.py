@@ -41,6 +41,12 @@ def test_query_heads_follow_their_kv_head():
     assert torch.equal(moved["o_proj.bias"], q[:1])
 
 
+def test_weights_of_a_norm_over_all_heads_move_with_them():
+    k = torch.arange(4.0)[:, None]
+    moved = permute_heads({"k_proj.weight": k, "k_norm.weight": k[:, 0]}, [1, 0])
+    assert moved["k_norm.weight"].tolist() == [2, 3, 0, 1]
+
+
 def test_no_order_is_refused():
     with pytest.raises(ValueError, match="no order of 2 heads"):
         permute_heads({}, [0, 0])

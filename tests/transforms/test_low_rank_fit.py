@@ -37,7 +37,10 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def source(*, biased: bool = False, normed: bool = False, window: int | None = None) -> AttentionAnatomy:
+def source(
+    *, biased: bool = False, normed: bool = False, over_all: bool = False, window: int | None = None
+) -> AttentionAnatomy:
+    wide = {"q": (H, HEAD), "k": (G, HEAD)} if over_all else {"q": (HEAD,), "k": (HEAD,)}
     return AttentionAnatomy(
         q=random(H, HEAD, D, seed=1),
         k=random(G, HEAD, D, seed=2),
@@ -48,8 +51,8 @@ def source(*, biased: bool = False, normed: bool = False, window: int | None = N
         q_bias=random(H, HEAD, seed=5) if biased else None,
         k_bias=random(G, HEAD, seed=6) if biased else None,
         v_bias=random(G, HEAD, seed=7) if biased else None,
-        q_norm=HeadNorm(random(HEAD, seed=8), 1e-3) if normed else None,
-        k_norm=HeadNorm(random(HEAD, seed=9), 1e-3) if normed else None,
+        q_norm=HeadNorm(random(*wide["q"], seed=8), 1e-3) if normed else None,
+        k_norm=HeadNorm(random(*wide["k"], seed=9), 1e-3) if normed else None,
         window=window,
     )
 
@@ -106,9 +109,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LINEARISED = {**CASES, "normed over all heads": {"normed": True, "over_all": True}}
+
+
+@pytest.mark.parametrize("case", LINEARISED)
 def test_jvp_is_the_derivative_and_vjp_its_transpose(case):
-    layer = low_rank(**CASES[case])
+    layer = low_rank(**LINEARISED[case])
     weights, positions, root, x = _Weights.of(layer), torch.arange(2, 28, 3), random(D, D, seed=50), inputs()[:1, :27]
     phase, shared = phases(layer.source.inv_freq, torch.arange(27), torch.float64), shared_latents(layer, x)[0]
 

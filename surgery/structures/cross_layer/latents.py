@@ -19,8 +19,9 @@ from surgery.calibration.sweep import BoundaryStore, forward_sweep
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
+from surgery.families import key_gains
 from surgery.families.base import ATTENTION_PREFIX
-from surgery.model.attention_functions import rotate_pairs
+from surgery.model.attention_functions import normalise_heads, rotate_pairs
 from surgery.reporting.report import SourceShape
 from surgery.running.source import OwnSource
 from surgery.structures.base import LONG, Foreseen, Outcome, Structure, Work
@@ -62,7 +63,8 @@ class LatentSource(OwnSource):
     def positional(self, layer: int) -> int:
         """Numbers that a layer caches beside its latent."""
         entry = self.config.attention_layers[layer]
-        gains = self.config.num_key_value_heads if entry["key_norm_eps"] is not None else 0
+        gains = key_gains(self.config.base_model_type, self.config.num_key_value_heads)
+        gains = 0 if entry["key_norm_eps"] is None else gains
         return 2 * len(entry["rope_inv_freq"]) + gains
 
     def down(self, layer: int) -> tuple[Tensor, Tensor | None]:
@@ -290,7 +292,7 @@ class SimulatedLatents(SimulatedMember):
         latent, rope = own.kv_down(hidden_states).split((own.kv_lora_rank, own.rope_dim), dim=-1)
         beside = rotate_pairs(rope[:, None], cos, sin)[:, 0]
         if own.key_norm_eps is not None:
-            keys = own.k_proj(hidden_states).unflatten(-1, (own.num_kv_heads, own.head_dim))
+            keys = own.k_proj(hidden_states).unflatten(-1, (own.key_gains, -1))
             gain = (keys.square().mean(-1) + own.key_norm_eps).rsqrt()
             beside = torch.cat([beside, gain], dim=-1)
         self._beside = beside if self._beside is None else torch.cat([self._beside, beside], dim=1)
@@ -298,13 +300,13 @@ class SimulatedLatents(SimulatedMember):
         beside = self._beside[:, place]
 
         query = own.q_proj(hidden_states).unflatten(-1, (own.num_heads, own.head_dim))
-        query = query if own.q_norm is None else own.q_norm(query)
+        query = normalise_heads(own.q_norm, query)
         query = torch.einsum("bthd,hdk->bhtk", query, own.query_up)
         content, turned = query.split((own.kv_lora_rank, own.rope_dim), dim=-1)
         logits = content @ read.mT[:, None] + rotate_pairs(turned, cos, sin) @ beside[:, None, :, : own.rope_dim].mT
         if own.key_norm_eps is not None:
             gain = beside[..., own.rope_dim :].mT  # [B, G, K]
-            logits = logits * gain.repeat_interleave(own.num_heads // own.num_kv_heads, dim=1)[:, :, None]
+            logits = logits * gain.repeat_interleave(own.num_key_value_groups, dim=1)[:, :, None]
         weights = (logits * own.scaling).masked_fill(~visible, -torch.inf).softmax(-1)
         out = torch.einsum("bhtk,bkr,hvr->bthv", weights, read, own.value_up)
         return own.o_proj(out.flatten(2)), None

@@ -105,7 +105,8 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
                     start, stop, None if group is None else self._entries[group], work, ladder
                 )
                 if basis is not None:
-                    for name, tensor in self._writes.tensors(group, basis).items():
+                    anatomies = [opened.anatomy(index) for index in range(start, stop)]
+                    for name, tensor in self._writes.tensors(group, basis, anatomies).items():
                         writer.write(name, tensor)
                 reports += [report] if report else []
                 advance(stop - start)
@@ -202,6 +203,11 @@ def plan_groups(
     Raises:
         SurgeryError: a layer forgets, the budget is impossible, or a setting means nothing to the method.
     """
+    if not opened.family.hands_on:
+        raise SurgeryError(
+            f"{opened.family.model_type} layers hand nothing to their attention that a shared cache could be read by: "
+            "convert --to lowrank instead"
+        )
     for layer in range(opened.layers):
         if opened.family.window(opened.config, layer) is not None:
             raise SurgeryError(

@@ -19,7 +19,7 @@ def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: Attenti
     The carrier is known for sure only after the split; what it may need at most is set aside, so that the budget holds.
     """
     if anatomy.k_norm is not None:
-        return anatomy.kv_heads
+        return anatomy.key_gains
     if settings.engine is not None:
         return 0  # engines take no bias, and so no constant channel
     stock = settings.carrier != "own" and settings.allocate == "uniform" and not opened.family.experts
@@ -52,12 +52,13 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         value_dim=anatomy.value_dim,
         hidden=anatomy.hidden,
         ranks=plan.ranks or (plan.split.rank,) * layers,
-        inv_freq=(anatomy.inv_freq[frequency],) * layers,
+        inv_freq=tuple(opened.family.rotation(opened.config, layer).inv_freq[frequency] for layer in range(layers)),
         dtype=anatomy.q.dtype,
         query_bias=any(name.endswith("q_proj.bias") for name in names),
         latent_bias=any(name.endswith(("k_proj.bias", "v_proj.bias")) for name in names),
         output_bias=any(name.endswith("o_proj.bias") for name in names),
         key_norm_eps=anatomy.k_norm.eps if anatomy.k_norm else None,
+        key_gains=anatomy.key_gains,
         windows=tuple(opened.family.window(opened.config, layer) for layer in range(layers)),
     )
     return choose_carrier(
@@ -65,6 +66,7 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         spec,
         experts=opened.family.experts,
         mlp_bias=opened.family.mlp_bias(opened.config),
+        beside=opened.family.beside,
         wanted=settings.carrier,
         latent_norm=settings.latent_norm,
         head_sizes=_head_sizes(settings, anatomy),

@@ -1,0 +1,18 @@
+"""Command R and Command R7B/A: LayerNorms, attention and feed-forward side by side, neighbouring rotary pairs.
+
+In the second version only layers with a window rotate.
+"""
+
+from surgery.families.base import Family, layer_types_window
+
+PARALLEL = "attention and feed-forward layers side by side, behind one LayerNorm"
+
+COHERE = Family(model_type="cohere", interleaved=True, layer_norm=True, beside=PARALLEL)
+COHERE2 = Family(
+    model_type="cohere2",
+    interleaved=True,
+    layer_norm=True,
+    rotates=lambda config, layer: config.layer_types[layer] == "sliding_attention",
+    window=layer_types_window,
+    beside=PARALLEL,
+)

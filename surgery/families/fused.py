@@ -1,0 +1,73 @@
+"""Families whose checkpoints are another family's, with projections that read the same stored as one.
+
+They are read under the other family's names and config, and so can become all that that one can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from surgery.common.errors import SurgeryError
+
+
+@dataclass(frozen=True)
+class FusedFamily:
+    """How such a checkpoint is read.
+
+    Attributes:
+        config: from its config.json, that of the family that it is read as.
+        parts: of a module in a layer that is several, by its config.json: their names and rows, in their order.
+    """
+
+    config: Callable[[dict[str, Any]], dict[str, Any]]
+    parts: Callable[[dict[str, Any]], Mapping[str, Mapping[str, int]]]
+
+
+def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A Llama's, or where a sliding window is shorter than the context a Mistral's."""
+    rope = config.get("rope_parameters") or {**(config.get("rope_scaling") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise SurgeryError(
+            f"config.json: RoPE {kind} of phi3 changes its frequencies with the length of the text, which no "
+            "conversion can follow: convert a Phi of default RoPE (Phi-3-mini-4k, Phi-4)"
+        )
+    if (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise SurgeryError("config.json: phi3 that rotates a part of each head only (Phi-4-mini) is not supported")
+    window, limit = config.get("sliding_window"), config.get("max_position_embeddings", 4096)
+    windowed = window is not None and window < limit
+    kept = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
+        "max_position_embeddings initializer_range use_cache bos_token_id eos_token_id dtype torch_dtype "
+        "attention_dropout"
+    )
+    return {
+        "architectures": ["MistralForCausalLM" if windowed else "LlamaForCausalLM"],
+        "model_type": "mistral" if windowed else "llama",
+        **{name: config[name] for name in kept.split() if name in config},
+        "pad_token_id": config.get("pad_token_id"),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-5),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
+        **({"sliding_window": window} if windowed else {}),
+    }
+
+
+def _phi3_parts(config: dict[str, Any]) -> dict[str, dict[str, int]]:
+    heads, width = config["num_attention_heads"], config["intermediate_size"]
+    head_dim = config["hidden_size"] // heads
+    keys = (config.get("num_key_value_heads") or heads) * head_dim
+    return {
+        "self_attn.qkv_proj": {
+            "self_attn.q_proj": heads * head_dim,
+            "self_attn.k_proj": keys,
+            "self_attn.v_proj": keys,
+        },
+        "mlp.gate_up_proj": {"mlp.gate_proj": width, "mlp.up_proj": width},
+    }
+
+
+FUSED: dict[str, FusedFamily] = {"phi3": FusedFamily(_phi3_config, _phi3_parts)}
+"""By ``model_type``: Phi-3 and Phi-4."""

@@ -1,0 +1,13 @@
+"""Gemma 3, text alone: norms that add one to their weights, a scale from the config, windows with their own RoPE."""
+
+from surgery.families.base import Family, layer_types_window
+
+GEMMA3_TEXT = Family(
+    model_type="gemma3_text",
+    qk_norm=True,
+    norm_offset=1.0,
+    scale=lambda config: config.query_pre_attn_scalar**-0.5,
+    embedding_scale=lambda config: config.hidden_size**0.5,
+    window=layer_types_window,
+    beside="norms after attention and feed-forward layers",
+)

@@ -1,0 +1,6 @@
+"""GLM-4: the first half of a head is rotated, in neighbouring pairs. GLM-4-0414 has norms behind its blocks as well."""
+
+from surgery.families.base import Family
+
+GLM = Family(model_type="glm", partial=True, interleaved=True, beside="fused feed-forward projections")
+GLM4 = Family(model_type="glm4", partial=True, interleaved=True, beside="norms after attention and feed-forward layers")

@@ -1,0 +1,11 @@
+"""OLMo 2 and OLMo 3: one RMS norm over all heads of queries, one over all of keys, and no norm before the attention.
+
+OLMo 3 has windows in three of four layers, and a RoPE of their own.
+"""
+
+from surgery.families.base import Family, layer_types_window
+
+BEHIND = "norms after attention and feed-forward layers, and none before"
+
+OLMO2 = Family(model_type="olmo2", qk_norm=True, norm_scope="all", beside=BEHIND)
+OLMO3 = Family(model_type="olmo3", qk_norm=True, norm_scope="all", window=layer_types_window, beside=BEHIND)

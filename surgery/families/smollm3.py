@@ -1,0 +1,10 @@
+"""SmolLM3: Llama without rotation in every fourth layer; windows where they are switched on."""
+
+from surgery.families.base import Family, layer_types_window
+
+SMOLLM3 = Family(
+    model_type="smollm3",
+    rotates=lambda config, layer: bool(config.no_rope_layers[layer]),  # 1 where a layer has RoPE
+    window=layer_types_window,
+    mlp_bias=lambda config: bool(config.mlp_bias),
+)

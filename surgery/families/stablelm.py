@@ -1,0 +1,5 @@
+"""StableLM: a quarter of each head is rotated, LayerNorms."""
+
+from surgery.families.base import Family
+
+STABLELM = Family(model_type="stablelm", partial=True, layer_norm=True, hands_on=False, beside="LayerNorms")

@@ -1,0 +1,123 @@
+"""Every family in every structure: exact stages, caches, padding, chunks, and processes without the package."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from loading import run_elsewhere
+from tiny_models import ALL, FAMILIES, HELD_OUT
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from surgery.common.errors import SurgeryError
+from surgery.engines import LOADS, LOADS_WITH
+from surgery.structures import converter
+from surgery.structures.cross_layer.settings import CrossLayerSettings
+from surgery.structures.hybrid.settings import HybridSettings
+from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.quantized.settings import QuantizedSettings
+
+TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
+FIT = {"fit_steps": 1, "fit_iterations": 1, "batch_size": 2}
+STRUCTURES: dict[str, Callable] = {
+    "mla": lambda: ConvertSettings(**TEXT, **FIT, kv_ratio=0.5),
+    "gqa": lambda: KVHeadsSettings(**TEXT, **FIT),
+    "lowrank": lambda: LowRankSettings(**TEXT, **FIT, kv_ratio=0.5),
+    "crosslayer": lambda: CrossLayerSettings(**TEXT, method="xkv", group_size=2, block=16, batch_size=2),
+    "hybrid": lambda: HybridSettings(calibration="none", streaming=1.0, sinks=2, recent=6),
+    "quantized": lambda: QuantizedSettings(calibration="none", bits=8, group=8),
+}
+WINDOWED = "mla", "gqa", "lowrank"
+"""What takes sliding windows."""
+
+FIRST = {
+    "falcon3": ("mla",),
+    "granite": ("mla", "lowrank"),
+    "seed_oss": ("gqa",),
+    "ministral_window": (),
+    "smollm3": ("mla", "lowrank"),
+    "glm": (),
+    "glm4": ("mla", "gqa", "lowrank", "crosslayer"),
+    "cohere": ("crosslayer",),
+    "cohere2_window": ("lowrank",),
+    "stablelm": ("mla", "quantized"),
+    "gemma3_window": ("mla", "lowrank"),
+    "phi3": ("mla",),
+    "phi3_window": ("gqa",),
+    "olmo2": ("mla", "lowrank", "hybrid"),
+    "olmo3_window": (),
+}
+"""What each family is tested in by default: where what is its own meets what a structure does."""
+
+REFUSED = {
+    ("stablelm", "crosslayer"): "stablelm layers hand .* convert --to lowrank",
+    ("gemma3_window", "gqa"): "behind a q/k-norm",
+    ("falcon3", "gqa"): "one KV head already",
+    ("olmo2", "gqa"): "behind a q/k-norm",
+    ("olmo3_window", "gqa"): "behind a q/k-norm",
+}
+
+STOCK = "falcon3", "seed_oss", "phi3"
+"""What stock ``deepseek_v3`` carries."""
+
+NEW = [name for name in ALL if name not in FAMILIES]
+CASES = [
+    pytest.param(name, to, marks=[] if to in FIRST[name] else pytest.mark.slow)
+    for name in NEW
+    for to in STRUCTURES
+    if (to in WINDOWED or "window" not in name) and (name, to) not in REFUSED
+]
+
+
+@pytest.mark.parametrize(("name", "to"), CASES)
+@torch.no_grad()
+def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
+    result = converter.convert(checkpoints(name), tmp_path / "out", STRUCTURES[to]())
+    kv, ladder = result.report.kv, {row["stage"]: row for row in result.report.ladder}
+    assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"]
+    assert to != "mla" or result.report.target["model_type"] == ("deepseek_v3" if name in STOCK else "surgery")
+    if to == "mla":
+        assert max(ladder[stage]["logit_difference"] for stage in ("merged", "rotated")) < 2e-5
+
+    assert result.report.target["engines"]["transformers"]["status"] in (LOADS, LOADS_WITH)
+
+    model = AutoModelForCausalLM.from_pretrained(result.path).eval()
+    if to == "gqa" and "phi3" not in name:  # which is read as a Llama
+        assert model.config.model_type == AutoModelForCausalLM.from_pretrained(checkpoints(name)).config.model_type
+    tokens = torch.randint(3, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
+    whole, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
+    pieces = [model(part, past_key_values=cache).logits for part in tokens.split((11, 7, 5, 1), dim=1)]
+    # Codes are of a group of tokens once it is full: chunks then read what one pass does not.
+    close = {"rtol": 0, "atol": (5e-2 if to == "quantized" else 1e-4) * float(whole.abs().max())}
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, **close)
+
+    stock = not hasattr(model.config, "attention_layers")
+    logits, cached, _ = run_elsewhere(result.path, tokens, tmp_path, trust=not stock)
+    torch.testing.assert_close(logits, whole, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(cached, whole, **close)
+
+    if to == "crosslayer":
+        return  # blocks end at slots, which padding moves: other tokens are exact
+    padded = torch.cat([torch.full((2, 5), 2), tokens], dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, :5] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    shifted = model(padded, attention_mask=mask, position_ids=positions).logits[:, 5:]
+    torch.testing.assert_close(shifted, whole, **close)
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "reason"),
+    [
+        (name, to, r"full attention|sliding")
+        for name in NEW
+        for to in STRUCTURES
+        if "window" in name and to not in WINDOWED
+    ]
+    + [(*case, reason) for case, reason in REFUSED.items()],
+)
+def test_what_a_structure_cannot_do_for_a_family_is_refused(checkpoints, tmp_path, name, to, reason):
+    with pytest.raises(SurgeryError, match=reason):
+        converter.convert(checkpoints(name), tmp_path / "out", STRUCTURES[to]())
+    assert list(tmp_path.iterdir()) == []
