@@ -20,15 +20,17 @@ def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, ba
         store: what entered each layer in the forward sweep over calibration text.
     """
     stream = opened.stream
-    rows, inputs, shifts = [], [], []
+    rows, inputs, shifts, normed = [], [], [], stream.input_norm(start) is not None
     for index in range(start, stop):
         anatomy = opened.anatomy(index).to(stream.device, stream.dtype)
-        scale = opened.input_scale(index).to(stream.device, stream.dtype)
-        # The norm before the attention is the source's, and its weight can act on the rows instead.
-        part = torch.cat([anatomy.k.flatten(0, 1), anatomy.v.flatten(0, 1)])
-        rows.append(part * scale)
-        bias = opened.input_bias(index)
-        shifts.append(None if bias is None else part @ bias.to(part))
+        part, shift = torch.cat([anatomy.k.flatten(0, 1), anatomy.v.flatten(0, 1)]), None
+        if normed:
+            # The norm before the attention is the source's, and its weight can act on the rows instead.
+            weight, bias = stream.input_norm(index)
+            shift = None if bias is None else part @ bias.to(part)
+            part = part * weight.to(part)
+        rows.append(part)
+        shifts.append(shift)
         inputs.append(store.load(index))
     width = sum(len(part) for part in rows)
     moment = torch.zeros(width, width, dtype=torch.float64)
@@ -37,7 +39,7 @@ def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, ba
         stacked = []
         for hidden, part, shift in zip(inputs, rows, shifts, strict=True):
             x = hidden[first : first + batch_size].flatten(0, 1).to(stream.device, stream.dtype)
-            z = opened.unweighted_inputs(x) @ part.mT
+            z = (stream.normalise(x) if normed else x) @ part.mT
             stacked.append(z if shift is None else z + shift)
         z = torch.cat(stacked, dim=-1)
         moment += (z.mT @ z).double().cpu()

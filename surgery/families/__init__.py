@@ -41,6 +41,8 @@ WHY_NOT = {
         ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "mistral3"),
         "a model of pictures and text, whose text tower is not converted",
     ),
+    "glm4_moe": "its checkpoints hold layers that predict further tokens, which the own class has no place for",
+    "granitemoehybrid": "most of its layers keep a state, no keys and values",
     "gpt_oss": "its softmax has learned sinks, which none of the structures has",
     "ministral3": "its queries are scaled by position",
 }

@@ -116,14 +116,24 @@ class LayerStream:
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The norm before the output projection, applied to [..., D], and the factor on what that gives."""
         weight = self.reader.tensor("model.norm.weight").to(self.device, self.dtype)
-        if self.family.layer_norm:
-            bias = self.reader.tensor(NORM_BIAS).to(weight) if NORM_BIAS in self.reader else None
-            normed = nn.functional.layer_norm(hidden, hidden.shape[-1:], weight, bias, self.config.layer_norm_eps)
-        else:
-            weight = weight + self.family.norm_offset
-            normed = nn.functional.rms_norm(hidden, hidden.shape[-1:], weight, self.config.rms_norm_eps)
+        bias = self.reader.tensor(NORM_BIAS).to(weight) if NORM_BIAS in self.reader else None
+        normed = self.normalise(hidden, weight + self.family.norm_offset, bias)
         factor = logit_factor(self.config)
         return normed if factor == 1.0 else normed * factor
+
+    def normalise(self, hidden: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """Hidden states [..., D] through a norm of the family's kind."""
+        if self.family.layer_norm:
+            return nn.functional.layer_norm(hidden, hidden.shape[-1:], weight, bias, self.config.layer_norm_eps)
+        return nn.functional.rms_norm(hidden, hidden.shape[-1:], weight, self.config.rms_norm_eps)
+
+    def input_norm(self, layer: int) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias [D] of the norm before a layer's attention, as stored; None where there is no norm."""
+        weight, bias = (f"{LAYER_PREFIX.format(layer=layer)}input_layernorm.{kind}" for kind in ("weight", "bias"))
+        if weight not in self.reader:
+            return None
+        found = self.reader.tensor(weight) + self.family.norm_offset
+        return found, self.reader.tensor(bias) if bias in self.reader else None
 
     @property
     def output_name(self) -> str:

@@ -14,7 +14,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families import FAMILIES, Family, family_of
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.families.base import ATTENTION_PREFIX, LAYER_PREFIX
+from surgery.families.base import ATTENTION_PREFIX
 from surgery.running.layer_stream import LayerStream, single_layer_config
 from surgery.running.loading import load_config
 from surgery.running.processes import Processes
@@ -80,24 +80,8 @@ class Source:
 
     def input_scale(self, layer: int) -> Tensor:
         """The weight of the norm before a layer's attention, [D]; ones where there is none."""
-        name = LAYER_PREFIX.format(layer=layer) + "input_layernorm.weight"
-        if name not in self.reader:
-            return torch.ones(self.config.hidden_size, dtype=self.weight_dtype)
-        return self.reader.tensor(name) + self.family.norm_offset
-
-    def input_bias(self, layer: int) -> Tensor | None:
-        """The bias of that norm, [D], if it has one."""
-        name = LAYER_PREFIX.format(layer=layer) + "input_layernorm.bias"
-        return self.reader.tensor(name) if name in self.reader else None
-
-    def unweighted_inputs(self, hidden: Tensor) -> Tensor:
-        """What that norm makes of hidden states [..., D], before its weight and bias."""
-        width, config = hidden.shape[-1:], self.config
-        if LAYER_PREFIX.format(layer=0) + "input_layernorm.weight" not in self.reader:
-            return hidden
-        if self.family.layer_norm:
-            return torch.nn.functional.layer_norm(hidden, width, eps=config.layer_norm_eps)
-        return torch.nn.functional.rms_norm(hidden, width, eps=config.rms_norm_eps)
+        norm = self.stream.input_norm(layer)
+        return torch.ones(self.config.hidden_size, dtype=self.weight_dtype) if norm is None else norm[0]
 
     @property
     def weight_dtype(self) -> torch.dtype:

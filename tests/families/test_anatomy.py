@@ -53,6 +53,17 @@ def test_streamed_loss_is_transformers_loss(checkpoints, name):
     assert stream.loss(hidden, tokens) == pytest.approx(want, abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ALL)
+@torch.no_grad()
+def test_the_norm_before_the_attention_is_that_of_the_class(checkpoints, name):
+    stream = Source.open(checkpoints(name), ConvertSettings()).stream
+    hidden = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    with stream.layer(1) as layer:
+        want = layer.attention_inputs(hidden)
+    norm = stream.input_norm(1)
+    torch.testing.assert_close(hidden if norm is None else stream.normalise(hidden, *norm), want)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -227,16 +227,15 @@ def _joint_moment(opened: LatentSource, store: BoundaryStore, start: int, stop: 
     inputs = [store.load(index) for index in range(start, stop)]
     maps = []
     for index in range(start, stop):
-        weight, bias = opened.down(index)
-        scale = opened.reader.tensor(f"model.layers.{index}.input_layernorm.weight")
-        maps.append([None if part is None else part.to(stream.device, stream.dtype) for part in (scale, weight, bias)])
+        parts = (*(stream.input_norm(index) or (None, None)), *opened.down(index))
+        maps.append([None if part is None else part.to(stream.device, stream.dtype) for part in parts])
     width = sum(opened.rank(index) for index in range(start, stop))
     moment = torch.zeros(width, width, dtype=torch.float64)
     for batches in zip(*(hidden.split(batch_size) for hidden in inputs), strict=True):
         latents = []
-        for hidden, (scale, weight, bias) in zip(batches, maps, strict=True):
+        for hidden, (scale, shift, weight, bias) in zip(batches, maps, strict=True):
             x = hidden.flatten(0, 1).to(stream.device, stream.dtype)
-            x = nn.functional.rms_norm(x, x.shape[-1:], scale, opened.config.rms_norm_eps)
+            x = x if scale is None else stream.normalise(x, scale, shift)
             latents.append(nn.functional.linear(x, weight, bias))
         z = torch.cat(latents, dim=-1)
         moment += (z.mT @ z).double().cpu()
