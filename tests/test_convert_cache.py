@@ -205,7 +205,7 @@ def test_settings():
     target = find_target("quantized")
     assert target.settings({"bits": "fp8"}).format == "fp8" and target.settings({"bits": "2"}).format == "int2"
     assert QuantizedSettings.from_file(DEMO.parents[2] / "configs" / "quantized.yaml") == QuantizedSettings()
-    for wrong in ({"bits": 3}, {"kv_ratio": 0.5}, {"window": -1}, {"keys": "head"}, {"group": 3}, {"group": 0}):
+    for wrong in ({"bits": 5}, {"kv_ratio": 0.5}, {"window": -1}, {"keys": "head"}, {"group": 3}, {"group": 0}):
         with pytest.raises(SurgeryError):
             target.settings(wrong)
 

@@ -239,7 +239,7 @@ def test_layers_with_a_window_are_refused(load, variant, name):
 def test_impossible_requests_are_refused(load):
     model = load()
     for request in (
-        lambda: quantize_kv(model, "int3"),
+        lambda: quantize_kv(model, "int5"),
         lambda: sink_window(model, 0, 0),
         lambda: sink_window(load(attention="flex_attention"), 3, 9),
         lambda: quantize_kv(model.base_model, "int8"),

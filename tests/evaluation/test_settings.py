@@ -27,7 +27,7 @@ def test_all_tasks_and_no_variants():
     [
         ({"tasks": "los"}, "did you mean loss"),
         ({"tasks": "lm-eval:"}, "unknown task"),
-        ({"variants": "int3"}, "int3"),
+        ({"variants": "int5"}, "int5"),
         ({"domain": "prose"}, "domain"),
         ({"dtype": "int8"}, "dtype"),
         ({"limit": 0}, "limit must be at least 1"),
