@@ -16,6 +16,9 @@ from surgery.structures.registry import Target, find_target
 if TYPE_CHECKING:
     from surgery.planning.plan import Plan
 
+OF_TEXT = ("calibration", "calibration_tokens", "calibration_length", "text_field", "recall", "held_out_text", "seed")
+"""Settings that decide what statistics are taken on, which the conversion takes over."""
+
 
 @dataclass(frozen=True)
 class PlannedConversion:
@@ -43,7 +46,7 @@ def write_plan(plan: Plan, path: Path) -> None:
         "context": budget["context"],
         "batch": budget["batch"],
     }
-    kept = {name: plan.settings[name] for name in ("calibration", "calibration_tokens", "calibration_length", "seed")}
+    kept = {name: plan.settings[name] for name in OF_TEXT}
     said = {"to": row.to, "settings": {**kept, **row.asked}, "predicted": predicted}
     head = f"# surgery convert {plan.source['path']} --plan {path}\n# Before a fit, which the conversion tries too.\n"
     path.write_text(head + yaml.safe_dump(said, sort_keys=False), encoding="utf-8")

@@ -158,7 +158,10 @@ def test_the_file_of_a_plan_is_what_convert_carries_out(plan, tmp_path, checkpoi
     report = json.loads(out)
     assert report["target"]["to"] == plan.chosen.to
     assert report["target"]["predicted"]["loss_increase"] == plan.chosen.loss_increase
-    assert report["settings"]["calibration_tokens"] == 256
+    assert {name: report["settings"][name] for name in ("calibration_tokens", "recall")} == {
+        "calibration_tokens": 256,
+        "recall": 0.0,
+    }
     for content in ("to: mla\n", "to: mla\nsettings: 3\npredicted: {}\n"):
         path.write_text(content)
         with pytest.raises(SurgeryError, match=r"plan\.yaml: no plan"):
