@@ -145,7 +145,13 @@ def test_every_family(family, calls):
     check(lossless_model(tiny_source(family)), calls, caches=("dynamic",))
 
 
-@pytest.mark.parametrize("overrides", [{}, {"q_lora_rank": 16, "attention_bias": True}, {"num_attention_heads": 8}])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"q_lora_rank": 16, "attention_bias": True},
+        *(pytest.param(less, marks=SLOW) for less in ({}, {"num_attention_heads": 8})),
+    ],
+)
 def test_stock_mla_reads_its_latents(overrides, calls):
     if "num_attention_heads" in overrides:
         overrides = overrides | {"num_key_value_heads": 8}
