@@ -18,6 +18,9 @@ from surgery.calibration.library import StatisticsLibrary
 from surgery.checkpoint.disk import disk_errors
 from surgery.version import __version__
 
+WITH_LAGS = "fisher"
+"""Whose statistics have attention over lags beside what all have."""
+
 
 class KeptStatistics:
     """The statistics of one source on one text, one folder among others.
@@ -28,16 +31,22 @@ class KeptStatistics:
     """
 
     def __init__(self, folder: str | Path, facts: dict[str, Any]):
-        facts = {**facts, "version": __version__}
-        name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-        self._folder, self._facts = Path(folder) / name, facts
+        self._parent, self._facts = Path(folder), {**facts, "version": __version__}
+        self._folder = self._place(self._facts)
 
     def read_into(self, library: StatisticsLibrary) -> bool:
-        """Fills the library if there are such statistics; whether there are."""
-        if not self._folder.is_dir():
-            return False
-        _copy(self._folder, library.folder)
-        return True
+        """Fills the library if there are such statistics, or such with lags where none are asked for; whether so."""
+        found = [self._folder]
+        if self._facts.get("lags_of") is None:
+            found.append(self._place({**self._facts, "lags_of": WITH_LAGS}))
+        for folder in found:
+            if folder.is_dir():
+                _copy(folder, library.folder)
+                return True
+        return False
+
+    def _place(self, facts: dict[str, Any]) -> Path:
+        return self._parent / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
     def keep(self, library: StatisticsLibrary) -> None:
         """Keeps what the library holds; whole or not at all. Raises SurgeryError where the disk is full."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from surgery.calibration.kept_statistics import KeptStatistics
+from surgery.calibration.kept_statistics import WITH_LAGS, KeptStatistics
 from surgery.calibration.library import StatisticsLibrary, prior_lags, weight_statistics
 from surgery.calibration.sequences import token_hash
 from surgery.calibration.settings import ConversionSettings
@@ -88,7 +88,7 @@ def _facts(
         "source": opened.reader.fingerprint(),
         "tokens": token_hash(tokens),
         "gradients": gradients,
-        "lags_of": basis_of and getattr(settings, "method", "fisher"),
+        "lags_of": basis_of and getattr(settings, "method", WITH_LAGS),
         **{name: getattr(settings, name) for name in ("seed", "dtype", "batch_size")},
     }
 

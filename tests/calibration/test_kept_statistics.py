@@ -53,3 +53,17 @@ def test_other_facts_are_other_statistics(checkpoints, tmp_path):
         converter.convert(checkpoints("llama"), tmp_path / str(number), replace(settings, **change), progress=told)
         assert not any("those kept in" in note for note in told.notes), change
         assert len(list((tmp_path / "kept").iterdir())) == number + 1, change
+
+
+def test_statistics_with_lags_serve_where_none_are_asked_for(checkpoints, tmp_path):
+    """As an MLA conversion or a plan keeps them, for low rank: the same moments."""
+    source, kept = checkpoints("llama"), str(tmp_path / "kept")
+    quick = QUICK | {"fit_steps": 0}
+    plain = converter.convert(source, tmp_path / "plain", LowRankSettings(**quick))
+    converter.convert(source, tmp_path / "mla", ConvertSettings(**quick, keep_statistics=kept))
+    told = Told()
+    settings = LowRankSettings(**quick, keep_statistics=kept)
+    second = converter.convert(source, tmp_path / "second", settings, progress=told)
+    assert any("those kept in" in note for note in told.notes)
+    one, two = (load_file(made.path / "model.safetensors") for made in (plain, second))
+    assert all(torch.equal(one[name], two[name]) for name in one)
