@@ -14,6 +14,7 @@ from surgery.calibration.sequences import token_hash
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.statistics import LayerStatistics, lag_statistics
 from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
+from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.running.source import Source
@@ -38,6 +39,7 @@ def gather(
     *,
     gradients: bool,
     basis_of: BasisOf | None = None,
+    snapshots: Snapshots | None = None,
 ) -> None:
     """Fills the library by one forward and one backward sweep over calibration tokens [N, T], or from weights alone.
 
@@ -46,15 +48,22 @@ def gather(
         store: gets what entered each layer in the forward sweep.
         gradients: whether moments of the loss gradient are wanted.
         basis_of: for lag statistics; None for none.
+        snapshots: what work that was killed goes on from; the library and the store then hold what it had done.
     """
     if tokens is None:
         _from_weights(opened, library, progress, basis_of)
         return
-    stream, kept = opened.stream, None
+    stream, kept, snapshots = opened.stream, None, snapshots or Snapshots()
 
-    def forward() -> Tensor:
+    def forward(snapshots: Snapshots | None = None) -> Tensor:
         with progress.phase("calibrate: forward", stream.num_layers) as advance:
-            return forward_sweep(stream, tokens, store, settings.batch_size, advance)
+            return forward_sweep(stream, tokens, store, settings.batch_size, advance, snapshots)
+
+    if state := snapshots.last("statistics"):
+        store.filled = state["boundaries"]
+        if not store.filled:
+            store.fill_when_asked(forward)
+        return
 
     if settings.keep_statistics:
         kept = KeptStatistics(settings.keep_statistics, _facts(opened, tokens, settings, gradients, basis_of))
@@ -62,12 +71,21 @@ def gather(
             progress.note(f"statistics: those kept in {settings.keep_statistics}")
             store.fill_when_asked(forward)
             return
-    final = forward()
+    final = None if snapshots.taken("backward") else forward(snapshots)
     with progress.phase("calibrate: backward", stream.num_layers) as advance:
         layers = backward_sweep(
-            stream, opened.anatomy, store, final, settings.batch_size, gradients=gradients, seed=settings.seed
+            stream,
+            opened.anatomy,
+            store,
+            final,
+            settings.batch_size,
+            gradients=gradients,
+            seed=settings.seed,
+            snapshots=snapshots,
         )
-        for layer in layers:
+        for done, layer in enumerate(layers):
+            if not done:
+                advance(stream.num_layers - 1 - layer.index)  # of an earlier run
             lags = None
             if basis_of is not None:
                 # Evenly spread, so that text with and without planted recalls is in it.
@@ -78,6 +96,7 @@ def gather(
             advance()
     if kept:
         kept.keep(library)
+    snapshots.take("statistics", lambda: {"boundaries": store.filled})
 
 
 def _facts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from surgery.families.anatomy import AttentionAnatomy
 class StatisticsLibrary(LayerFiles):
     """One file a layer."""
 
-    def __init__(self):
-        super().__init__("statistics")
+    def __init__(self, parent: Path | None = None):
+        super().__init__("statistics", parent)
 
     def save(self, layer: int, statistics: LayerStatistics, lags: LagStatistics | None) -> None:
         torch.save({"statistics": asdict(statistics), "lags": asdict(lags) if lags else None}, self._path(layer, ".pt"))

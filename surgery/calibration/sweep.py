@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from surgery.calibration.statistics import LayerStatistics, MomentAccumulator
+from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.layer_files import LayerFiles
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
@@ -22,11 +24,16 @@ from surgery.running.layer_stream import LayerStream
 
 
 class BoundaryStore(LayerFiles):
-    """Hidden states at layer boundaries, one file each; they grow to tokens x hidden size x (layers + 1) numbers."""
+    """Hidden states at layer boundaries, one file each; they grow to tokens x hidden size x layers numbers.
 
-    def __init__(self):
-        super().__init__("boundaries")
+    Attributes:
+        filled: whether all are there.
+    """
+
+    def __init__(self, parent: Path | None = None):
+        super().__init__("boundaries", parent)
         self._sweep: Callable[[], object] | None = None
+        self.filled = False
 
     def fill_when_asked(self, sweep: Callable[[], object]) -> None:
         """Has ``sweep``, which saves all boundaries here, run when the first is loaded, if ever one is."""
@@ -53,15 +60,34 @@ class SweptLayer:
 
 
 def forward_sweep(
-    stream: LayerStream, tokens: Tensor, store: BoundaryStore, batch_size: int, progress: Callable[[], None]
+    stream: LayerStream,
+    tokens: Tensor,
+    store: BoundaryStore,
+    batch_size: int,
+    progress: Callable[..., None],
+    snapshots: Snapshots | None = None,
 ) -> Tensor:
-    """Runs tokens [N, T] through all layers, storing what enters each; returns the last layer's output."""
-    hidden = stream.embed(tokens)
-    for index in range(stream.num_layers):
-        store.save(index, hidden)
+    """Runs tokens [N, T] through all layers, storing what enters each; returns the last layer's output.
+
+    Args:
+        snapshots: what a sweep that was killed goes on from: the last boundary that is surely stored.
+    """
+    snapshots = snapshots or Snapshots()
+    if state := snapshots.last("forward"):
+        begin = state["layer"]
+        hidden = store.load(begin)
+        progress(begin)
+    else:
+        begin, hidden = 0, stream.embed(tokens)
+        store.save(0, hidden)
+    for index in range(begin, stream.num_layers):
         with stream.layer(index) as layer:
             hidden = stream.run_layer(layer, hidden, batch_size)
         progress()
+        if index + 1 < stream.num_layers:
+            store.save(index + 1, hidden)
+            snapshots.take("forward", lambda index=index: {"layer": index + 1})
+    store.filled = True
     return hidden
 
 
@@ -69,29 +95,28 @@ def backward_sweep(
     stream: LayerStream,
     anatomy_of: Callable[[int], AttentionAnatomy],
     store: BoundaryStore,
-    final: Tensor,
+    final: Tensor | None,
     batch_size: int,
     *,
     gradients: bool = True,
     seed: int = 0,
-    progress: Callable[[], None] = lambda: None,
+    snapshots: Snapshots | None = None,
 ) -> Iterator[SweptLayer]:
     """Yields every layer's statistics, from last to first.
 
     Args:
         anatomy_of: the anatomy of a layer, in any dtype.
-        final: the forward sweep's result [N, T, D].
+        final: the forward sweep's result [N, T, D]; None where a snapshot says how to go on.
         gradients: take gradients of the loss (labels drawn from the model itself, ``seed``); without, the sweep
             recomputes activations only.
+        snapshots: what a sweep that was killed goes on from; layers that were dealt with are not yielded again.
     """
-    upstream = None
-    if gradients:
-        generator = torch.Generator().manual_seed(seed)
-        upstream = torch.empty_like(final)
-        for start in range(0, len(final), batch_size):
-            rows = slice(start, start + batch_size)
-            upstream[rows] = stream.sampled_loss_gradient(final[rows], generator).to(upstream)
-    for index in reversed(range(stream.num_layers)):
+    snapshots = snapshots or Snapshots()
+    if state := snapshots.last("backward"):
+        upstream, end, store.filled = state["upstream"], state["layer"], True
+    else:
+        upstream, end = _upstream(stream, final, batch_size, seed) if gradients else None, stream.num_layers
+    for index in reversed(range(end)):
         anatomy = anatomy_of(index).to(stream.device, stream.dtype)
         hidden = store.load(index)
         moments = MomentAccumulator(anatomy, gradients=gradients)
@@ -108,5 +133,15 @@ def backward_sweep(
                     upstream[rows] = leaf.grad.to(upstream)
                 moments.add(captured.projection, captured.outputs if gradients else None, captured.inputs)
                 inputs.append(captured.inputs.cpu())
-        progress()
         yield SweptLayer(index, anatomy, moments.result(), torch.cat(inputs))
+        snapshots.take("backward", lambda index=index: {"layer": index, "upstream": upstream})
+
+
+def _upstream(stream: LayerStream, final: Tensor, batch_size: int, seed: int) -> Tensor:
+    """The gradient of the loss at what the last layer puts out [N, T, D], for labels that the model draws itself."""
+    generator = torch.Generator().manual_seed(seed)
+    upstream = torch.empty_like(final)
+    for start in range(0, len(final), batch_size):
+        rows = slice(start, start + batch_size)
+        upstream[rows] = stream.sampled_loss_gradient(final[rows], generator).to(upstream)
+    return upstream

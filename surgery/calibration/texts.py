@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from surgery.calibration.held_out import HeldOut
+from surgery.calibration.sequences import token_hash
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.calibration.text_fit import measure_fit, misfits
 from surgery.common.errors import SurgeryError
@@ -33,6 +34,11 @@ class Texts:
     calibration: Tensor | None  # [N, T]; None for a conversion from weights alone
     held_out: HeldOut
     description: dict
+
+    def hashes(self) -> dict[str, str | None]:
+        """SHA-256 of all tokens."""
+        calibration = None if self.calibration is None else token_hash(self.calibration)
+        return {"calibration": calibration, "held_out": token_hash(self.held_out.tokens)}
 
 
 def load_texts(opened, settings: ConversionSettings, progress: Progress, *, run_source: bool = True) -> Texts:

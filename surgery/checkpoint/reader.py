@@ -226,6 +226,13 @@ class CheckpointReader:
         """
         return list(self._sidecars)
 
+    def stamp(self) -> dict[str, Any]:
+        """Path, size and time of change of every file: equal as long as nobody touched the source."""
+        files = [self.source] if self.source.is_file() else sorted(p for p in self.source.rglob("*") if p.is_file())
+        with disk_errors(self.source):
+            stats = {str(path.absolute()): path.stat() for path in files}
+        return {path: [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()}
+
     def fingerprint(self, progress: Callable[[int], None] | None = None) -> str:
         """SHA-256, in hex, over the config and every tensor's name, dtype, shape and bytes.
 

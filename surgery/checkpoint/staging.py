@@ -1,7 +1,8 @@
 """An output folder that appears whole or not at all.
 
 Everything is written to ``<out>.partial`` and renamed at the end. A marker file in it says that it is ours to remove,
-and carries a lock that says whether a process is still at work in it.
+and carries a lock that says whether a process is still at work in it. A folder in it, which never becomes part of the
+output, holds what an interrupted run goes on from.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ except ImportError:  # Windows
     fcntl = None
 
 MARKER = ".surgery-partial"
+UNFINISHED = ".surgery-unfinished"
 # For what is not planned to the byte: tokenizer, report, plots.
 _SPARE_BYTES = 64 * 10**6
 
@@ -70,23 +72,23 @@ class Staging:
         """Raises SurgeryError where the disk has no room for ``needed`` bytes and some to spare."""
         with disk_errors(self.out):
             # A leftover goes before anything is written.
-            free = free_bytes(self.out.parent) + tree_bytes(self.partial)
+            free = free_bytes(self.out.parent) + tree_bytes(self.partial) - tree_bytes(self.partial / UNFINISHED)
         if needed + _SPARE_BYTES > free:
             raise SurgeryError(
                 f"{self.out}: needs {format_size(needed + _SPARE_BYTES)}, the disk has {format_size(free)} free;"
                 " free some or choose another --out"
             )
 
-    def create(self) -> None:
-        """Makes the empty partial folder, in place of a leftover, and missing parents."""
+    def create(self, *, keep_unfinished: bool = False) -> None:
+        """Makes the empty partial folder, in place of a leftover, of which one folder may stay, and missing parents."""
         try:
             with disk_errors(self.partial):
                 self._check_leftover()
-                _remove_partial(self.partial)
+                _remove_partial(self.partial, keep_unfinished=keep_unfinished)
                 for parent in reversed([p for p in self.partial.parents if not p.exists()]):
                     parent.mkdir()
                     self._made_parents.insert(0, parent)
-                self.partial.mkdir()
+                self.partial.mkdir(exist_ok=keep_unfinished)
                 self._created = True
                 self._lock = open(self.partial / MARKER, "w")  # noqa: SIM115 held until commit or discard
                 _try_lock(self._lock)
@@ -103,6 +105,7 @@ class Staging:
         """Flushes the partial folder to the disk and renames it to ``out``; an old output goes only then."""
         with disk_errors(self.out):
             self._check_out()  # again: the conversion may have taken hours
+            shutil.rmtree(self.partial / UNFINISHED, ignore_errors=True)
             self.sync()  # again: files may have been added
             (self.partial / MARKER).unlink()
             self._unlock()
@@ -115,13 +118,13 @@ class Staging:
             self._created = False
             sync_folder(self.out.parent)
 
-    def discard(self) -> None:
+    def discard(self, *, keep_unfinished: bool = False) -> None:
         """Removes what `create` made and nothing else, also after an interruption half-way; nothing after a commit."""
         self._unlock()
         # Errors are not worth hiding the one that led here: the marker lets the next run clear the rest.
         with contextlib.suppress(OSError):
             if self._created:
-                _remove_partial(self.partial)
+                _remove_partial(self.partial, keep_unfinished=keep_unfinished)
             for parent in self._made_parents:
                 parent.rmdir()  # refused, as it should be, once others put something in
 
@@ -181,16 +184,19 @@ def _partial_of(out: Path) -> Path:
     return out.with_name(out.name + ".partial") if out.name else out
 
 
-def _remove_partial(partial: Path) -> None:
+def _remove_partial(partial: Path, *, keep_unfinished: bool = False) -> None:
     """Removes a partial folder, its marker last, so that an interrupted removal still leaves it marked."""
     if not partial.is_dir():
         return
     for path in partial.iterdir():
+        if keep_unfinished and path.name == UNFINISHED:
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif path.name != MARKER:
             path.unlink()
-    shutil.rmtree(partial)
+    if not keep_unfinished:
+        shutil.rmtree(partial)
 
 
 def _try_lock(handle: TextIO) -> bool:

@@ -33,6 +33,7 @@ class CheckpointWriter:
         max_shard_size: bytes of tensors in one file, or ``5GB``, ``500MiB``; a larger tensor gets a file of its own.
         overwrite: replace ``out`` where it is an older checkpoint or empty.
         metadata: of each safetensors file; ``{"format": "pt"}``, which transformers asks for, if not given.
+        staging: of ``out``, made by the caller, who discards it too.
 
     Attributes:
         out: where the checkpoint will be.
@@ -52,13 +53,14 @@ class CheckpointWriter:
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
         metadata: Mapping[str, str] | None = None,
+        staging: Staging | None = None,
     ):
         self.plan = {name: _checked_spec(name, tensor) for name, tensor in plan.items()}
         if not self.plan:
             raise SurgeryError(f"{out}: no tensors are planned for it")
         self._shards = _lay_out(self.plan, parse_size(max_shard_size))
         self._metadata = {"format": "pt"} if metadata is None else metadata
-        self._staging = Staging(Path(out), overwrite=overwrite)
+        self._lent, self._staging = staging is not None, staging or Staging(Path(out), overwrite=overwrite)
         self.out, self.partial = self._staging.out, self._staging.partial
         self._total_bytes = sum(spec.nbytes for spec in self.plan.values())
         self._staging.check_space(self._total_bytes)
@@ -67,11 +69,12 @@ class CheckpointWriter:
         self._open = False
 
     def __enter__(self) -> CheckpointWriter:
-        self._staging.create()
+        if not self._lent:
+            self._staging.create()
         try:
             self._create_files()
         except BaseException:
-            self._staging.discard()
+            self._discard()
             raise
         self._open = True
         return self
@@ -80,7 +83,11 @@ class CheckpointWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open = False
-        self._staging.discard()
+        self._discard()
+
+    def _discard(self) -> None:
+        if not self._lent:
+            self._staging.discard()
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Writes a planned tensor, from any device.

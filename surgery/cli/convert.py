@@ -52,6 +52,9 @@ def convert(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print what it would do and take; write nothing.")
     ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew where an interrupted conversion would go on.")
+    ] = False,
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -123,6 +126,7 @@ def convert(
         allow_pickle=allow_pickle,
         command=shlex.join(["surgery", *sys.argv[1:]]),
         predicted=planned and planned.predicted,
+        restart=restart,
         progress=Progress(),
     )
     show_conversion(conversion, as_json=as_json)

@@ -151,7 +151,7 @@ cli_bench.register(app)
 cli_shipped.register(app)
 
 
-RESUMABLE = ("eval", "heads", "heal", "run")
+RESUMABLE = ("convert", "eval", "heads", "heal", "run")
 """Verbs that go on where they were stopped; of the others nothing is left then."""
 
 

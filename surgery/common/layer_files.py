@@ -1,4 +1,4 @@
-"""Files of a conversion that are there while it runs: one a layer, in a temporary folder."""
+"""Files of a conversion that are there while it runs: one a layer."""
 
 from __future__ import annotations
 
@@ -10,20 +10,29 @@ Self = TypeVar("Self", bound="LayerFiles")
 
 
 class LayerFiles:
-    """A context manager that removes its folder, which is made where ``TMPDIR`` says, at its end."""
+    """A context manager over a folder of files.
 
-    def __init__(self, kind: str):
-        self._folder = tempfile.TemporaryDirectory(prefix=f"surgery-{kind}-")
+    Args:
+        kind: of files, for the folder's name.
+        parent: where the folder is made, if it is not there, and stays; None for a temporary one, where ``TMPDIR``
+            says, that goes at the end.
+    """
+
+    def __init__(self, kind: str, parent: Path | None = None):
+        self._temporary = None
+        if parent is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix=f"surgery-{kind}-")
+            self.folder = Path(self._temporary.name)
+        else:
+            self.folder = parent / kind
+            self.folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self: Self) -> Self:
         return self
 
     def __exit__(self, *exc) -> None:
-        self._folder.cleanup()
-
-    @property
-    def folder(self) -> Path:
-        return Path(self._folder.name)
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     def _path(self, layer: int, suffix: str) -> Path:
         return self.folder / f"{layer:05d}{suffix}"

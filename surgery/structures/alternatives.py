@@ -7,6 +7,7 @@ passed. So both forms wait on disk, and what is written is the one whose held-ou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,8 +21,8 @@ from surgery.common.layer_files import LayerFiles
 class Alternatives(LayerFiles):
     """One file a layer and form."""
 
-    def __init__(self):
-        super().__init__("alternatives")
+    def __init__(self, parent: Path | None = None):
+        super().__init__("alternatives", parent)
 
     def save(self, form: str, layer: int, tensors: Mapping[str, Tensor]) -> None:
         """Raises SurgeryError where the disk is full."""

@@ -22,6 +22,7 @@ from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import Texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
+from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -50,6 +51,7 @@ class Work(Generic[Opened, Settings]):
         library: statistics of every layer, once they are gathered.
         store: what entered every layer in the forward sweep over the calibration text.
         alternatives: new tensors of every layer in more than one form.
+        snapshots: what a conversion that was killed goes on from.
     """
 
     opened: Opened
@@ -59,6 +61,7 @@ class Work(Generic[Opened, Settings]):
     store: BoundaryStore
     alternatives: Alternatives
     progress: Progress
+    snapshots: Snapshots = field(default_factory=Snapshots)
 
     def gather(self, *, gradients: bool = True, basis_of: BasisOf | None = None) -> None:
         """Fills the library, by :func:`surgery.calibration.layer_statistics.gather`."""
@@ -71,6 +74,7 @@ class Work(Generic[Opened, Settings]):
             self.progress,
             gradients=gradients,
             basis_of=basis_of,
+            snapshots=self.snapshots,
         )
 
     def fit(self, wanted: bool) -> SequentialFit | None:
@@ -83,6 +87,37 @@ class Work(Generic[Opened, Settings]):
         """The stages of the conversion over its held-out text."""
         held_out, size = self.texts.held_out, self.settings.batch_size
         return Ladder(self.opened.stream, held_out, size, stages, exact=exact, steps=steps)
+
+    def pass_layers(
+        self,
+        convert: Callable[[int], Any],
+        ladder: Ladder,
+        fit: SequentialFit | None,
+        *types: type,
+        settled: Callable[[int], bool] = lambda layer: True,
+    ) -> list[Any]:
+        """What ``convert`` says of every layer; goes on after the last layer that is surely done.
+
+        Args:
+            convert: carries the ladder and the fit through a layer; all else that it makes is on disk.
+            types: classes in what it says.
+            settled: whether nothing of a layer is needed for the next but ladder and fit.
+        """
+        said = []
+        if state := self.snapshots.last("layers", *types):
+            said, ladder.hidden = state["said"], state["ladder"]
+            if fit:
+                fit.hidden = state["fit"]
+        with self.progress.phase("convert", self.opened.layers) as advance:
+            advance(len(said))
+            for layer in range(len(said), self.opened.layers):
+                said.append(convert(layer))
+                if settled(layer):
+                    self.snapshots.take(
+                        "layers", lambda: {"said": said, "ladder": ladder.hidden, "fit": fit and fit.hidden}
+                    )
+                advance()
+        return said
 
     def layers(self, phase: str = "convert") -> Iterator[int]:
         """Every layer in order, with a bar."""

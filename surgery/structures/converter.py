@@ -18,6 +18,7 @@ from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import load_texts
 from surgery.checkpoint import CheckpointWriter, TensorSpec, verify_files
 from surgery.checkpoint.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
+from surgery.checkpoint.unfinished import Unfinished
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
 from surgery.model import remote_code_files
@@ -28,6 +29,7 @@ from surgery.structures.quantized.stage import in_own_class, quantize_written
 from surgery.structures.registry import TARGETS
 from surgery.structures.request import open_request
 from surgery.verify.written import Verification
+from surgery.version import __version__
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,12 @@ def convert(
     allow_pickle: bool = False,
     command: str = "",
     predicted: Mapping[str, Any] | None = None,
+    restart: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
     """Converts a checkpoint as its settings say and writes the result as a Hugging Face checkpoint.
+
+    The same conversion, killed or interrupted, goes on from what lies in ``<out>.partial``, to the same bits.
 
     Args:
         source: local folder or file, or hub id.
@@ -60,6 +65,7 @@ def convert(
         allow_pickle: read pickled weights if there are no others.
         command: what the user typed, for the report.
         predicted: what a plan expected of it, for the report.
+        restart: begin anew where an interrupted conversion could go on.
         progress: bars; silent if None.
 
     Raises:
@@ -68,11 +74,15 @@ def convert(
     progress = progress or Progress(silent=True)
     asked, out = open_request(source, out, settings, progress, overwrite=overwrite, allow_pickle=allow_pickle)
     texts = load_texts(asked.opened, settings, progress)
-    with StatisticsLibrary() as library, BoundaryStore() as store, Alternatives() as alternatives:
-        work = Work(asked.opened, settings, texts, library, store, alternatives, progress)
+    facts = {"source": asked.opened.reader.stamp(), "settings": settings.to_dict(), "texts": texts.hashes()}
+    facts["version"] = __version__
+    with Unfinished(out, facts, overwrite=overwrite, restart=restart, note=progress.note) as unfinished:
+        folder, staging = unfinished.folder, unfinished.staging
+        library, store, alternatives = StatisticsLibrary(folder), BoundaryStore(folder), Alternatives(folder)
+        work = Work(asked.opened, settings, texts, library, store, alternatives, progress, unfinished.snapshots)
         asked.gather(work)
         tensors = asked.plan(work)
-        with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite) as writer:
+        with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, staging=staging) as writer:
             outcome = asked.convert_layers(work, writer)
             outcome, verification = _finish(asked, work, writer, tensors, outcome)
             if predicted is not None:

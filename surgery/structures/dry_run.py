@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -145,7 +144,6 @@ def _tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[st
 
 
 def _disk(opened: Source | OwnSource, out: Path, weights: int, work: Workload) -> dict[str, int]:
-    temporary = Path(tempfile.gettempdir())
     beside = sum(path.stat().st_size for path in opened.reader.sidecars())
     return {
         "output_bytes": weights + beside + REPORT_BYTES,
@@ -153,8 +151,8 @@ def _disk(opened: Source | OwnSource, out: Path, weights: int, work: Workload) -
         "boundary_bytes": work.boundary_bytes,
         "statistics_bytes": work.statistics_bytes,
         "temporary_bytes": work.boundary_bytes + work.statistics_bytes,
-        "temporary_free_bytes": _free(temporary),
-        "temporary_folder": str(temporary),
+        "temporary_free_bytes": _free(out.parent),
+        "temporary_folder": f"{out}.partial",
     }
 
 

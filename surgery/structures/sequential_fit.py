@@ -29,31 +29,34 @@ class SequentialFit:
         stream: the source model.
         store: what entered each of its layers in the forward sweep.
         tokens: the same calibration tokens [N, T].
+
+    Attributes:
+        hidden: of the converted model, what enters its next layer [N, T, D].
     """
 
     def __init__(self, stream: LayerStream, store: BoundaryStore, tokens: Tensor, batch_size: int):
         self._stream, self._store, self._batch_size = stream, store, batch_size
-        self._hidden = stream.embed(tokens)
+        self.hidden = stream.embed(tokens)
 
     def fit(self, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, solve: Solve) -> nn.Module:
         """Has one layer fitted and passes it; ``anatomy`` is the source's attention. Gives what ``solve`` gave."""
         anatomy = anatomy.to(self._stream.device, self._stream.dtype)
         attention = solve(*self._problem(index, layer, anatomy))
-        self._stream.run_layer(layer, self._hidden, self._batch_size, attention)
+        self._stream.run_layer(layer, self.hidden, self._batch_size, attention)
         return attention
 
     @torch.no_grad()
     def _problem(self, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy) -> tuple[Tensor, Tensor]:
         """Inputs in the converted model and wanted outputs."""
         source_hidden = self._store.load(index)
-        inputs, targets = torch.empty_like(self._hidden), torch.empty_like(self._hidden)
+        inputs, targets = torch.empty_like(self.hidden), torch.empty_like(self.hidden)
         for start in range(0, len(source_hidden), self._batch_size):
             rows = slice(start, start + self._batch_size)
             hidden = source_hidden[rows].to(self._stream.device, self._stream.dtype)
             captured = CapturedAttention(anatomy)
             layer(hidden, captured)
             out = captured.outputs if anatomy.o_bias is None else captured.outputs - anatomy.o_bias
-            converted_hidden = self._hidden[rows].to(hidden)
+            converted_hidden = self.hidden[rows].to(hidden)
             inputs[rows] = layer.attention_inputs(converted_hidden).to(inputs)
             targets[rows] = (out + hidden - converted_hidden).to(targets)
         return inputs, targets

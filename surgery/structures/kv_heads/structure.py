@@ -176,7 +176,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         fit = work.fit(self.settings.method == "fisher")
         stages = STAGES if fit else STAGES[:1]
         ladder = work.ladder(stages)
-        reports = [self._merge(index, work, fit, ladder) for index in work.layers()]
+        reports = work.pass_layers(lambda index: self._merge(index, work, fit, ladder), ladder, fit, HeadsLayerReport)
         scores = ladder.scores()
         result = least_loss(stages, scores)
         work.alternatives.write(result, self.opened.layers, writer)

@@ -171,11 +171,13 @@ class LowRank(Structure[Source, LowRankSettings]):
         forms = (*((CLOSED,) if self.closed_ends or not fit else ()), *((FITTED,) if fit else ()))
         windowed = tuple(EXACT_WINDOW[form] for form in forms) if self.asked.window else ()
         ladder = work.ladder((*forms, *windowed), steps=forms if windowed else ())
-        reports: dict[str, list[LowRankLayerReport]] = {}
-        for index in work.layers():
-            for form, (layer, report) in self._convert(index, work, fit, ladder).items():
-                work.alternatives.save(form, index, writes.tensors(index, layer.to("cpu", torch.float64)))
-                reports.setdefault(form, []).append(report)
+        reports = work.pass_layers(
+            lambda index: self._convert(index, work, fit, ladder),
+            ladder,
+            fit,
+            LowRankLayerReport,
+            settled=lambda index: _group_of(index, self.earlier)[1] == index + 1,
+        )
         scores = ladder.scores()
         result = least_loss(windowed or forms, scores)
         form = forms[(windowed or forms).index(result)]
@@ -196,7 +198,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             },
             kv_bytes=writes.kv_bytes,
             groups=sorted({_group_of(index, self.earlier) for index in range(opened.layers)}),
-            layers=reports[form],
+            layers=[forms[form] for forms in reports],
             scores=scores,
             simulated=ladder.hidden[result],
             own_class=True,
@@ -204,8 +206,8 @@ class LowRank(Structure[Source, LowRankSettings]):
 
     def _convert(
         self, index: int, work: Work, fit: SequentialFit | None, ladder: Ladder
-    ) -> dict[str, tuple[LowRankLayer, LowRankLayerReport]]:
-        """Converts, fits and measures one layer, by form."""
+    ) -> dict[str, LowRankLayerReport]:
+        """Converts, fits and measures one layer; reports by form."""
         stream, blocks = self.opened.stream, self._blocks[index]
         start, stop = _group_of(index, self.earlier)
         if index == start:
@@ -238,8 +240,10 @@ class LowRank(Structure[Source, LowRankSettings]):
                 self._group.latents.append(last.to(stream.device, stream.dtype).latents(inputs))
         ranks = tuple(block.rank for block in blocks)
         predicted = converted.key_error, converted.value_error, converted.error
+        for name, (form, _) in forms.items():
+            work.alternatives.save(name, index, self._writes.tensors(index, form.to("cpu", torch.float64)))
         return {
-            name: (form, LowRankLayerReport(index, ranks, form.shared, *predicted, worth.tolist(), errors))
+            name: LowRankLayerReport(index, ranks, form.shared, *predicted, worth.tolist(), errors)
             for name, (form, worth) in forms.items()
         }
 

@@ -121,14 +121,11 @@ class MLA(Structure[Source, ConvertSettings]):
         fit = work.fit(mla.METHODS[self.settings.method].gradients)
         stages = LOSSY_STAGES[: 3 if fit else 2]
         ladder = work.ladder((*EXACT_STAGES, *stages), exact=EXACT_STAGES, steps=stages[:1])
-        reports: dict[str, list[LayerReport]] = {}
-        for index in work.layers():
-            for form, report in self._convert(index, work, fit, ladder).items():
-                reports.setdefault(form, []).append(report)
+        reports = work.pass_layers(lambda index: self._convert(index, work, fit, ladder), ladder, fit, LayerReport)
         scores = ladder.scores()
         result = least_loss(stages[1:], scores)
         work.alternatives.write(result, opened.layers, writer)
-        layers = reports[result]
+        layers = [forms[result] for forms in reports]
         target = {**mla_target(carrier, self._plan.method.name, layers), **self._engine_cost, "result": result}
         width = sum(carrier.writer.kv_width(layer) for layer in range(opened.layers))
         return Outcome(

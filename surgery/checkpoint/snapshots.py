@@ -1,0 +1,66 @@
+"""States of long loops, by the loop's name, from which the same work goes on after its process was killed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.checkpoint.disk import disk_errors, sync_tree
+
+INTERVAL = 20.0
+"""Seconds of work that may be lost: a state is as large as the activations, and takes time to write."""
+
+
+class Snapshots:
+    """The last state of every loop, one file each, replaced whole.
+
+    Args:
+        folder: where they and the files lie that they speak of; None keeps nothing.
+    """
+
+    def __init__(self, folder: Path | None = None):
+        self._folder, self._written = folder, time.monotonic()
+
+    def last(self, loop: str, *types: type) -> dict[str, Any] | None:
+        """The last state that was taken in this loop; None without one.
+
+        Args:
+            types: classes in it, beside tensors and plain values.
+        """
+        if self._folder is None or not (path := self._path(loop)).is_file():
+            return None
+        with disk_errors(path), torch.serialization.safe_globals(list(types)):
+            return torch.load(path, weights_only=True)
+
+    def take(self, loop: str, state: Callable[[], dict[str, Any]]) -> None:
+        """Keeps a state, if the last one of any loop is old enough.
+
+        Whatever lies in the folder is on the disk before the state that may speak of it.
+
+        Raises:
+            SurgeryError: the disk is full.
+        """
+        if self._folder is None or time.monotonic() - self._written < INTERVAL:
+            return
+        path = self._path(loop)
+        part = path.with_suffix(".part")
+        with disk_errors(path):
+            sync_tree(self._folder)
+            with open(part, "wb") as file:
+                torch.save(state(), file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        self._written = time.monotonic()
+
+    def taken(self, loop: str = "*") -> bool:
+        """Whether there is a state of this loop; without a name, of any."""
+        return self._folder is not None and any(self._folder.glob(f"{loop}.state"))
+
+    def _path(self, loop: str) -> Path:
+        return self._folder / f"{loop}.state"

@@ -1,0 +1,101 @@
+"""What an interrupted conversion had finished, kept for the same conversion to go on from.
+
+It lies in the ``.partial`` folder of the output, which is locked from the beginning: two conversions to one output are
+kept apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.snapshots import Snapshots
+from surgery.checkpoint.staging import UNFINISHED, Staging
+
+_FACTS = "facts.json"
+
+
+class Unfinished:
+    """A context manager: the output's staging and the folder in it where work lies until there is an output.
+
+    Interrupted work with a snapshot stays. What ends in an error would end so again, and goes.
+
+    Args:
+        facts: all that the work follows from, as plain values. What was begun on other facts, or by another torch,
+            is removed, with a line that says so.
+        overwrite: as of `Staging`.
+        restart: begin anew in any case.
+        note: takes lines for people.
+
+    Attributes:
+        staging: of the output.
+        folder: where the work lies, once the context is entered.
+        snapshots: states of the work's loops.
+        resumed: whether there was something to go on from.
+
+    Raises:
+        SurgeryError: the output may not be written, or another process is writing it.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        facts: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+        restart: bool = False,
+        note: Callable[[str], None] = lambda text: None,
+    ):
+        self.staging = Staging(out, overwrite=overwrite)
+        self.folder = self.staging.partial / UNFINISHED
+        # As read back, for comparison.
+        self._facts = json.loads(json.dumps({**facts, "torch": torch.__version__}, default=str))
+        self._threads, self._restart, self._note = torch.get_num_threads(), restart, note
+
+    def __enter__(self) -> Unfinished:
+        kept = self._same_work()
+        self.staging.create(keep_unfinished=kept)
+        try:
+            with disk_errors(self.folder):
+                self.folder.mkdir(exist_ok=True)
+                (self.folder / _FACTS).write_text(json.dumps({"facts": self._facts, "threads": self._threads}))
+        except BaseException:
+            self.staging.discard()
+            raise
+        self.snapshots = Snapshots(self.folder)
+        self.resumed = self.snapshots.taken()
+        if self.resumed:
+            self._note(f"goes on with what {self.staging.partial} holds; --restart begins anew")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stays = kind is not None and issubclass(kind, KeyboardInterrupt) and self.snapshots.taken()
+        self.staging.discard(keep_unfinished=stays)
+
+    def _same_work(self) -> bool:
+        """Whether what is there was begun on the same facts."""
+        path = self.folder / _FACTS
+        if self._restart or self.folder.is_symlink() or not path.is_file():
+            return False
+        try:
+            found = json.loads(path.read_text())
+            facts, threads = found["facts"], found["threads"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False  # killed while it was written
+        if facts != self._facts:
+            self._note(f"{self.staging.partial}: was begun from another source, text, settings or version; begins anew")
+            return False
+        if threads != self._threads:
+            self._note(
+                f"{self.staging.partial}: was begun with {threads} threads and goes on with {self._threads}: "
+                "last digits may differ from those of one run"
+            )
+        return True

@@ -1,0 +1,156 @@
+"""A conversion that was killed goes on, and ends in the same bits as one that was not."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+
+import pytest
+from processes import Fork
+
+from surgery.checkpoint import snapshots
+from surgery.checkpoint.staging import MARKER, UNFINISHED
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.structures import converter
+from surgery.structures.registry import find_target
+
+TEXT = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 2, "fit_steps": 2}
+KINDS = {
+    "mla": {"kv_ratio": 0.5},
+    "gqa": {"kv_heads": 1},
+    "lowrank": {"kv_ratio": 0.5, "window": 8},
+    "crosslayer": {"kv_ratio": 0.5, "method": "cascade", "group_size": 2},
+    "crosslayer xkv": {"to": "crosslayer", "kv_ratio": 0.5, "method": "xkv", "group_size": 2, "fit_steps": None},
+}
+KINDS_TRIED = ["crosslayer", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "crosslayer")]
+
+
+def settings_of(kind, **others):
+    asked = {**TEXT, **KINDS[kind], **others}
+    target = find_target(asked.pop("to", kind))
+    return target.settings({name: value for name, value in asked.items() if value is not None})
+
+
+def results(out):
+    """The weights' bytes, and what the report measured."""
+    report = json.loads((out / "surgery_report.json").read_text())
+    return (out / "model.safetensors").read_bytes(), [report[name] for name in ("layers", "ladder", "target")]
+
+
+class Stopped(KeyboardInterrupt):
+    """Not one of a person at the keyboard, which pytest would take for its own end."""
+
+
+@pytest.fixture
+def stops(monkeypatch):
+    """Every state is kept, and a number of them stop the process: gives the names of those that were."""
+    taken, left = [], [None]
+    take = snapshots.Snapshots.take
+
+    def stop(self, loop, state):
+        take(self, loop, state)
+        taken.append(loop)
+        if left[0] is not None:
+            left[0] -= 1
+            if not left[0]:
+                raise Stopped
+
+    monkeypatch.setattr(snapshots, "INTERVAL", 0.0)
+    monkeypatch.setattr(snapshots.Snapshots, "take", stop)
+
+    def after(count):
+        taken.clear()
+        left[0] = count
+        return taken
+
+    return after
+
+
+@pytest.mark.parametrize("kind", KINDS_TRIED)
+def test_stopped_after_every_state(kind, checkpoints, tmp_path, stops):
+    source, settings = checkpoints("llama"), settings_of(kind)
+    states = stops(None)
+    converter.convert(source, tmp_path / "whole" / "small", settings)
+    whole, total, seen = results(tmp_path / "whole" / "small"), len(states), set(states)
+    assert seen == {"forward", "backward", "statistics"} | ({"layers"} if kind != "crosslayer xkv" else set())
+    partial = tmp_path / "again" / "small.partial"
+    for run in range(total + 1):
+        stops(1)
+        if run == total:
+            converter.convert(source, tmp_path / "again" / "small", settings)
+            break
+        with pytest.raises(Stopped):
+            converter.convert(source, tmp_path / "again" / "small", settings)
+        assert set(os.listdir(partial)) == {UNFINISHED, MARKER} and os.listdir(partial.parent) == [partial.name]
+    assert results(tmp_path / "again" / "small") == whole
+    assert os.listdir(tmp_path / "again") == ["small"]
+
+
+def test_other_work_begins_anew(checkpoints, tmp_path, stops, capsys):
+    source, out = checkpoints("llama"), tmp_path / "small"
+    stops(3)
+    with pytest.raises(Stopped):
+        converter.convert(source, out, settings_of("gqa"))
+    capsys.readouterr()
+    states = stops(1)
+    with pytest.raises(Stopped):
+        converter.convert(source, out, settings_of("gqa", seed=1), progress=Progress())
+    assert states == ["forward"]
+    assert "was begun from another source, text, settings or version; begins anew" in capsys.readouterr().err
+    states = stops(1)
+    with pytest.raises(Stopped):
+        converter.convert(source, out, settings_of("gqa", seed=1), restart=True)
+    assert states == ["forward"]
+    stops(None)
+    converter.convert(source, out, settings_of("gqa", seed=1), progress=Progress())
+    assert "goes on with what" in capsys.readouterr().err
+
+
+def test_an_error_leaves_nothing(checkpoints, tmp_path, stops, monkeypatch):
+    def fail(*_):
+        raise SurgeryError("the disk is full")
+
+    monkeypatch.setattr("surgery.structures.ladder.Ladder.advance", fail)
+    stops(None)
+    with pytest.raises(SurgeryError, match="the disk is full"):
+        converter.convert(checkpoints("llama"), tmp_path / "small", settings_of("gqa"))
+    assert not list(tmp_path.iterdir())
+
+
+KILLS = 50
+CONVERT = """
+import sys
+from surgery.checkpoint import snapshots
+snapshots.INTERVAL = 0.0
+from surgery.cli import main
+sys.argv[0] = "surgery"
+main()
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_random(checkpoints, tmp_path):
+    """SIGKILL at moments spread over the length of a run, then once more without."""
+    verb = ["convert", checkpoints("llama"), "--to", "lowrank", "--kv-ratio", "0.5", "--fit-steps", "2"]
+    verb += ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "2", "--out"]
+    began = time.monotonic()
+    assert Fork(*verb, tmp_path / "whole" / "small", code=CONVERT).wait() == 0
+    length, drawn, killed = time.monotonic() - began, random.Random(0), 0
+    while killed < KILLS:
+        process = Fork(*verb, tmp_path / "again" / "small", code=CONVERT)
+        time.sleep(drawn.uniform(0, length))
+        if process.poll() is not None:  # it went on from so late that it was done
+            assert process.returncode == 0, process.stderr[-2000:]
+            assert results(tmp_path / "again" / "small") == results(tmp_path / "whole" / "small")
+            shutil.rmtree(tmp_path / "again" / "small")
+            continue
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        killed += 1
+    ended = Fork(*verb, tmp_path / "again" / "small", code=CONVERT)
+    assert ended.wait() == 0, ended.stderr[-2000:]
+    assert results(tmp_path / "again" / "small") == results(tmp_path / "whole" / "small")
+    assert os.listdir(tmp_path / "again") == ["small"]
