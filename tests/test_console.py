@@ -54,7 +54,12 @@ def source(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("call", CALLS)
+# Methods whose tables another of their target prints too.
+ALIKE = [f"mla {m}" for m in METHODS if m != "fisher"] + [f"lowrank {m}" for m in LOW_RANK_METHODS if m != "fisher"]
+TRIED = [pytest.param(call, marks=[pytest.mark.slow] * (call in ALIKE)) for call in CALLS]
+
+
+@pytest.mark.parametrize("call", TRIED)
 def test_every_conversion_is_printed(call, source, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     code, shown, err = run_main(monkeypatch, capsys, "convert", source, "--out", out, *CALLS[call], *TEXT)

@@ -57,6 +57,9 @@ KINDS = {
     "mla constant": ("llama", *mla(latent_norm="constant")),
     "mla biases": ("llama_bias", *mla(carrier="stock")),
 }
+# What differs from another kind in how it was made, not in what a slice has to know of it, is slow.
+ALIKE = "multiple", "palu", "mla windows", "mla tiny", "mla biases"
+TRIED = [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ALIKE)) for kind in KINDS]
 RATIO = 0.4  # less than any of these has
 
 
@@ -135,7 +138,7 @@ def tokens(batch=2, length=40):
     return torch.randint(3, 4096, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TRIED)
 @torch.no_grad()
 def test_a_slice_is_the_whole_model_without_its_last_latents(converted, sliced, kind):
     result = sliced(kind)
@@ -152,7 +155,7 @@ def test_a_slice_is_the_whole_model_without_its_last_latents(converted, sliced, 
     assert ladder["reloaded"] == pytest.approx(ladder["sliced"], abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TRIED)
 @torch.no_grad()
 def test_the_budget_is_met_by_the_live_cache(converted, sliced, kind):
     result, whole = sliced(kind), converted(kind).report

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import LongTensor, Tensor
@@ -18,6 +19,9 @@ from surgery.calibration.planted import Wording, in_code, plant
 from surgery.calibration.text import iter_documents
 from surgery.common.errors import SurgeryError
 from surgery.eval.sequences import tokenize
+
+_CUT: WeakKeyDictionary[PreTrainedTokenizerBase, dict[str, list[int]]] = WeakKeyDictionary()
+"""Token ids by text: a conversion reads its text with planted recalls and, for what stands between them, without."""
 
 SPREAD = 16
 """Tokens of text read for every token drawn. More makes the windows more diverse, and takes longer."""
@@ -140,9 +144,13 @@ def pool_size(count: int, length: int) -> int:
 
 
 def tokenised(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Iterator[list[int]]:
-    """Documents as token ids, each ended by eos."""
+    """Documents as token ids, each ended by eos; one that was cut before is not cut again."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return (tokenize(tokenizer, text) + end for text in documents)
+    known = _CUT.setdefault(tokenizer, {})
+    for text in documents:
+        if text not in known:
+            known[text] = tokenize(tokenizer, text)
+        yield known[text] + end
 
 
 def _tokenised_source(

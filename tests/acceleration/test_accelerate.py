@@ -8,7 +8,6 @@ from own_models import (
     FULL_ATTENTION,
     KINDS,
     KV_HEADS,
-    OWN_CACHE,
     VOCAB,
     agree,
     decode,
@@ -134,7 +133,7 @@ KEPT = ("latent", "window", "hybrid")
 @pytest.mark.parametrize("kind", [kind if kind in KEPT else pytest.param(kind, marks=SLOW) for kind in OPERATIONS])
 def test_every_kind(kind, calls):
     model = KINDS[kind](tiny_source("llama"))
-    done = check(model, calls, caches=("dynamic",) if kind in OWN_CACHE else ("dynamic", "static"))
+    done = check(model, calls, caches=("dynamic", "static") if kind == "latent" else ("dynamic",))
     assert done.layers[0] == OPERATIONS[kind]
     decelerate(model)
     assert not hasattr(model, STATE) and getattr(model.model.layers[0].self_attn, "kernel", None) is None

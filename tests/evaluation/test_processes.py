@@ -4,23 +4,24 @@ import json
 
 import pytest
 import torch
-from processes import Fork, two_forks
+from command_line import run_main
+from processes import two_forks
 from tiny_models import make_checkpoint
 
 ARGUMENTS = ["--tasks", "loss,needle", "--variants", "int8", "--windows", "5", "--length", "64", "--batch-size", "2"]
 NEEDLE = ["--needle-lengths", "128", "--needle-trials", "1", "--seed", "3", "--device", "cpu"]
 
 
-def test_two_processes_give_the_results_of_one(tmp_path):
+def test_two_processes_give_the_results_of_one(tmp_path, monkeypatch, capsys):
     pytest.importorskip("accelerate")
     source, other = (make_checkpoint(tmp_path / name, "llama", torch.float32, seed) for seed, name in enumerate("ab"))
     (tmp_path / "eval.yaml").write_text("decoded: 8\n")
     verb = ["eval", other, "--baseline", source, *ARGUMENTS, *NEEDLE, "--config", tmp_path / "eval.yaml", "--out"]
-    alone = Fork(*verb, tmp_path / "one", module="surgery")
-    assert alone.wait() == 0, alone.stderr[-2000:]
+    code, alone, errors = run_main(monkeypatch, capsys, *verb, tmp_path / "one")
+    assert code == 0, errors[-2000:]
     together = two_forks(*verb, tmp_path / "two")
     # One table, not one from each process.
-    assert [fork.stdout.count("KV B/token") for fork in (alone, *together)] == [1, 1, 0]
+    assert [shown.count("KV B/token") for shown in (alone, *(fork.stdout for fork in together))] == [1, 1, 0]
     one, two = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("one", "two"))
     assert (one["environment"]["processes"], two["environment"]["processes"]) == (1, 2)
     assert [row["results"] for row in one["rows"]] == [row["results"] for row in two["rows"]]

@@ -33,19 +33,19 @@ WINDOWED = "mla", "gqa", "lowrank"
 
 FIRST = {
     "falcon3": ("mla",),
-    "granite": ("mla", "lowrank"),
+    "granite": ("mla",),
     "seed_oss": ("gqa",),
     "ministral_window": (),
-    "smollm3": ("mla", "lowrank"),
+    "smollm3": ("lowrank",),
     "glm": (),
-    "glm4": ("mla", "gqa", "lowrank", "crosslayer"),
+    "glm4": ("mla", "gqa", "crosslayer"),
     "cohere": ("crosslayer",),
     "cohere2_window": ("lowrank",),
-    "stablelm": ("mla", "quantized"),
-    "gemma3_window": ("mla", "lowrank"),
-    "phi3": ("mla",),
+    "stablelm": ("quantized",),
+    "gemma3_window": ("mla",),
+    "phi3": (),
     "phi3_window": ("gqa",),
-    "olmo2": ("mla", "lowrank", "hybrid"),
+    "olmo2": ("lowrank", "hybrid"),
     "olmo3_window": (),
 }
 """What each family is tested in by default: where what is its own meets what a structure does."""

@@ -120,7 +120,15 @@ def test_generates_what_the_source_generates(source, kind, model, how):
     assert torch.equal(generate(model), generate(source))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OWN_CACHE], indirect=True)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[SLOW] * (kind not in ("latent", "low_rank")))
+        for kind in KINDS
+        if kind not in OWN_CACHE
+    ],
+    indirect=True,
+)
 @pytest.mark.parametrize(
     "family", ["qwen3", *(pytest.param(name, marks=SLOW) for name in ("llama", "mistral"))], indirect=True
 )

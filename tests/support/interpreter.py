@@ -1,12 +1,31 @@
 """Triton's interpreter without work that has no results; what kernels compute is the same."""
 
+import inspect
 from dataclasses import replace
+from functools import cache
 
+from triton.language.core import is_builtin
 from triton.runtime import interpreter
 
 
 def make_quick() -> None:
-    """Sums are computed again in 64 bits, for an assertion that is made with `debug` only: they need not be."""
+    """Leaves out what is computed for assertions of debugging only, and what is looked up at every launch anew.
+
+    Sums are computed again in 64 bits, for an assertion that is made with `debug` only. Triton's functions are searched
+    for in their modules before every launch; which there are does not change.
+    """
     options = interpreter.interpreter_builder.options
     if not options.debug:
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    patch = interpreter._patch_builtin
+
+    def patch_known(package, builder, scope):
+        for name, member in _builtins(package):
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_known if patch.__module__ == interpreter.__name__ else patch
+
+
+@cache
+def _builtins(package) -> list[tuple[str, object]]:
+    return [(name, member) for name, member in inspect.getmembers(package) if is_builtin(member)]

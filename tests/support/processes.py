@@ -107,14 +107,14 @@ class Fork:
         return self._files["stderr"].read_text() if self._files["stderr"].exists() else ""
 
 
-def two_forks(*arguments) -> list[Fork]:
-    """`surgery ARGUMENTS` in two processes with what a launcher tells them; both have to end well."""
+def two_forks(*arguments, module: str = "surgery") -> list[Fork]:
+    """`surgery ARGUMENTS`, or another module, in two processes told what launchers tell; both have to end well."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     world |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    forks = [Fork(*arguments, module="surgery", environment={**world, **rank}) for rank in ranks]
+    forks = [Fork(*arguments, module=module, environment={**world, **rank}) for rank in ranks]
     for fork in forks:
         assert fork.wait() == 0, fork.stderr[-3000:]
     return forks

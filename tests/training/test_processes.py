@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from healing import heal_here, heal_settings, log_of, losses_of, same_results, settings_file
-from processes import ROOT, Fork
+from processes import ROOT, Fork, two_forks
 from safetensors.torch import load_file
 from tiny_models import make_checkpoint
 
@@ -54,13 +54,23 @@ def wait_for_step(values: dict, step: int, process: Fork) -> None:
         time.sleep(0.01)
 
 
-def test_two_processes_give_the_results_of_one(settings):
-    one, two = settings(name="one"), settings(name="two", gradient_accumulation=1)
-    process = start(two)
-    heal_here(one)
-    code, errors = finished(process)
+def of_forks(values: dict) -> str:
+    """What two processes said, each told what a launcher would tell it."""
+    forks = two_forks("--config", settings_file(values), module="surgery.training.heal")
+    return "".join(fork.stderr for fork in forks)
+
+
+def of_torchrun(values: dict) -> str:
+    code, errors = finished(start(values))
     assert code == 0, errors[-3000:]
-    assert errors.count("max_steps reached") == 1  # one of them speaks
+    return errors
+
+
+@pytest.mark.parametrize("launch", [of_forks, pytest.param(of_torchrun, marks=pytest.mark.slow)])
+def test_two_processes_give_the_results_of_one(settings, launch):
+    one, two = settings(name="one"), settings(name="two", gradient_accumulation=1)
+    heal_here(one)
+    assert launch(two).count("max_steps reached") == 1  # one of them speaks
     same_results(one, two)
 
 
