@@ -21,6 +21,7 @@ from surgery.cli import shipped as cli_shipped
 from surgery.cli import slice as cli_slice
 from surgery.cli.generated import Given, with_settings
 from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption
+from surgery.cli.verbs import Verbs, equip
 from surgery.common.errors import SurgeryError
 from surgery.common.interruption import interruptible
 from surgery.version import __version__
@@ -29,7 +30,7 @@ app = typer.Typer(
     name="surgery",
     help="Rewrites the attention of pretrained language models so that the KV cache becomes 2-20x smaller.",
     no_args_is_help=True,
-    add_completion=False,
+    cls=Verbs,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
@@ -149,6 +150,7 @@ cli_heads.register(app)
 cli_heal.register(app)
 cli_bench.register(app)
 cli_shipped.register(app)
+equip(app)
 
 
 RESUMABLE = ("eval", "heads", "heal", "run")
