@@ -28,7 +28,7 @@ from surgery.version import __version__
 
 app = typer.Typer(
     name="surgery",
-    help="Rewrites the attention of pretrained language models so that the KV cache becomes 2-20x smaller.",
+    help="Rewrites the attention of pretrained language models so that the KV cache becomes 2-12x smaller.",
     no_args_is_help=True,
     cls=Verbs,
     rich_markup_mode="markdown",
