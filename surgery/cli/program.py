@@ -17,6 +17,7 @@ from surgery.cli import evaluation as cli_evaluation
 from surgery.cli import heads as cli_heads
 from surgery.cli import heal as cli_heal
 from surgery.cli import plan as cli_plan
+from surgery.cli import push as cli_push
 from surgery.cli import shipped as cli_shipped
 from surgery.cli import slice as cli_slice
 from surgery.cli.generated import Given, with_settings
@@ -145,6 +146,7 @@ cli_plan.register(app)
 cli_convert.register(app)
 cli_slice.register(app)
 cli_engines.register(app)
+cli_push.register(app)
 cli_evaluation.register(app)
 cli_heads.register(app)
 cli_heal.register(app)

@@ -14,11 +14,11 @@ from surgery.engines import spoken
 OWN_CLASS = "surgery"
 
 
-def show_conversion(conversion, *, as_json: bool = False) -> None:
-    """Prints a finished conversion (:class:`surgery.structures.converter.Conversion`)."""
+def show_conversion(conversion, address: str | None = None, *, as_json: bool = False) -> None:
+    """Prints a finished conversion (:class:`surgery.structures.converter.Conversion`), and where it was pushed to."""
     report = conversion.report.to_dict()
     if as_json:
-        print_json({"path": str(conversion.path), **report})
+        print_json({"path": str(conversion.path), **({"hub": address} if address else {}), **report})
         return
     page, source, target, kv = new_page(), report["source"], report["target"], report["kv"]
     first, last = report["ladder"][0], report["ladder"][-1]
@@ -48,6 +48,8 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     _show_carrier(page, target)
     page.print(f"{duration(sum(report['seconds'].values()))}, peak memory {size(report['peak_memory_bytes'])}")
     page.print(f"[bold]{plain(conversion.path)}[/bold]: {plain(of_conversion(report))}", soft_wrap=True)
+    if address:
+        page.print(f"pushed to {plain(address)}", soft_wrap=True)
     made, given = conversion.path, conversion.source
     after = [f"surgery heal {made} --teacher {given}"] if first["loss"] is not None else []
     show_next(page, [f"surgery eval {made} --baseline {given}", *after, f"surgery doctor {made}"])
