@@ -26,11 +26,12 @@ class ConversionSettings(FileSettings):
     )
     calibration: str = setting(
         "builtin",
-        "Text to calibrate on; shares of several, as prose=0.5,code=0.3,chat=0.2; none uses the weights alone.",
+        "Text to calibrate on, builtin, self (what the model writes), or shares, as prose=0.5,code=0.3,chat=0.2; none "
+        "uses the weights alone.",
         more="builtin: see docs/calibration.md. self: the model's own samples. Or a .txt, .jsonl or .parquet file, or "
         "the name of a dataset. Where nothing is fitted, text serves to measure the loss only.",
         section="Inputs",
-        metavar="FILE|DATASET|self|builtin|none",
+        metavar="FILE|DATASET|NAME",
         old=("--text", "--data"),
     )
     calibration_tokens: int = setting(24_576, "Tokens to calibrate on.", least=1)

@@ -43,11 +43,19 @@ def download(repo: str, *, revision: str | None, allow_pickle: bool) -> Path:
             wanted = _FILES + _PICKLES
             folder = Path(snapshot_download(repo, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED))
     except Exception as error:  # the hub's own errors, those of its HTTP library, the disk's
-        raise SurgeryError(f"{repo}: no such folder, and from the hub: {_reason(error, revision)}") from error
+        raise SurgeryError(f"{repo}: no such folder, and from the hub: {reason(error, revision)}") from error
     return folder
 
 
-def _reason(error: Exception, revision: str | None) -> str:
+def id_of_snapshot(path: Path) -> tuple[str, str] | None:
+    """Name and revision of what lies in the hub's cache at ``models--org--name/snapshots/revision``."""
+    if path.parent.name != "snapshots" or not path.parent.parent.name.startswith("models--"):
+        return None
+    return path.parent.parent.name.removeprefix("models--").replace("--", "/", 1), path.name
+
+
+def reason(error: Exception, revision: str | None = None) -> str:
+    """An error of the hub, its HTTP library or the disk, in one line."""
     from huggingface_hub import errors
 
     # The gated error is a kind of the not-found error.

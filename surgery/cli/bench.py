@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from surgery.cli.options import DeviceOption, JsonOption
+from surgery.cli.verbs import Verbs
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import DTYPE_NAMES
 
-bench = typer.Typer(help="Measure time and memory.", no_args_is_help=True)
+bench = typer.Typer(cls=Verbs, help="Measure time and memory.", no_args_is_help=True)
 
 OutOption = Annotated[
     Path, typer.Option("--out", metavar="DIR", help="Folder for the records (JSON) and the plot; written as it goes.")
@@ -31,12 +32,17 @@ def register(app: typer.Typer) -> None:
 
 @bench.command("convert")
 def bench_convert(
-    shape: Annotated[str, typer.Option("--shape", help="llama3-8b, llama2-7b or llama3-1b.")] = "llama3-8b",
+    shape: Annotated[
+        str, typer.Option("--shape", metavar="NAME", help="llama3-8b, llama2-7b or llama3-1b.")
+    ] = "llama3-8b",
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="Where checkpoints are made; both stay there.")
     ] = Path("surgery-bench"),
     calibration: Annotated[
-        str, typer.Option("--calibration", metavar="FILE|DATASET|builtin|none", help="As of surgery convert.")
+        str,
+        typer.Option(
+            "--calibration", metavar="TEXT", help="As of surgery convert: a file, a dataset, builtin or none."
+        ),
     ] = "none",
     kv_ratio: Annotated[
         float, typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep.")
@@ -72,7 +78,8 @@ def bench_kernels(
     ] = None,
     batches: Annotated[str | None, typer.Option("--batches", metavar="SIZES", help="Rows [1,8,32].")] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="bfloat16, float16 or float32 [bfloat16; on a CPU float32].")
+        str | None,
+        typer.Option("--dtype", metavar="NAME", help="bfloat16, float16 or float32 [bfloat16; on a CPU float32]."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One shape, two contexts, two batches.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Try configurations; write the best for this GPU.")] = False,
@@ -133,7 +140,9 @@ def bench_decode(
     batches: Annotated[
         str, typer.Option("--batches", metavar="SIZES", help="Rows; max is as many as fit.")
     ] = "1,8,max",
-    kernels: Annotated[str, typer.Option("--kernels", help="stock, ours (accelerated), or both.")] = "both",
+    kernels: Annotated[
+        str, typer.Option("--kernels", metavar="WORD", help="stock, ours (accelerated), or both.")
+    ] = "both",
     limit: LimitOption = None,
     out: OutOption = Path("surgery-bench"),
     device: DeviceOption = None,

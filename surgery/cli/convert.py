@@ -18,6 +18,7 @@ from surgery.cli.options import (
     OverwriteOption,
     PickleOption,
 )
+from surgery.cli.push import HUB, BaseModelOption, PublicOption
 from surgery.common.errors import SurgeryError
 from surgery.engines.limits import cache_dtype_flags
 from surgery.structures.registry import TARGETS, described, find_target
@@ -55,6 +56,17 @@ def convert(
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew where an interrupted conversion would go on.")
     ] = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            "--push-to-hub",
+            metavar="ORG/NAME",
+            help="Upload the result, once it is verified, with its card; private unless --public.",
+            rich_help_panel=HUB,
+        ),
+    ] = None,
+    public: PublicOption = False,
+    base_model: BaseModelOption = None,
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -83,6 +95,8 @@ def convert(
         surgery convert --to quantized ckpt-lowrank/ --bits 4
 
         surgery convert ckpt/ --plan plan.yaml
+
+        surgery convert --to mla org/name --push-to-hub me/name-mla
     """
     from surgery.checkpoint.named_models import model_named, output_of
 
@@ -107,8 +121,16 @@ def convert(
     checkpoint, out = model_named(checkpoint), output_of(checkpoint, out, to)
     target.check_places(checkpoint, out, settings, overwrite=overwrite)
 
+    if push_to_hub is None and (public or base_model):
+        raise SurgeryError("--public and --base-model say how to push: give --push-to-hub too")
+
     from surgery.common.progress import Progress
     from surgery.console.conversion import show_conversion, show_plan
+    from surgery.reporting.publish import Publication
+
+    publication = push_to_hub and Publication(push_to_hub, public, base_model, overwrite)
+    if publication:
+        publication.check_names() if dry_run else publication.check()
 
     if dry_run:
         from surgery.structures.dry_run import plan_conversion
@@ -129,4 +151,5 @@ def convert(
         restart=restart,
         progress=Progress(),
     )
-    show_conversion(conversion, as_json=as_json)
+    address = publication.push(conversion.path) if publication else None
+    show_conversion(conversion, address, as_json=as_json)

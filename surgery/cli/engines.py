@@ -27,7 +27,9 @@ def doctor(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
         surgery doctor ckpt-mla/
     """
     from surgery.checkpoint.location import find_local
+    from surgery.checkpoint.named_models import model_named
 
+    checkpoint = model_named(checkpoint)
     find_local(checkpoint)  # refuses what is none before torch is loaded for it
 
     from surgery.console.conversion import show_doctor
@@ -38,7 +40,7 @@ def doctor(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
 
 def export(
     checkpoint: CheckpointArgument,
-    engine: Annotated[str, typer.Option("--engine", help="llama.cpp: writes a GGUF.")],
+    engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="llama.cpp: writes a GGUF.")],
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="File to write [CKPT.gguf].")] = None,
     weights: Annotated[
         str, typer.Option("--weights", metavar="bf16|f16|q8_0|f32", help="Of the large tensors.")

@@ -126,22 +126,34 @@ def run(
     work: Annotated[
         Path | None, typer.Option("--work", metavar="DIR", help="Where the steps' outputs go [RECIPE's name].")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check every step's settings and names, list the steps; write nothing.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Do everything that a recipe says, step by step: conversions, healing, evaluations.
 
     A step whose output is there already, made from the same source with the same settings, is not done again.
 
-    Example:
+    Examples:
+
+        surgery run testbed-mla --dry-run
 
         surgery run testbed-mla --work mla/
     """
     from surgery.common.progress import Progress
     from surgery.common.shipped import find_shipped
     from surgery.console.conversion import show_evaluation
-    from surgery.workflow.recipe import run_recipe
+    from surgery.console.recipe import show_made, show_steps
+    from surgery.workflow.recipe import checked_recipe, run_recipe
 
-    finished = run_recipe(find_shipped(recipe, "recipes"), work, Progress())
+    path = find_shipped(recipe, "recipes")
+    if dry_run:
+        show_steps(checked_recipe(path)[0], work, as_json=as_json)
+        return
+    finished = run_recipe(path, work, Progress())
+    if not as_json:
+        show_made(finished)
     if finished.report is not None:
         show_evaluation(finished.report, finished.written, as_json=as_json)
 

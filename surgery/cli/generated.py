@@ -18,7 +18,7 @@ from surgery.cli.options import INPUTS, MACHINE, OUTPUT
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import Setting, settings_of
 
-LONGEST_METAVAR = 36
+LONGEST_METAVAR = 20
 VALUES = {int: "N", float: "F", str: "TEXT"}
 
 
@@ -91,6 +91,8 @@ class SettingOption:
         if len(values) > 1 or (values and self.metavar != "|".join(map(str, self.first.choices))):
             one_of = "" if len(values) > 1 else "Of " if self.first.many else "One of "
             parts.append(f"{one_of}{_told(values)}.")
+        if self.first.said.also:
+            parts.append(f"Also {', '.join(self.first.said.also)}.")
         defaults = self._by_target(_default)
         return " ".join(parts) + (f" [{_told(defaults)}]" if defaults else "")
 
@@ -191,7 +193,7 @@ def _default(setting: Setting) -> str:
     if default is None:
         return setting.said.unset
     if isinstance(default, bool):
-        return "on" if default else ""
+        return f"on; {_flag(f'no-{setting.flag}')} for off" if default else ""
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 

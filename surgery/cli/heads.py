@@ -8,24 +8,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from surgery.cli.generated import Given, with_settings
 from surgery.cli.options import OUTPUT, CheckpointArgument, ConfigOption, DeviceOption, JsonOption, PickleOption
+from surgery.cli.verbs import VerbsWithDefault
 from surgery.heads.settings import SUFFIX, HeadSettings
 
-
-class _ScoreByDefault(TyperGroup):
-    """``surgery heads CKPT`` is ``surgery heads score CKPT``."""
-
-    def parse_args(self, ctx, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["score", *args]
-        return super().parse_args(ctx, args)
-
-
 heads = typer.Typer(
-    cls=_ScoreByDefault,
+    cls=VerbsWithDefault,
     help="Score KV heads: which need their whole context, and which can stream. `surgery heads CKPT` scores.",
     no_args_is_help=True,
 )
@@ -110,8 +100,14 @@ def compare(
         typer.Option("--shares", metavar="F,F", help="Of heads that stream in it [0.25,0.5,0.625,0.75,0.875,1]."),
     ] = None,
     random: Annotated[int, typer.Option("--random", metavar="N", help="Random patterns to measure beside them.")] = 3,
-    sinks: Annotated[int | None, typer.Option("--sinks", metavar="N", help="[the patterns' own]")] = None,
-    recent: Annotated[int | None, typer.Option("--window", "--recent", metavar="N", help="[the patterns' own]")] = None,
+    sinks: Annotated[
+        int | None,
+        typer.Option("--sinks", metavar="N", help="First tokens that streaming heads keep [the patterns' own]."),
+    ] = None,
+    recent: Annotated[
+        int | None,
+        typer.Option("--window", "--recent", metavar="N", help="Last tokens that they keep [the patterns' own]."),
+    ] = None,
     length: Annotated[int, typer.Option("--length", metavar="N", help="Tokens of a measured sequence.")] = 1024,
     windows: Annotated[int, typer.Option("--windows", metavar="N", help="Held-out windows to measure on.")] = 24,
     prompts: Annotated[int, typer.Option("--prompts", metavar="N", help="Recall prompts to measure on.")] = 48,

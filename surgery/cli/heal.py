@@ -64,8 +64,9 @@ def heal(
         bool,
         typer.Option(
             "--measure/--no-measure",
-            help="Loss and recall of the source, before and after, on held-out text.",
+            help="Loss and recall of the source, before and after, on held-out text [on; --no-measure for off].",
             rich_help_panel=OUTPUT,
+            show_default=False,
         ),
     ] = True,
     dry_run: Annotated[

@@ -27,7 +27,10 @@ PickleOption = Annotated[bool, typer.Option("--allow-pickle", help="Read pickled
 DeviceOption = Annotated[
     str | None,
     typer.Option(
-        "--device", help="Where layers run: cpu, cuda, cuda:1 … [cuda if there is one].", rich_help_panel=MACHINE
+        "--device",
+        metavar="NAME",
+        help="Where layers run: cpu, cuda, cuda:1 … [cuda if there is one].",
+        rich_help_panel=MACHINE,
     ),
 ]
 ConfigOption = Annotated[

@@ -17,19 +17,21 @@ from surgery.cli import evaluation as cli_evaluation
 from surgery.cli import heads as cli_heads
 from surgery.cli import heal as cli_heal
 from surgery.cli import plan as cli_plan
+from surgery.cli import push as cli_push
 from surgery.cli import shipped as cli_shipped
 from surgery.cli import slice as cli_slice
 from surgery.cli.generated import Given, with_settings
 from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption
+from surgery.cli.verbs import Verbs, equip
 from surgery.common.errors import SurgeryError
 from surgery.common.interruption import interruptible
 from surgery.version import __version__
 
 app = typer.Typer(
     name="surgery",
-    help="Rewrites the attention of pretrained language models so that the KV cache becomes 2-20x smaller.",
+    help="Rewrites the attention of pretrained language models so that the KV cache becomes 2-12x smaller.",
     no_args_is_help=True,
-    add_completion=False,
+    cls=Verbs,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
@@ -144,11 +146,13 @@ cli_plan.register(app)
 cli_convert.register(app)
 cli_slice.register(app)
 cli_engines.register(app)
+cli_push.register(app)
 cli_evaluation.register(app)
 cli_heads.register(app)
 cli_heal.register(app)
 cli_bench.register(app)
 cli_shipped.register(app)
+equip(app)
 
 
 RESUMABLE = ("convert", "eval", "heads", "heal", "run")

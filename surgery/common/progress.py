@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 from tqdm import tqdm
 
@@ -15,10 +16,13 @@ class Progress:
 
     Attributes:
         seconds: wall-clock seconds of every finished phase, in order.
+        quiet: none of them shows anything, whatever it was asked for.
     """
 
+    quiet: ClassVar[bool] = False
+
     def __init__(self, *, silent: bool = False):
-        self._silent = silent
+        self._silent = silent or self.quiet
         self.seconds: dict[str, float] = {}
 
     def fresh(self) -> Progress:

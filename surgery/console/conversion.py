@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from rich.console import Console
 
 from surgery.common.human import decimal, duration, loss_of_stage, origin, per_token, share, size
 from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.console.verdicts import of_conversion, of_evaluation, show_next, where_it_loads
 from surgery.engines import spoken
 
 OWN_CLASS = "surgery"
 
 
-def show_conversion(conversion, *, as_json: bool = False) -> None:
-    """Prints a finished conversion (:class:`surgery.structures.converter.Conversion`)."""
+def show_conversion(conversion, address: str | None = None, *, as_json: bool = False) -> None:
+    """Prints a finished conversion (:class:`surgery.structures.converter.Conversion`), and where it was pushed to."""
     report = conversion.report.to_dict()
     if as_json:
-        print_json({"path": str(conversion.path), **report})
+        print_json({"path": str(conversion.path), **({"hub": address} if address else {}), **report})
         return
     page, source, target, kv = new_page(), report["source"], report["target"], report["kv"]
     first, last = report["ladder"][0], report["ladder"][-1]
@@ -47,25 +47,12 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
         _show_splits(page, report["splits"], (target["rope_dim"], target["kv_lora_rank"]))
     _show_carrier(page, target)
     page.print(f"{duration(sum(report['seconds'].values()))}, peak memory {size(report['peak_memory_bytes'])}")
-    page.print(f"[bold]{plain(conversion.path)}[/bold]: {_verdict(report)}", soft_wrap=True)
-    if first["loss"] is not None:
-        made, given = plain(conversion.path), plain(conversion.source)
-        page.print(f"Next: surgery heal {made} --teacher {given}", soft_wrap=True)
-        page.print(f"      surgery eval {made} --baseline {given}", soft_wrap=True)
-
-
-def _verdict(report: dict) -> str:
-    """What a conversion cost, in a sentence."""
-    first, last, kept = report["ladder"][0], report["ladder"][-1], share(report["kv"]["ratio"])
-    if first["loss"] is None:
-        return f"{kept} of the KV bytes; what that cost was not measured"
-    lost = last["loss"] - first["loss"]
-    recall = f", recall {decimal(first['recall'], 2)} → {decimal(last['recall'], 2)}" if first["recall"] else ""
-    predicted = report["target"].get("predicted")
-    planned = f"; the plan expected {predicted['loss_increase']:+.4f}" if predicted else ""
-    return (
-        f"{kept} of the KV bytes for {lost:+.4f} nats per token (perplexity {math.expm1(lost):+.1%}){recall}{planned}"
-    )
+    page.print(f"[bold]{plain(conversion.path)}[/bold]: {plain(of_conversion(report))}", soft_wrap=True)
+    if address:
+        page.print(f"pushed to {plain(address)}", soft_wrap=True)
+    made, given = conversion.path, conversion.source
+    after = [f"surgery heal {made} --teacher {given}"] if first["loss"] is not None else []
+    show_next(page, [f"surgery eval {made} --baseline {given}", *after, f"surgery doctor {made}"])
 
 
 def _numbers(kv: dict, target: dict) -> list[tuple[str, str, str]]:
@@ -132,6 +119,9 @@ def show_plan(plan, *, as_json: bool = False) -> None:
         f"calibration: {tokens['calibration']} sequences of {tokens['length']} tokens; held out: {tokens['held_out']}"
         f" and {tokens['recall_prompts']} recall prompts. Memory and time are estimates."
     )
+    kept, where = share(kv["ratio"]), where_it_loads(plan.target["engines"])
+    page.print(f"[bold]{plain(plan.out)}[/bold] would keep {kept} of the KV bytes; {plain(where)}", soft_wrap=True)
+    show_next(page, ["the same command without --dry-run"])
 
 
 def show_doctor(diagnosis, *, as_json: bool = False) -> None:
@@ -189,9 +179,12 @@ def show_demo(demo, *, as_json: bool = False) -> None:
         page.print(f"[bold]{name}[/bold] writes:")
         page.print(f"[dim]{plain(demo.prompt)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
     page.print(f"{duration(demo.seconds)}; the converted model is in {plain(demo.path)}", soft_wrap=True)
-    page.print("Next: surgery inspect CKPT/              what a model of yours caches, and what it can become")
-    page.print("      surgery convert --to mla CKPT/     converts it; --dry-run says first what that takes")
-    page.print("      surgery eval NEW/ --baseline CKPT/ measures the two beside each other and beside cheap baselines")
+    commands = (
+        "surgery inspect CKPT/              what a model of yours caches, and what it can become",
+        "surgery convert --to mla CKPT/     converts it; --dry-run says first what that takes",
+        "surgery eval NEW/ --baseline CKPT/ measures the two beside each other and beside cheap baselines",
+    )
+    show_next(page, commands)
 
 
 def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False) -> None:
@@ -218,13 +211,16 @@ def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False)
     page.print(
         f"measured in {settings['dtype']} on {settings['device']}, seed {settings['seed']}; "
         + (
-            "differences to the baseline with 95% intervals of a paired bootstrap"
+            "differences to the baseline; with more than one sample, 95% intervals of a paired bootstrap"
             if report["baseline"]
             else "no baseline"
         )
     )
+    for line in of_evaluation(report):
+        page.print(f"[bold]{plain(line)}[/bold]", soft_wrap=True)
     for path in written:
         page.print(plain(path), soft_wrap=True)
+    show_next(page, [f"open {path} in a browser" for path in written if path.suffix == ".html"][:1])
 
 
 def _show_ladder(page: Console, ladder: list[dict]) -> None:

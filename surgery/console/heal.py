@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from surgery.common.human import count, decimal, duration, share, size
 from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.console.verdicts import of_healing, show_next
 
 
 def show_healed(healed, *, as_json: bool = False) -> None:
@@ -29,7 +30,9 @@ def show_healed(healed, *, as_json: bool = False) -> None:
     )
     if healing["tracker_failed"]:
         page.print(f"the tracker failed at {plain(healing['tracker_failed'])}; heal.jsonl has everything")
-    page.print(f"[bold]{plain(healed.path)}[/bold]", soft_wrap=True)
+    verdict = of_healing(healing)
+    page.print(f"[bold]{plain(healed.path)}[/bold]{f': {plain(verdict)}' if verdict else ''}", soft_wrap=True)
+    show_next(page, [f"surgery eval {healed.path} --baseline SOURCE", f"surgery doctor {healed.path}"])
 
 
 def show_plan(plan, *, as_json: bool = False) -> None:

@@ -10,6 +10,7 @@ from surgery.common.human import count, origin, per_token, share, size
 from surgery.console.bench import show_speed
 from surgery.console.conversion import class_and_why
 from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.console.verdicts import show_next
 from surgery.engines import LOADS, LOADS_WITH, spoken
 
 
@@ -33,43 +34,68 @@ def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = Fal
     page = new_page()
     named = origin(inspection.name, inspection.architecture.get("dequantised_from"))
     page.print(f"\n[bold]{plain(named)}[/bold]")
-    page.print(make_table(["", ""], _facts(inspection), header=False))
-    kv = inspection.kv
-    rows = [(f"{context // 1024}k tokens", size(held)) for context, held in kv["bytes_at"].items()]
-    page.print(make_table(["KV cache", ""], [("per token", per_token(kv["bytes_per_token"])), *rows], right=(1,)))
-    show_speed(page, inspection.speed, inspection.gpu)
+    page.print(make_table(["", ""], [*_facts(inspection), ("KV cache", _cache(inspection))], header=False))
+    if verbose or not inspection.targets:
+        show_speed(page, inspection.speed, inspection.gpu)
     if inspection.targets:
-        _show_targets(page, inspection.targets)
+        _show_targets(page, inspection)
         if verbose:
             _show_targets_whole(page, inspection.targets)
         else:
-            page.print("[dim]reasons, commands of engines and times: --verbose[/dim]\n")
+            page.print("[dim]reasons, commands of engines and times: --verbose[/dim]")
     if inspection.spectra is not None:
         _show_spectra(page, inspection.spectra)
         page.print(f"drawn in {plain(drawn)}", soft_wrap=True)
     if any(target["applies"] for target in inspection.targets):
-        page.print(
-            "Next: surgery plan CKPT --memory 8GiB --context 32k --batch 16   [dim]what loses least in a memory[/dim]",
-            soft_wrap=True,
+        commands = (
+            "surgery plan CKPT --memory 8GiB --context 32k --batch 16   what loses least in a memory",
+            "surgery convert CKPT --to ... --dry-run                    what one of them takes",
         )
+        show_next(page, commands)
 
 
-def _show_targets(page: Console, targets: list[dict]) -> None:
-    """One line a target: its bytes, its class, who loads it, what decoding gains at the longest context."""
-    rows = []
-    for target in targets:
+def _cache(inspection) -> str:
+    """Bytes of a token, and of a sequence at the lengths that the model takes."""
+    kv, limit = inspection.kv, inspection.architecture["max_positions"]
+    at = [f"{size(held)} at {length // 1024}k" for length, held in kv["bytes_at"].items() if length <= limit]
+    return f"{per_token(kv['bytes_per_token'])} per token" + (f"; {', '.join(at)} tokens" if at else "")
+
+
+def _show_targets(page: Console, inspection) -> None:
+    """One line a target: its bytes, its class, who loads it, what decoding gains at the longest context it takes."""
+    rows, smallest, refused = [], {}, []
+    limit = inspection.architecture["max_positions"]
+    length = max((row["context"] for row in inspection.speed if row["context"] <= limit), default=None)
+    for target in inspection.targets:
         name = target["command"].removeprefix("surgery convert ")
         if not target["applies"]:
-            rows.append((name, "-", "-", plain("; ".join(target["reasons"])), "-"))
+            refused.append(f"{name}: does not apply, {'; '.join(target['reasons'])}")
             continue
         held = f"{per_token(target['kv_bytes_per_token'])}, {share(target['kv_ratio'])}"
         loads = [engine for engine, row in target["engines"].items() if row["status"] in (LOADS, LOADS_WITH)]
-        gain = target["speed"][-1]["speedup"] if target["speed"] else None
-        rows.append((name, held, target["class"], ", ".join(loads) or "-", f"{gain:.1f}×" if gain else "-"))
-    longest = next((target["speed"][-1]["context"] for target in targets if target["speed"]), None)
-    attention = f"attention at {longest // 1024}k" if longest else "attention"
+        for engine in loads:
+            least = smallest.setdefault(engine, target)
+            if target["kv_ratio"] < least["kv_ratio"]:
+                smallest[engine] = target
+        gain = next((row["speedup"] for row in reversed(target["speed"]) if row["context"] == length), None)
+        row = (name, held, target["class"], ", ".join(loads) or "-")
+        rows.append((*row, f"{gain:.1f}×" if gain else "-") if length else row)
+    columns = ["", "KV cache per token", "class", "ran in, on CPUs"]
     page.print("what it can become (surgery convert ...)")
-    page.print(make_table(["", "KV cache per token", "class", "ran in, on CPUs", attention], rows, right=(4,)))
+    page.print(make_table([*columns, *([f"attention at {length // 1024}k"] if length else [])], rows, right=(4,)))
+    for line in refused:
+        page.print(f"[dim]{plain(line)}[/dim]", soft_wrap=True)
+    if length:
+        page.print(
+            f"[dim]attention: of a decoding step at the largest batch that fits {plain(inspection.gpu['name'])}, not "
+            "timed but predicted from bytes and FLOPs, with this package's kernels[/dim]",
+            soft_wrap=True,
+        )
+    least = [
+        f"in {engine} {target['command'].removeprefix('surgery convert ')} ({share(target['kv_ratio'])})"
+        for engine, target in smallest.items()
+    ]
+    page.print(f"smallest cache here: {plain('; '.join(least))}", soft_wrap=True)
 
 
 def _show_targets_whole(page: Console, targets: list[dict]) -> None:

@@ -41,7 +41,7 @@ class EvalSettings(FileSettings):
         "installed packages say of themselves, the source of torch and transformers, the first model's own "
         "conversations. Or .txt, .jsonl, .json or .parquet files, names of datasets (name or name:config:split).",
         section="Data",
-        metavar="FILE|DATASET|prose|code|chat|builtin",
+        metavar="FILE|DATASET|NAME",
         old=("--text", "--calibration"),
         repeated=True,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.hub import download
 from surgery.checkpoint.named_models import BUILTIN, SMOLLM2, demo_model, smollm2
 from surgery.common.errors import SurgeryError
 from surgery.reporting.report import previous_report
@@ -26,7 +27,7 @@ def find_source(converted: CheckpointReader) -> Path:
     if not sources:
         raise SurgeryError(f"{converted.path}: no report says what it was made from; name a teacher")
     for source in reversed(sources):
-        for place in _places(converted.source, source["path"]):
+        for place in _places(converted.source, source):
             if CheckpointReader.open(place).fingerprint() == source["sha256"]:
                 return place
     named = " or ".join(f"{source['path']} (sha256 {source['sha256'][:12]}...)" for source in reversed(sources))
@@ -43,14 +44,17 @@ def _reports(folder: Path) -> Iterator[dict[str, Any]]:
         report = report.get("previous")
 
 
-def _places(converted: Path, name: str) -> Iterator[Path]:
-    """Where a source of that name may be; only what is there."""
-    shipped = demo_model()
+def _places(converted: Path, source: dict[str, Any]) -> Iterator[Path]:
+    """Where a source of that name may be; only what is there, or on the hub."""
+    name, shipped = source["path"], demo_model()
     candidates = [converted.absolute().parent / name, Path(name).absolute()]
     candidates += [shipped] if name in (BUILTIN, shipped.name) else []
     if name.endswith(".gguf") or name == SMOLLM2:
         with suppress(SurgeryError):  # where it is not installed
             candidates.append(smollm2())
+    if "hub" in source:
+        with suppress(SurgeryError):  # where it is not reachable
+            candidates.append(download(source["hub"], revision=source["revision"], allow_pickle=False))
     for place in dict.fromkeys(candidates):
         if place.exists() and place.resolve() != converted.resolve():
             yield place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from surgery.common.human import loss_of_stage, origin
 from surgery.engines import spoken
+from surgery.reporting.front_matter import front_matter
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts, stages
 
 LOADING = {
@@ -26,24 +27,17 @@ model = LLM("{name}", trust_remote_code=True)""",
 }
 
 
-def model_card(report, name: str) -> str:
+def model_card(report, name: str, *, base_model: str | None = None, inherited: dict | None = None) -> str:
     """README.md of a converted checkpoint."""
     source, target, kv = report.source, report.target, report.kv
     measured = kv["measured_bytes_per_token"]
     called = target.get("called", target["to"])
     engines = "\n".join(f"| {engine} | {said} |" for engine, said in spoken(target["engines"]).items())
-    return f"""---
-library_name: transformers
-base_model: {source["path"]}
-tags:
-- model-surgery
-- {target["to"]}
-- kv-cache-compression
----
-
+    made_from = base_model or source.get("hub") or source["path"]
+    return f"""{front_matter(report, name, base_model=base_model, inherited=inherited)}
 # {name}
 
-{origin(source["path"], source.get("dequantised_from"))} with its attention rewritten to {called} by
+{origin(made_from, source.get("dequantised_from"))} with its attention rewritten to {called} by
 model-surgery {report.to_dict()["surgery_version"]}. {_training(report.healing)}
 
 | | source | this model |

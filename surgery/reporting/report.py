@@ -14,6 +14,7 @@ import torch
 
 from surgery.calibration.held_out import Score
 from surgery.checkpoint.carry_over import REPORT
+from surgery.checkpoint.hub import id_of_snapshot
 from surgery.families.base import head_shape
 from surgery.version import __version__
 
@@ -26,7 +27,8 @@ class Report:
     """Everything worth knowing of one conversion; plain values only.
 
     Attributes:
-        source: where it came from, its content hash, shape and dtype, and what its weights were dequantised from.
+        source: where it came from (a name; of the hub also its id and revision), its content hash, shape and dtype, and
+            what its weights were dequantised from.
         target: the structure, the class that carries it and why, and which engines load it.
         kv: bytes per token of the source, predicted and measured of the result; of hybrid models also the most that
             keys and values took, as a share of the source's, and the share of full attention that was computed.
@@ -55,11 +57,11 @@ class Report:
     def to_dict(self) -> dict:
         return {"schema": SCHEMA, "surgery_version": __version__, **asdict(self)}
 
-    def card(self, name: str) -> str:
-        """The model card."""
+    def card(self, name: str, *, base_model: str | None = None, inherited: dict | None = None) -> str:
+        """The model card; of what is its head, :func:`surgery.reporting.front_matter.front_matter`."""
         from surgery.reporting.card import model_card
 
-        return model_card(self, name)
+        return model_card(self, name, base_model=base_model, inherited=inherited)
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def build_report(
     reader = opened.reader
     with progress.phase("hash the source", sum(reader.info(n).nbytes for n in reader.names()), "B") as advance:
         fingerprint = reader.fingerprint(advance)
-    shape = shape or SourceShape.of(opened)
+    shape, hub = shape or SourceShape.of(opened), id_of_snapshot(reader.source)
     source_bytes = shape.kv_bytes_per_token
     target = dict(target)
     predicted = target.pop("bytes_per_token")
@@ -126,7 +128,8 @@ def build_report(
     ladder.append({"stage": "reloaded", **asdict(verification.score)})
     return Report(
         source={
-            "path": reader.source.name,
+            "path": hub[0].partition("/")[2] if hub else reader.source.name,
+            **({"hub": hub[0], "revision": hub[1]} if hub else {}),
             "dequantised_from": reader.dequantised_from,
             "sha256": fingerprint,
             "model_type": reader.config["model_type"],

@@ -85,6 +85,18 @@ class Finished:
     written: list[Path] = field(default_factory=list)
 
 
+def checked_recipe(path: Path) -> tuple[Recipe, list[Action]]:
+    """A recipe and what its steps do, with all settings and names checked: a slip in the last must not cost an hour.
+
+    Raises:
+        SurgeryError: one of them is wrong.
+    """
+    recipe = Recipe.read(path)
+    ready = [VERBS[step.verb](step, f"{path}, step {step.name}") for step in recipe.steps]
+    check_names(path, recipe.steps)
+    return recipe, ready
+
+
 def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
     """Runs all steps.
 
@@ -94,12 +106,9 @@ def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
     Raises:
         SurgeryError: the recipe is wrong (before anything runs), or a step's own.
     """
-    recipe = Recipe.read(path)
+    recipe, ready = checked_recipe(path)
     work = work or Path(recipe.name)
     finished = Finished()
-    # All settings are checked first: a typing error in the last step should not cost an hour.
-    ready = [VERBS[step.verb](step, f"{path}, step {step.name}") for step in recipe.steps]
-    check_names(path, recipe.steps)
 
     from surgery.running.processes import Processes
 

@@ -1,0 +1,60 @@
+"""``surgery push``: a converted checkpoint on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.cli.options import JsonOption
+
+HUB = "Hub"
+
+PublicOption = Annotated[
+    bool, typer.Option("--public", help="Everybody may see it; otherwise only you.", rich_help_panel=HUB)
+]
+BaseModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--base-model", metavar="ORG/NAME", help="The source on the hub, if it was a folder.", rich_help_panel=HUB
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command()(push)
+
+
+def push(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="Folder of a conversion, a slice or a healing.")],
+    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the hub; made if there is none.")],
+    public: PublicOption = False,
+    base_model: BaseModelOption = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what the repository holds.", rich_help_panel=HUB)
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Upload a converted checkpoint with its card: source, tags, measurements. Private unless --public.
+
+    Examples:
+
+        surgery push ckpt-mla/ me/ckpt-mla
+
+        surgery push ckpt-mla-healed/ me/ckpt-mla --public --base-model org/ckpt
+    """
+    from surgery.checkpoint.location import find_local
+    from surgery.common.errors import SurgeryError
+
+    if find_local(str(checkpoint)) is None:
+        raise SurgeryError(f"{checkpoint}: no such folder")
+
+    from surgery.console.page import new_page, plain, print_json
+    from surgery.reporting.publish import Publication
+
+    publication = Publication(repo, public=public, base_model=base_model, overwrite=overwrite)
+    publication.check()
+    address = publication.push(checkpoint.expanduser())
+    print_json({"repo": repo, "url": address}) if as_json else new_page().print(plain(address), soft_wrap=True)

@@ -1,0 +1,64 @@
+"""What the hub reads of a model card: its YAML head, with measurements as a model-index.
+
+https://huggingface.co/docs/hub/model-cards, section on metadata; `model-index` as huggingface_hub reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from surgery.checkpoint.carry_over import SOURCE_CARD
+
+HERITABLE = ("license", "license_name", "license_link", "language")
+"""What a source's card says that holds for what is made of it."""
+
+
+def front_matter(report, name: str, *, base_model: str | None = None, inherited: dict[str, Any] | None = None) -> str:
+    """The head of a card with its two lines of dashes; every value is quoted as YAML wants it.
+
+    Args:
+        base_model: hub id of the source, where the report does not know it.
+        inherited: of the source's own card (:func:`of_source`).
+    """
+    base_model = base_model or report.source.get("hub")
+    head = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        # The hub takes ids only.
+        **({"base_model": base_model} if base_model else {}),
+        **(inherited or {}),
+        "tags": ["model-surgery", report.target["to"], "kv-cache-compression"],
+        "model-index": [{"name": name, "results": _results(report)}],
+    }
+    return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n"
+
+
+def of_source(folder: Path) -> dict[str, Any]:
+    """What a checkpoint inherits from its source's card, which lies beside it."""
+    try:
+        head = (folder / SOURCE_CARD).read_text(encoding="utf-8").split("---\n")[1]
+        found = yaml.safe_load(head)
+    except (OSError, UnicodeDecodeError, IndexError, yaml.YAMLError):
+        return {}
+    return {name: found[name] for name in HERITABLE if name in found} if isinstance(found, dict) else {}
+
+
+def _results(report) -> list[dict[str, Any]]:
+    """The last measurements: after healing, if that was measured, else of the conversion."""
+    last, text = report.ladder[-1], f"held-out calibration text ({report.calibration.get('source')})"
+    quality = {row["name"]: row for row in (report.healing or {}).get("quality") or []}
+    if "healed" in quality:
+        last, text = quality["healed"], "held-out text"
+    metrics = [{"type": "kv_cache_ratio", "name": "KV bytes, share of the source's", "value": report.kv["ratio"]}]
+    if last["loss"] is not None:
+        metrics.append({"type": "loss", "name": "loss, nats per token", "value": last["loss"]})
+        metrics.append({"type": "perplexity", "name": "perplexity", "value": math.exp(last["loss"])})
+    if last["recall"] is not None:
+        metrics.append({"type": "recall", "name": "recall of planted keys", "value": last["recall"]})
+    rounded = [{**metric, "value": round(metric["value"], 6)} for metric in metrics]
+    task = {"type": "text-generation", "name": "Text generation"}
+    return [{"task": task, "dataset": {"type": "text", "name": text}, "metrics": rounded}]

@@ -1,0 +1,142 @@
+"""What people install: sdist and wheel, built as a release builds them and tried away from the repository."""
+
+import importlib.util
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from surgery.eval.report.document import read_report
+from surgery.version import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("release", ROOT / "tools" / "release.py")
+release = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(release)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The files of a commit of everything that is here: sdist and wheel."""
+    tree = tmp_path_factory.mktemp("package") / "tree"
+    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if names.returncode:
+        pytest.skip("not a git checkout")
+    for name in names.stdout.splitlines():
+        source, copy = ROOT / name, tree / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            copy.symlink_to(source.readlink())
+        elif source.exists():
+            shutil.copy(source, copy)
+    return release.build(tree, tree.parent / "dist")
+
+
+def test_the_wheel_holds_two_packages_and_their_data(built):
+    held = set(zipfile.ZipFile(built[1]).namelist())
+    assert {name.split("/")[0] for name in held if ".dist-info/" not in name} == {"surgery", "surgery_vllm"}
+    (entry_points,) = (name for name in held if name.endswith(".dist-info/entry_points.txt"))
+    assert "[vllm.general_plugins]" in zipfile.ZipFile(built[1]).read(entry_points).decode()
+    for name in (
+        "surgery/kernels/mla_decode/reference.py",
+        "surgery/kernels/mla_decode/kernel.py",
+        "surgery/eval/recall.py",
+        "surgery/configs/mla.yaml",
+        "surgery/configs/accelerate/fsdp2.yaml",
+        "surgery/training/heal.py",
+        "surgery/configs/mla-everywhere.yaml",
+        "surgery/recipes/testbed-report.yaml",
+        "surgery/configs/eval.yaml",
+        "surgery/eval/report/page.css",
+        "surgery/model/modeling_surgery.py",
+        "surgery_vllm/model.py",
+        "surgery/assets/demo-model/model.safetensors",
+        "surgery/assets/heldout-stdlib.txt",
+    ):
+        assert name in held, name
+
+
+def test_the_sdist_has_what_the_wheel_has(built):
+    """The wheel was built from it; a wheel of the repository itself holds the same."""
+    with tarfile.open(built[0]) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml", "surgery/eval/report/page.css"} <= held
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_away_from_the_repository(built, tmp_path):
+    said = release.try_wheel(built[1], tmp_path)
+    assert said["--version"].strip() == __version__
+    assert "Usage: surgery" in said["--help"]
+    assert "what it can become" in said["inspect builtin"] and "smallest cache" in said["inspect builtin"]
+    assert "testbed-mla" in said["recipes"] and "mla-everywhere" in said["configs"]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A repository that could be released, as far as versions say."""
+    (tmp_path / "surgery").mkdir()
+    (tmp_path / "surgery" / "version.py").write_text('__version__ = "1.2.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.0 (2030-01-31)\n\n- New.\n\n## 1.1.0 (2029-01-31)\n")
+    (tmp_path / "CITATION.cff").write_text("cff-version: 1.2.0\nversion: 1.2.0\n")
+    return tmp_path
+
+
+def test_versions_must_agree(tree):
+    assert release.check_versions(tree) == "1.2.0"
+    for name, old, new, told in (
+        ("CHANGELOG.md", "1.2.0 (2030-01-31)", "1.2.0 (unreleased)", "write the date"),
+        ("CHANGELOG.md", "## 1.2.0", "## 1.3.0", "begins with 1.3.0"),
+        ("CITATION.cff", "version: 1.2.0\n", "version: 1.1.0\n", "CITATION.cff says 1.1.0"),
+    ):
+        whole = (tree / name).read_text()
+        (tree / name).write_text(whole[::-1].replace(old[::-1], new[::-1], 1)[::-1])
+        with pytest.raises(release.NotReady, match=told):
+            release.check_versions(tree)
+        (tree / name).write_text(whole)
+
+
+def test_the_tree_must_be_committed_and_not_tagged(tree):
+    def git(*arguments):
+        person = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *person, *arguments], cwd=tree, check=True, capture_output=True)
+
+    git("init")
+    with pytest.raises(release.NotReady, match="not committed"):
+        release.check_repository("1.2.0", tree)
+    git("add", "-A")
+    git("commit", "-m", "a")
+    release.check_repository("1.2.0", tree)
+    git("tag", "v1.2.0")
+    with pytest.raises(release.NotReady, match="tagged already"):
+        release.check_repository("1.2.0", tree)
+
+
+def test_this_version_stands_on_top_of_the_changelog():
+    newest = release._found(ROOT / "CHANGELOG.md", r"^## (.+)$")
+    assert newest.split()[0] == __version__
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+
+
+def test_the_size_that_is_claimed_is_one_of_reports():
+    ratios = [
+        row["kv"]["ratio"]
+        for path in (ROOT / "docs").glob("**/report.json")
+        for row in read_report(path.parent)["rows"]
+        if row["role"] == "checkpoint"
+    ]
+    claimed = release._found(ROOT / "pyproject.toml", r"becomes 2-(\d+)x smaller")
+    assert int(claimed) <= 1 / min(ratios) < int(claimed) + 1
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.name
+)
+def test_issue_templates_are_forms(path):
+    form = yaml.safe_load(path.read_text())
+    if path.stem != "config":
+        assert form["name"] and form["description"] and all(each["attributes"]["label"] for each in form["body"])

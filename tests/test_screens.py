@@ -1,0 +1,170 @@
+"""Screens as people meet them: help that fits eighty columns, suggestions, silence, and a verdict at the end."""
+
+import math
+from pathlib import Path
+
+import pytest
+import typer
+from command_line import run_main
+from tiny_models import make_checkpoint, random_model
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from surgery.cli import program as cli
+from surgery.common.progress import Progress
+from surgery.console import verdicts
+from surgery.console.inspection import show_inspection
+from surgery.console.recipe import show_made
+from surgery.eval.report.document import read_report
+from surgery.inspection.inspect import inspect_checkpoint
+from surgery.reporting.report import previous_report
+from surgery.workflow.recipe import Finished
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1", "--fit-steps", "0"]
+
+
+def verbs(command, path=()):
+    """Every verb of the command line by its words."""
+    if not hasattr(command, "commands"):
+        return {path: command}
+    return {k: v for name, each in command.commands.items() for k, v in verbs(each, (*path, name)).items()}
+
+
+VERBS = verbs(typer.main.get_command(cli.app))
+
+
+@pytest.fixture
+def at_eighty_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+
+
+@pytest.fixture
+def loud():
+    """--quiet is for a whole process."""
+    yield
+    Progress.quiet = False
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("screens") / "source", "llama")
+
+
+@pytest.mark.parametrize("path", VERBS, ids=" ".join)
+def test_no_name_is_broken_and_no_flag_has_a_type(path, at_eighty_columns):
+    shown = CliRunner().invoke(cli.app, [*path, "--help"]).output
+    words = set(shown.replace(",", " ").split())
+    for each in VERBS[path].params:
+        if not getattr(each, "hidden", False) and each.param_type_name == "option":
+            assert next(flag for flag in each.opts if flag.startswith("--")) in words
+            assert each.is_flag or (each.metavar and set(each.metavar.replace(",", " ").split()) <= words), each.opts
+    assert "<bool>" not in shown and "--quiet" in shown
+
+
+def test_what_is_not_shown_of_a_flag_still_works(tmp_path, monkeypatch, capsys):
+    for flags in (["--no-hadamard"], ["--qk-rope-head-dim", "16"]):
+        code, _, told = run_main(monkeypatch, capsys, "convert", tmp_path / "absent", *flags)
+        assert code == 1 and "no such folder" in told
+
+
+@pytest.mark.parametrize(("group", "wrong", "right"), [("heads", "scroe", "score"), ("bench", "convret", "convert")])
+def test_verbs_of_groups_are_suggested(group, wrong, right, monkeypatch, capsys):
+    code, _, told = run_main(monkeypatch, capsys, group, wrong, "builtin")
+    assert code == 2 and f"Did you mean '{right}'?" in told
+
+
+def test_a_folder_called_nearly_as_a_verb_is_a_checkpoint(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scores").mkdir()
+    code, _, told = run_main(monkeypatch, capsys, "heads", "scores")
+    assert code == 1 and "no config.json" in told
+
+
+def test_completion_is_offered(monkeypatch):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    shown = CliRunner().invoke(cli.app, ["--show-completion", "bash"])
+    assert shown.exit_code == 0 and "complete -o default" in shown.output
+
+
+def test_quiet_leaves_the_verdict_only(source, tmp_path, monkeypatch, capsys, loud):
+    code, shown, told = run_main(monkeypatch, capsys, "convert", source, "--out", tmp_path / "a", *QUICK, "--quiet")
+    assert (code, told) == (0, "")
+    report = previous_report(tmp_path / "a")
+    lost = report["ladder"][-1]["loss"] - report["ladder"][0]["loss"]
+    lines = shown.splitlines()
+    verdict = next(line for line in lines if line.startswith(f"{tmp_path / 'a'}: "))
+    assert f"25.0% of the KV bytes for {lost:+.4f} nats per token (perplexity {math.expm1(lost):+.1%})" in verdict
+    assert "loads in transformers" in verdict
+    assert lines[-3] == f"Next: surgery eval {tmp_path / 'a'} --baseline {source}"
+    show_made(Finished(checkpoints={"a": tmp_path / "a"}))
+    assert f"a: 25.0% of the KV bytes for {lost:+.4f}" in capsys.readouterr().out
+
+
+def test_a_dry_run_ends_in_what_would_be_kept(source, tmp_path, monkeypatch, capsys):
+    code, shown, _ = run_main(
+        monkeypatch, capsys, "convert", source, "--to", "gqa", "--dry-run", "--calibration", "none"
+    )
+    assert code == 0
+    assert "would keep 50.0% of the KV bytes; loads in transformers" in shown
+    assert shown.splitlines()[-1] == "Next: the same command without --dry-run"
+
+
+def test_a_recipe_is_listed_without_running(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, shown, _ = run_main(monkeypatch, capsys, "run", "testbed-mla", "--dry-run")
+    assert code == 0 and "mla-8-healed" in shown and not list(tmp_path.iterdir())
+    (tmp_path / "wrong.yaml").write_text("steps:\n- convert: {name: a, source: builtin, kv_ration: 0.5}\n")
+    code, _, told = run_main(monkeypatch, capsys, "run", "wrong.yaml", "--dry-run")
+    assert code == 1 and "did you mean kv_ratio" in told
+
+
+def test_an_evaluation_is_told_in_words_beside_the_best_cheap_baseline():
+    report = read_report(ROOT / "docs" / "testbed")
+    told = {line.partition(":")[0]: line for line in verdicts.of_evaluation(report)}
+    rows = {row["name"]: row for row in report["rows"]}
+    assert set(told) == {name for name, row in rows.items() if row["role"] == "checkpoint"}
+    for name, line in told.items():
+        cheap = line.partition("; ")[2].partition(",")[0]
+        if not cheap:
+            continue
+        lost = rows[cheap]["comparison"]["loss"]["difference"]
+        assert rows[cheap]["kv"]["ratio"] <= rows[name]["kv"]["ratio"]
+        for other in rows.values():
+            if other["role"] == "variant" and other["kv"]["ratio"] <= rows[name]["kv"]["ratio"]:
+                assert lost <= other["comparison"]["loss"]["difference"]
+    assert any("; " in line for line in told.values())
+
+
+def test_a_healing_is_told_against_what_it_began_with_and_the_source():
+    row = {"recall": 0.5}
+    table = [
+        {"name": name, "loss": loss, **row} for name, loss in (("source", 2.0), ("converted", 2.5), ("healed", 2.1))
+    ]
+    told = verdicts.of_healing({"table": table})
+    assert told.startswith("healing changed -0.4000 nats per token (perplexity -33.0%), recall 0.50 → 0.50")
+    assert told.endswith("now +0.1000 nats per token (perplexity +10.5%) from the source")
+    assert verdicts.of_healing({"table": []}) is None
+
+
+def test_an_inspection_is_one_screen(tmp_path, capsys):
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=64,
+        max_position_embeddings=65536,
+    )
+    random_model(config).save_pretrained(tmp_path)
+    inspection = inspect_checkpoint(tmp_path)
+    show_inspection(inspection)
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 34
+    assert "32.0 MiB at 8k, 128.0 MiB at 32k tokens" in shown and "attention at 32k" in shown and "128k" not in shown
+    assert "smallest cache here: in transformers --to hybrid" in shown and "not timed but predicted" in shown
+    show_inspection(inspection, verbose=True)
+    assert len(capsys.readouterr().out.splitlines()) > 60

@@ -1,0 +1,154 @@
+"""Makes a release: checks that all files name one version, builds sdist and wheel, and tries the wheel away from here.
+
+    python tools/release.py            # checks, builds into dist/, tries; says what is left to do by hand
+    python tools/release.py --check    # checks only
+
+The wheel is built from the unpacked sdist, so that what people install by either is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import venv
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).resolve().parent.parent
+TRIED = (["--help"], ["--version"], ["inspect", "builtin"], ["recipes"], ["configs"])
+BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+
+
+class NotReady(Exception):
+    """What keeps a release from being made, in one line."""
+
+
+def check_versions(root: Path = ROOT) -> str:
+    """The version that surgery/version.py, CHANGELOG.md and CITATION.cff all name, and that has a date.
+
+    Raises:
+        NotReady: one of them says something else.
+    """
+    version = _found(root / "surgery" / "version.py", r'__version__ = "([^"]+)"')
+    newest = _found(root / "CHANGELOG.md", r"^## (.+)$")
+    named, _, dated = newest.partition(" ")
+    if named != version:
+        raise NotReady(f"CHANGELOG.md begins with {named}, surgery/version.py says {version}")
+    if not re.fullmatch(r"\(\d{4}-\d{2}-\d{2}\)", dated):
+        raise NotReady(f"CHANGELOG.md: write the date of {version}, as in `## {version} (2026-01-31)`, not {dated!r}")
+    cited = _found(root / "CITATION.cff", r"^version: (.+)$")
+    if cited != version:
+        raise NotReady(f"CITATION.cff says {cited}, surgery/version.py {version}")
+    return version
+
+
+def check_repository(version: str, root: Path = ROOT) -> None:
+    """Nothing uncommitted, and no tag of that version.
+
+    Raises:
+        NotReady: there is.
+    """
+    if _git(root, "status", "--porcelain"):
+        raise NotReady("there are changes that are not committed")
+    if _git(root, "tag", "--list", f"v{version}"):
+        raise NotReady(f"v{version} is tagged already: raise surgery/version.py and begin CHANGELOG.md anew")
+
+
+def build(root: Path, out: Path) -> tuple[Path, Path]:
+    """Builds the sdist of a tree, and the wheel of what is in it.
+
+    Returns:
+        Both files, in ``out``.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    sdist = out / _built(root, "build_sdist", out)
+    with TemporaryDirectory() as folder:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(folder, filter="data")
+        (tree,) = Path(folder).iterdir()
+        return sdist, out / _built(tree, "build_wheel", out)
+
+
+def try_wheel(wheel: Path, folder: Path) -> dict[str, str]:
+    """Installs a wheel into a new environment that sees this one's packages, without a network, and runs it.
+
+    Args:
+        folder: an empty one away from the repository.
+
+    Returns:
+        What each command of ``TRIED`` printed.
+
+    Raises:
+        NotReady: one of them failed, or ran other code than the wheel's.
+    """
+    venv.create(folder / "venv", with_pip=True)
+    python, here = folder / "venv" / "bin" / "python", folder / "elsewhere"
+    here.mkdir()
+    # A .pth file rather than system_site_packages, which would not see the packages of an environment like this one.
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    seen = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "packages.pth").write_text("".join(f"{path}\n" for path in seen))
+    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", wheel]
+    _run(install, here)
+    place = Path(_run([python, "-c", "import surgery; print(surgery.__file__)"], here).strip())
+    if site not in place.parents:
+        raise NotReady(f"what ran is {place}, not the wheel's")
+    surgery = folder / "venv" / "bin" / "surgery"
+    return {" ".join(arguments): _run([surgery, *arguments], here) for arguments in TRIED}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="check only")
+    asked = parser.parse_args()
+    try:
+        version = check_versions()
+        check_repository(version)
+        if asked.check:
+            print(f"{version} can be released")
+            return
+        built = build(ROOT, ROOT / "dist")
+        with TemporaryDirectory() as folder:
+            try_wheel(built[1], Path(folder))
+    except NotReady as error:
+        sys.exit(f"release: {error}")
+    print(*built, sep="\n")
+    print(f"Next: git tag v{version} && git push --tags && twine upload dist/*{version}*")
+
+
+def _found(path: Path, pattern: str) -> str:
+    match = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
+    if match is None:
+        raise NotReady(f"{path.name} names no version")
+    return match[1].strip()
+
+
+def _built(tree: Path, hook: str, out: Path) -> str:
+    """The name of the file that a hook of the build backend wrote."""
+    return _run([sys.executable, "-c", BUILD, hook, out.resolve()], tree).strip().splitlines()[-1]
+
+
+def _git(root: Path, *arguments: str) -> str:
+    return _run(["git", *arguments], root).strip()
+
+
+def _run(command: list, folder: Path) -> str:
+    done = subprocess.run(
+        [str(each) for each in command], cwd=folder, capture_output=True, text=True, env=_environment()
+    )
+    if done.returncode:
+        raise NotReady(f"{' '.join(map(str, command[:4]))} failed: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    """Without the path that would let the repository's own code be found first."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+if __name__ == "__main__":
+    main()
