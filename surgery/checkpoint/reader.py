@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.disk import disk_errors, read_json
+from surgery.checkpoint.config_file import read_config
+from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.gguf_folder import open_gguf, temporary_folder
 from surgery.checkpoint.gguf_store import GgufStore
 from surgery.checkpoint.layout import CONFIG, check_index, find_sidecars, find_weights
@@ -73,7 +74,7 @@ class CheckpointReader:
             path = locate(source, revision=revision, allow_pickle=allow_pickle)
             if files := find_gguf(path):
                 return cls._of_gguf(path, files)
-            config = read_json(path / CONFIG)
+            config = read_config(path / CONFIG)
             weights = find_weights(path, allow_pickle=allow_pickle)
             store = PickleStore(path, weights.files) if weights.pickled else SafetensorsStore(path, weights.files)
             check_index(path, weights, store.infos)

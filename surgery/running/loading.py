@@ -13,7 +13,9 @@ from surgery.common.errors import SurgeryError
 LOADING = (
     ValueError,
     OSError,
-    KeyError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
     TypeError,
     ImportError,
     AttributeError,

@@ -14,7 +14,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families import FAMILIES, Family, family_of
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.families.base import ATTENTION_PREFIX
+from surgery.families.base import ATTENTION_PREFIX, check_layers
 from surgery.running.layer_stream import LayerStream, single_layer_config
 from surgery.running.loading import load_config
 from surgery.running.processes import Processes
@@ -51,6 +51,7 @@ class Source:
         """The same of a checkpoint whose files are open."""
         family = family_of(reader.config)
         config = load_config(reader.path)
+        check_layers(config)
         for layer in range(config.num_hidden_layers):
             family.attention_names(reader, layer)
         stream = LayerStream(
