@@ -5,6 +5,7 @@ A store has ``infos``, every tensor by name in the files' order, and ``read``, w
 
 from __future__ import annotations
 
+import contextlib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,6 +90,15 @@ class PickleStore:
 def _load_pickle(path: Path) -> dict[str, Tensor]:
     """The state dict in a ``torch.save`` file; SurgeryError where it is anything else."""
     try:
+        with zipfile.ZipFile(path) if zipfile.is_zipfile(path) else contextlib.nullcontext() as archive:
+            packed = archive is not None and any(
+                entry.compress_type != zipfile.ZIP_STORED for entry in archive.filelist
+            )
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise SurgeryError(f"{path}: damaged ({error}); download it again") from None
+    if packed:  # torch.save stores plainly; what is compressed may become any number of bytes
+        raise SurgeryError(f"{path}: a compressed archive, which torch.save does not write; save it again")
+    try:
         # Files of before torch 1.6 are no zip archives and cannot be mapped; they are loaded whole.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a damaged or hostile pickle can raise anything
@@ -105,6 +115,10 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
             )
         if tensor.dtype not in NAME_OF_DTYPE or tensor.layout != torch.strided or tensor.is_meta:
             raise SurgeryError(f"{path}: {name} ({describe(tensor)}, {tensor.layout}) cannot be stored as safetensors")
+        if tensor.numel() * tensor.dtype.itemsize > tensor.untyped_storage().nbytes():
+            raise SurgeryError(
+                f"{path}: {name} ({describe(tensor)}) has more numbers than are stored; save it contiguous"
+            )
     return {name: tensor.detach() for name, tensor in state.items()}
 
 
