@@ -32,21 +32,21 @@ def read_config(path: Path) -> dict[str, Any]:
             none.
     """
     config = read_json(path)
-    _check(config, str(path))
+    check_sizes(config, str(path))
     if not isinstance(config.get("model_type"), str | None):
         raise SurgeryError(f"{path}: model_type is not a name; repair it or download it again")
     return config
 
 
-def _check(config: dict[str, Any], where: str) -> None:
+def check_sizes(config: dict[str, Any], where: str) -> None:
+    """Raises SurgeryError where a config, or one within it, claims an impossible size."""
     for name, value in config.items():
         limit = LIMITS.get(name)
         if limit is not None:
             for each in value if isinstance(value, list) else [] if value is None else [value]:  # some have one a layer
                 if type(each) is not int or not 1 <= each <= limit:
-                    said = repr(each)[:80]
-                    raise SurgeryError(f"{where}: {name} must be a whole number from 1 to {limit:,}, not {said}")
+                    raise SurgeryError(f"{where}: {name} must be a whole number from 1 to {limit:,}, not {each!r}")
         elif name in ("rope_parameters", "rope_scaling") and not isinstance(value, dict | None):
-            raise SurgeryError(f"{where}: {name} must be names with values, not {repr(value)[:80]}")
+            raise SurgeryError(f"{where}: {name} must be names with values, not {value!r}")
         elif isinstance(value, dict):
-            _check(value, f"{where}, {name}"[:300])
+            check_sizes(value, f"{where}, {name}")

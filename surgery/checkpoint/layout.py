@@ -54,7 +54,7 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
     try:
         missing = [file for file in weights.files if not (folder / file).is_file()]
     except (OSError, ValueError) as error:  # too long for a name, or text that cannot be one
-        raise SurgeryError(f"{folder}: its index names impossible files ({error})"[:300]) from None
+        raise SurgeryError(f"{folder}: its index names impossible files ({error})") from None
     if missing:
         raise SurgeryError(
             f"{folder}: {len(missing)} of {len(weights.files)} weight files missing, first {missing[0]};"

@@ -5,7 +5,6 @@ A store has ``infos``, every tensor by name in the files' order, and ``read``, w
 
 from __future__ import annotations
 
-import contextlib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,17 +89,13 @@ class PickleStore:
 def _load_pickle(path: Path) -> dict[str, Tensor]:
     """The state dict in a ``torch.save`` file; SurgeryError where it is anything else."""
     try:
-        with zipfile.ZipFile(path) if zipfile.is_zipfile(path) else contextlib.nullcontext() as archive:
-            packed = archive is not None and any(
-                entry.compress_type != zipfile.ZIP_STORED for entry in archive.filelist
-            )
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise SurgeryError(f"{path}: damaged ({error}); download it again") from None
-    if packed:  # torch.save stores plainly; what is compressed may become any number of bytes
-        raise SurgeryError(f"{path}: a compressed archive, which torch.save does not write; save it again")
-    try:
         # Files of before torch 1.6 are no zip archives and cannot be mapped; they are loaded whole.
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        archived = zipfile.is_zipfile(path)
+        if archived:
+            _check_archive(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=archived)
+    except SurgeryError:
+        raise
     except Exception as error:  # a damaged or hostile pickle can raise anything
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise SurgeryError(f"{path}: torch.load(weights_only=True) refuses it: {reason}") from error
@@ -117,9 +112,18 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
             raise SurgeryError(f"{path}: {name} ({describe(tensor)}, {tensor.layout}) cannot be stored as safetensors")
         if tensor.numel() * tensor.dtype.itemsize > tensor.untyped_storage().nbytes():
             raise SurgeryError(
-                f"{path}: {name} ({describe(tensor)}) has more numbers than are stored; save it contiguous"
+                f"{path}: {name} ({describe(tensor)}) has more numbers than are stored; save a whole copy"
             )
     return {name: tensor.detach() for name, tensor in state.items()}
+
+
+def _check_archive(path: Path) -> None:
+    """Refuses what may become more bytes than the file has: torch.save stores plainly, and everything once."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+    if not plain or sum(entry.file_size for entry in entries) > path.stat().st_size:
+        raise SurgeryError(f"{path}: a compressed archive, which torch.save does not write; save it again")
 
 
 def _add(infos: dict[str, TensorInfo], name: str, info: TensorInfo, folder: Path) -> None:

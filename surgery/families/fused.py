@@ -64,7 +64,7 @@ def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
 def _whole(config: dict[str, Any], name: str, default: int | None = None) -> int:
     value = default if config.get(name) is None else config[name]
     if type(value) is not int:
-        raise SurgeryError(f"config.json: {name} of phi3 is {value!r}, not one whole number"[:300])
+        raise SurgeryError(f"config.json: {name} of phi3 is {value!r}, not one whole number")
     return value
 
 

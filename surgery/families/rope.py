@@ -35,15 +35,15 @@ def rope_frequencies(config, head_dim: int, layer_type: str | None = None) -> tu
         parameters, of_type = parameters[layer_type], {"layer_type": layer_type}
     if not isinstance(parameters, dict) or "rope_theta" not in parameters:
         raise SurgeryError(
-            f"config.json: no single set of RoPE parameters in {parameters!r:.300}; this model is not supported"
+            f"config.json: no single set of RoPE parameters in {parameters!r}; this model is not supported"
         )
     kind = parameters.get("rope_type", "default")
     theta, part = parameters["rope_theta"], parameters.get("partial_rotary_factor", 1.0)
     if not _is_number(theta) or not _is_number(part) or theta <= 0 or not 0 < part <= 1:
-        raise SurgeryError(f"config.json: RoPE of base {theta!r:.80} over {part!r:.80} of each head is impossible")
+        raise SurgeryError(f"config.json: RoPE of base {theta!r} over {part!r} of each head is impossible")
     if kind not in STATIC_ROPE_TYPES:
         raise SurgeryError(
-            f"config.json: RoPE type {kind!r:.80} is not supported (supported: {', '.join(STATIC_ROPE_TYPES)})"
+            f"config.json: RoPE type {kind!r} is not supported (supported: {', '.join(STATIC_ROPE_TYPES)})"
         )
     rotated = int(head_dim * part)
     try:
@@ -55,7 +55,7 @@ def rope_frequencies(config, head_dim: int, layer_type: str | None = None) -> tu
     except (TypeError, LookupError, ValueError, ArithmeticError, RuntimeError):
         usable = False
     if not usable:
-        raise SurgeryError(f"config.json: RoPE of type {kind} cannot have the parameters {str(parameters)[:300]}")
+        raise SurgeryError(f"config.json: RoPE of type {kind} cannot have the parameters {parameters}")
     if 2 * len(inv_freq) != rotated:
         raise SurgeryError(f"config.json: RoPE has {len(inv_freq)} frequencies for {rotated} rotated numbers")
     return inv_freq.double(), float(factor)

@@ -77,12 +77,13 @@ def original(folder: Path, config: Any, windows: structures.Windows, number_byte
 
 
 def _structures(config: Any, said: dict[str, Any], number_bytes: float) -> list[Attention]:
-    if said["model_type"] == "surgery":
-        return structures.of_own_class(config, number_bytes)
+    own = said["model_type"] == "surgery"
     try:
-        return structures.of_stock_mla(said, number_bytes)
+        return structures.of_own_class(config, number_bytes) if own else structures.of_stock_mla(said, number_bytes)
     except KeyError as error:
-        raise SurgeryError(f"config.json of deepseek_v3 does not say {error}") from None
+        raise SurgeryError(f"config.json of {said['model_type']} does not say {error}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise SurgeryError(f"config.json of {said['model_type']} is damaged ({error})") from None
 
 
 def _architecture(reader: CheckpointReader, config: Any, layers: list[Attention], dtype: Any) -> dict[str, Any]:

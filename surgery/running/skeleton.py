@@ -23,4 +23,4 @@ def skeleton(config: dict, dtype: torch.dtype) -> SurgeryForCausalLM:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(own_model.SurgeryConfig(**fields), dtype=dtype)
     except LOADING as error:
-        raise SurgeryError(" ".join(str(error).split())[:300] or repr(error)) from None
+        raise SurgeryError(str(error) or repr(error)) from None

@@ -20,6 +20,9 @@ from surgery.running.loading import load_config
 from surgery.running.processes import Processes
 from surgery.running.unfused import unfused
 
+SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+"""What a config has to say itself: transformers would take its family's own for what is missing."""
+
 
 class RunSettings(Protocol):
     """Where layers run, and in what: names of a device, or "auto", and of a dtype."""
@@ -50,6 +53,8 @@ class Source:
     def of(cls, reader: CheckpointReader, settings: RunSettings) -> Source:
         """The same of a checkpoint whose files are open."""
         family = family_of(reader.config)
+        if missing := [name for name in SIZES if reader.config.get(name) is None]:
+            raise SurgeryError(f"{reader.path}/config.json: does not say {missing[0]}, which is not to be guessed")
         config = load_config(reader.path)
         check_layers(config)
         for layer in range(config.num_hidden_layers):
