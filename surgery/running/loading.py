@@ -24,6 +24,11 @@ LOADING = (
 )
 
 
+def is_of_loading(error: Exception) -> bool:
+    """Whether an error is of transformers' kinds, or of tokenizers, whose Rust raises plain exceptions."""
+    return isinstance(error, LOADING) or type(error) is Exception
+
+
 @contextmanager
 def loading(what: str, remedy: str = "") -> Iterator[None]:
     """Turns what transformers raises in the block, which loads ``what``, into one line.
@@ -33,7 +38,9 @@ def loading(what: str, remedy: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except LOADING as error:
+    except Exception as error:
+        if not is_of_loading(error):
+            raise
         reason = " ".join(str(error).split())[:300]
         raise SurgeryError(f"{what}: transformers cannot load it ({reason}){remedy and f'; {remedy}'}") from error
 

@@ -70,7 +70,7 @@ def look(folder):
 
 
 @given(st.data())
-@cases(100)
+@cases(25)
 def test_of_a_family(folders, data):
     folder, config = folders[data.draw(st.sampled_from(NAMES))]
     (folder / "config.json").write_text(json.dumps(data.draw(mutated(config))))
@@ -78,7 +78,7 @@ def test_of_a_family(folders, data):
 
 
 @given(st.data())
-@cases(4, most=500)
+@cases(1, most=500)
 def test_inspected(folders, data):
     folder, config = folders[data.draw(st.sampled_from(NAMES))]
     (folder / "config.json").write_text(json.dumps(data.draw(mutated(config))))
@@ -86,7 +86,7 @@ def test_inspected(folders, data):
 
 
 @given(st.data())
-@cases(20, most=2000)
+@cases(5, most=2000)
 def test_of_a_conversion(converted, data):
     folder, config = converted[data.draw(st.sampled_from(sorted(converted)))]
     (folder / "config.json").write_text(json.dumps(data.draw(mutated(config))))
@@ -94,7 +94,7 @@ def test_of_a_conversion(converted, data):
 
 
 @given(st.data())
-@cases(50)
+@cases(12)
 def test_bytes(folders, data):
     folder, config = folders["llama"]
     (folder / "config.json").write_bytes(data.draw(damaged(json.dumps(config).encode()) | st.binary(max_size=64)))

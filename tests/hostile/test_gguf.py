@@ -114,7 +114,7 @@ def test_the_file_without_changes_is_read(file):
 
 
 @given(st.dictionaries(st.sampled_from(sorted(METADATA)), VALUES, min_size=1, max_size=3), st.booleans())
-@cases(150)
+@cases(37)
 def test_metadata(file, changes, scaled):
     tensors = {name: shape for name, shape in TENSORS.items() if scaled or name != "rope_freqs.weight"}
     file.write_bytes(written(METADATA | changes, plain(tensors)))
@@ -122,7 +122,7 @@ def test_metadata(file, changes, scaled):
 
 
 @given(st.dictionaries(st.sampled_from((*TENSORS, "blk.9.x", "")), ENTRIES, min_size=1, max_size=3))
-@cases(100)
+@cases(25)
 def test_tensors(file, changes):
     file.write_bytes(written(METADATA, plain(TENSORS) | changes))
     taken_or_refused(lambda: read_all(file))
@@ -136,7 +136,7 @@ def whole(tmp_path_factory):
 
 
 @given(st.data())
-@cases(60)
+@cases(15)
 def test_bytes(file, whole, data):
     content, head = whole
     file.write_bytes(data.draw(damaged(content, head) | st.binary(max_size=64).map(lambda tail: b"GGUF" + tail)))
@@ -177,7 +177,7 @@ ODD = VALUES | LISTS.map(lambda items: (ARRAY, (STRING, items)))
 
 
 @given(st.dictionaries(st.sampled_from(sorted(TOKENIZER)), ODD, max_size=2))
-@cases(60)
+@cases(15)
 def test_tokenizers(file, tmp_path_factory, changes):
     file.write_bytes(written(METADATA | TOKENIZER | changes, plain({"token_embd.weight": (8, 16)})))
     taken_or_refused(lambda: CheckpointReader.open(file))

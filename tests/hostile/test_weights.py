@@ -49,7 +49,7 @@ def claim(**entry):
 
 
 @given(mutated(HEADER))
-@cases(200)
+@cases(50)
 @example(claim(shape=[2**30, 2**30]))
 @example(claim(shape=[2**60, 0], data_offsets=[0, 0]))
 @example(claim(shape=[10**30], data_offsets=[0, 4 * 10**30]))
@@ -63,7 +63,7 @@ def test_safetensors_headers(folder, header):
 
 
 @given(damaged(FILE, head=DATA) | damaged(FILE) | st.binary(max_size=64))
-@cases(200)
+@cases(50)
 @example((2**60).to_bytes(8, "little") + FILE[8:])
 @example((99_000_000).to_bytes(8, "little") + FILE[8:])
 @example(encoded(None)[:10] + b"[" * 100_000)
@@ -87,7 +87,7 @@ def shards(**files):
 
 
 @given(mutated(INDEX))
-@cases(200)
+@cases(50)
 @example(shards(a="../../etc/passwd"))
 @example(shards(a="/etc/passwd"))
 @example(shards(a="..\\two.safetensors"))
@@ -172,7 +172,7 @@ def pickled(folder):
 
 
 @given(st.data())
-@cases(50)
+@cases(12)
 def test_damaged_pickles(pickled, data):
     folder, content = pickled
     (folder / "pytorch_model.bin").write_bytes(data.draw(damaged(content) | damaged(pickle.dumps({"a": 1}))))
