@@ -95,7 +95,7 @@ CASES = {
     "text where a number belongs": (
         edit_config(hidden_size="wide"),
         {},
-        r"config\.json: transformers cannot load it .*hidden_size",
+        r"config\.json: hidden_size must be a whole number from 1 to 1,048,576, not 'wide'",
     ),
     "unknown tensor": (add_tensor, {}, "qkv_proj"),
     "pickle only": (pickle_only, {}, "allow-pickle"),

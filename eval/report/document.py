@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -99,13 +100,27 @@ def read_report(path: str | Path) -> Report:
         report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SurgeryError(f"{path}: {error.strerror or error}; give the report.json of surgery eval") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SurgeryError(f"{path}: not JSON ({error})") from None
     if not isinstance(report, dict) or not {"schema", "rows", "tasks", "settings", "baseline"} <= report.keys():
         raise SurgeryError(f"{path}: not a report of surgery eval")
     if report["schema"] != SCHEMA:
         raise SurgeryError(f"{path}: report of schema {report['schema']}, this version reads {SCHEMA}; evaluate again")
     return report
+
+
+@contextlib.contextmanager
+def undamaged(names: Sequence[str]) -> Iterator[None]:
+    """Says in one line that reports are damaged where the block, which merges and shows them, meets what none has.
+
+    Raises:
+        SurgeryError: a part is missing, or is of another kind.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise SurgeryError(f"{', '.join(names)}: no whole report of surgery eval ({reason}); evaluate again") from error
 
 
 def merge(reports: Sequence[Report], names: Sequence[str]) -> Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from surgery.common.human import in_markdown, one_line
 from surgery.eval.report.tables import SHARES, Report, columns
 
 
@@ -21,8 +22,8 @@ def render(report: Report) -> str:
         for column in shown:
             told = column.is_difference or column.compared in SHARES
             change = column.change_text(row) if told else None
-            cells.append(column.text(row, report) + (f" <br>{change}" if change else ""))
-        lines.append(f"| {_cell(row['name'])} | " + " | ".join(map(_cell, cells)) + " |")
+            cells.append(_cell(column.text(row, report)) + (f" <br>{_cell(change)}" if change else ""))
+        lines.append(f"| {_cell(row['name'])} | " + " | ".join(cells) + " |")
     lines += ["", *(f"- {column.title}: {column.about}." for column in shown), ""]
     baseline = report.get("baseline")
     if baseline:
@@ -34,15 +35,13 @@ def render(report: Report) -> str:
     machine = environment.get("device_name", settings["device"])
     versions = ", ".join(f"{name} {environment.get(name)}" for name in ("torch", "transformers"))
     lines += [
-        f"Quality in {settings['dtype']} on {machine}, seed {settings['seed']}, {versions}. All of it, with plots: "
-        "`report.html`; every number: `report.json`.",
+        _cell(f"Quality in {settings['dtype']} on {machine}, seed {settings['seed']}, {versions}.") + " "
+        "All of it, with plots: `report.html`; every number: `report.json`.",
         "",
-        f"    {report['command']}",
+        f"    {one_line(report['command'])}",
         "",
     ]
     return "\n".join(lines)
 
 
-def _cell(text: object) -> str:
-    """Text that cannot leave its cell."""
-    return str(text).replace("|", "\\|").replace("\n", " ")
+_cell = in_markdown

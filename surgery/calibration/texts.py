@@ -16,7 +16,7 @@ from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.calibration.text_fit import measure_fit, misfits
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.running.loading import LOADING
+from surgery.running.loading import is_of_loading
 
 if TYPE_CHECKING:
     from surgery.calibration.mixture import Conversations
@@ -172,7 +172,9 @@ def load_tokenizer(path):
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except LOADING as error:
+    except Exception as error:
+        if not is_of_loading(error):
+            raise
         reason = " ".join(str(error).split())[:200]
         raise SurgeryError(f"{path}: no usable tokenizer ({reason}); use --calibration none") from None
 

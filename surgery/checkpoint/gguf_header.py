@@ -86,6 +86,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
             metadata = dict(reader.pair() for _ in range(metadata_count))
             entries = [reader.tensor() for _ in range(tensor_count)]
             alignment = int(metadata.get(_ALIGNMENT, 32))
+            if alignment < 1:
+                raise ValueError(f"an alignment of {alignment}")
             start = math.ceil(file.tell() / alignment) * alignment
             tensors = {name: _placed(start, *entry) for name, *entry in entries}
         except EOFError:

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surgery.checkpoint.config_file import check_sizes
+from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.gguf_header import GgufHeader, GgufTensor
 from surgery.checkpoint.gguf_store import Mapped
 from surgery.common.errors import SurgeryError
@@ -119,21 +121,21 @@ class _Values:
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise SurgeryError(f"{self.path}: {key} is {value!r} in its metadata, not one positive number")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A float32, as short as it was written: 1e-05, not 9.999999747378752e-06."""
         value = self.get(key, default)
-        if not isinstance(value, (int, float)):
-            raise SurgeryError(f"{self.path}: {key} is {value!r} in its metadata, not a number")
+        if type(value) not in (int, float) or not 0 < value < 1e38:
+            raise SurgeryError(f"{self.path}: {key} is {value!r} in its metadata, not a positive number")
         return float(str(np.float32(value)))
 
 
 def _refuse_parts(values: _Values, arch: str) -> None:
     """Refuses what the mapping would drop silently."""
-    if (count := values.get("split.count", 1)) > 1:
+    if (count := values.get("split.count", 1)) not in (0, 1):
         raise SurgeryError(f"{values.path}: one of {count} parts of a model; join them (llama-gguf-split --merge)")
     if values.get(f"{arch}.expert_count", 0):
         raise SurgeryError(f"{values.path}: a mixture of experts as GGUF is not supported; give its Hugging Face files")
@@ -159,6 +161,9 @@ def _config(path: Path, values: _Values, header: GgufHeader, name: str, dtype: t
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise SurgeryError(f"{path}: has no token_embd.weight; give the file of a whole model")
+    check_sizes({"head_dim": head_dim, "num_attention_heads": heads, "hidden_size": hidden}, str(path))
+    if head_dim % 2:
+        raise SurgeryError(f"{path}: heads of {head_dim} numbers, which RoPE cannot pair")
     rope = {"rope_type": "default", "rope_theta": values.number(f"{name}.rope.freq_base", 10_000.0)}
     config = {
         "architectures": [ARCHS[name].model_class],
@@ -180,6 +185,7 @@ def _config(path: Path, values: _Values, header: GgufHeader, name: str, dtype: t
     }
     if name == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    check_sizes(config, str(path))
     return config | special_tokens(header.metadata)
 
 
@@ -187,14 +193,16 @@ def special_tokens(metadata: dict[str, Any]) -> dict[str, int]:
     """The ids that config and generation config name, of those that the file has."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     found = {field: metadata.get(f"tokenizer.ggml.{key}_token_id") for field, key in keys.items()}
-    return {field: token for field, token in found.items() if isinstance(token, int)}
+    return {field: token for field, token in found.items() if type(token) is int}
 
 
 def _scaled(path: Path, rope: dict[str, Any], factors: GgufTensor | None, head_dim: int) -> dict[str, Any]:
     """RoPE's parameters with llama3's scaling where the file has its factors: by what each frequency is divided."""
     if factors is None:
         return rope
-    with open(path, "rb") as file:
+    if factors.shape != (head_dim // 2,):
+        raise SurgeryError(f"{path}: {_ROPE_FACTORS} {list(factors.shape)} does not fit heads of {head_dim} numbers")
+    with disk_errors(path), open(path, "rb") as file:
         file.seek(factors.offset)
         found = np.frombuffer(file.read(factors.nbytes), dtype="<f4")
     scaling = {**rope, "rope_type": "llama3", "factor": float(found.max(initial=1.0)), **_LLAMA3}
@@ -212,11 +220,9 @@ def _scaled(path: Path, rope: dict[str, Any], factors: GgufTensor | None, head_d
 
 
 def _tensors(path: Path, header: GgufHeader, config: dict[str, Any], arch: Arch) -> dict[str, Mapped]:
-    orders = {}
+    mapped, permuted = {}, {}
     if arch.permuted:
-        for projection, heads in (("q", config["num_attention_heads"]), ("k", config["num_key_value_heads"])):
-            orders[f"self_attn.{projection}_proj"] = _halves(heads, config["head_dim"])
-    mapped = {}
+        permuted = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
     for name, stored in header.tensors.items():
         if name == _ROPE_FACTORS:
             continue
@@ -225,9 +231,12 @@ def _tensors(path: Path, header: GgufHeader, config: dict[str, Any], arch: Arch)
             mapped[_OUTSIDE[name]] = Mapped(stored)
         elif match and match[2] in _IN_LAYER:
             module = _IN_LAYER[match[2]]
-            order = orders.get(module)
-            if order is not None and stored.shape[0] != len(order):
-                raise SurgeryError(f"{path}: {name} has {stored.shape[0]} rows, its metadata says {len(order)}")
+            order = None
+            if module in permuted:
+                heads, head_dim = config[permuted[module]], config["head_dim"]
+                if stored.shape[0] != heads * head_dim:
+                    raise SurgeryError(f"{path}: {name} has {stored.shape[0]} rows, not {heads} heads of {head_dim}")
+                order = _halves(heads, head_dim)
             mapped[f"model.layers.{match[1]}.{module}.{match[3]}"] = Mapped(stored, order)
         else:
             raise SurgeryError(f"{path}: holds a tensor {name}, which is not part of a {config['model_type']} model")

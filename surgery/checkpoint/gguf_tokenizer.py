@@ -35,12 +35,19 @@ def write_tokenizer(path: Path, metadata: dict[str, Any], folder: Path) -> None:
     if kind is None:
         return
     if kind == "gpt2":
-        _write_bpe(path, metadata, folder)
+        try:
+            _write_bpe(path, metadata, folder)
+        except SurgeryError:
+            raise
+        except Exception as error:  # whatever a damaged vocabulary raises, plain exceptions of Rust among them
+            raise SurgeryError(f"{path}: damaged tokenizer ({error}); convert the model to GGUF again") from None
     elif kind == "llama":
         _write_sentencepiece(path, folder)
     else:
         raise SurgeryError(f"{path}: tokenizer of kind {kind!r} is not supported; give the model's Hugging Face files")
     if template := metadata.get(_TEMPLATE):
+        if not isinstance(template, str):
+            raise SurgeryError(f"{path}: its chat template is {template!r}, not text; convert the model to GGUF again")
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
@@ -69,7 +76,7 @@ def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path) -> None:
     named = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         index = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if isinstance(index, int) and index < len(tokens):
+        if type(index) is int and 0 <= index < len(tokens):
             named[f"{name}_token"] = tokens[index]
     byte_level = processors.ByteLevel(trim_offsets=False)
     if metadata.get("tokenizer.ggml.add_bos_token") and "bos_token" in named:
@@ -112,7 +119,9 @@ def _write_sentencepiece(path: Path, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # whatever a damaged vocabulary raises
         reason = " ".join(str(error).split())[:200]
         raise SurgeryError(f"{path}: transformers cannot convert its tokenizer ({reason})") from None

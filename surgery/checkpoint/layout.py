@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,13 +51,35 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
         )
     if weights.pickled and not allow_pickle:
         raise SurgeryError(f"{folder}: its weights are pickled ({PICKLE}); pass --allow-pickle if you trust them")
-    missing = [file for file in weights.files if not (folder / file).is_file()]
+    try:
+        missing = [file for file in weights.files if not (folder / file).is_file()]
+    except (OSError, ValueError) as error:  # too long for a name, or text that cannot be one
+        raise SurgeryError(f"{folder}: its index names impossible files ({error})") from None
     if missing:
         raise SurgeryError(
             f"{folder}: {len(missing)} of {len(weights.files)} weight files missing, first {missing[0]};"
             " download the checkpoint again"
         )
+    check_links(folder, [folder / file for file in weights.files])
     return weights
+
+
+def check_links(folder: Path, files: Iterable[Path]) -> None:
+    """Refuses links that lead out of a folder: what it holds would have another file read, and copied into outputs.
+
+    A snapshot in the hub's cache consists of links into the ``blobs`` beside ``snapshots``, which belong to it.
+
+    Raises:
+        SurgeryError: a file is such a link.
+    """
+    root = Path(os.path.realpath(folder))
+    homes = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    for path in files:
+        real = Path(os.path.realpath(path))
+        if not any(home in real.parents for home in homes):
+            raise SurgeryError(
+                f"{path}: a link that leads out of its folder, to {real}; copy the file in its place if you trust it"
+            )
 
 
 def check_index(folder: Path, weights: Weights, infos: Mapping[str, TensorInfo]) -> None:
@@ -103,6 +125,7 @@ def _find(folder: Path, single: str, index_name: str, *, pickled: bool) -> Weigh
     has_single = os.path.lexists(folder / single)
     index = _read_index(folder / index_name) if os.path.lexists(folder / index_name) else None
     if index is not None:
+        check_links(folder, [folder / index_name])
         files = sorted(set(index.values()))
         if has_single and files != [single]:
             raise SurgeryError(f"{folder}: has both {single} and {index_name} of other files; remove the stale one")

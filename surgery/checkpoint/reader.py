@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.disk import disk_errors, read_json
+from surgery.checkpoint.config_file import read_config
+from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.gguf_folder import open_gguf, temporary_folder
 from surgery.checkpoint.gguf_store import GgufStore
-from surgery.checkpoint.layout import CONFIG, check_index, find_sidecars, find_weights
+from surgery.checkpoint.layout import CONFIG, check_index, check_links, find_sidecars, find_weights
 from surgery.checkpoint.location import find_gguf, locate
 from surgery.checkpoint.row_slices import RowSliceStore
 from surgery.checkpoint.stores import PickleStore, SafetensorsStore, Store
@@ -73,18 +74,23 @@ class CheckpointReader:
             path = locate(source, revision=revision, allow_pickle=allow_pickle)
             if files := find_gguf(path):
                 return cls._of_gguf(path, files)
-            config = read_json(path / CONFIG)
+            check_links(path, [path / CONFIG])
+            config = read_config(path / CONFIG)
             weights = find_weights(path, allow_pickle=allow_pickle)
             store = PickleStore(path, weights.files) if weights.pickled else SafetensorsStore(path, weights.files)
             check_index(path, weights, store.infos)
             if not store.infos:
                 raise SurgeryError(f"{path}: its weight files hold no tensors; give a whole checkpoint")
-            return cls(path, config, store, find_sidecars(path))
+            sidecars = find_sidecars(path)
+            check_links(path, sidecars)
+            return cls(path, config, store, sidecars)
 
     @classmethod
     def _of_gguf(cls, path: Path, files: list[Path]) -> CheckpointReader:
         if len(files) > 1:
             raise SurgeryError(f"{path}: holds {len(files)} GGUF files ({files[0].name}, ...); give one of them")
+        if files != [path]:
+            check_links(path, files)
         opened = open_gguf(files[0])
         store = GgufStore(opened.file, opened.model.tensors, opened.model.dtype)
         return cls(

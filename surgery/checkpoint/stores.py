@@ -90,7 +90,12 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
     """The state dict in a ``torch.save`` file; SurgeryError where it is anything else."""
     try:
         # Files of before torch 1.6 are no zip archives and cannot be mapped; they are loaded whole.
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        archived = zipfile.is_zipfile(path)
+        if archived:
+            _check_archive(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=archived)
+    except SurgeryError:
+        raise
     except Exception as error:  # a damaged or hostile pickle can raise anything
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise SurgeryError(f"{path}: torch.load(weights_only=True) refuses it: {reason}") from error
@@ -105,7 +110,20 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
             )
         if tensor.dtype not in NAME_OF_DTYPE or tensor.layout != torch.strided or tensor.is_meta:
             raise SurgeryError(f"{path}: {name} ({describe(tensor)}, {tensor.layout}) cannot be stored as safetensors")
+        if tensor.numel() * tensor.dtype.itemsize > tensor.untyped_storage().nbytes():
+            raise SurgeryError(
+                f"{path}: {name} ({describe(tensor)}) has more numbers than are stored; save a whole copy"
+            )
     return {name: tensor.detach() for name, tensor in state.items()}
+
+
+def _check_archive(path: Path) -> None:
+    """Refuses what may become more bytes than the file has: torch.save stores plainly, and everything once."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+    if not plain or sum(entry.file_size for entry in entries) > path.stat().st_size:
+        raise SurgeryError(f"{path}: a compressed archive, which torch.save does not write; save it again")
 
 
 def _add(infos: dict[str, TensorInfo], name: str, info: TensorInfo, folder: Path) -> None:

@@ -106,16 +106,18 @@ def compare(
         surgery compare monday-eval/ tuesday-eval/report.json --out both/
     """
     from surgery.console.conversion import show_evaluation
-    from surgery.eval.report.document import merge, read_report
+    from surgery.eval.report.document import merge, read_report, undamaged
     from surgery.evaluation.output import write_report
     from surgery.evaluation.store import ResultStore
 
-    merged = merge([read_report(path) for path in reports], [str(path) for path in reports])
-    written = []
-    if out is not None:
-        ResultStore.open(out)
-        written = write_report(merged, out)
-    show_evaluation(merged, written, as_json=as_json)
+    names = [str(path) for path in reports]
+    with undamaged(names):
+        merged = merge([read_report(path) for path in reports], names)
+        written = []
+        if out is not None:
+            ResultStore.open(out)
+            written = write_report(merged, out)
+        show_evaluation(merged, written, as_json=as_json)
 
 
 def run(

@@ -1,9 +1,15 @@
 """The one exception that users are meant to see."""
 
+_LONGEST = 1500
+
 
 class SurgeryError(Exception):
     """Bad input or an impossible request.
 
     The message is one line that says what is wrong, where, and what to do. The command line prints it without a
-    traceback and exits with 1.
+    traceback and exits with 1. What it repeats of a file cannot break that line, command a terminal or fill it.
     """
+
+    def __init__(self, message: str):
+        line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(message))
+        super().__init__(line if len(line) <= _LONGEST else f"{line[:1000]} … {line[-400:]}")

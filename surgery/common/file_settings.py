@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import did_you_mean, names_of, settings_of, shown
+from surgery.common.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -64,12 +65,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     Raises:
         SurgeryError: it cannot be read, or holds something else.
     """
-    import yaml
-
-    try:
-        read = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SurgeryError(f"{path}: {' '.join(str(error).split())}") from None
+    read = read_yaml(path) or {}
     if not isinstance(read, dict):
         raise SurgeryError(f"{path}: holds {shown(read)}; write name: value lines")
     return read

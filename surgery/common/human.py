@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+
 
 def size(count: float) -> str:
     """Bytes in binary units with one decimal: ``3.0 KiB``; below 1 KiB as they are."""
@@ -62,3 +64,18 @@ def origin(name: str, dequantised_from: str | None) -> str:
 def short(value: float | None) -> str:
     """Two digits of an error, or a dash where nothing predicts it."""
     return "-" if value is None else f"{value:.2g}"
+
+
+def one_line(text: object) -> str:
+    """Text that stays on its line."""
+    return " ".join(str(text).splitlines())
+
+
+def in_markdown(text: object) -> str:
+    """Text in Markdown that stays in its line and its cell, and is no markup but that of letters."""
+    return html.escape(one_line(text), quote=False).replace("|", "\\|").replace("`", "'")
+
+
+def in_code(text: object) -> str:
+    """Text between backticks or in a block of code, which it cannot end."""
+    return one_line(text).replace("`", "'")

@@ -7,12 +7,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.disk import read_json
 from surgery.common.errors import SurgeryError
 from surgery.common.human import origin
 from surgery.evaluation.names import name_and_path
@@ -112,8 +114,16 @@ class Checkpoint:
 
     def conversion(self) -> dict[str, Any] | None:
         """What the report of this package's own conversions says, as far as evaluation reports show it."""
+        path = self.reader.path / REPORT
+        if not path.exists():
+            return None
         try:
-            report = json.loads((self.reader.path / REPORT).read_text(encoding="utf-8"))
+            report = read_json(path)
+            for layer in report["layers"]:
+                _check_numbers({name: layer.get(name) for name in ("layer", "rank", "latent_error_share")})
+                _check_numbers(layer.get("measured") or {})
+            if not isinstance(report.get("healing"), dict | None):
+                raise TypeError("healing is no mapping")
             return {
                 "to": report["target"]["to"],
                 "method": report["target"]["method"],
@@ -125,12 +135,15 @@ class Checkpoint:
                 "layers": report["layers"],
                 "healing": report.get("healing"),
             }
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SurgeryError(
-                f"{self.reader.path / REPORT}: not a conversion report ({error!r}); repair or remove it"
-            ) from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SurgeryError(f"{path}: not a conversion report ({error!r}); repair or remove it") from None
+
+
+def _check_numbers(values: dict[str, Any]) -> None:
+    """Raises TypeError for a value that plots cannot draw."""
+    for name, value in values.items():
+        if type(value) not in (int, float, NoneType):
+            raise TypeError(f"{name} is {value!r}, no number")
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -76,7 +76,7 @@ def write_whole(path: Path, text: str) -> None:
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate, which JSON can hold
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)

@@ -40,9 +40,12 @@ def default_scale(config) -> float:
     return head_shape(config)[2] ** -0.5
 
 
+PER_LAYER = ("layer_types", "no_rope_layers")
+
+
 def per_layer(config) -> tuple[str, ...]:
     """Fields of a config that have an entry for every layer."""
-    return tuple(name for name in ("layer_types", "no_rope_layers") if getattr(config, name, None))
+    return tuple(name for name in PER_LAYER if getattr(config, name, None))
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,16 @@ class Family:
             single.embedding_multiplier = 1.0  # of what enters the first layer, see `embedding_scale`
         self.expert_layers(single, config, layer)
         return single
+
+
+def check_layers(config) -> None:
+    """Raises SurgeryError where a field of an entry a layer has more or fewer."""
+    for name in PER_LAYER:
+        entries = getattr(config, name, None)
+        if entries is None:
+            continue
+        if not isinstance(entries, list | tuple) or len(entries) != config.num_hidden_layers:
+            raise SurgeryError(f"config.json: {name} must have an entry for each of {config.num_hidden_layers} layers")
 
 
 def head_shape(config) -> tuple[int, int, int]:

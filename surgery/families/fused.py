@@ -25,8 +25,13 @@ class FusedFamily:
     parts: Callable[[dict[str, Any]], Mapping[str, Mapping[str, int]]]
 
 
+_SIZES = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
+
+
 def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
     """A Llama's, or where a sliding window is shorter than the context a Mistral's."""
+    for name in _SIZES:
+        _whole(config, name)
     rope = config.get("rope_parameters") or {**(config.get("rope_scaling") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
@@ -36,8 +41,9 @@ def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
         )
     if (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         raise SurgeryError("config.json: phi3 that rotates a part of each head only (Phi-4-mini) is not supported")
-    window, limit = config.get("sliding_window"), config.get("max_position_embeddings", 4096)
-    windowed = window is not None and window < limit
+    limit = _whole(config, "max_position_embeddings", 4096)
+    window = _whole(config, "sliding_window", limit)
+    windowed = window < limit
     kept = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
         "max_position_embeddings initializer_range use_cache bos_token_id eos_token_id dtype torch_dtype "
@@ -55,10 +61,17 @@ def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _whole(config: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = default if config.get(name) is None else config[name]
+    if type(value) is not int:
+        raise SurgeryError(f"config.json: {name} of phi3 is {value!r}, not one whole number")
+    return value
+
+
 def _phi3_parts(config: dict[str, Any]) -> dict[str, dict[str, int]]:
-    heads, width = config["num_attention_heads"], config["intermediate_size"]
-    head_dim = config["hidden_size"] // heads
-    keys = (config.get("num_key_value_heads") or heads) * head_dim
+    _, heads, width, hidden = (_whole(config, name) for name in _SIZES)
+    head_dim = hidden // heads
+    keys = _whole(config, "num_key_value_heads", heads) * head_dim
     return {
         "self_attn.qkv_proj": {
             "self_attn.q_proj": heads * head_dim,

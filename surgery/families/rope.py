@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,18 +38,31 @@ def rope_frequencies(config, head_dim: int, layer_type: str | None = None) -> tu
             f"config.json: no single set of RoPE parameters in {parameters!r}; this model is not supported"
         )
     kind = parameters.get("rope_type", "default")
+    theta, part = parameters["rope_theta"], parameters.get("partial_rotary_factor", 1.0)
+    if not _is_number(theta) or not _is_number(part) or theta <= 0 or not 0 < part <= 1:
+        raise SurgeryError(f"config.json: RoPE of base {theta!r} over {part!r} of each head is impossible")
     if kind not in STATIC_ROPE_TYPES:
         raise SurgeryError(
             f"config.json: RoPE type {kind!r} is not supported (supported: {', '.join(STATIC_ROPE_TYPES)})"
         )
-    rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-    if kind == "default":
-        exponent = torch.arange(0, rotated, 2, dtype=torch.float) / rotated
-        return (1.0 / parameters["rope_theta"] ** exponent).double(), 1.0
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), **of_type)
-    if len(inv_freq) != rotated // 2:
+    rotated = int(head_dim * part)
+    try:
+        if kind == "default":
+            inv_freq, factor = 1.0 / theta ** (torch.arange(0, rotated, 2, dtype=torch.float) / rotated), 1.0
+        else:
+            inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), **of_type)
+        usable = bool(inv_freq.isfinite().all()) and math.isfinite(factor)
+    except (TypeError, LookupError, ValueError, ArithmeticError, RuntimeError):
+        usable = False
+    if not usable:
+        raise SurgeryError(f"config.json: RoPE of type {kind} cannot have the parameters {parameters}")
+    if 2 * len(inv_freq) != rotated:
         raise SurgeryError(f"config.json: RoPE has {len(inv_freq)} frequencies for {rotated} rotated numbers")
     return inv_freq.double(), float(factor)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e30
 
 
 def half_split_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor | None:

@@ -73,6 +73,9 @@ class HeadPattern:
                 raise SurgeryError(
                     f"{name} of layer {layer}, KV head {head}: {tensor[layer, head]} is no number to rank"
                 )
+        for name in ("settings", "facts", "model", "versions", "parts"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise SurgeryError(f"{name} of a pattern are {getattr(self, name)!r}, not names with values")
         for name, least in (("sinks", 0), ("recent", 1)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
@@ -161,7 +164,7 @@ class HeadPattern:
             with disk_errors(path), safe_open(path, framework="pt") as file:
                 header = json.loads((file.metadata() or {}).get(KEY, "null"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a mapping
-        except (SafetensorError, ValueError) as error:
+        except (SafetensorError, ValueError, RecursionError) as error:
             raise SurgeryError(f"{path}: not a readable pattern ({' '.join(str(error).split())[:200]})") from None
         if not isinstance(header, dict) or "scores" not in tensors:
             raise SurgeryError(

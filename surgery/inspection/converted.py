@@ -6,6 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.carry_over import REPORT
+from surgery.checkpoint.config_file import check_sizes
 from surgery.checkpoint.reader import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.human import per_token
@@ -63,12 +65,15 @@ def original(folder: Path, config: Any, windows: structures.Windows, number_byte
     The report beside the weights says it, and of the own class its config.
     """
     report = previous_report(folder)
-    while report and report.get("previous"):
+    while isinstance(report, dict) and report.get("previous"):
         report = report["previous"]
     try:
         said = report["source"]
-        heads, kv_heads, head_dim = said["heads"], said["kv_heads"], said["head_dim"]
-    except (TypeError, KeyError):
+        heads, kv_heads, head_dim = (int(said[name]) for name in ("heads", "kv_heads", "head_dim"))
+        if not (0 < kv_heads <= heads and heads % kv_heads == 0 and head_dim > 0):
+            raise ValueError("heads of no model")
+        check_sizes({"num_attention_heads": heads, "head_dim": head_dim}, REPORT)
+    except (TypeError, KeyError, ValueError, OverflowError, SurgeryError):
         if not hasattr(config, "base_model_type"):
             return None
         heads, kv_heads, head_dim = head_shape(config)
@@ -77,12 +82,13 @@ def original(folder: Path, config: Any, windows: structures.Windows, number_byte
 
 
 def _structures(config: Any, said: dict[str, Any], number_bytes: float) -> list[Attention]:
-    if said["model_type"] == "surgery":
-        return structures.of_own_class(config, number_bytes)
+    own = said["model_type"] == "surgery"
     try:
-        return structures.of_stock_mla(said, number_bytes)
+        return structures.of_own_class(config, number_bytes) if own else structures.of_stock_mla(said, number_bytes)
     except KeyError as error:
-        raise SurgeryError(f"config.json of deepseek_v3 does not say {error}") from None
+        raise SurgeryError(f"config.json of {said['model_type']} does not say {error}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise SurgeryError(f"config.json of {said['model_type']} is damaged ({error})") from None
 
 
 def _architecture(reader: CheckpointReader, config: Any, layers: list[Attention], dtype: Any) -> dict[str, Any]:

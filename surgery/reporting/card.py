@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surgery.common.human import loss_of_stage, origin
+from surgery.common.human import in_code, in_markdown, loss_of_stage, origin
 from surgery.engines import spoken
 from surgery.reporting.front_matter import front_matter
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts, stages
@@ -32,31 +32,35 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
     source, target, kv = report.source, report.target, report.kv
     measured = kv["measured_bytes_per_token"]
     called = target.get("called", target["to"])
-    engines = "\n".join(f"| {engine} | {said} |" for engine, said in spoken(target["engines"]).items())
-    made_from = base_model or source.get("hub") or source["path"]
+    engines = "\n".join(
+        f"| {in_markdown(engine)} | {in_markdown(said)} |" for engine, said in spoken(target["engines"]).items()
+    )
+    loading = LOADING.get(target["model_type"], LOADING["stock"]).format(name=in_code(name).replace('"', "'"))
+    made_from = origin(base_model or source.get("hub") or source["path"], source.get("dequantised_from"))
     return f"""{front_matter(report, name, base_model=base_model, inherited=inherited)}
-# {name}
+# {in_markdown(name)}
 
-{origin(made_from, source.get("dequantised_from"))} with its attention rewritten to {called} by
-model-surgery {report.to_dict()["surgery_version"]}. {_training(report.healing)}
+{in_markdown(made_from)} with its attention rewritten to
+{in_markdown(called)} by model-surgery {report.to_dict()["surgery_version"]}. {_training(report.healing)}
 
 | | source | this model |
 |---|---:|---:|
 | KV cache, bytes per token | {kv["source_bytes_per_token"]:,} | {measured:,.0f} ({kv["ratio"]:.1%}) |
 {_score_rows(report.ladder)}
-Class `{target["model_type"]}` ({"; ".join(target["reasons"])}), {_shape(source, target)}{_codes(target)},
-method `{target["method"]}`. The KV bytes were measured on live caches.
+Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"]))}),
+{_shape(source, target)}{_codes(target)}, method
+`{in_code(target["method"])}`. The KV bytes were measured on live caches.
 
 ```python
-{LOADING.get(target["model_type"], LOADING["stock"]).format(name=name)}
+{loading}
 ```
 
 ## Where the loss comes from
 
 {ladder_table(report.ladder)}
 
-Losses are nats per token on held-out calibration text ({report.calibration.get("source")}), recall is the share of
-planted five-digit keys that the model finds again.
+Losses are nats per token on held-out calibration text ({in_markdown(report.calibration.get("source"))}), recall is the
+share of planted five-digit keys that the model finds again.
 
 {_healing(report.healing)}## Engines
 
@@ -66,8 +70,9 @@ planted five-digit keys that the model finds again.
 
 ## Provenance
 
-Source weights sha256 `{source["sha256"]}`, command `{report.command or "Python API"}`; settings, versions and per-layer
-errors are in `surgery_report.json`. The licence of the source applies; its own card, if any, is `README.source.md`.
+Source weights sha256 `{in_code(source["sha256"])}`, command `{in_code(report.command or "Python API")}`; settings,
+versions and per-layer errors are in `surgery_report.json`. The licence of the source applies; its own card, if any, is
+`README.source.md`.
 """
 
 
@@ -91,7 +96,8 @@ def _healing(healing: dict | None) -> str:
         told += [f"\nLosses on held-out text.{share} The figures above are the conversion's.\n"]
     told += ["| stage | trains | objective | learning rate | rows a step | data | steps | tokens | time | on |"]
     told += ["|---|---|---|---:|---|---|---:|---:|---:|---|"]
-    for index, facts in enumerate(stage_facts(healing), 1):
+    for index, given in enumerate(stage_facts(healing), 1):
+        facts = {key: in_markdown(value) if isinstance(value, str) else value for key, value in given.items()}
         told.append(
             f"| {index} | {facts['trains']} | {facts['objective']} | {facts['learning_rate']:g} | {facts['rows']} |"
             f" {facts['data']} | {facts['steps']:,} | {facts['tokens']:,} | {facts['seconds']:,.0f} s |"

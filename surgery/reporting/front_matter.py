@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from surgery.checkpoint.carry_over import SOURCE_CARD
+from surgery.common.human import one_line
 
 HERITABLE = ("license", "license_name", "license_link", "language")
 """What a source's card says that holds for what is made of it."""
@@ -29,12 +30,12 @@ def front_matter(report, name: str, *, base_model: str | None = None, inherited:
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         # The hub takes ids only.
-        **({"base_model": base_model} if base_model else {}),
+        **({"base_model": one_line(base_model)} if base_model else {}),
         **(inherited or {}),
-        "tags": ["model-surgery", report.target["to"], "kv-cache-compression"],
-        "model-index": [{"name": name, "results": _results(report)}],
+        "tags": ["model-surgery", one_line(report.target["to"]), "kv-cache-compression"],
+        "model-index": [{"name": one_line(name), "results": _results(report)}],
     }
-    return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n"
+    return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True, width=math.inf)}---\n"
 
 
 def of_source(folder: Path) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def of_source(folder: Path) -> dict[str, Any]:
 
 def _results(report) -> list[dict[str, Any]]:
     """The last measurements: after healing, if that was measured, else of the conversion."""
-    last, text = report.ladder[-1], f"held-out calibration text ({report.calibration.get('source')})"
+    last, text = report.ladder[-1], f"held-out calibration text ({one_line(report.calibration.get('source'))})"
     quality = {row["name"]: row for row in (report.healing or {}).get("quality") or []}
     if "healed" in quality:
         last, text = quality["healed"], "held-out text"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import resource
 import sys
@@ -14,7 +13,9 @@ import torch
 
 from surgery.calibration.held_out import Score
 from surgery.checkpoint.carry_over import REPORT
+from surgery.checkpoint.disk import read_json
 from surgery.checkpoint.hub import id_of_snapshot
+from surgery.common.errors import SurgeryError
 from surgery.families.base import head_shape
 from surgery.version import __version__
 
@@ -90,8 +91,8 @@ class SourceShape:
 def previous_report(folder: Path) -> dict | None:
     """The report beside a checkpoint's weights, if it was converted and the report can be read."""
     try:
-        return json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(folder / REPORT)
+    except SurgeryError:
         return None
 
 

@@ -19,6 +19,7 @@ from surgery.families import FAMILIES, Family
 from surgery.families.base import LAYER_PREFIX, per_layer
 from surgery.families.llama import LLAMA
 from surgery.model.logit_factor import logit_factor
+from surgery.running.loading import loading
 
 VOCABULARY_SLICE = 16_384
 TOKEN_SLICE = 2_048
@@ -296,9 +297,10 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
     logging.disable_progress_bar()
     try:
         causal_class = AutoModelForCausalLM._model_mapping[type(config)]
-        causal, info = causal_class.from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, attn_implementation="sdpa"
-        )
+        with loading("a layer by its config.json"):
+            causal, info = causal_class.from_pretrained(
+                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, attn_implementation="sdpa"
+            )
     finally:
         if bars:
             logging.enable_progress_bar()

@@ -13,13 +13,20 @@ from surgery.common.errors import SurgeryError
 LOADING = (
     ValueError,
     OSError,
-    KeyError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
     TypeError,
     ImportError,
     AttributeError,
     RuntimeError,
     StrictDataclassError,  # a config whose values are impossible, or contradict each other
 )
+
+
+def is_of_loading(error: Exception) -> bool:
+    """Whether an error is of transformers' kinds, or of tokenizers, whose Rust raises plain exceptions."""
+    return isinstance(error, LOADING) or type(error) is Exception
 
 
 @contextmanager
@@ -31,7 +38,9 @@ def loading(what: str, remedy: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except LOADING as error:
+    except Exception as error:
+        if not is_of_loading(error):
+            raise
         reason = " ".join(str(error).split())[:300]
         raise SurgeryError(f"{what}: transformers cannot load it ({reason}){remedy and f'; {remedy}'}") from error
 

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from surgery import model as own_model
 from surgery.common.errors import SurgeryError
 from surgery.model import SurgeryForCausalLM
+from surgery.running.loading import LOADING
 
 
 def skeleton(config: dict, dtype: torch.dtype) -> SurgeryForCausalLM:
@@ -21,5 +22,5 @@ def skeleton(config: dict, dtype: torch.dtype) -> SurgeryForCausalLM:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(own_model.SurgeryConfig(**fields), dtype=dtype)
-    except ValueError as error:
-        raise SurgeryError(str(error)) from None
+    except LOADING as error:
+        raise SurgeryError(str(error) or repr(error)) from None

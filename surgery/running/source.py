@@ -14,11 +14,14 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families import FAMILIES, Family, family_of
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.families.base import ATTENTION_PREFIX
+from surgery.families.base import ATTENTION_PREFIX, check_layers
 from surgery.running.layer_stream import LayerStream, single_layer_config
 from surgery.running.loading import load_config
 from surgery.running.processes import Processes
 from surgery.running.unfused import unfused
+
+SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+"""What a config has to say itself: transformers would take its family's own for what is missing."""
 
 
 class RunSettings(Protocol):
@@ -50,7 +53,10 @@ class Source:
     def of(cls, reader: CheckpointReader, settings: RunSettings) -> Source:
         """The same of a checkpoint whose files are open."""
         family = family_of(reader.config)
+        if missing := [name for name in SIZES if reader.config.get(name) is None]:
+            raise SurgeryError(f"{reader.path}/config.json: does not say {missing[0]}, which is not to be guessed")
         config = load_config(reader.path)
+        check_layers(config)
         for layer in range(config.num_hidden_layers):
             family.attention_names(reader, layer)
         stream = LayerStream(

@@ -16,9 +16,9 @@ def unfused(reader: CheckpointReader) -> CheckpointReader:
     family = FUSED.get(reader.config.get("model_type"))
     if family is None:
         return reader
-    config, parts = family.config(reader.config), {}
+    config, of_layer, parts = family.config(reader.config), family.parts(reader.config), {}
     for layer in range(config["num_hidden_layers"]):
         prefix = LAYER_PREFIX.format(layer=layer)
-        for module, names in family.parts(reader.config).items():
+        for module, names in of_layer.items():
             parts[f"{prefix}{module}.weight"] = {f"{prefix}{name}.weight": rows for name, rows in names.items()}
     return reader.seen_as(config, parts)

@@ -129,7 +129,7 @@ def _convert(step: Step, where: str) -> Action:
 
     given = dict(step.settings)
     try:
-        target = find_target(given.pop("to", "mla"))
+        target = find_target(str(given.pop("to", "mla")))
     except SurgeryError as error:
         raise SurgeryError(f"{where}: {error}") from None
     return _make(step, target, given, where)
@@ -232,6 +232,8 @@ def _compare_heads(step: Step, where: str) -> Action:
     for name in given:
         if name not in known:
             raise SurgeryError(f"{where}: unknown setting {name!r}{did_you_mean(str(name), sorted(known))}")
+    if not isinstance(given.get("shares", []), list):
+        raise SurgeryError(f"{where}: shares must be a list")
     if "shares" in given:
         given["shares"] = tuple(given["shares"])
     given = typed(CompareRequest, given, where)

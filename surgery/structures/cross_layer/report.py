@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from surgery.common.human import short
+from surgery.running.skeleton import skeleton
 from surgery.verify.written import prompt_of
 
 SHARED = "shared"
@@ -49,10 +50,7 @@ class GroupReport:
 
 def predicted_bytes(config: dict[str, Any], dtype: torch.dtype, method: str) -> Callable[[int], int]:
     """KV bytes of one sequence by its tokens; with a basis of the prompt's own, as verification divides them."""
-    from surgery.model import SurgeryConfig, SurgeryForCausalLM
-
-    with torch.device("meta"):
-        decoder = SurgeryForCausalLM(SurgeryConfig(**config)).to(dtype).model
+    decoder = skeleton(config, dtype).model
     if method == "xkv-prompt":
         return lambda tokens: decoder.kv_cache_bytes(1, tokens, prompt=prompt_of(tokens))
     return lambda tokens: decoder.kv_cache_bytes(1, tokens)

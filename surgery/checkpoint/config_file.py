@@ -1,0 +1,52 @@
+"""config.json, with the numbers that decide sizes checked before anything makes room for what they claim."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from surgery.checkpoint.disk import read_json
+from surgery.common.errors import SurgeryError
+
+# An order of magnitude above the largest models. transformers makes lists of as many entries as there are layers, and
+# frequencies of as many numbers as a head has, whatever the weights hold.
+LIMITS = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "vocab_size": 2**28,
+    "max_position_embeddings": 2**40,
+    "sliding_window": 2**40,
+}
+"""The most that a config may claim, by name."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The object in a config.json.
+
+    Raises:
+        SurgeryError: it cannot be read, is no JSON object, or claims an impossible size, or its rotary settings are
+            none.
+    """
+    config = read_json(path)
+    check_sizes(config, str(path))
+    if not isinstance(config.get("model_type"), str | None):
+        raise SurgeryError(f"{path}: model_type is not a name; repair it or download it again")
+    return config
+
+
+def check_sizes(config: dict[str, Any], where: str) -> None:
+    """Raises SurgeryError where a config, or one within it, claims an impossible size."""
+    for name, value in config.items():
+        limit = LIMITS.get(name)
+        if limit is not None:
+            for each in value if isinstance(value, list) else [] if value is None else [value]:  # some have one a layer
+                if type(each) is not int or not 1 <= each <= limit:
+                    raise SurgeryError(f"{where}: {name} must be a whole number from 1 to {limit:,}, not {each!r}")
+        elif name in ("rope_parameters", "rope_scaling") and not isinstance(value, dict | None):
+            raise SurgeryError(f"{where}: {name} must be names with values, not {value!r}")
+        elif isinstance(value, dict):
+            check_sizes(value, f"{where}, {name}")

@@ -1,0 +1,183 @@
+"""GGUF files that nobody meant well with: opened and read, or refused in one line."""
+
+import struct
+
+import pytest
+import torch
+from gguf_files import make_model, write_gguf
+from hostile import cases, damaged, taken_or_refused
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surgery.checkpoint.gguf_header import read_gguf_header
+from surgery.checkpoint.gguf_model import describe_model
+from surgery.checkpoint.gguf_store import GgufStore
+from surgery.checkpoint.reader import CheckpointReader
+from surgery.common.errors import SurgeryError
+
+UINT8, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64, FLOAT64 = 0, 5, 6, 7, 8, 9, 10, 12
+COUNTS = (0, 1, 2, 7, 64, 2**31, 2**60, 2**64 - 1)
+METADATA = {
+    "general.architecture": (STRING, "llama"),
+    "llama.block_count": (UINT64, 1),
+    "llama.context_length": (UINT64, 64),
+    "llama.embedding_length": (UINT64, 8),
+    "llama.feed_forward_length": (UINT64, 8),
+    "llama.attention.head_count": (UINT64, 2),
+    "llama.attention.head_count_kv": (UINT64, 1),
+    "llama.attention.key_length": (UINT64, 4),
+    "llama.attention.layer_norm_rms_epsilon": (FLOAT32, 1e-5),
+    "llama.rope.freq_base": (FLOAT32, 1e4),
+    "llama.rope.scaling.type": (STRING, "none"),
+    "llama.expert_count": (UINT64, 0),
+    "split.count": (UINT64, 1),
+    "general.alignment": (UINT64, 32),
+    "tokenizer.ggml.bos_token_id": (UINT64, 1),
+}
+TENSORS = {
+    "token_embd.weight": (8, 16),
+    "output_norm.weight": (8,),
+    "rope_freqs.weight": (2,),
+    "blk.0.attn_norm.weight": (8,),
+    "blk.0.attn_q.weight": (8, 8),
+    "blk.0.attn_k.weight": (8, 4),
+    "blk.0.attn_v.weight": (8, 4),
+    "blk.0.attn_output.weight": (8, 8),
+    "blk.0.ffn_norm.weight": (8,),
+    "blk.0.ffn_gate.weight": (8, 8),
+    "blk.0.ffn_up.weight": (8, 8),
+    "blk.0.ffn_down.weight": (8, 8),
+}
+
+
+def text(value: str) -> bytes:
+    said = value.encode("utf-8", "replace")
+    return struct.pack("<Q", len(said)) + said
+
+
+def packed(kind: int, value) -> bytes:
+    if kind == STRING:
+        return text(value)
+    if kind == ARRAY:
+        inner, items = value
+        return struct.pack("<IQ", inner, len(items)) + b"".join(packed(inner, item) for item in items)
+    code = {UINT8: "B", INT32: "i", FLOAT32: "f", BOOL: "?", UINT64: "Q", FLOAT64: "d"}[kind]
+    return struct.pack(f"<{code}", value)
+
+
+def written(metadata, tensors, room: int = 4096) -> bytes:
+    """A file of those metadata, (kind, value) by key, and tensors, (type, dimensions, offset) by name."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
+    for key, (kind, value) in metadata.items():
+        head += text(key) + struct.pack("<I", kind) + packed(kind, value)
+    for name, (kind, shape, offset) in tensors.items():
+        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+    return head + bytes(room)
+
+
+def plain(tensors):
+    return {name: (0, shape, 0) for name, shape in tensors.items()}
+
+
+VALUES = (
+    st.tuples(st.just(UINT64), st.sampled_from(COUNTS))
+    | st.tuples(st.just(INT32), st.sampled_from((-32, -1, 0, 3)))
+    | st.tuples(st.sampled_from((FLOAT32, FLOAT64)), st.sampled_from((0.0, -1.0, float("inf"), float("nan"), 1e38)))
+    | st.tuples(st.just(STRING), st.sampled_from(("", "qwen2", "../x", "nan", "\x1b[2J")))
+    | st.tuples(st.just(BOOL), st.booleans())
+    | st.just((ARRAY, (UINT8, [1, 2])))
+    | st.just((ARRAY, (ARRAY, [(ARRAY, [])])))
+)
+SHAPES = st.lists(st.sampled_from(COUNTS), min_size=0, max_size=5).map(tuple)
+ENTRIES = st.tuples(st.sampled_from((0, 1, 2, 8, 12, 30, 39, 99)), SHAPES, st.sampled_from((0, 1, 32, 2**63)))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return tmp_path_factory.mktemp("hostile") / "file.gguf"
+
+
+def read_all(file):
+    """What `CheckpointReader` does, without the temporary folder that it keeps for each file."""
+    model = describe_model(file, read_gguf_header(file))
+    store = GgufStore(file, model.tensors, model.dtype)
+    for name, info in store.infos.items():
+        assert info.nbytes < 2**20
+        store.read(name, [(0, info.nbytes)], torch.empty(info.nbytes, dtype=torch.uint8))
+    return model
+
+
+def test_the_file_without_changes_is_read(file):
+    tensors = {name: shape for name, shape in TENSORS.items() if name != "rope_freqs.weight"}
+    file.write_bytes(written(METADATA, plain(tensors)))
+    assert read_all(file).config["num_hidden_layers"] == 1
+
+
+@given(st.dictionaries(st.sampled_from(sorted(METADATA)), VALUES, min_size=1, max_size=3), st.booleans())
+@cases(37)
+def test_metadata(file, changes, scaled):
+    tensors = {name: shape for name, shape in TENSORS.items() if scaled or name != "rope_freqs.weight"}
+    file.write_bytes(written(METADATA | changes, plain(tensors)))
+    taken_or_refused(lambda: read_all(file))
+
+
+@given(st.dictionaries(st.sampled_from((*TENSORS, "blk.9.x", "")), ENTRIES, min_size=1, max_size=3))
+@cases(25)
+def test_tensors(file, changes):
+    file.write_bytes(written(METADATA, plain(TENSORS) | changes))
+    taken_or_refused(lambda: read_all(file))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A whole model's file, and where its header ends."""
+    path = write_gguf(tmp_path_factory.mktemp("hostile") / "tiny.gguf", make_model("llama"), "Q4_0")
+    return path.read_bytes(), min(tensor.offset for tensor in read_gguf_header(path).tensors.values())
+
+
+@given(st.data())
+@cases(15)
+def test_bytes(file, whole, data):
+    content, head = whole
+    file.write_bytes(data.draw(damaged(content, head) | st.binary(max_size=64).map(lambda tail: b"GGUF" + tail)))
+    taken_or_refused(lambda: describe_model(file, read_gguf_header(file)))
+
+
+FOUND = {
+    "a head of 2^60 numbers": {"llama.attention.key_length": (UINT64, 2**60)},
+    "2^60 heads": {"llama.attention.head_count": (UINT64, 2**60)},
+    "2^60 layers": {"llama.block_count": (UINT64, 2**60)},
+    "parts as text": {"split.count": (STRING, "many")},
+    "an epsilon of infinity": {"llama.attention.layer_norm_rms_epsilon": (FLOAT64, 1e300)},
+    "a base of nothing": {"llama.rope.freq_base": (FLOAT32, 0.0)},
+    "an alignment below zero": {"general.alignment": (INT32, -32)},
+    "an alignment of nothing": {"general.alignment": (INT32, 0)},
+}
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_found(found, file):
+    file.write_bytes(written(METADATA | FOUND[found], plain(TENSORS)))
+    with pytest.raises(SurgeryError):
+        read_all(file)
+
+
+TOKENIZER = {
+    "tokenizer.ggml.model": (STRING, "gpt2"),
+    "tokenizer.ggml.pre": (STRING, "gpt-2"),
+    "tokenizer.ggml.tokens": (ARRAY, (STRING, ["a", "b", "ab", "c"] + [str(number) for number in range(12)])),
+    "tokenizer.ggml.merges": (ARRAY, (STRING, ["a b"])),
+    "tokenizer.ggml.token_type": (ARRAY, (INT32, [1, 1, 1, 3])),
+    "tokenizer.ggml.eos_token_id": (UINT64, 3),
+    "tokenizer.ggml.add_bos_token": (BOOL, True),
+    "tokenizer.chat_template": (STRING, "{{ messages }}"),
+}
+LISTS = st.sampled_from((["a b c"], ["x y"], [""], ["a"] * 4, [" "]))
+ODD = VALUES | LISTS.map(lambda items: (ARRAY, (STRING, items)))
+
+
+@given(st.dictionaries(st.sampled_from(sorted(TOKENIZER)), ODD, max_size=2))
+@cases(15)
+def test_tokenizers(file, tmp_path_factory, changes):
+    file.write_bytes(written(METADATA | TOKENIZER | changes, plain({"token_embd.weight": (8, 16)})))
+    taken_or_refused(lambda: CheckpointReader.open(file))

@@ -1,0 +1,182 @@
+"""Reports that nobody meant well with, and what pages, tables and cards make of them."""
+
+import copy
+import itertools
+import json
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+from hostile import MARKUP, OUTSIDE, cases, damaged, mutated, taken_or_refused
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_report import sample_report
+
+from surgery.console.conversion import show_evaluation
+from surgery.eval.report import markdown, page
+from surgery.eval.report.document import merge, read_report, undamaged
+from surgery.evaluation.output import write_report
+from surgery.inspection.converted import original
+from surgery.reporting.card import model_card
+from surgery.reporting.report import Report, previous_report
+
+REPORT = sample_report(rows=2)
+# Drawing takes a second a plot: pages are looked at with two of them.
+SHORT = copy.deepcopy(REPORT)
+for row in SHORT["rows"]:
+    row["results"] = {name: row["results"][name] for name in ("loss", "generate")}
+BREAKOUTS = st.sampled_from(
+    (
+        *MARKUP,
+        *OUTSIDE,
+        '"><img src=x onerror=alert(1)>',
+        "' onload='x",
+        "</style><script>x</script>",
+        "$x$",
+        "a\n\n# b",
+    )
+) | st.text(alphabet="<>&\"'`|$\n/scriptx =", max_size=20)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("hostile")
+
+
+def compared(folder, *, written: bool):
+    with undamaged(["report.json"]):
+        merged = merge([read_report(folder / "report.json")], ["report.json"])
+        if written:
+            (folder / "out").mkdir(exist_ok=True)
+            write_report(merged, folder / "out")
+        show_evaluation(merged, [], as_json=False)
+
+
+@given(mutated(REPORT))
+@cases(10)
+def test_evaluations(folder, capsys, report):
+    (folder / "report.json").write_text(json.dumps(report))
+    taken_or_refused(lambda: compared(folder, written=False))
+    capsys.readouterr()
+
+
+@given(mutated(REPORT))
+@cases(1, most=200)
+def test_evaluations_written(folder, capsys, report):
+    (folder / "report.json").write_text(json.dumps(report))
+    taken_or_refused(lambda: compared(folder, written=True))
+    capsys.readouterr()
+
+
+@given(damaged(json.dumps(REPORT).encode()) | st.sampled_from((b"[" * 10**5, b"[]", b"{}", b"\xff", b"1" * 5000)))
+@cases(7)
+def test_bytes(folder, capsys, content):
+    (folder / "report.json").write_bytes(content)
+    taken_or_refused(lambda: compared(folder, written=False))
+    capsys.readouterr()
+
+
+class Elements(HTMLParser):
+    """Names of elements and of their attributes, and links."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.links = set(), set()
+
+    def handle_starttag(self, tag, attributes):
+        self.found |= {tag, *(f"{tag} {name}" for name, _ in attributes)}
+        self.links |= {value for name, value in attributes if name in ("href", "src")}
+
+
+def elements(html: str) -> Elements:
+    parser = Elements()
+    parser.feed(html)
+    return parser
+
+
+def with_texts(value, texts):
+    """A report whose free texts are others."""
+    free = {
+        "title",
+        "command",
+        "created",
+        "device_name",
+        "platform",
+        "path",
+        "prompt",
+        "text",
+        "source_sha256",
+        "method",
+    }
+    if isinstance(value, dict):
+        return {
+            key: next(texts) if key in free and isinstance(inner, str) else with_texts(inner, texts)
+            for key, inner in value.items()
+        }
+    return [with_texts(inner, texts) for inner in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def harmless():
+    return elements(page.render(SHORT))
+
+
+@given(st.lists(BREAKOUTS, min_size=1, max_size=4), BREAKOUTS)
+@cases(1, most=20)
+def test_pages_escape_every_text(harmless, texts, name):
+    """Whatever texts say, a page has the elements and attributes that it has with harmless ones."""
+    report = with_texts(copy.deepcopy(SHORT), itertools.cycle(texts))
+    report["rows"][1]["name"] = name
+    hostile = elements(page.render(report))
+    assert hostile.found <= harmless.found | {"br"}
+    assert all(link.startswith("#") for link in hostile.links)
+
+
+@given(st.lists(BREAKOUTS, min_size=1, max_size=4), BREAKOUTS)
+@cases(5, most=2000)
+def test_tables_escape_every_text(texts, name):
+    report = with_texts(copy.deepcopy(REPORT), itertools.cycle(texts))
+    report["rows"][1]["name"] = name
+    lines = markdown.render(report).splitlines()
+    assert not elements("\n".join(line for line in lines if not line.startswith("    "))).found - {"br"}
+    assert len(lines) == len(markdown.render(REPORT).splitlines())
+
+
+CONVERSION = {
+    "source": {"path": "llama", "sha256": "00", "kv_heads": 2, "heads": 4, "head_dim": 8, "dequantised_from": None},
+    "target": {"to": "mla", "method": "fisher", "model_type": "deepseek_v3", "reasons": ["stock"], "engines": {}}
+    | {"kv_lora_ranks": [8], "rope_dim": 4},
+    "kv": {"source_bytes_per_token": 64, "measured_bytes_per_token": 32.0, "ratio": 0.5},
+    "ladder": [{"stage": stage, "loss": 1.0, "recall": 0.5} for stage in ("source", "reloaded")],
+    "calibration": {"source": "builtin"},
+    "command": "surgery convert llama",
+}
+
+
+def card(said, name):
+    rest = {"settings": {}, "splits": [], "layers": [], "verification": {}, "environment": {}, "seconds": {}}
+    return model_card(Report(**said, **rest, peak_memory_bytes=0), name)
+
+
+@given(st.lists(BREAKOUTS, min_size=6, max_size=6))
+@cases(7)
+def test_cards_escape_every_text(texts):
+    said, name = copy.deepcopy(CONVERSION), texts[0]
+    said["source"]["path"], said["target"]["reasons"], said["target"]["method"] = texts[1], [texts[2]], texts[3]
+    said["calibration"]["source"], said["command"] = texts[4], texts[5]
+    written, plain = card(said, name), card(CONVERSION, "llama")
+    assert len(written.splitlines()) == len(plain.splitlines())
+    head, body = written.split("---\n", 2)[1:]
+    assert yaml.safe_load(head).keys() == yaml.safe_load(plain.split("---\n", 2)[1]).keys()
+    fences = body.split("```")
+    assert len(fences) == 3
+    outside = [part for text in (fences[0], fences[2]) for part in text.split("`")[::2]]
+    assert not elements("".join(outside)).found
+
+
+@given(mutated({**CONVERSION, "previous": CONVERSION}))
+@cases(12)
+def test_conversions(folder, report):
+    (folder / "surgery_report.json").write_text(json.dumps(report))
+    taken_or_refused(lambda: previous_report(folder))
+    original(folder, None, [None, 16], 2.0)

@@ -1,0 +1,201 @@
+"""Weight files that nobody meant well with: safetensors headers, indices, links, and pickles where they are allowed."""
+
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from hostile import cases, damaged, mutated, taken_or_refused
+from hypothesis import example, given
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
+
+TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor(1)}
+FILE = save(TENSORS, {"format": "pt"})
+DATA = 8 + int.from_bytes(FILE[:8], "little")
+HEADER = json.loads(FILE[8:DATA])
+INDEX = {"metadata": {"total_size": 40}, "weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hostile") / "weights"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def read_all(folder, **allowed):
+    """Every tensor; no more bytes than the files have."""
+    reader = CheckpointReader.open(folder, **allowed)
+    stored = sum(path.stat().st_size for path in folder.iterdir())
+    assert sum(reader.info(name).nbytes for name in reader.names()) <= stored
+    return {name: reader.tensor(name) for name in reader.names()}
+
+
+def encoded(header) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + FILE[DATA:]
+
+
+def claim(**entry):
+    return {**HEADER, "a": {**HEADER["a"], **entry}}
+
+
+@given(mutated(HEADER))
+@cases(50)
+@example(claim(shape=[2**30, 2**30]))
+@example(claim(shape=[2**60, 0], data_offsets=[0, 0]))
+@example(claim(shape=[10**30], data_offsets=[0, 4 * 10**30]))
+@example(claim(shape=[True, 6]))
+@example(claim(dtype=["F32"]))
+@example(claim(dtype={}))
+@example([HEADER])
+def test_safetensors_headers(folder, header):
+    (folder / "model.safetensors").write_bytes(encoded(header))
+    taken_or_refused(lambda: read_all(folder))
+
+
+@given(damaged(FILE, head=DATA) | damaged(FILE) | st.binary(max_size=64))
+@cases(50)
+@example((2**60).to_bytes(8, "little") + FILE[8:])
+@example((99_000_000).to_bytes(8, "little") + FILE[8:])
+@example(encoded(None)[:10] + b"[" * 100_000)
+def test_safetensors_bytes(folder, content):
+    (folder / "model.safetensors").write_bytes(content)
+    taken_or_refused(lambda: read_all(folder))
+
+
+@pytest.fixture(scope="module")
+def sharded(folder):
+    other = folder.parent / "sharded"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    for name, file in INDEX["weight_map"].items():
+        (other / file).write_bytes(save({name: TENSORS[name]}))
+    return other
+
+
+def shards(**files):
+    return {"weight_map": INDEX["weight_map"] | files}
+
+
+@given(mutated(INDEX))
+@cases(50)
+@example(shards(a="../../etc/passwd"))
+@example(shards(a="/etc/passwd"))
+@example(shards(a="..\\two.safetensors"))
+@example(shards(a="one.safetensors\0"))
+@example(shards(a="a" * 5000))
+@example(shards(a="\ud800"))
+@example(shards(a=["one.safetensors"]))
+def test_indices(sharded, index):
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    taken_or_refused(lambda: read_all(sharded))
+
+
+LINKED = ("config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json", "sub/notes.txt")
+
+
+@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("absolute", [True, False])
+def test_links_out_of_the_folder_are_refused(name, absolute, tmp_path):
+    folder, secret = tmp_path / "weights", tmp_path / "secret"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(FILE)
+    content = {"config.json": b"{}", "model.safetensors": FILE}
+    index = {"weight_map": dict.fromkeys(TENSORS, "model.safetensors")}
+    secret.write_bytes(content.get(name, json.dumps(index).encode()))
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret if absolute else os.path.relpath(secret, (folder / name).parent))
+    with pytest.raises(SurgeryError, match=r"a link that leads out of its folder, to .*secret"):
+        CheckpointReader.open(folder)
+
+
+@pytest.mark.parametrize("home", [".", "blobs", "models--org--name/blobs"])
+def test_links_within_a_folder_and_in_the_hubs_cache_are_followed(home, tmp_path):
+    """Of a cache only a snapshot's own blobs: not those beside any folder."""
+    folder = tmp_path / "models--org--name" / "snapshots" / "0f3a"
+    blobs = folder / "real" if home == "." else tmp_path / home
+    folder.mkdir(parents=True)
+    blobs.mkdir(parents=True)
+    for number, (name, content) in enumerate({"config.json": b"{}", "model.safetensors": FILE}.items()):
+        (blobs / str(number)).write_bytes(content)
+        (folder / name).symlink_to(os.path.relpath(blobs / str(number), folder))
+    if home == "blobs":
+        with pytest.raises(SurgeryError, match="leads out of its folder"):
+            CheckpointReader.open(folder)
+    else:
+        assert set(read_all(folder)) == set(TENSORS)
+
+
+class Runs:
+    """A pickle that makes a file where it is loaded by anything but weights_only."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_pickles_run_nothing_and_need_leave(tmp_path):
+    folder, ran = tmp_path / "weights", tmp_path / "ran"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for content in (pickle.dumps(Runs(ran)), pickle.dumps({"a": Runs(ran)}, protocol=2)):
+        (folder / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(SurgeryError, match="--allow-pickle"):
+            CheckpointReader.open(folder)
+        with pytest.raises(SurgeryError, match="weights_only"):
+            CheckpointReader.open(folder, allow_pickle=True)
+    torch.save({"a": Runs(ran)}, folder / "pytorch_model.bin")
+    with pytest.raises(SurgeryError, match="weights_only"):
+        CheckpointReader.open(folder, allow_pickle=True)
+    assert not ran.exists()
+
+
+@pytest.fixture(scope="module")
+def pickled(folder):
+    other = folder.parent / "pickled"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    torch.save(TENSORS, other / "pytorch_model.bin")
+    return other, (other / "pytorch_model.bin").read_bytes()
+
+
+@given(st.data())
+@cases(12)
+def test_damaged_pickles(pickled, data):
+    folder, content = pickled
+    (folder / "pytorch_model.bin").write_bytes(data.draw(damaged(content) | damaged(pickle.dumps({"a": 1}))))
+    taken_or_refused(lambda: read_all(folder, allow_pickle=True))
+
+
+def test_zip_bombs_are_refused(pickled):
+    folder, content = pickled
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with (
+        zipfile.ZipFile(folder / "pytorch_model.bin") as stored,
+        zipfile.ZipFile(folder / "bomb", "w", zipfile.ZIP_DEFLATED) as bomb,
+    ):
+        for name in stored.namelist():
+            bomb.writestr(name, bytes(10**8) if name.endswith("data/0") else stored.read(name))
+    (folder / "bomb").rename(folder / "pytorch_model.bin")
+    assert (folder / "pytorch_model.bin").stat().st_size < 10**6
+    with pytest.raises(SurgeryError, match="compressed"):
+        CheckpointReader.open(folder, allow_pickle=True)
+
+
+def test_tensors_of_more_numbers_than_are_stored_are_refused(pickled):
+    folder, _ = pickled
+    torch.save({"a": torch.zeros(1).expand(2**20, 2**20)}, folder / "pytorch_model.bin")
+    with pytest.raises(SurgeryError, match=r"a .*more numbers than"):
+        CheckpointReader.open(folder, allow_pickle=True)
