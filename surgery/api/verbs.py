@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from surgery.inspection.inspect import Inspection
     from surgery.planning.plan import Plan
     from surgery.structures.registry import Target
+    from surgery.verification.outcomes import Verified
 
 
 def inspect(
@@ -188,6 +189,40 @@ def slice(
 
     asked = SLICE.settings({"kv_ratio": kv_ratio, **settings})
     return _convert(SLICE, asked, model, out, tokenizer, overwrite, allow_pickle, progress, "slice()")
+
+
+def verify(
+    model: Model,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    device: str = "auto",
+    allow_pickle: bool = False,
+    progress: bool = True,
+) -> Verified:
+    """Holds a checkpoint to its config and to the report of its conversion: ``surgery verify``.
+
+    Args:
+        model: see :mod:`surgery.api.verbs`.
+        tokenizer: of a model in memory.
+        device: where layers run.
+        allow_pickle: read pickled weights if there are no others.
+        progress: show bars on standard error.
+
+    Returns:
+        Every check with its outcome: ``good`` says whether nothing is wrong, ``raise_if_wrong()`` raises what is.
+
+    Raises:
+        SurgeryError: there is no such model or device.
+
+    Example:
+        >>> surgery.verify("builtin").good
+        True
+    """
+    with on_disk(model, tokenizer, tokenized=False) as source:
+        from surgery.verification.checkpoint import verify_checkpoint
+
+        shown = Progress(silent=not progress)
+        return verify_checkpoint(source.path, device=device, allow_pickle=allow_pickle, progress=shown)
 
 
 def heal(

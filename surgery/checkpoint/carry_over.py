@@ -12,6 +12,8 @@ from surgery.checkpoint.tokenizer_class import keep_tokens
 from surgery.common.progress import Progress
 
 REPORT, CARD, SOURCE_CARD = "surgery_report.json", "README.md", "README.source.md"
+HEALING = "surgery_healing.json"
+"""The record of a healing beside a student that has no conversion's report."""
 
 
 def copy_tensors(

@@ -20,6 +20,7 @@ from surgery.cli import plan as cli_plan
 from surgery.cli import push as cli_push
 from surgery.cli import shipped as cli_shipped
 from surgery.cli import slice as cli_slice
+from surgery.cli import verify as cli_verify
 from surgery.cli.generated import Given, with_settings
 from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption
 from surgery.cli.verbs import Verbs, equip
@@ -145,6 +146,7 @@ def demo(
 cli_plan.register(app)
 cli_convert.register(app)
 cli_slice.register(app)
+cli_verify.register(app)
 cli_engines.register(app)
 cli_push.register(app)
 cli_evaluation.register(app)

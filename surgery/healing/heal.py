@@ -23,7 +23,7 @@ import yaml
 
 from surgery.architectures.entry_factors import entry_factors
 from surgery.checkpoint import CheckpointReader, check_output
-from surgery.checkpoint.carry_over import CARD, REPORT
+from surgery.checkpoint.carry_over import CARD, HEALING, REPORT
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.output_place import default_output
 from surgery.checkpoint.staging import Staging
@@ -41,10 +41,9 @@ from surgery.reporting.healing_table import gap_closed, quality_table, stages
 from surgery.reporting.report import Report, previous_report
 from surgery.training.settings import LEARNED_FROM, HealSettings
 from surgery.training.trackers import check_tracker
+from surgery.verification.record import written_record
 
 TRAINED, SETTINGS, FACTORS, FACTS = "trained", "heal.yaml", "entry_factors.json", "heal.json"
-HEALING = "surgery_healing.json"
-"""The record of a healing beside a student that has no conversion's report."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
         _train(request, settings, student, work, progress)
     trained = work / TRAINED
     facts = json.loads((trained / FACTS).read_text(encoding="utf-8"))
-    verification = verify_healed(CheckpointReader.open(trained), student, settings, progress)
+    verification, probe = verify_healed(CheckpointReader.open(trained), student, settings, progress)
     quality = _quality(request, settings, trained, work, progress)
     healing = {
         "command": request.command,
@@ -129,7 +128,8 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
                 shutil.copytree(path, staging.partial / path.name) if path.is_dir() else shutil.copy2(
                     path, staging.partial / path.name
                 )
-            _write_report(staging.partial, student.path, healing, staging.out.name)
+            written = written_record(staging.partial, probe, progress)
+            _write_report(staging.partial, student.path, healing, written, staging.out.name)
         staging.commit()
     except BaseException:
         staging.discard()
@@ -338,15 +338,15 @@ def _earlier(student: Path) -> list[dict[str, Any]]:
     return [{**stage, "earlier": []} for stage in stages(before)] if before else []
 
 
-def _write_report(folder: Path, student: Path, healing: dict[str, Any], name: str) -> None:
+def _write_report(folder: Path, student: Path, healing: dict[str, Any], written: dict[str, Any], name: str) -> None:
     """Puts the healing into the conversion's report and card; without a report it gets a file of its own."""
     found = previous_report(student)
     if found is None:
-        (folder / HEALING).write_text(json.dumps(healing, indent=1) + "\n", encoding="utf-8")
+        (folder / HEALING).write_text(json.dumps({**healing, "written": written}, indent=1) + "\n", encoding="utf-8")
         return
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     target = {**found["target"], "engines": engine_table(config, name)}
-    report = {**found, "target": target, "healing": healing}
+    report = {**found, "target": target, "healing": healing, "written": written}
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     known = {each.name for each in fields(Report)}
     card = Report(**{key: value for key, value in report.items() if key in known}).card(name)

@@ -12,12 +12,13 @@ from surgery.calibration.settings import ConversionSettings
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.reporting.report import previous_report
 from surgery.running.layer_stream import blocks_of
-from surgery.running.skeleton import skeleton
-from surgery.running.source import OwnSource, Source, open_any
+from surgery.running.source import open_any
 from surgery.training.settings import HealSettings
-from surgery.verify.written import run_through_cache, verify_by_running
+from surgery.verification.caches import run_through_cache
+from surgery.verification.probe import Probe
+from surgery.verification.record import kv_bytes_by_tokens
+from surgery.verification.written import verify_by_running
 
 SEQUENCES, LENGTH = 2, 64
 QUANTIZED_PIECE = 8
@@ -25,11 +26,12 @@ QUANTIZED_PIECE = 8
 
 def verify_healed(
     healed: CheckpointReader, student: CheckpointReader, settings: HealSettings, progress: Progress
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Probe]:
     """Runs a healed checkpoint layer by layer, through its caches and without.
 
     Returns:
-        What the report says: largest difference of decoding to one pass, KV bytes a token at how many tokens.
+        What the report says: largest difference of decoding to one pass, KV bytes a token at how many tokens. And a
+        short text with what the healed model makes of it.
 
     Raises:
         SurgeryError: it has other tensors or another config than the student, does not decode what one pass computes,
@@ -57,17 +59,18 @@ def verify_healed(
         hidden,
         held_out,
         opened.windows,
-        _predicted_bytes(student, opened),
+        kv_bytes_by_tokens(student, opened),
         SEQUENCES,
         progress,
         piece=piece,
         blocks=blocks,
     )
-    return {
+    said = {
         "cached_decode_difference": verification.cache_difference,
         "kv_bytes_per_token": verification.kv_bytes_per_token,
         "kv_tokens": verification.kv_tokens,
     }
+    return said, verification.probe
 
 
 def _check_form(healed: CheckpointReader, student: CheckpointReader) -> None:
@@ -81,18 +84,3 @@ def _check_form(healed: CheckpointReader, student: CheckpointReader) -> None:
     for name in ("model_type", "architectures", "attention_layers", "kv_cache"):
         if healed.config.get(name) != student.config.get(name):
             raise SurgeryError(f"{healed.path}: {name} of its config is not that of the checkpoint that was healed")
-
-
-def _predicted_bytes(student: CheckpointReader, opened: Source | OwnSource):
-    """KV bytes of one sequence by its tokens, which training cannot change."""
-    if student.config["model_type"] == MODEL_TYPE:
-        model = skeleton(student.config, opened.weight_dtype)
-        return lambda tokens: model.kv_cache_bytes(1, tokens)
-    report = previous_report(student.path)
-    if report is not None:
-        return lambda tokens: round(report["kv"]["predicted_bytes_per_token"] * tokens)
-    if isinstance(opened, Source):
-        width = opened.anatomy(0).kv_width * opened.layers * opened.weight_dtype.itemsize
-        return lambda tokens: width * tokens
-    width = (student.config["kv_lora_rank"] + student.config["qk_rope_head_dim"]) * opened.layers
-    return lambda tokens: width * opened.weight_dtype.itemsize * tokens

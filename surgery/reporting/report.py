@@ -37,6 +37,8 @@ class Report:
         splits: budget splits that were tried, with their held-out losses.
         previous: the source's own report, where it was converted itself.
         healing: what recovery training did to it since, where there was one.
+        written: what ``surgery verify`` holds the checkpoint to: digests of its files, and its logits on a short text;
+            None of conversions before there were any.
     """
 
     source: dict
@@ -54,6 +56,7 @@ class Report:
     peak_memory_bytes: int
     previous: dict | None = None
     healing: dict | None = None
+    written: dict | None = None
 
     def to_dict(self) -> dict:
         return {"schema": SCHEMA, "surgery_version": __version__, **asdict(self)}
@@ -107,6 +110,7 @@ def build_report(
     layers: list,
     verification,
     progress,
+    written: dict,
     *,
     shape: SourceShape | None = None,
 ) -> Report:
@@ -116,6 +120,7 @@ def build_report(
         target: what it became; the keys that all targets have are "to", "method", "model_type", "reasons", "engines",
             "dtype" and "bytes_per_token", as predicted.
         layers: a dataclass a layer, with the errors of each stage as ``measured``.
+        written: digests of the files, and a short text with what the result makes of it.
         shape: of the source, where it is no checkpoint of a family.
     """
     reader = opened.reader
@@ -163,6 +168,7 @@ def build_report(
         seconds={name: round(seconds, 2) for name, seconds in progress.seconds.items()},
         peak_memory_bytes=peak_memory(),
         previous=previous_report(reader.path),
+        written=written,
     )
 
 

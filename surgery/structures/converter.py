@@ -28,7 +28,8 @@ from surgery.structures.base import Outcome, Structure, Work
 from surgery.structures.quantized.stage import in_own_class, quantize_written
 from surgery.structures.registry import TARGETS
 from surgery.structures.request import open_request
-from surgery.verify.written import Verification
+from surgery.verification.record import written_record
+from surgery.verification.written import Verification
 from surgery.version import __version__
 
 
@@ -122,6 +123,10 @@ def _conclude(
     called = getattr(TARGETS.get(outcome.target["to"]), "called", outcome.target["to"])
     predicted = outcome.kv_bytes(verification.kv_tokens) / verification.kv_tokens
     engines = engine_table(outcome.final_config or outcome.config, writer.out.name)
+    if outcome.final_config is not None:
+        writer.write_json("config.json", outcome.final_config)
+        for path in outcome.final_code:
+            writer.copy_file(path, path.name)
     report = build_report(
         work.opened,
         work.settings,
@@ -133,12 +138,9 @@ def _conclude(
         outcome.layers,
         verification,
         work.progress,
+        written_record(writer.partial, verification.probe, work.progress),
         shape=outcome.shape,
     )
-    if outcome.final_config is not None:
-        writer.write_json("config.json", outcome.final_config)
-        for path in outcome.final_code:
-            writer.copy_file(path, path.name)
     writer.write_json(REPORT, report.to_dict())
     writer.write_text(CARD, report.card(writer.out.name))
     writer.commit()
