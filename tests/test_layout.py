@@ -46,7 +46,7 @@ BESIDE = {
     "families": {"common", "kernels"},
     "acceleration": {"kernels", "model"},
     "checkpoint": {"common"},
-    "common": set(),
+    "common": {"version"},
     "kernels": set(),
     "model": set(),
     "version": set(),

@@ -13,6 +13,7 @@ from surgery.calibration.settings import ConversionSettings
 from surgery.cli import bench as cli_bench
 from surgery.cli import convert as cli_convert
 from surgery.cli import engines as cli_engines
+from surgery.cli import env as cli_env
 from surgery.cli import evaluation as cli_evaluation
 from surgery.cli import heads as cli_heads
 from surgery.cli import heal as cli_heal
@@ -154,6 +155,7 @@ cli_heads.register(app)
 cli_heal.register(app)
 cli_bench.register(app)
 cli_shipped.register(app)
+cli_env.register(app)
 equip(app)
 
 

@@ -6,7 +6,6 @@ import platform
 import resource
 import sys
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from surgery.calibration.held_out import Score
 from surgery.checkpoint.carry_over import REPORT
 from surgery.checkpoint.disk import read_json
 from surgery.checkpoint.hub import id_of_snapshot
+from surgery.common.environment import versions
 from surgery.common.errors import SurgeryError
 from surgery.families.base import head_shape
 from surgery.version import __version__
@@ -183,13 +183,7 @@ def _flow(verification, shape: SourceShape, settings) -> dict[str, float]:
 
 def environment() -> dict[str, str]:
     """Versions that a result may depend on."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "absent"
-    return found
+    return {"python": platform.python_version(), "platform": platform.platform(), **versions(PACKAGES)}
 
 
 def peak_memory() -> int:

@@ -5,7 +5,6 @@ Every block of layers gets the same inputs in all of them, so differences are of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
