@@ -3,8 +3,8 @@
 Importing the package lets ``AutoModelForCausalLM`` load converted checkpoints, and loads neither torch nor
 transformers: its model class is registered when transformers' auto classes are there.
 
-``surgery.inspect``, ``plan``, ``convert``, ``slice``, ``heal``, ``evaluate`` and ``score_heads`` are the verbs as
-functions (:mod:`surgery.api.verbs`); they raise ``surgery.SurgeryError``, one line that says what to do.
+``surgery.inspect``, ``plan``, ``convert``, ``slice``, ``heal``, ``evaluate``, ``score_heads`` and ``verify`` are the
+verbs as functions (:mod:`surgery.api.verbs`); they raise ``surgery.SurgeryError``, one line that says what to do.
 ``surgery.register_structure``, ``family``, ``scorer``, ``task`` and ``method`` add to what they know.
 ``surgery.accelerate(model)`` puts the project's kernels under a loaded model, ``surgery.decelerate(model)`` takes them
 away. Models of the project's own class take them by themselves on CUDA, but not under the command line, whose figures
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         register_structure,
         register_task,
     )
-    from surgery.api.verbs import convert, evaluate, heal, inspect, plan, score_heads, slice
+    from surgery.api.verbs import convert, evaluate, heal, inspect, plan, score_heads, slice, verify
 
 # kernels/, training/, eval/, recipes/ and configs/ live at the top of the repository and are linked into this package.
 # Where links do not exist (a zip download, Windows), find them there.
@@ -42,7 +42,9 @@ registration.register_when_needed()
 
 # Where each function is: loaded when it is asked for. No module of the package may have the name of one.
 _HOMES = {
-    **dict.fromkeys(("convert", "evaluate", "heal", "inspect", "plan", "score_heads", "slice"), "surgery.api.verbs"),
+    **dict.fromkeys(
+        ("convert", "evaluate", "heal", "inspect", "plan", "score_heads", "slice", "verify"), "surgery.api.verbs"
+    ),
     **dict.fromkeys(("accelerate", "decelerate"), "surgery.acceleration"),
     **dict.fromkeys(
         ("register_family", "register_method", "register_scorer", "register_structure", "register_task"),
@@ -67,6 +69,7 @@ __all__ = [
     "register_task",
     "score_heads",
     "slice",
+    "verify",
 ]
 
 

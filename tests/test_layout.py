@@ -27,7 +27,7 @@ FLOORS = (
     ("eval", "engines"),
     ("calibration",),
     ("transforms",),
-    ("architectures", "verify", "reporting"),
+    ("architectures", "verification", "reporting"),
     ("export", "training", "evaluation"),
     ("heads",),
     ("structures",),

@@ -25,6 +25,7 @@ from surgery.common.shipped import find_shipped
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from surgery.inspection.checks import Checked
     from surgery.inspection.inspect import Inspection
     from surgery.planning.plan import Plan
     from surgery.structures.registry import Target
@@ -110,6 +111,31 @@ def plan(
         from surgery.planning.plan import make_plan
 
         return make_plan(source.path, asked, allow_pickle=allow_pickle, progress=Progress(silent=not progress))
+
+
+def verify(model: Model, *, device: str = "auto", seed: int = 0, progress: bool = True) -> Checked:
+    """Checks a checkpoint as its conversion did, at any time and place: ``surgery verify``.
+
+    Args:
+        model: see :mod:`surgery.api.verbs`.
+        device: where layers run.
+        seed: of the random tokens that are run.
+        progress: show bars on standard error.
+
+    Returns:
+        ``checks``, each with a name, an outcome (passed, failed, not checked) and what was seen; ``failed`` of them.
+
+    Raises:
+        SurgeryError: there is no checkpoint whose files fit together.
+
+    Example:
+        >>> surgery.verify("ckpt-mla").failed
+        []
+    """
+    with on_disk(model, None, tokenized=False) as source:
+        from surgery.inspection.checks import verify_checkpoint
+
+        return verify_checkpoint(source.path, device=device, seed=seed, progress=Progress(silent=not progress))
 
 
 def convert(

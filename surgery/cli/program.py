@@ -13,6 +13,7 @@ from surgery.calibration.settings import ConversionSettings
 from surgery.cli import bench as cli_bench
 from surgery.cli import convert as cli_convert
 from surgery.cli import engines as cli_engines
+from surgery.cli import env as cli_env
 from surgery.cli import evaluation as cli_evaluation
 from surgery.cli import heads as cli_heads
 from surgery.cli import heal as cli_heal
@@ -20,6 +21,7 @@ from surgery.cli import plan as cli_plan
 from surgery.cli import push as cli_push
 from surgery.cli import shipped as cli_shipped
 from surgery.cli import slice as cli_slice
+from surgery.cli import verify as cli_verify
 from surgery.cli.generated import Given, with_settings
 from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption
 from surgery.cli.verbs import Verbs, equip
@@ -147,6 +149,8 @@ cli_convert.register(app)
 cli_slice.register(app)
 cli_engines.register(app)
 cli_push.register(app)
+cli_verify.register(app)
+cli_env.register(app)
 cli_evaluation.register(app)
 cli_heads.register(app)
 cli_heal.register(app)

@@ -25,6 +25,7 @@ from surgery.architectures.entry_factors import entry_factors
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.carry_over import CARD, REPORT
 from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.output_place import default_output
 from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
@@ -41,6 +42,7 @@ from surgery.reporting.healing_table import gap_closed, quality_table, stages
 from surgery.reporting.report import Report, previous_report
 from surgery.training.settings import LEARNED_FROM, HealSettings
 from surgery.training.trackers import check_tracker
+from surgery.verification.written import Verification
 
 TRAINED, SETTINGS, FACTORS, FACTS = "trained", "heal.yaml", "entry_factors.json", "heal.json"
 HEALING = "surgery_healing.json"
@@ -116,7 +118,11 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
         "command": request.command,
         **{name: facts[name] for name in KEPT},
         "settings": _but_places(facts["settings"]),
-        "verification": verification,
+        "verification": {
+            "cached_decode_difference": verification.cache_difference,
+            "kv_bytes_per_token": verification.kv_bytes_per_token,
+            "kv_tokens": verification.kv_tokens,
+        },
         "quality": quality,
         "earlier": _earlier(student.path),
     }
@@ -129,7 +135,7 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
                 shutil.copytree(path, staging.partial / path.name) if path.is_dir() else shutil.copy2(
                     path, staging.partial / path.name
                 )
-            _write_report(staging.partial, student.path, healing, staging.out.name)
+            _write_report(staging.partial, student.path, healing, verification, staging.out.name)
         staging.commit()
     except BaseException:
         staging.discard()
@@ -338,7 +344,7 @@ def _earlier(student: Path) -> list[dict[str, Any]]:
     return [{**stage, "earlier": []} for stage in stages(before)] if before else []
 
 
-def _write_report(folder: Path, student: Path, healing: dict[str, Any], name: str) -> None:
+def _write_report(folder: Path, student: Path, healing: dict[str, Any], verification: Verification, name: str) -> None:
     """Puts the healing into the conversion's report and card; without a report it gets a file of its own."""
     found = previous_report(student)
     if found is None:
@@ -346,7 +352,8 @@ def _write_report(folder: Path, student: Path, healing: dict[str, Any], name: st
         return
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     target = {**found["target"], "engines": engine_table(config, name)}
-    report = {**found, "target": target, "healing": healing}
+    record = {"files": hash_files(folder), "probe": verification.probe}
+    report = {**found, **record, "target": target, "healing": healing}
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     known = {each.name for each in fields(Report)}
     card = Report(**{key: value for key, value in report.items() if key in known}).card(name)

@@ -2,72 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import DynamicCache
-
-from surgery.architectures.own_class import MODEL_TYPE
-from surgery.calibration.held_out import HeldOut
-from surgery.calibration.settings import ConversionSettings
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.reporting.report import previous_report
-from surgery.running.layer_stream import blocks_of
-from surgery.running.skeleton import skeleton
-from surgery.running.source import OwnSource, Source, open_any
 from surgery.training.settings import HealSettings
-from surgery.verify.written import run_through_cache, verify_by_running
-
-SEQUENCES, LENGTH = 2, 64
-QUANTIZED_PIECE = 8
+from surgery.verification.again import open_written, verify_again
+from surgery.verification.written import Verification
 
 
 def verify_healed(
     healed: CheckpointReader, student: CheckpointReader, settings: HealSettings, progress: Progress
-) -> dict[str, Any]:
+) -> Verification:
     """Runs a healed checkpoint layer by layer, through its caches and without.
-
-    Returns:
-        What the report says: largest difference of decoding to one pass, KV bytes a token at how many tokens.
 
     Raises:
         SurgeryError: it has other tensors or another config than the student, does not decode what one pass computes,
             or its caches hold other bytes.
     """
     _check_form(healed, student)
-    device = "cpu" if settings.device == "cpu" else "auto"
-    wanted = ConversionSettings(calibration="none", device=device, batch_size=SEQUENCES)
-    opened = open_any(healed, wanted)
-    held_out = HeldOut.random(opened.config.vocab_size, SEQUENCES, LENGTH, settings.seed)
-    own, quantized = healed.config["model_type"] == MODEL_TYPE, bool(healed.config.get("kv_cache"))
-    blocks = blocks_of(opened.config) if own else None
-    hidden = opened.stream.embed(held_out.tokens)
-    piece, stream = QUANTIZED_PIECE if quantized else None, opened.stream
-    for start, stop in blocks or [(layer, layer + 1) for layer in range(opened.layers)]:
-        with stream.block(start, stop) as layers:
-            if piece is None:
-                stream.run_layer(layers, hidden, SEQUENCES)
-            else:
-                run_through_cache(stream, layers, hidden, SEQUENCES, piece, DynamicCache)
-    verification = verify_by_running(
-        healed.path,
-        opened.weight_dtype,
-        stream,
-        hidden,
-        held_out,
-        opened.windows,
-        _predicted_bytes(student, opened),
-        SEQUENCES,
-        progress,
-        piece=piece,
-        blocks=blocks,
-    )
-    return {
-        "cached_decode_difference": verification.cache_difference,
-        "kv_bytes_per_token": verification.kv_bytes_per_token,
-        "kv_tokens": verification.kv_tokens,
-    }
+    opened = open_written(healed, "cpu" if settings.device == "cpu" else "auto")
+    return verify_again(healed, opened, settings.seed, progress)
 
 
 def _check_form(healed: CheckpointReader, student: CheckpointReader) -> None:
@@ -81,18 +35,3 @@ def _check_form(healed: CheckpointReader, student: CheckpointReader) -> None:
     for name in ("model_type", "architectures", "attention_layers", "kv_cache"):
         if healed.config.get(name) != student.config.get(name):
             raise SurgeryError(f"{healed.path}: {name} of its config is not that of the checkpoint that was healed")
-
-
-def _predicted_bytes(student: CheckpointReader, opened: Source | OwnSource):
-    """KV bytes of one sequence by its tokens, which training cannot change."""
-    if student.config["model_type"] == MODEL_TYPE:
-        model = skeleton(student.config, opened.weight_dtype)
-        return lambda tokens: model.kv_cache_bytes(1, tokens)
-    report = previous_report(student.path)
-    if report is not None:
-        return lambda tokens: round(report["kv"]["predicted_bytes_per_token"] * tokens)
-    if isinstance(opened, Source):
-        width = opened.anatomy(0).kv_width * opened.layers * opened.weight_dtype.itemsize
-        return lambda tokens: width * tokens
-    width = (student.config["kv_lora_rank"] + student.config["qk_rope_head_dim"]) * opened.layers
-    return lambda tokens: width * opened.weight_dtype.itemsize * tokens

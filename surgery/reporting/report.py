@@ -37,6 +37,8 @@ class Report:
         splits: budget splits that were tried, with their held-out losses.
         previous: the source's own report, where it was converted itself.
         healing: what recovery training did to it since, where there was one.
+        files: SHA-256 of every file but report and card.
+        probe: a few logits that it computed when it was written (:mod:`surgery.verification.probe`).
     """
 
     source: dict
@@ -54,6 +56,8 @@ class Report:
     peak_memory_bytes: int
     previous: dict | None = None
     healing: dict | None = None
+    files: dict[str, str] | None = None
+    probe: dict | None = None
 
     def to_dict(self) -> dict:
         return {"schema": SCHEMA, "surgery_version": __version__, **asdict(self)}
@@ -163,6 +167,7 @@ def build_report(
         seconds={name: round(seconds, 2) for name, seconds in progress.seconds.items()},
         peak_memory_bytes=peak_memory(),
         previous=previous_report(reader.path),
+        probe=verification.probe,
     )
 
 

@@ -32,8 +32,8 @@ from surgery.structures.alternatives import Alternatives
 from surgery.structures.estimates import Demand
 from surgery.structures.ladder import Ladder
 from surgery.structures.sequential_fit import SequentialFit
-from surgery.verify.flow import Flow
-from surgery.verify.written import Verification, verify_by_running
+from surgery.verification.flow import Flow
+from surgery.verification.written import Verification, verify_by_running
 
 Opened = TypeVar("Opened", bound="Source | OwnSource")
 Settings = TypeVar("Settings", bound=ConversionSettings)

@@ -19,7 +19,7 @@ from surgery.eval.kv_cache import cache_bytes
 from surgery.running.layer_stream import LayerStream, single_layer_config
 from surgery.running.loading import load_config
 from surgery.structures.base import Outcome
-from surgery.verify.written import PROMPT, STEPS, TOLERANCE, Verification, prompt_of
+from surgery.verification.written import PROMPT, STEPS, TOLERANCE, Verification, prompt_of
 
 
 @torch.no_grad()

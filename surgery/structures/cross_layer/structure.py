@@ -37,7 +37,7 @@ from surgery.transforms.cross_layer import (
     prompt_basis,
     shared_basis,
 )
-from surgery.verify.written import Verification
+from surgery.verification.written import Verification
 
 LATENT_SOURCES = ("surgery", "deepseek_v3")
 """Model types of checkpoints that cache latents already."""

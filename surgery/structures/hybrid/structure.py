@@ -40,7 +40,7 @@ from surgery.structures.base import Foreseen, Outcome, Structure, Work, kept_wit
 from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.ladder import ERROR_SEQUENCES
-from surgery.verify.flow import predicted_flow
+from surgery.verification.flow import predicted_flow
 
 STREAMING = "streaming"
 """The stage of a conversion in the ladder of the report, after the source."""

@@ -23,7 +23,7 @@ from surgery.structures.base import LONG, Candidate, Foreseen, Outcome, Structur
 from surgery.structures.estimates import Demand
 from surgery.structures.quantized.settings import QuantizedSettings
 from surgery.transforms.coded_reading import CodedAttention
-from surgery.verify.written import measured_tokens
+from surgery.verification.written import measured_tokens
 
 
 class Quantized(Structure[Source | OwnSource, QuantizedSettings]):

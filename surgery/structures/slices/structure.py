@@ -25,7 +25,7 @@ from surgery.structures.estimates import Demand
 from surgery.structures.slices.measure import BEFORE, SLICED, measure_slices
 from surgery.structures.slices.plan import Origin, plan_slice
 from surgery.structures.slices.settings import SliceSettings
-from surgery.verify.written import measured_tokens
+from surgery.verification.written import measured_tokens
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from surgery.common.progress import Progress
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.running.layer_stream import LayerStream, StreamedLayer, single_layer_config
 from surgery.running.loading import load_config
-from surgery.verify.flow import Flow, FlowWatch, check_flow
+from surgery.verification.flow import Flow, FlowWatch, check_flow
+from surgery.verification.probe import take_probe
 
 # Tokens of the first held-out sequence that are decoded one by one through a live cache, after a prompt. The prompt is
 # long enough for caches that keep windows and groups of tokens to show what they keep; shorter text is taken whole.
@@ -45,6 +47,7 @@ class Verification:
         kv_bytes_per_token: their bytes over these.
         flow: peak and footprint of reading and decoding so many tokens, in the dtype of the run; None where they were
             not to be looked at.
+        probe: a few logits, for the report (:mod:`surgery.verification.probe`); None where they hang on later tokens.
     """
 
     score: Score
@@ -53,6 +56,7 @@ class Verification:
     kv_tokens: int
     kv_bytes_per_token: float
     flow: Flow | None = None
+    probe: dict[str, Any] | None = None
 
 
 def verify_by_running(
@@ -125,7 +129,8 @@ def verify_by_running(
         found = watch.flow(stream.num_layers, config.num_attention_heads, tokens)
         check_flow(path, found, flow(prompt, tokens - prompt))
     worst = max(differences, default=None)
-    return Verification(held_out.score(stream, hidden), difference, worst, tokens, measured / tokens, found)
+    score, probe = held_out.score(stream, hidden), take_probe(stream, held_out.tokens[0], hidden[0], piece)
+    return Verification(score, difference, worst, tokens, measured / tokens, found, probe)
 
 
 def measured_tokens(length: int, windows: Sequence[int | None]) -> int:

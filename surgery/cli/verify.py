@@ -1,0 +1,45 @@
+"""``surgery verify``: whether a checkpoint is still what a conversion wrote."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from surgery.cli.options import CheckpointArgument, DeviceOption, JsonOption
+from surgery.common.errors import SurgeryError
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command()(verify)
+
+
+def verify(
+    checkpoint: CheckpointArgument,
+    device: DeviceOption = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the random tokens that are run.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a checkpoint as its conversion did: files, numbers, caches, KV bytes, logits; also one that was downloaded.
+
+    Exit code 1 where something is wrong. What no report says is not checked, and told so.
+
+    Examples:
+
+        surgery verify ckpt-mla/
+
+        surgery verify org/name-mla --json
+    """
+    from surgery.checkpoint.named_models import model_named
+    from surgery.common.progress import Progress
+    from surgery.console.checks import show_checks
+    from surgery.inspection.checks import verify_checkpoint
+
+    checked = verify_checkpoint(model_named(checkpoint), device=device or "auto", seed=seed, progress=Progress())
+    show_checks(checked, as_json=as_json)
+    if checked.failed:
+        sys.stdout.flush()
+        first = checked.failed[0]
+        raise SurgeryError(f"{checked.path}: {first.name}: {first.said}")
