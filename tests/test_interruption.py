@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: one line, the shell's exit code, and nothing left on the disk."""
+"""SIGTERM, SIGHUP and Ctrl-C: one line, the shell's exit code, and nothing left on the disk."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from surgery.healing.launchers import run_to_its_end
 from surgery.structures.ladder import Ladder
 from surgery.training.guards import StopRequest
 
-SIGNALS = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+SIGNALS = pytest.mark.parametrize(("number", "code"), ((signal.SIGTERM, 143), (signal.SIGINT, 130), (1, 129)))
 
 
 @SIGNALS
@@ -35,7 +35,7 @@ def test_an_interrupted_conversion_leaves_nothing(number, code, checkpoints, tmp
     arguments = ["convert", source, "--out", tmp_path / "out", "--calibration", "none", "--kv-ratio", "0.5"]
     ended, out, err = run_main(monkeypatch, capsys, *arguments)
     assert (ended, out) == (code, "")
-    assert err.splitlines()[-1] == "surgery: interrupted; nothing was written"
+    assert err.splitlines()[-1] == "surgery: interrupted; what was not finished is removed"
     assert "out.partial" in there and any(name.startswith("surgery-statistics-") for name in there)
     assert [path.name for path in tmp_path.iterdir()] == ["temporary"] and not list(temporary.iterdir())
     assert signal.getsignal(number) is before
