@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -295,7 +296,15 @@ def _train(
     environment = outside(dict(os.environ)) | {"TOKENIZERS_PARALLELISM": "false"}
     code = run_to_its_end(command, environment)
     if code:
-        raise SurgeryError(f"the training ended with exit code {code}, see above; the same command goes on")
+        raise SurgeryError(f"the training {_ended(code)}, see above; the same command goes on")
+
+
+def _ended(code: int) -> str:
+    """How a process ended, in words; below zero its exit code is the signal that ended it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"was ended by {name}" + (", as systems do that run out of memory" if name == "SIGKILL" else "")
 
 
 def _trained_already(work: Path, settings: HealSettings) -> bool:

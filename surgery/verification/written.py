@@ -190,9 +190,9 @@ def _decode(layer: StreamedLayer, hidden: Tensor, cache, watch: FlowWatch | None
             return None
         half = prompt // 2
         other = _new_cache(layer)
-        first = layer.decode(hidden[:, :half], half, other)
-        second = layer.decode(hidden[:, half:], prompt - half, other)
-        got, want = got[:, prompt:], torch.cat([first, second], dim=1)[:, prompt:]
+        parts = ((hidden[:, :half], half), (hidden[:, half:], prompt - half))
+        again = [layer.decode(part, first, other) for part, first in parts if part.shape[1]]
+        got, want = got[:, prompt:], torch.cat(again, dim=1)[:, prompt:]
     else:
         want = layer(hidden)
     return float((got - want).abs().max() / want.abs().max()) if want.numel() else 0.0
