@@ -81,11 +81,12 @@ class Healed:
     """A healed checkpoint, and the ``healing`` of its report.
 
     Its "table" is source, conversion and result, of stages before too ("earlier"), and "gap_closed" is over all of it;
-    "quality" is what this stage was measured as.
+    "quality" is what this stage was measured as. ``teacher`` is where it learnt from, if it had one.
     """
 
     path: Path
     healing: dict[str, Any]
+    teacher: str | None = None
 
 
 def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> Healed:
@@ -143,7 +144,7 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
         raise
     with disk_errors(work):
         shutil.rmtree(work)
-    return Healed(staging.out, healing)
+    return Healed(staging.out, healing, settings.teacher)
 
 
 @dataclass(frozen=True)
