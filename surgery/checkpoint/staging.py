@@ -109,7 +109,6 @@ class Staging:
             self._check_out()  # again: the conversion may have taken hours
             shutil.rmtree(self.partial / UNFINISHED, ignore_errors=True)
             self.sync()  # again: files may have been added
-            (self.partial / MARKER).unlink()
             self._unlock()
             if self.out.exists() and any(self.out.iterdir()):
                 self._replace()
@@ -117,6 +116,9 @@ class Staging:
                 if self.out.exists():
                     self.out.rmdir()  # refused, as it should be, once others put something in
                 os.rename(self.partial, self.out)
+            # Only now: without it, what is still called partial would be nobody's.
+            with contextlib.suppress(OSError):
+                (self.out / MARKER).unlink()
             self._created = False
             sync_folder(self.out.parent)
 
