@@ -3,7 +3,7 @@
 Importing the package lets ``AutoModelForCausalLM`` load converted checkpoints, and loads neither torch nor
 transformers: its model class is registered when transformers' auto classes are there.
 
-``surgery.inspect``, ``plan``, ``convert``, ``slice``, ``verify``, ``heal``, ``evaluate`` and ``score_heads`` are the
+``surgery.inspect``, ``plan``, ``convert``, ``slice``, ``heal``, ``evaluate``, ``score_heads`` and ``verify`` are the
 verbs as functions (:mod:`surgery.api.verbs`); they raise ``surgery.SurgeryError``, one line that says what to do.
 ``surgery.register_structure``, ``family``, ``scorer``, ``task`` and ``method`` add to what they know.
 ``surgery.accelerate(model)`` puts the project's kernels under a loaded model, ``surgery.decelerate(model)`` takes them

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from tiny_models import DEMO, HELD_OUT
 from transformers import AutoModelForCausalLM
 
-import surgery
 from surgery.architectures.entry_factors import entry_factors
 from surgery.architectures.neutral_norm import recognised_norm
 from surgery.checkpoint import CheckpointReader
@@ -105,8 +104,6 @@ def test_the_report_and_the_card_say_what_happened(made, tmp_path, monkeypatch):
     card = (healed.path / "README.md").read_text()
     assert "healed by distillation: 192 tokens" in card and f"| converted | {losses['converted']:.4f} |" in card
     assert not (tmp_path / "out.healing").exists()
-    verified = surgery.verify(healed.path, device="cpu", progress=False)
-    assert verified.good and not verified.unchecked
     assert (healed.path / "heal.jsonl").read_text().count('"step"') >= 3
 
 
@@ -122,8 +119,6 @@ def test_the_own_class_without_a_report(tmp_path, kind):
     healed = heal_checkpoint(request(tmp_path / "source", tmp_path / "student", tmp_path / "out"))
     assert healed.healing["verification"]["kv_bytes_per_token"] > 0
     assert (healed.path / "surgery_healing.json").exists()
-    verified = surgery.verify(healed.path, device="cpu", progress=False)
-    assert verified.good and not verified.unchecked
     config = json.loads((healed.path / "config.json").read_text())
     assert (
         config["attention_layers"] == json.loads((tmp_path / "student" / "config.json").read_text())["attention_layers"]

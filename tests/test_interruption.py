@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: one line, the shell's exit code, and nothing left on the disk but what is worth going on from."""
+"""SIGTERM, SIGHUP and Ctrl-C: one line, the shell's exit code, and nothing left but what is worth going on from."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from surgery.healing.launchers import run_to_its_end
 from surgery.structures.ladder import Ladder
 from surgery.training.guards import StopRequest
 
-SIGNALS = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+SIGNALS = pytest.mark.parametrize(("number", "code"), ((signal.SIGTERM, 143), (signal.SIGINT, 130), (1, 129)))
 
 
 @SIGNALS

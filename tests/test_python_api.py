@@ -16,7 +16,7 @@ from surgery.common.pictures import Page, Svg
 from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 
-FUNCTIONS = ("convert", "evaluate", "heal", "inspect", "score_heads", "slice", "verify")
+FUNCTIONS = ("convert", "evaluate", "heal", "inspect", "score_heads", "slice")
 MERGED = {"kv_heads": 1, "method": "mean-pool", "calibration": "none", "device": "cpu", "progress": False}
 SMALL = {"tasks": "loss", "windows": 2, "length": 64, "decoded": 0, "variants": "none", "device": "cpu"}
 

@@ -1,9 +1,17 @@
 """Every figure of tables of reports in the README and in docs/results.md is the report's."""
 
+import importlib.util
+import json
+import re
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
+from command_line import run_main
+from tiny_models import random_model
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from surgery.engines import LOADS, LOADS_WITH, REFUSED
 from surgery.eval.report.document import read_report
 from surgery.eval.report.tables import columns
 
@@ -49,3 +57,62 @@ def test_the_table_is_the_report(file, section, name, shown, least):
 def test_the_report_is_whole(name, file):
     assert (ROOT / "docs" / name / file).stat().st_size > 1000
     assert not read_report(ROOT / "docs" / name)["settings"]["limit"]
+
+
+def tool():
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "tools" / "readme.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_table_and_picture_of_the_readme_are_current():
+    readme = tool()
+    report, text = read_report(readme.REPORT), (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.made(report) in text, "run python tools/readme.py"
+    assert readme.PICTURE.read_text(encoding="utf-8") == readme.picture(report), "run python tools/readme.py"
+
+
+def test_the_picture_shows_every_row_where_it_belongs():
+    readme = tool()
+    report = read_report(readme.REPORT)
+    drawn = xml.etree.ElementTree.fromstring(readme.picture(report))
+    texts = [each.text for each in drawn.iter() if each.tag.endswith("text")]
+    assert {row["name"] for row in report["rows"]} <= set(texts)
+    dots = [each for each in drawn.iter() if each.tag.endswith("circle")]
+    ordered = sorted((row["kv"]["ratio"], readme._change(row)) for row in report["rows"])
+    places = [(float(dot.get("cx")), float(dot.get("cy"))) for dot in dots][: len(ordered)]
+    assert [place[0] for place in places] == sorted(place[0] for place in places)
+    for (_, change), (_, height) in zip(ordered, places, strict=True):
+        for (_, other), (_, above) in zip(ordered, places, strict=True):
+            assert change >= other or height > above or max(change, other) <= 0
+
+
+def test_the_readme_is_two_screens():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+
+
+WIDE = {"hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8, "vocab_size": 64}
+WIDE |= {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
+MODELS = {"Llama": LlamaConfig, "Qwen2": Qwen2Config, "Qwen3": Qwen3Config}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_and_engines_are_what_conversions_say(model, tmp_path, monkeypatch, capsys):
+    """A mark of a run is one of the table of engines; what is not run is at least not refused there."""
+    random_model(MODELS[model](**WIDE)).save_pretrained(tmp_path / "ckpt")
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    heads = next([cell.strip() for cell in line.split("|")] for line in lines if "| SGLang |" in line)
+    cells = next(line.split("|") for line in lines if line.startswith(f"| {model}"))
+    told_by = list(zip(heads, cells, strict=True))
+    asked = [(head, *found) for head, cell in told_by for found in re.findall(r"`(--to .*?)` ([✓○])", cell)]
+    assert asked
+    for head, options, mark in asked:
+        ratio = [] if "gqa" in options else ["--kv-ratio", "0.5"]
+        call = [*options.replace("N", "4").split(), *ratio, "--calibration", "none", "--dry-run", "--json"]
+        code, shown, told = run_main(monkeypatch, capsys, "convert", tmp_path / "ckpt", *call)
+        assert code == 0, told
+        engines = json.loads(shown)["target"]["engines"]
+        statuses = {said["status"] for name, said in engines.items() if name.startswith(head.split()[0])}
+        assert statuses - {REFUSED}, (head, options)
+        assert mark != "✓" or statuses & {LOADS, LOADS_WITH}, (head, options)

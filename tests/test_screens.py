@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 from surgery.cli import program as cli
 from surgery.common.progress import Progress
 from surgery.console import verdicts
+from surgery.console.heal import show_healed
 from surgery.console.inspection import show_inspection
 from surgery.console.recipe import show_made
 from surgery.eval.report.document import read_report
+from surgery.healing.heal import Healed
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.reporting.report import previous_report
 from surgery.workflow.recipe import Finished
@@ -146,6 +148,17 @@ def test_a_healing_is_told_against_what_it_began_with_and_the_source():
     assert told.startswith("healing changed -0.4000 nats per token (perplexity -33.0%), recall 0.50 → 0.50")
     assert told.endswith("now +0.1000 nats per token (perplexity +10.5%) from the source")
     assert verdicts.of_healing({"table": []}) is None
+
+
+def test_a_healing_ends_in_how_to_measure_it(capsys):
+    facts = {"table": [], "gap_closed": None, "tokens": 10, "steps": 1, "seconds": 1.0, "tokens_per_second": None}
+    facts |= {"peak_memory_bytes": 1, "ended": "max_steps", "tracker_failed": None}
+    show_healed(Healed(Path("healed"), facts, "source"))
+    assert capsys.readouterr().out.endswith(
+        "Next: surgery eval healed --baseline source\n      surgery doctor healed\n"
+    )
+    show_healed(Healed(Path("healed"), facts))
+    assert capsys.readouterr().out.endswith("\nNext: surgery doctor healed\n")
 
 
 def test_an_inspection_is_one_screen(tmp_path, capsys):

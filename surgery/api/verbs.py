@@ -25,10 +25,10 @@ from surgery.common.shipped import find_shipped
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from surgery.inspection.checks import Checked
     from surgery.inspection.inspect import Inspection
     from surgery.planning.plan import Plan
     from surgery.structures.registry import Target
-    from surgery.verification.outcomes import Verified
 
 
 def inspect(
@@ -113,6 +113,31 @@ def plan(
         return make_plan(source.path, asked, allow_pickle=allow_pickle, progress=Progress(silent=not progress))
 
 
+def verify(model: Model, *, device: str = "auto", seed: int = 0, progress: bool = True) -> Checked:
+    """Checks a checkpoint as its conversion did, at any time and place: ``surgery verify``.
+
+    Args:
+        model: see :mod:`surgery.api.verbs`.
+        device: where layers run.
+        seed: of the random tokens that are run.
+        progress: show bars on standard error.
+
+    Returns:
+        ``checks``, each with a name, an outcome (passed, failed, not checked) and what was seen; ``failed`` of them.
+
+    Raises:
+        SurgeryError: there is no checkpoint whose files fit together.
+
+    Example:
+        >>> surgery.verify("ckpt-mla").failed
+        []
+    """
+    with on_disk(model, None, tokenized=False) as source:
+        from surgery.inspection.checks import verify_checkpoint
+
+        return verify_checkpoint(source.path, device=device, seed=seed, progress=Progress(silent=not progress))
+
+
 def convert(
     model: Model,
     to: str = "mla",
@@ -189,40 +214,6 @@ def slice(
 
     asked = SLICE.settings({"kv_ratio": kv_ratio, **settings})
     return _convert(SLICE, asked, model, out, tokenizer, overwrite, allow_pickle, progress, "slice()")
-
-
-def verify(
-    model: Model,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    device: str = "auto",
-    allow_pickle: bool = False,
-    progress: bool = True,
-) -> Verified:
-    """Holds a checkpoint to its config and to the report of its conversion: ``surgery verify``.
-
-    Args:
-        model: see :mod:`surgery.api.verbs`.
-        tokenizer: of a model in memory.
-        device: where layers run.
-        allow_pickle: read pickled weights if there are no others.
-        progress: show bars on standard error.
-
-    Returns:
-        Every check with its outcome: ``good`` says whether nothing is wrong, ``raise_if_wrong()`` raises what is.
-
-    Raises:
-        SurgeryError: there is no such model or device.
-
-    Example:
-        >>> surgery.verify("builtin").good
-        True
-    """
-    with on_disk(model, tokenizer, tokenized=False) as source:
-        from surgery.verification.checkpoint import verify_checkpoint
-
-        shown = Progress(silent=not progress)
-        return verify_checkpoint(source.path, device=device, allow_pickle=allow_pickle, progress=shown)
 
 
 def heal(

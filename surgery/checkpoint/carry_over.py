@@ -8,12 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
+from surgery.checkpoint.file_hashes import CARD, REPORT, SOURCE_CARD
 from surgery.checkpoint.tokenizer_class import keep_tokens
 from surgery.common.progress import Progress
-
-REPORT, CARD, SOURCE_CARD = "surgery_report.json", "README.md", "README.source.md"
-HEALING = "surgery_healing.json"
-"""The record of a healing beside a student that has no conversion's report."""
 
 
 def copy_tensors(

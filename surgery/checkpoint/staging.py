@@ -8,6 +8,7 @@ output, holds what an interrupted run goes on from.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 import warnings
@@ -25,6 +26,7 @@ except ImportError:  # Windows
 
 MARKER = ".surgery-partial"
 UNFINISHED = ".surgery-unfinished"
+_REPLACED = ".replaced-"
 # For what is not planned to the byte: tokenizer, report, plots.
 _SPARE_BYTES = 64 * 10**6
 
@@ -107,7 +109,6 @@ class Staging:
             self._check_out()  # again: the conversion may have taken hours
             shutil.rmtree(self.partial / UNFINISHED, ignore_errors=True)
             self.sync()  # again: files may have been added
-            (self.partial / MARKER).unlink()
             self._unlock()
             if self.out.exists() and any(self.out.iterdir()):
                 self._replace()
@@ -115,6 +116,9 @@ class Staging:
                 if self.out.exists():
                     self.out.rmdir()  # refused, as it should be, once others put something in
                 os.rename(self.partial, self.out)
+            # Only now: without it, what is still called partial would be nobody's.
+            with contextlib.suppress(OSError):
+                (self.out / MARKER).unlink()
             self._created = False
             sync_folder(self.out.parent)
 
@@ -160,19 +164,25 @@ class Staging:
 
     def _replace(self) -> None:
         """Swaps the old output for the new one; the old one is back where it was if that fails."""
-        old = self.out.with_name(f"{self.out.name}.replaced-{os.getpid()}")
+        old = self.out.with_name(f"{self.out.name}{_REPLACED}{os.getpid()}")
         os.rename(self.out, old)
         try:
             os.rename(self.partial, self.out)
-        except BaseException:
-            if not self.out.exists():
+        finally:
+            # Also where a signal came while the disk renamed: what has the name now decides.
+            if self.out.exists():
+                self._remove_replaced()
+            else:
                 os.rename(old, self.out)
-            raise
-        try:
-            shutil.rmtree(old)
-        except OSError as error:
-            # The new output is good, so this is no failure of the run.
-            warnings.warn(f"{old}: the replaced output could not be removed ({error}); remove it", stacklevel=2)
+
+    def _remove_replaced(self) -> None:
+        """Removes outputs that were replaced, also those that a process left that was killed before it could."""
+        for old in self.out.parent.glob(f"{glob.escape(self.out.name)}{_REPLACED}[0-9]*"):
+            try:
+                shutil.rmtree(old)
+            except OSError as error:
+                # The new output is good, so this is no failure of the run.
+                warnings.warn(f"{old}: the replaced output could not be removed ({error}); remove it", stacklevel=2)
 
     def _unlock(self) -> None:
         if self._lock is not None:

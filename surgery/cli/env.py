@@ -1,14 +1,13 @@
-"""``surgery env``: what a report of a bug needs."""
+"""``surgery env``: what a bug report needs to know of the machine."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from surgery.cli.options import JsonOption
-from surgery.common.environment import gpus, machine
-from surgery.common.human import size
+from surgery.version import __version__
 
 
 def register(app: typer.Typer) -> None:
@@ -17,49 +16,29 @@ def register(app: typer.Typer) -> None:
 
 
 def env(
-    gpu: Annotated[bool, typer.Option("--gpu", help="Also the GPUs, for which torch is loaded.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Ask for accelerators too, which imports torch.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what a report of a bug needs: versions, system, processor, memory, threads. No paths, no tokens.
+    """Print versions, cores and memory for a bug report; no paths, no names.
 
-    Examples:
+    Example:
 
-        surgery env
-
-        surgery env --gpu --json
+        surgery env --gpu
     """
-    found = machine() | ({"gpu": gpus()} if gpu else {})
+    from surgery.common.human import size
+    from surgery.common.machine import machine_facts
+    from surgery.console.page import make_table, new_page, print_json
+
+    facts = {"surgery": __version__, **machine_facts(gpu=gpu)}
     if as_json:
-        from surgery.console.page import print_json
-
-        print_json(found)
+        print_json(facts)
         return
-    for name, value in _lines(found):
-        print(f"{name}: {value}")
-
-
-def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names and values for people."""
-    cpu, memory = found["cpu"], found["memory"]
-    usable = f", {cpu['usable_cores']} usable" if cpu["usable_cores"] not in (None, cpu["cores"]) else ""
-    total = "unknown" if memory["total_bytes"] is None else size(memory["total_bytes"])
-    limit = f", limited to {size(memory['limit_bytes'])}" if memory["limit_bytes"] else ""
-    lines = [("surgery", found["surgery"]), ("python", found["python"]), *found["packages"].items()]
-    lines += [("platform", found["platform"]), ("cpu", f"{cpu['name']}, {cpu['cores']} cores{usable}")]
-    lines += [("memory", total + limit)]
-    lines += [
-        (name, said["value"] + (" (set by surgery)" if said["by_surgery"] else ""))
-        for name, said in found["threads"].items()
-    ]
-    if "gpu" in found:
-        lines += _gpu_lines(found["gpu"])
-    return lines
-
-
-def _gpu_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    if "error" in found:
-        return [("gpu", f"torch cannot tell: {found['error']}")]
-    if not found["devices"]:
-        return [("gpu", "none")]
-    shown = [f"{each['name']}, {size(each['memory_bytes'])}, sm {each['capability']}" for each in found["devices"]]
-    return [("cuda", found["cuda"]), *(("gpu", each) for each in shown)]
+    memory = f"{size(facts['memory_bytes'])}, {size(facts['memory_available_bytes'])} available"
+    rows = [("surgery", facts["surgery"]), ("python", facts["python"]), ("system", facts["system"])]
+    rows += [("cores", str(facts["cores"])), ("memory", memory)]
+    rows += [*facts["environment"].items(), *facts["packages"].items()]
+    for each in facts.get("accelerators", []):
+        rows.append((each["name"], f"{size(each['memory_bytes'])}, sm {each['capability']}, CUDA {each['cuda']}"))
+    if facts.get("accelerators") == []:
+        rows.append(("accelerators", "none"))
+    new_page().print(make_table(["", ""], rows, right=(), header=False))

@@ -27,6 +27,7 @@ from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption
 from surgery.cli.verbs import Verbs, equip
 from surgery.common.errors import SurgeryError
 from surgery.common.interruption import interruptible
+from surgery.common.machine_faults import told
 from surgery.version import __version__
 
 app = typer.Typer(
@@ -147,15 +148,15 @@ def demo(
 cli_plan.register(app)
 cli_convert.register(app)
 cli_slice.register(app)
-cli_verify.register(app)
 cli_engines.register(app)
 cli_push.register(app)
+cli_verify.register(app)
+cli_env.register(app)
 cli_evaluation.register(app)
 cli_heads.register(app)
 cli_heal.register(app)
 cli_bench.register(app)
 cli_shipped.register(app)
-cli_env.register(app)
 equip(app)
 
 
@@ -164,7 +165,10 @@ RESUMABLE = ("convert", "eval", "heads", "heal", "run")
 
 
 def main() -> None:
-    """Entry point: one line and exit code 1 for bad input, 2 for a wrong command line, 130 and 143 for signals."""
+    """Entry point: one line and exit code 1 for bad input or a machine that fails, 2 for a wrong command line.
+
+    After a signal 128 and its number: 129, 130, 143.
+    """
     own_program.begin()
     with interruptible() as interruption:
         try:
@@ -172,10 +176,15 @@ def main() -> None:
         except SurgeryError as error:
             print(f"surgery: error: {error}", file=sys.stderr)
             sys.exit(1)
+        except (MemoryError, OSError, RuntimeError) as error:
+            if (line := told(error)) is None:
+                raise
+            print(f"surgery: error: {line}", file=sys.stderr)
+            sys.exit(1)
         except (KeyboardInterrupt, SystemExit):  # the latter is what click makes of the former
             if interruption.signal is None:
                 raise
             kept = any(verb in RESUMABLE for verb in sys.argv[1:2])
-            left = "what was finished is kept, the same command goes on" if kept else "nothing was written"
+            left = "what was finished is kept, the same command goes on" if kept else "what was not finished is removed"
             print(f"surgery: interrupted; {left}", file=sys.stderr)
             sys.exit(interruption.exit_code)

@@ -1,10 +1,14 @@
-"""``surgery verify``: a checkpoint held to its config and to the report of its conversion."""
+"""``surgery verify``: whether a checkpoint is still what a conversion wrote."""
 
 from __future__ import annotations
 
+import sys
+from typing import Annotated
+
 import typer
 
-from surgery.cli.options import CheckpointArgument, DeviceOption, JsonOption, PickleOption
+from surgery.cli.options import CheckpointArgument, DeviceOption, JsonOption
+from surgery.common.errors import SurgeryError
 
 
 def register(app: typer.Typer) -> None:
@@ -15,14 +19,12 @@ def register(app: typer.Typer) -> None:
 def verify(
     checkpoint: CheckpointArgument,
     device: DeviceOption = None,
-    allow_pickle: PickleOption = False,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the random tokens that are run.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that a checkpoint is what its conversion wrote, and that it computes the same in every way it is run.
+    """Check a checkpoint as its conversion did: files, numbers, caches, KV bytes, logits; also one that was downloaded.
 
-    Files by their digests, tensors by its config, then layer by layer: in pieces, in batches, KV bytes, logits.
-
-    Of other checkpoints, and earlier conversions, what there is to check; exit code 1 if something is wrong.
+    Exit code 1 where something is wrong. What no report says is not checked, and told so.
 
     Examples:
 
@@ -30,16 +32,14 @@ def verify(
 
         surgery verify org/name-mla --json
     """
-    from surgery.checkpoint.location import find_local
     from surgery.checkpoint.named_models import model_named
-
-    source = model_named(checkpoint)
-    find_local(source)  # refuses what is none before torch is loaded for it
-
     from surgery.common.progress import Progress
-    from surgery.console.verification import show_verified
-    from surgery.verification.checkpoint import verify_checkpoint
+    from surgery.console.checks import show_checks
+    from surgery.inspection.checks import verify_checkpoint
 
-    verified = verify_checkpoint(source, device=device or "auto", allow_pickle=allow_pickle, progress=Progress())
-    show_verified(verified, as_json=as_json)
-    verified.raise_if_wrong()
+    checked = verify_checkpoint(model_named(checkpoint), device=device or "auto", seed=seed, progress=Progress())
+    show_checks(checked, as_json=as_json)
+    if checked.failed:
+        sys.stdout.flush()
+        first = checked.failed[0]
+        raise SurgeryError(f"{checked.path}: {first.name}: {first.said}")

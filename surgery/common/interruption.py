@@ -1,4 +1,4 @@
-"""SIGTERM ends a command as Ctrl-C does: as an exception, so that everything that cleans up behind errors does so."""
+"""SIGTERM and SIGHUP end a command as Ctrl-C does: by an exception, so that what cleans up behind errors does so."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+ASKED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""Signals by which others ask a process to end; Windows lacks the second."""
+
 
 class Interruption:
     """What stopped a block.
 
     Attributes:
-        signal: SIGINT or SIGTERM; None while nothing did.
+        signal: SIGINT, SIGTERM or SIGHUP; None while nothing did.
     """
 
     signal: int | None = None
@@ -26,20 +29,23 @@ class Interruption:
 
 @contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """Has SIGTERM, as SIGINT, raise KeyboardInterrupt in the block, and remembers which of them it was.
+    """Has SIGTERM and SIGHUP, as SIGINT, raise KeyboardInterrupt in the block, and remembers which of them it was.
 
-    SIGTERM is ignored from the first of them on: schedulers send it more than once, which would stop the cleaning up.
-    Threads but the main one cannot take signals, and leave them as they are.
+    They are ignored from the first of them on: schedulers send SIGTERM more than once, and a terminal that closes sends
+    SIGHUP behind it, which would stop the cleaning up. Under nohup, which has SIGHUP ignored, it stays so. Threads but
+    the main one cannot take signals, and leave them as they are.
     """
     caught, before = Interruption(), {}
 
     def take(number: int, frame: FrameType | None) -> None:
         caught.signal = number
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for again in ASKED:
+            signal.signal(again, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
+        taken = [number for number in (signal.SIGINT, *ASKED) if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, take) for number in taken}
     try:
         yield caught
     finally:

@@ -6,12 +6,7 @@ cores. GNU's OpenMP reads the environment once, when torch loads it: call this b
 
 import os
 
-OURS: set[str] = set()
-"""Names of variables that this process set itself."""
-
 
 def wait_passively() -> None:
     """Sets OMP_WAIT_POLICY to PASSIVE for this process and its children; a setting that is there wins."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-        OURS.add("OMP_WAIT_POLICY")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -32,7 +32,8 @@ def show_healed(healed, *, as_json: bool = False) -> None:
         page.print(f"the tracker failed at {plain(healing['tracker_failed'])}; heal.jsonl has everything")
     verdict = of_healing(healing)
     page.print(f"[bold]{plain(healed.path)}[/bold]{f': {plain(verdict)}' if verdict else ''}", soft_wrap=True)
-    show_next(page, [f"surgery eval {healed.path} --baseline SOURCE", f"surgery doctor {healed.path}"])
+    measure = [f"surgery eval {healed.path} --baseline {healed.teacher}"] if healed.teacher else []
+    show_next(page, [*measure, f"surgery doctor {healed.path}"])
 
 
 def show_plan(plan, *, as_json: bool = False) -> None:

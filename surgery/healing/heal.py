@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -23,8 +24,9 @@ import yaml
 
 from surgery.architectures.entry_factors import entry_factors
 from surgery.checkpoint import CheckpointReader, check_output
-from surgery.checkpoint.carry_over import CARD, HEALING, REPORT
+from surgery.checkpoint.carry_over import CARD, REPORT
 from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.output_place import default_output
 from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
@@ -41,9 +43,11 @@ from surgery.reporting.healing_table import gap_closed, quality_table, stages
 from surgery.reporting.report import Report, previous_report
 from surgery.training.settings import LEARNED_FROM, HealSettings
 from surgery.training.trackers import check_tracker
-from surgery.verification.record import written_record
+from surgery.verification.written import Verification
 
 TRAINED, SETTINGS, FACTORS, FACTS = "trained", "heal.yaml", "entry_factors.json", "heal.json"
+HEALING = "surgery_healing.json"
+"""The record of a healing beside a student that has no conversion's report."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,12 @@ class Healed:
     """A healed checkpoint, and the ``healing`` of its report.
 
     Its "table" is source, conversion and result, of stages before too ("earlier"), and "gap_closed" is over all of it;
-    "quality" is what this stage was measured as.
+    "quality" is what this stage was measured as. ``teacher`` is where it learnt from, if it had one.
     """
 
     path: Path
     healing: dict[str, Any]
+    teacher: str | None = None
 
 
 def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> Healed:
@@ -109,13 +114,17 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
         _train(request, settings, student, work, progress)
     trained = work / TRAINED
     facts = json.loads((trained / FACTS).read_text(encoding="utf-8"))
-    verification, probe = verify_healed(CheckpointReader.open(trained), student, settings, progress)
+    verification = verify_healed(CheckpointReader.open(trained), student, settings, progress)
     quality = _quality(request, settings, trained, work, progress)
     healing = {
         "command": request.command,
         **{name: facts[name] for name in KEPT},
         "settings": _but_places(facts["settings"]),
-        "verification": verification,
+        "verification": {
+            "cached_decode_difference": verification.cache_difference,
+            "kv_bytes_per_token": verification.kv_bytes_per_token,
+            "kv_tokens": verification.kv_tokens,
+        },
         "quality": quality,
         "earlier": _earlier(student.path),
     }
@@ -128,15 +137,14 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
                 shutil.copytree(path, staging.partial / path.name) if path.is_dir() else shutil.copy2(
                     path, staging.partial / path.name
                 )
-            written = written_record(staging.partial, probe, progress)
-            _write_report(staging.partial, student.path, healing, written, staging.out.name)
+            _write_report(staging.partial, student.path, healing, verification, staging.out.name)
         staging.commit()
     except BaseException:
         staging.discard()
         raise
     with disk_errors(work):
         shutil.rmtree(work)
-    return Healed(staging.out, healing)
+    return Healed(staging.out, healing, settings.teacher)
 
 
 @dataclass(frozen=True)
@@ -289,7 +297,15 @@ def _train(
     environment = outside(dict(os.environ)) | {"TOKENIZERS_PARALLELISM": "false"}
     code = run_to_its_end(command, environment)
     if code:
-        raise SurgeryError(f"the training ended with exit code {code}, see above; the same command goes on")
+        raise SurgeryError(f"the training {_ended(code)}, see above; the same command goes on")
+
+
+def _ended(code: int) -> str:
+    """How a process ended, in words; below zero its exit code is the signal that ended it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"was ended by {name}" + (", as systems do that run out of memory" if name == "SIGKILL" else "")
 
 
 def _trained_already(work: Path, settings: HealSettings) -> bool:
@@ -338,15 +354,16 @@ def _earlier(student: Path) -> list[dict[str, Any]]:
     return [{**stage, "earlier": []} for stage in stages(before)] if before else []
 
 
-def _write_report(folder: Path, student: Path, healing: dict[str, Any], written: dict[str, Any], name: str) -> None:
+def _write_report(folder: Path, student: Path, healing: dict[str, Any], verification: Verification, name: str) -> None:
     """Puts the healing into the conversion's report and card; without a report it gets a file of its own."""
     found = previous_report(student)
     if found is None:
-        (folder / HEALING).write_text(json.dumps({**healing, "written": written}, indent=1) + "\n", encoding="utf-8")
+        (folder / HEALING).write_text(json.dumps(healing, indent=1) + "\n", encoding="utf-8")
         return
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     target = {**found["target"], "engines": engine_table(config, name)}
-    report = {**found, "target": target, "healing": healing, "written": written}
+    record = {"files": hash_files(folder), "probe": verification.probe}
+    report = {**found, **record, "target": target, "healing": healing}
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     known = {each.name for each in fields(Report)}
     card = Report(**{key: value for key, value in report.items() if key in known}).card(name)

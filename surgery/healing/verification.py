@@ -2,75 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import DynamicCache
-
-from surgery.architectures.own_class import MODEL_TYPE
-from surgery.calibration.held_out import HeldOut
-from surgery.calibration.settings import ConversionSettings
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.running.layer_stream import blocks_of
-from surgery.running.source import open_any
 from surgery.training.settings import HealSettings
-from surgery.verification.caches import run_through_cache
-from surgery.verification.probe import Probe
-from surgery.verification.record import kv_bytes_by_tokens
-from surgery.verification.written import verify_by_running
-
-SEQUENCES, LENGTH = 2, 64
-QUANTIZED_PIECE = 8
+from surgery.verification.again import open_written, verify_again
+from surgery.verification.written import Verification
 
 
 def verify_healed(
     healed: CheckpointReader, student: CheckpointReader, settings: HealSettings, progress: Progress
-) -> tuple[dict[str, Any], Probe]:
+) -> Verification:
     """Runs a healed checkpoint layer by layer, through its caches and without.
-
-    Returns:
-        What the report says: largest difference of decoding to one pass, KV bytes a token at how many tokens. And a
-        short text with what the healed model makes of it.
 
     Raises:
         SurgeryError: it has other tensors or another config than the student, does not decode what one pass computes,
             or its caches hold other bytes.
     """
     _check_form(healed, student)
-    device = "cpu" if settings.device == "cpu" else "auto"
-    wanted = ConversionSettings(calibration="none", device=device, batch_size=SEQUENCES)
-    opened = open_any(healed, wanted)
-    held_out = HeldOut.random(opened.config.vocab_size, SEQUENCES, LENGTH, settings.seed)
-    own, quantized = healed.config["model_type"] == MODEL_TYPE, bool(healed.config.get("kv_cache"))
-    blocks = blocks_of(opened.config) if own else None
-    hidden = opened.stream.embed(held_out.tokens)
-    piece, stream = QUANTIZED_PIECE if quantized else None, opened.stream
-    for start, stop in blocks or [(layer, layer + 1) for layer in range(opened.layers)]:
-        with stream.block(start, stop) as layers:
-            if piece is None:
-                stream.run_layer(layers, hidden, SEQUENCES)
-            else:
-                run_through_cache(stream, layers, hidden, SEQUENCES, piece, DynamicCache)
-    verification = verify_by_running(
-        healed.path,
-        opened.weight_dtype,
-        stream,
-        hidden,
-        held_out,
-        opened.windows,
-        kv_bytes_by_tokens(student, opened),
-        SEQUENCES,
-        progress,
-        piece=piece,
-        blocks=blocks,
-    )
-    said = {
-        "cached_decode_difference": verification.cache_difference,
-        "kv_bytes_per_token": verification.kv_bytes_per_token,
-        "kv_tokens": verification.kv_tokens,
-    }
-    return said, verification.probe
+    opened = open_written(healed, "cpu" if settings.device == "cpu" else "auto")
+    return verify_again(healed, opened, settings.seed, progress)
 
 
 def _check_form(healed: CheckpointReader, student: CheckpointReader) -> None:

@@ -6,6 +6,7 @@ import platform
 import resource
 import sys
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -14,7 +15,6 @@ from surgery.calibration.held_out import Score
 from surgery.checkpoint.carry_over import REPORT
 from surgery.checkpoint.disk import read_json
 from surgery.checkpoint.hub import id_of_snapshot
-from surgery.common.environment import versions
 from surgery.common.errors import SurgeryError
 from surgery.families.base import head_shape
 from surgery.version import __version__
@@ -37,8 +37,8 @@ class Report:
         splits: budget splits that were tried, with their held-out losses.
         previous: the source's own report, where it was converted itself.
         healing: what recovery training did to it since, where there was one.
-        written: what ``surgery verify`` holds the checkpoint to: digests of its files, and its logits on a short text;
-            None of conversions before there were any.
+        files: SHA-256 of every file but report and card.
+        probe: a few logits that it computed when it was written (:mod:`surgery.verification.probe`).
     """
 
     source: dict
@@ -56,7 +56,8 @@ class Report:
     peak_memory_bytes: int
     previous: dict | None = None
     healing: dict | None = None
-    written: dict | None = None
+    files: dict[str, str] | None = None
+    probe: dict | None = None
 
     def to_dict(self) -> dict:
         return {"schema": SCHEMA, "surgery_version": __version__, **asdict(self)}
@@ -110,7 +111,6 @@ def build_report(
     layers: list,
     verification,
     progress,
-    written: dict,
     *,
     shape: SourceShape | None = None,
 ) -> Report:
@@ -120,7 +120,6 @@ def build_report(
         target: what it became; the keys that all targets have are "to", "method", "model_type", "reasons", "engines",
             "dtype" and "bytes_per_token", as predicted.
         layers: a dataclass a layer, with the errors of each stage as ``measured``.
-        written: digests of the files, and a short text with what the result makes of it.
         shape: of the source, where it is no checkpoint of a family.
     """
     reader = opened.reader
@@ -168,7 +167,7 @@ def build_report(
         seconds={name: round(seconds, 2) for name, seconds in progress.seconds.items()},
         peak_memory_bytes=peak_memory(),
         previous=previous_report(reader.path),
-        written=written,
+        probe=verification.probe,
     )
 
 
@@ -183,7 +182,13 @@ def _flow(verification, shape: SourceShape, settings) -> dict[str, float]:
 
 def environment() -> dict[str, str]:
     """Versions that a result may depend on."""
-    return {"python": platform.python_version(), "platform": platform.platform(), **versions(PACKAGES)}
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
 
 
 def peak_memory() -> int:

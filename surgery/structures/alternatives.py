@@ -6,6 +6,7 @@ passed. So both forms wait on disk, and what is written is the one whose held-ou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -38,7 +39,10 @@ class Alternatives(LayerFiles):
 
 
 def least_loss(forms: Sequence[str], scores: Mapping[str, Score]) -> str:
-    """The form of least held-out loss, the earlier of equal ones; the last where no loss was measured."""
+    """The form of least held-out loss, the earlier of equal ones; the last where no loss was measured.
+
+    A loss that is no number is more than any other.
+    """
     if scores[forms[-1]].loss is None:
         return forms[-1]
-    return min(forms, key=lambda form: scores[form].loss)
+    return min(forms, key=lambda form: math.inf if math.isnan(scores[form].loss) else scores[form].loss)

@@ -18,6 +18,7 @@ from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import load_texts
 from surgery.checkpoint import CheckpointWriter, TensorSpec, verify_files
 from surgery.checkpoint.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
+from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
@@ -28,7 +29,6 @@ from surgery.structures.base import Outcome, Structure, Work
 from surgery.structures.quantized.stage import in_own_class, quantize_written
 from surgery.structures.registry import TARGETS
 from surgery.structures.request import open_request
-from surgery.verification.record import written_record
 from surgery.verification.written import Verification
 from surgery.version import __version__
 
@@ -123,10 +123,6 @@ def _conclude(
     called = getattr(TARGETS.get(outcome.target["to"]), "called", outcome.target["to"])
     predicted = outcome.kv_bytes(verification.kv_tokens) / verification.kv_tokens
     engines = engine_table(outcome.final_config or outcome.config, writer.out.name)
-    if outcome.final_config is not None:
-        writer.write_json("config.json", outcome.final_config)
-        for path in outcome.final_code:
-            writer.copy_file(path, path.name)
     report = build_report(
         work.opened,
         work.settings,
@@ -138,9 +134,13 @@ def _conclude(
         outcome.layers,
         verification,
         work.progress,
-        written_record(writer.partial, verification.probe, work.progress),
         shape=outcome.shape,
     )
+    if outcome.final_config is not None:
+        writer.write_json("config.json", outcome.final_config)
+        for path in outcome.final_code:
+            writer.copy_file(path, path.name)
+    report = replace(report, files=hash_files(writer.partial, work.progress))
     writer.write_json(REPORT, report.to_dict())
     writer.write_text(CARD, report.card(writer.out.name))
     writer.commit()

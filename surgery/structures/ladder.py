@@ -17,6 +17,7 @@ from surgery.calibration.held_out import HeldOut, Score, logit_difference
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
 from surgery.running.layer_stream import LayerStream, StreamedLayer
+from surgery.transforms.algebra import relative
 
 # Tokens of the first held-out sequence that exact stages are compared with the source on.
 EXACT_TOKENS = 128
@@ -103,4 +104,4 @@ class Ladder:
 
 @torch.no_grad()
 def _relative_error(attention: nn.Module, source: CapturedAttention) -> float:
-    return float((attention(source.inputs)[0] - source.outputs).norm() / source.outputs.norm())
+    return relative(float((attention(source.inputs)[0] - source.outputs).norm()), float(source.outputs.norm()))

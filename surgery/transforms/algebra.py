@@ -12,13 +12,21 @@ from torch import Tensor
 RELATIVE_FLOOR = 1e-9  # of the largest eigenvalue: below it a direction counts as empty
 
 
+def relative(error: float, whole: float) -> float:
+    """``error / whole``. Of nothing, which a dead layer puts out, there is no share: any error is then all of it."""
+    return error / whole if whole else float(error > 0)
+
+
 def psd_powers(matrix: Tensor, exponents: tuple[float, ...], floor: float = RELATIVE_FLOOR) -> list[Tensor]:
     """``matrix ** e`` for each exponent e, of positive semidefinite matrices [..., n, n].
 
-    Eigenvalues are raised by a relative floor, so that negative powers exist.
+    Eigenvalues are raised by a relative floor, so that negative powers exist. Nothing is relative to a matrix of zeros,
+    as of a head that is dead: its floor is that of the identity.
     """
     values, vectors = torch.linalg.eigh(matrix)
-    values = values.clamp_min(0) + values.amax(-1, keepdim=True).clamp_min(torch.finfo(values.dtype).tiny) * floor
+    largest = values.amax(-1, keepdim=True)
+    largest = torch.where(largest * floor > torch.finfo(values.dtype).tiny, largest, 1.0)
+    values = values.clamp_min(0) + largest * floor
     return [(vectors * values.pow(e).to(vectors.dtype)[..., None, :]) @ vectors.mH for e in exponents]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.rope import to_complex, to_real
 from surgery.kernels.mla_decode.reference import causal_mask
-from surgery.transforms.algebra import psd_powers
+from surgery.transforms.algebra import psd_powers, relative
 from surgery.transforms.conjugate_gradients import solve
 from surgery.transforms.least_squares import BLOCKS, PROBED, SEEN_FLOOR, SMALLEST_WEIGHT
 
@@ -160,7 +160,7 @@ def fit_attention(
             if error < before:
                 unknowns, after = trial, error
                 break
-        before, after = before / energy, after / energy
+        before, after = relative(before, energy), relative(after, energy)
     return unknowns, before, after
 
 
@@ -217,10 +217,16 @@ def unflat(vector: Tensor, like: Weights) -> Weights:
     return like._make(part.view_as(weight) for part, weight in zip(parts, like, strict=True))
 
 
+SMALLEST_MEAN = 1e-200
+"""What a moment is divided by is at least this, or the moment counts as zeros."""
+
+
 def inverse_root(moment: Tensor, like: Tensor) -> Tensor:
     """``moment^{-1/2}`` [..., n, n] up to a factor, with rarely seen directions kept small; as ``like`` is."""
     # Moments of one scale, so that the factors of different kinds differ by their scales alone.
-    mean = moment.diagonal(dim1=-2, dim2=-1).mean().clamp_min(torch.finfo(torch.float64).tiny)
+    # Of inputs that hardly differ rounding is all there is, and may be negative.
+    mean = moment.diagonal(dim1=-2, dim2=-1).abs().mean()
+    mean = torch.where(mean > SMALLEST_MEAN, mean, 1.0)
     return psd_powers(moment / mean, (-0.5,), floor=SEEN_FLOOR)[0].to(like)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from surgery.families.rope import phases, to_complex, to_real
 from surgery.kernels.mla_decode.reference import causal_mask
-from surgery.transforms.algebra import psd_powers
+from surgery.transforms.algebra import psd_powers, relative
 from surgery.transforms.conjugate_gradients import solve
 from surgery.transforms.latent_layer import LatentLayer
 
@@ -293,10 +293,10 @@ class LatentFit:
             self.parameters = start.plus(factor, change)
             after = self._error(blocks, wanted)
             if after < before:
-                return before / energy, after / energy
+                return relative(before, energy), relative(after, energy)
             factor /= 2
         self.parameters = start
-        return before / energy, before / energy
+        return relative(before, energy), relative(before, energy)
 
     def _solve(self, blocks: list[Linearisation], residuals: list[Tensor], iterations: int) -> Parameters:
         """Conjugate gradients on the damped normal equations in whitened unknowns; returns a change of parameters."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from surgery.calibration.statistics import LagStatistics, LayerStatistics
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.transforms import partial_rope
-from surgery.transforms.algebra import damp, reduced_rank_projection
+from surgery.transforms.algebra import damp, reduced_rank_projection, relative
 from surgery.transforms.key_basis import KeyBasis, energy_basis, folded_basis, identity_basis
 from surgery.transforms.latent_layer import LatentLayer
 
@@ -163,7 +163,7 @@ def convert_layer(
     rope_error = None
     if method.lags:
         cost, total = lags.cost(), lags.energy.sum()
-        rope_error = float((cost.sum() - cost[rotated].sum()) / total)
+        rope_error = relative(float(cost.sum() - cost[rotated].sum()), float(total))
     return ConvertedLayer(
         basis=basis,
         partial=partial,

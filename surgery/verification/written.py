@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +15,15 @@ from surgery.calibration.held_out import HeldOut, Score, logit_difference
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
+from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.running.layer_stream import LayerStream, StreamedLayer, single_layer_config
 from surgery.running.loading import load_config
-from surgery.verification.caches import STEPS, bytes_in, new_cache, prompt_of, reads_ahead, run_through_cache
 from surgery.verification.flow import Flow, FlowWatch, check_flow
-from surgery.verification.probe import Probe, ProbeRun
+from surgery.verification.probe import take_probe
 
-# Tokens of the first held-out sequence that are read before some are decoded one by one through a live cache: enough
-# for caches that keep windows and groups of tokens to show what they keep; shorter text is taken whole.
-PROMPT = 1000
+# Tokens of the first held-out sequence that are decoded one by one through a live cache, after a prompt. The prompt is
+# long enough for caches that keep windows and groups of tokens to show what they keep; shorter text is taken whole.
+PROMPT, STEPS = 1000, 8
 
 # Largest relative difference of logits that is taken for rounding, by the dtype of the written weights.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -45,9 +45,9 @@ class Verification:
             function.
         kv_tokens: tokens that the live caches of all layers held when they were measured.
         kv_bytes_per_token: their bytes over these.
-        probe: a short text and what it made of it, for the report.
         flow: peak and footprint of reading and decoding so many tokens, in the dtype of the run; None where they were
             not to be looked at.
+        probe: a few logits, for the report (:mod:`surgery.verification.probe`); None where they hang on later tokens.
     """
 
     score: Score
@@ -55,8 +55,8 @@ class Verification:
     cache_difference: float | None
     kv_tokens: int
     kv_bytes_per_token: float
-    probe: Probe
     flow: Flow | None = None
+    probe: dict[str, Any] | None = None
 
 
 def verify_by_running(
@@ -92,27 +92,25 @@ def verify_by_running(
     """
     reader = CheckpointReader.open(path)
     config = load_config(path)
-    check_meta(config, reader)
+    _check_meta(config, reader)
     stream = LayerStream(reader, config, single_layer_config, device=source_stream.device, dtype=source_stream.dtype)
     hidden = stream.embed(held_out.tokens)
     tokens = measured_tokens(hidden.shape[1], windows)
-    probe = ProbeRun(stream)
     differences, measured, quantized, watch = [], 0, False, None if flow is None else FlowWatch()
     with progress.phase("verify: reload and run", stream.num_layers) as advance:
         for start, stop in blocks or [(index, index + 1) for index in range(stream.num_layers)]:
             with stream.block(start, stop) as layer:
-                cache = new_cache(layer)
+                cache = _new_cache(layer)
                 text = hidden[:1, :tokens].to(stream.device, stream.dtype)
                 difference = _decode(layer, text, cache, watch)
-                measured += bytes_in(weight_dtype, cache, stream.dtype)
-                quantized = quantized or reads_ahead(cache)
+                measured += _bytes_in(weight_dtype, cache, stream.dtype)
+                quantized = quantized or _reads_ahead(cache)
                 if difference is not None:
                     differences.append(difference)
-                probe.through(layer)
                 if piece is None:
                     stream.run_layer(layer, hidden, batch_size)
                 else:
-                    run_through_cache(stream, layer, hidden, batch_size, piece, partial(new_cache, layer))
+                    run_through_cache(stream, layer, hidden, batch_size, piece, lambda layer=layer: _new_cache(layer))
             advance(stop - start)
     difference = logit_difference(source_stream, simulated, stream, hidden)
     allowed = QUANTIZED_TOLERANCE if quantized else CACHE_TOLERANCE[stream.dtype]
@@ -131,9 +129,8 @@ def verify_by_running(
         found = watch.flow(stream.num_layers, config.num_attention_heads, tokens)
         check_flow(path, found, flow(prompt, tokens - prompt))
     worst = max(differences, default=None)
-    return Verification(
-        held_out.score(stream, hidden), difference, worst, tokens, measured / tokens, probe.found(), found
-    )
+    score, probe = held_out.score(stream, hidden), take_probe(stream, held_out.tokens[0], hidden[0], piece)
+    return Verification(score, difference, worst, tokens, measured / tokens, found, probe)
 
 
 def measured_tokens(length: int, windows: Sequence[int | None]) -> int:
@@ -141,19 +138,36 @@ def measured_tokens(length: int, windows: Sequence[int | None]) -> int:
     return max(1, min(PROMPT + STEPS, length, *(window - 1 for window in windows if window)))
 
 
-def check_meta(config, reader: CheckpointReader) -> None:
-    """Builds the whole model without memory and compares tensors; what is missing of layers shows as they load.
+@torch.no_grad()
+def run_through_cache(
+    stream: LayerStream,
+    layer: StreamedLayer,
+    hidden: Tensor,
+    batch_size: int,
+    piece: int,
+    new_cache: Callable[[], object],
+) -> Tensor:
+    """Applies a layer to [N, T, D] ``piece`` tokens at a time through caches of ``new_cache()``, in place.
 
-    Raises:
-        SurgeryError: one is missing or has another shape.
+    As every layer sees the same pieces, this is the model decoding that many tokens at a time.
     """
+    for rows in hidden.split(batch_size):
+        cache = new_cache()
+        for part in rows.split(piece, dim=1):
+            inputs = part.to(stream.device, stream.dtype)
+            part.copy_(layer.model(inputs_embeds=inputs, past_key_values=cache, use_cache=True).last_hidden_state)
+    return hidden
+
+
+def _check_meta(config, reader: CheckpointReader) -> None:
+    """Builds the whole model without memory and compares the tensors outside its layers; layers load one by one."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for name, tensor in model.state_dict().items():
-        if name in tied or (".layers." in name and name not in reader):
+        if ".layers." in name or name in tied:
             continue
         if name not in reader or reader.info(name).shape != tuple(tensor.shape):
             found = reader.info(name).shape if name in reader else "absent"
@@ -169,16 +183,46 @@ def _decode(layer: StreamedLayer, hidden: Tensor, cache, watch: FlowWatch | None
     prompt = prompt_of(hidden.shape[1])
     with nullcontext() if watch is None else watch.block(layer.model):
         got = layer.decode(hidden, prompt, cache)
-    if reads_ahead(cache):
+    if _reads_ahead(cache):
         # A pass that completes a group of tokens reads it quantised, so one forward pass is another function. But
         # what a layer keeps of its inputs does not depend on their pieces. Those of a second layer do.
         if len(cache.layers) > 1:
             return None
         half = prompt // 2
-        other = new_cache(layer)
-        first = layer.decode(hidden[:, :half], half, other)
-        second = layer.decode(hidden[:, half:], prompt - half, other)
-        got, want = got[:, prompt:], torch.cat([first, second], dim=1)[:, prompt:]
+        other = _new_cache(layer)
+        parts = ((hidden[:, :half], half), (hidden[:, half:], prompt - half))
+        again = [layer.decode(part, first, other) for part, first in parts if part.shape[1]]
+        got, want = got[:, prompt:], torch.cat(again, dim=1)[:, prompt:]
     else:
         want = layer(hidden)
     return float((got - want).abs().max() / want.abs().max()) if want.numel() else 0.0
+
+
+def prompt_of(tokens: int) -> int:
+    """How many of that many tokens are taken for the prompt."""
+    return max(1, tokens - STEPS)
+
+
+def _new_cache(layer: StreamedLayer):
+    """An empty cache such as ``generate`` makes it; the layer puts in what it keeps."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=layer.config)
+
+
+def _reads_ahead(cache) -> bool:
+    # A layer may keep its latents in another one, beside exact tokens.
+    held = [*cache.layers, *(getattr(layer, "latents", None) for layer in cache.layers)]
+    return any(getattr(layer, "reads_ahead", False) for layer in held)
+
+
+def _bytes_in(weight_dtype: torch.dtype, cache, dtype: torch.dtype) -> int:
+    """Bytes of a live cache, were the numbers that it holds in the ``dtype`` of the run those of a model in another."""
+    held = [tensor for tensor in plain_tensors(cache) if tensor.ndim > 0 or tensor.is_floating_point()]
+    parts = [part for layer in cache.layers for part in getattr(layer, "parts", [layer])]
+    wide = [tensor for part in parts for tensor in getattr(part, "wide_tensors", ())]
+    as_wide = torch.promote_types(weight_dtype, torch.float32)
+    of_model = [tensor for tensor in held if tensor.dtype == dtype and not any(tensor is other for other in wide)]
+    numbers = storage_bytes(of_model) // dtype.itemsize * weight_dtype.itemsize
+    codes = storage_bytes(t for t in held if t.dtype != dtype and not any(t is other for other in wide))
+    return numbers + codes + sum(tensor.numel() for tensor in wide) * as_wide.itemsize

@@ -19,9 +19,7 @@ from surgery.eval.kv_cache import cache_bytes
 from surgery.running.layer_stream import LayerStream, single_layer_config
 from surgery.running.loading import load_config
 from surgery.structures.base import Outcome
-from surgery.verification.caches import STEPS, prompt_of
-from surgery.verification.probe import ProbeRun
-from surgery.verification.written import PROMPT, TOLERANCE, Verification
+from surgery.verification.written import PROMPT, STEPS, TOLERANCE, Verification, prompt_of
 
 
 @torch.no_grad()
@@ -46,7 +44,7 @@ def verify_prompt_basis(
     )
     hidden = stream.embed(held_out.tokens)
     tokens = min(PROMPT + STEPS, hidden.shape[1])
-    worst, measured, probe = 0.0, 0, ProbeRun(stream)
+    worst, measured = 0.0, 0
     with progress.phase("verify: reload and run", stream.num_layers) as advance:
         for start, stop in outcome.groups:
             with stream.block(start, stop) as layers:
@@ -55,7 +53,6 @@ def verify_prompt_basis(
                 decoded, exact = layers.decode(text, prompt_of(tokens), cache), layers(text)
                 worst = max(worst, float((decoded - exact).abs().max() / exact.abs().max()))
                 measured += cache_bytes(cache) // stream.dtype.itemsize * dtype.itemsize
-                probe.through(layers)
                 stream.run_layer(layers, hidden, batch_size)
             advance(stop - start)
     difference = logit_difference(source, outcome.simulated, stream, hidden)
@@ -65,4 +62,4 @@ def verify_prompt_basis(
         raise SurgeryError(
             f"the live caches hold {measured} bytes after {tokens} tokens, {outcome.kv_bytes(tokens)} were predicted"
         )
-    return Verification(held_out.score(stream, hidden), difference, worst, tokens, measured / tokens, probe.found())
+    return Verification(held_out.score(stream, hidden), difference, worst, tokens, measured / tokens)

@@ -10,7 +10,7 @@ import torch
 
 from surgery.common.human import short
 from surgery.running.skeleton import skeleton
-from surgery.verification.caches import prompt_of
+from surgery.verification.written import prompt_of
 
 SHARED = "shared"
 """The stage after the source in the ladder of the report."""

@@ -26,9 +26,8 @@ from surgery.running.loading import load_config
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
 from surgery.structures.settings import StructureSettings
-from surgery.verification.caches import run_through_cache
 from surgery.verification.flow import predicted_flow
-from surgery.verification.written import CACHE_TOLERANCE, TOLERANCE, Verification, verify_by_running
+from surgery.verification.written import CACHE_TOLERANCE, TOLERANCE, Verification, run_through_cache, verify_by_running
 
 if TYPE_CHECKING:
     from surgery.structures.base import Outcome, Work
@@ -183,7 +182,7 @@ def verify_codes(
     settings: StructureSettings,
     progress: Progress,
 ) -> Verification:
-    """Loads a checkpoint that keeps its cache as codes and runs it as `verify_by_running` does.
+    """Loads a checkpoint that keeps its cache as codes and runs it, as `verify_by_running` does.
 
     Args:
         folder: the checkpoint, whose config is ``config``.

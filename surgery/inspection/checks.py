@@ -1,0 +1,175 @@
+"""``surgery verify``: what a conversion checked when it wrote a checkpoint, checked again, at any time and place.
+
+The files are those that were written, every number is finite, the classes that load it take its tensors, decoding
+through its caches is what one pass computes, the caches hold the bytes that the report states, a few logits are those
+on record, and the whole model, if it fits in memory, computes the same however a prompt is cut and padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.file_hashes import hash_files
+from surgery.checkpoint.tensors import all_finite
+from surgery.common.errors import SurgeryError
+from surgery.common.human import size
+from surgery.common.progress import Progress
+from surgery.inspection.whole_model import check_whole_model, kinds_of
+from surgery.reporting.report import previous_report
+from surgery.running.unfused import unfused
+from surgery.verification.again import kv_bytes_of, open_written, run_layers, verify_again
+from surgery.verification.probe import probe_difference, take_probe
+from surgery.verification.written import CACHE_TOLERANCE, QUANTIZED_TOLERANCE, TOLERANCE
+
+PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
+ELSEWHERE = "nemotron-nas"
+"""A class of vLLM and llama.cpp: transformers has none that could run it."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    outcome: str
+    said: str
+
+
+@dataclass(frozen=True)
+class Checked:
+    """All of them."""
+
+    path: str
+    checks: list[Check]
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if check.outcome == FAILED]
+
+
+class _NotChecked(Exception):
+    """Why something could not be looked at."""
+
+
+def verify_checkpoint(
+    source: str | Path, *, device: str = "auto", seed: int = 0, progress: Progress | None = None
+) -> Checked:
+    """Checks a checkpoint; faults are found, not raised.
+
+    Args:
+        source: a folder or a hub id, converted or not.
+        device: where layers run.
+        seed: of the random tokens that are run.
+
+    Raises:
+        SurgeryError: there is no checkpoint, or none whose files fit together.
+    """
+    progress = progress or Progress(silent=True)
+    reader = unfused(CheckpointReader.open(source))
+    report = previous_report(reader.path) or {}
+    checks = [_check("files", lambda: _files(reader.path, report, progress))]
+    checks.append(_check("numbers", lambda: _numbers(reader, progress)))
+    if reader.config.get("model_type") == ELSEWHERE:
+        why = "transformers has no such class; vLLM and llama.cpp have"
+        checks += [Check(name, NOT_CHECKED, why) for name in ("caches", "KV bytes", "logits", "whole model")]
+        return Checked(str(source), checks)
+    running: dict[str, Any] = {}
+
+    def opened():
+        if "opened" not in running:
+            running["opened"] = open_written(reader, device)
+        return running["opened"]
+
+    checks.append(_check("caches", lambda: _caches(reader, opened(), seed, progress)))
+    checks.append(_check("KV bytes", lambda: _kv_bytes(reader, opened(), report)))
+    checks.append(_check("logits", lambda: _logits(reader, opened(), report)))
+    checks.append(_check("whole model", lambda: _whole(reader, opened(), seed)))
+    return Checked(str(source), checks)
+
+
+def _check(name: str, look: Callable[[], str]) -> Check:
+    try:
+        return Check(name, PASSED, look())
+    except _NotChecked as reason:
+        return Check(name, NOT_CHECKED, str(reason))
+    except SurgeryError as error:
+        return Check(name, FAILED, str(error))
+
+
+def _files(folder: Path, report: dict[str, Any], progress: Progress) -> str:
+    recorded = report.get("files")
+    if not recorded:
+        whose = "an earlier version's" if report else "missing"
+        raise _NotChecked(f"the report that would hold their hashes is {whose}")
+    found = hash_files(folder, progress)
+    if missing := sorted(recorded.keys() - found.keys()):
+        raise SurgeryError(f"{missing[0]} is missing; download it again")
+    if changed := [name for name in recorded if found[name] != recorded[name]]:
+        raise SurgeryError(f"{changed[0]} is not the file that was written; download it again")
+    if added := sorted(name for name in found.keys() - recorded.keys() if name.endswith((".py", ".safetensors"))):
+        raise SurgeryError(f"{added[0]} was not written by the conversion; remove it")
+    return f"{len(recorded)} files as they were written"
+
+
+def _numbers(reader: CheckpointReader, progress: Progress) -> str:
+    names = reader.names()
+    with progress.phase("read the weights", sum(reader.info(name).nbytes for name in names), "B") as advance:
+        for name in names:
+            if not all(map(all_finite, reader.chunks(name))):
+                raise SurgeryError(f"{name} holds NaN or infinity")
+            advance(reader.info(name).nbytes)
+    return f"{len(names)} tensors, all finite"
+
+
+def _caches(reader: CheckpointReader, opened, seed: int, progress: Progress) -> str:
+    _refuse_prompt_bases(reader)
+    found = verify_again(reader, opened, seed, progress)
+    if found.cache_difference is None:
+        return f"every layer loads and decodes; {found.kv_tokens} tokens"
+    return f"every layer loads; decoding differs from one pass by {found.cache_difference:.0e} of its output"
+
+
+def _kv_bytes(reader: CheckpointReader, opened, report: dict[str, Any]) -> str:
+    kv = report.get("kv")
+    if kv is None:
+        raise _NotChecked("no report states them")
+    tokens = kv["measured_at_tokens"]
+    found = kv_bytes_of(reader, opened)(tokens) / tokens
+    if abs(found - kv["measured_bytes_per_token"]) > 1e-6 * found:
+        raise SurgeryError(f"{found:,.1f} a token, where the report says {kv['measured_bytes_per_token']:,.1f}")
+    return f"{found:,.0f} a token at {tokens:,} tokens, as the report says"
+
+
+def _logits(reader: CheckpointReader, opened, report: dict[str, Any]) -> str:
+    record = report.get("probe")
+    if record is None:
+        raise _NotChecked("no report has logits to compare with")
+    tokens = torch.tensor(record["tokens"])
+    hidden = run_layers(opened.stream, tokens[None], record["piece"])
+    difference = probe_difference(record, take_probe(opened.stream, tokens, hidden[0], record["piece"]))
+    exact = CACHE_TOLERANCE[getattr(torch, record["dtype"])] + TOLERANCE[torch.float32]
+    allowed = QUANTIZED_TOLERANCE if record["piece"] else exact
+    if not difference <= allowed:
+        raise SurgeryError(f"they differ from those on record by {difference:.1e} of their spread")
+    return f"those on record, to {difference:.0e} of their spread"
+
+
+def _refuse_prompt_bases(reader: CheckpointReader) -> None:
+    if "cross_layer_prompt" in kinds_of(reader.config):
+        raise _NotChecked("every prompt has a basis of its own, so pieces of one are another function")
+
+
+def _whole(reader: CheckpointReader, opened, seed: int) -> str:
+    _refuse_prompt_bases(reader)
+    weights = sum(reader.info(name).nbytes for name in reader.names())
+    needed = weights * 4 // opened.weight_dtype.itemsize  # it runs in float32
+    if needed > psutil.virtual_memory().available // 2:
+        raise _NotChecked(f"would take {size(needed)} of memory")
+    return check_whole_model(reader, opened, seed)

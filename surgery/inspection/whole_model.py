@@ -1,0 +1,67 @@
+"""A whole model as transformers loads it: the same logits in one pass, in pieces through its cache, and in a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
+from surgery.running.loading import loading
+from surgery.running.source import OwnSource, Source
+from surgery.verification.again import run_layers
+from surgery.verification.written import QUANTIZED_TOLERANCE
+
+LENGTH, PIECES, PADDING = 48, (20, 20, 8), 5
+TOLERANCE = 1e-3
+"""Of the logits' spread, in float32."""
+
+
+@torch.no_grad()
+def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed: int) -> str:
+    """What was found equal.
+
+    Codes and bases are of groups of tokens: where a group begins hangs on padding, and a pass over codes is not the one
+    that makes them.
+
+    Raises:
+        SurgeryError: transformers does not load it, or logits depend on how the prompt is cut, or on other rows.
+    """
+    with loading(str(reader.path)):
+        model = AutoModelForCausalLM.from_pretrained(
+            reader.model_folder(), dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        )
+    model = model.to(opened.stream.device).eval()
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(opened.config.vocab_size, (1, LENGTH), generator=generator).to(model.device)
+    whole = model(ids).logits
+    spread, quantized = float(whole.std()), bool(reader.config.get("kv_cache"))
+    grouped = quantized or any(kind.startswith("cross_layer") for kind in kinds_of(reader.config))
+
+    def compare(other: Tensor, how: str) -> None:
+        difference = float((other - whole[:, -other.shape[1] :]).abs().max()) / spread
+        if not difference <= (QUANTIZED_TOLERANCE if quantized else TOLERANCE):
+            raise SurgeryError(f"logits {how} differ by {difference:.1e} of their spread from those of one pass")
+
+    by_layers = opened.stream.logits(run_layers(opened.stream, ids.cpu(), None)[:, -1:].to(opened.stream.device))
+    if not quantized:
+        compare(by_layers.to(whole), "of its layers run one by one")
+        cache = DynamicCache(config=model.config)
+        pieces = [model(piece, past_key_values=cache).logits for piece in ids.split(PIECES, dim=1)]
+        compare(torch.cat(pieces, dim=1), "of a prompt in pieces")
+    padding = 0 if grouped else PADDING
+    rows = torch.cat([torch.cat([ids.new_zeros(1, padding), ids], dim=1), torch.cat([ids, ids[:, :padding]], dim=1)])
+    mask = torch.ones_like(rows)
+    mask[0, :padding] = 0
+    compare(model(rows, attention_mask=mask).logits[:1, -LENGTH:], "of a row beside another")
+    ways = [] if quantized else ["layer by layer", "in pieces"]
+    ways.append("beside another row" if grouped else "left-padded beside another row")
+    return f"{type(model).__name__}: the same logits {', '.join(ways)}"
+
+
+def kinds_of(config: dict[str, Any]) -> set[str]:
+    """Of attention layers that a conversion changed."""
+    return {entry["kind"] for entry in config.get("attention_layers") or [] if entry}

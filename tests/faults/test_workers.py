@@ -1,0 +1,25 @@
+"""A training whose process dies: the parent says how, and that the same command goes on."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from surgery.healing.heal import _ended
+from surgery.healing.launchers import run_to_its_end
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGKILL, "was ended by SIGKILL, as systems do that run out of memory"), (signal.SIGSEGV, "by SIGSEGV")],
+)
+def test_a_worker_that_dies(number, words):
+    child = f"import os; os.kill(os.getpid(), {int(number)})"
+    code = run_to_its_end([sys.executable, "-c", child], dict(os.environ))
+    assert words in _ended(code)
+
+
+def test_a_worker_that_fails():
+    code = run_to_its_end([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ))
+    assert _ended(code) == "ended with exit code 3"

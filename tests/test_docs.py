@@ -1,0 +1,138 @@
+"""The documentation: links lead somewhere, the reference is current, tutorials and notebooks run, the site builds."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
+BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+HEAVY = re.compile(r"surgery (run |bench )")
+
+
+def tool(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of a page's headings, as mkdocs and repositories make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        place = (page.parent / path) if path else page
+        assert place.exists(), target
+        assert not anchor or anchor in anchors(place), target
+
+
+def test_the_reference_is_current():
+    made = tool("reference")
+    assert made.PAGE.read_text(encoding="utf-8") == made.page(), "run python tools/reference.py"
+
+
+def test_links_out_of_the_site_are_text_there():
+    site = tool("site")
+    text = "[The rules](../CONTRIBUTING.md#rules), [mla](mla.md), [x](https://example.org)\n```\n[a](../nowhere)\n```\n"
+    told = site.without_outside_links(text, "page.md")
+    assert told.startswith(
+        "The rules (`CONTRIBUTING.md`), [mla](mla.md), [x](https://example.org)\n```\n[a](../nowhere)"
+    )
+    with pytest.raises(ValueError, match="links to nowhere"):
+        site.without_outside_links("[a](../nowhere)", "page.md")
+
+
+def test_troubleshooting_quotes_what_is_printed():
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    folders = [ROOT / name for name in ("surgery", "training", "eval")]
+    code = "\n".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # literals over several lines
+    assert len(quoted) >= 12
+    assert [text for text in quoted if text not in code] == []
+
+
+def test_every_page_is_in_the_navigation():
+    def pages(entry):
+        if isinstance(entry, str):
+            return {entry}
+        return set().union(*map(pages, entry.values() if isinstance(entry, dict) else entry))
+
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert pages(navigation) == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    pytest.importorskip("material", reason='pip install -e ".[docs]"')
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    silent = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # which is about mkdocs, not about the site
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=silent)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
+    assert (tmp_path / "tutorials" / "vllm" / "index.html").is_file()
+
+
+@pytest.fixture
+def surgery_here(tmp_path):
+    """An environment in which `surgery` is this one."""
+    command = tmp_path / "bin" / "surgery"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m surgery "$@"\n')
+    command.chmod(0o755)
+    path = f"{command.parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "TQDM_DISABLE": "1"}
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+@pytest.mark.slow
+def test_tutorials_run_as_printed(page, surgery_here, tmp_path):
+    """Shell blocks one after the other, and the Python of a page as one program, in one folder."""
+    here, blocks = tmp_path / "work", BLOCK.findall(page.read_text(encoding="utf-8"))
+    here.mkdir()
+    assert blocks
+    shell = "\n".join(body for language, body in blocks if language == "bash")
+    program = "\n".join(body for language, body in blocks if language == "python")
+    for command in (["bash", "-e", "-c", shell], [sys.executable, "-c", program]):
+        done = subprocess.run(command, cwd=here, env=surgery_here, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_tutorials_show_no_long_work_as_runnable():
+    for page in TUTORIALS:
+        assert not any(HEAVY.search(body) for _, body in BLOCK.findall(page.read_text(encoding="utf-8"))), page
+
+
+@pytest.mark.parametrize("name", ["convert", "heads"])
+@pytest.mark.slow
+def test_notebooks_run(name, tmp_path, monkeypatch):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    book = nbformat.read(DOCS / "notebooks" / f"{name}.ipynb", as_version=4)
+    nbclient.NotebookClient(book, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert any("image/svg+xml" in output.get("data", {}) for output in shown)
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_are_kept_without_outputs(path):
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
