@@ -50,9 +50,11 @@ def test_no_code_of_a_checkpoint_runs(verb, trap, tmp_path, monkeypatch, capsys)
     assert not marker.exists()
 
 
-def test_the_trap_works(trap):
-    from transformers import AutoConfig
+def test_the_trap_works(trap, monkeypatch):
+    from transformers import AutoConfig, LlamaConfig
 
+    # What code of a checkpoint named, transformers would save beside every model of that class from then on.
+    monkeypatch.setattr(LlamaConfig, "_auto_class", None)
     source, marker = trap
     AutoConfig.from_pretrained(source, trust_remote_code=True)
     ran = marker.exists()

@@ -44,10 +44,14 @@ def interruptible() -> Iterator[Interruption]:
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():
-        taken = [number for number in (signal.SIGINT, *ASKED) if signal.getsignal(number) is not signal.SIG_IGN]
+        taken = [number for number in (signal.SIGINT, *ASKED) if number != signal.SIGHUP or not _ignored(number)]
         before = {number: signal.signal(number, take) for number in taken}
     try:
         yield caught
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _ignored(number: int) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN

@@ -88,7 +88,7 @@ def test_refusals():
 def test_heat_map(tmp_path):
     figure = head_maps({"a $x$": A, "b": B, "tall": pattern([[i, 2 * i] for i in range(40)])}, share=0.25)
     panels = [ax for ax in figure.axes if ax.get_title(loc="left")]
-    assert [ax.get_title(loc="left") for ax in panels] == ["a $x$", "b", "tall"]
+    assert [ax.get_title(loc="left") for ax in panels] == [r"a \$x\$", "b", "tall"]  # no mathematics
     places = panels[1].collections[0].get_array().reshape(2, 4)
     assert places.argsort(axis=None).tolist() == B.scores.flatten().argsort().tolist()
     assert (places.min(), places.max()) == (0, 1)
