@@ -129,6 +129,7 @@ def test_a_log_of_a_verb(checkpoints, tmp_path, monkeypatch, capsys):
     code, _, told = run_main(monkeypatch, capsys, *asked)
     assert code == 0 and LOG_FILE not in os.environ and "\r" not in told
     events = [json.loads(line) for line in file.read_text().splitlines()]
+    assert all(event["text"].endswith(" at most") for event in events if event["event"] == "end")
     assert events[0]["event"] == "command" and str(out) in events[0]["text"] and events[-1]["event"] == "done"
     ends = [event for event in events if event["event"] == "end"]
     numbers = [int(event["at"].split(" of ")[0]) for event in ends]

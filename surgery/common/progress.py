@@ -62,8 +62,12 @@ class Progress:
         place = ", ".join(self._places)
         lines, verbose = self._lines, is_verbose()
 
-        def tell(event: str, phase: Phase, text: str, *, shown: bool = True) -> None:
-            self._tell(event, f"{place}: {text}" if place else text, lines and shown, at=place or None, **phase.facts())
+        def tell(event: str, phase: Phase, text: str, shown: str | None) -> None:
+            """Logs a text and shows another, or none."""
+            prefix = f"{place}: " if place else ""
+            self._log(event, prefix + text, at=place or None, **phase.facts())
+            if lines and shown is not None:
+                self._show(prefix + shown)
 
         bar = tqdm(
             total=total,
@@ -73,8 +77,8 @@ class Progress:
             file=sys.stderr,
             disable=lines or not self._shown,
         )
-        phase = Phase(name, total, unit, lambda phase: tell("going", phase, phase.goes_on()))
-        tell("begin", phase, phase.begins(), shown=verbose)
+        phase = Phase(name, total, unit, lambda phase: tell("going", phase, phase.goes_on(), phase.goes_on()))
+        tell("begin", phase, phase.begins(), phase.begins() if verbose else None)
 
         def advance(count: int = 1) -> None:
             phase.done += count
@@ -85,16 +89,18 @@ class Progress:
                 yield advance
         except BaseException:
             phase.end()
-            tell("stopped", phase, phase.stopped(), shown=verbose)
+            tell("stopped", phase, phase.stopped(), phase.stopped() if verbose else None)
             raise
         phase.end()
-        tell("end", phase, phase.ended(memory=verbose))
+        tell("end", phase, phase.ended(memory=True), phase.ended(memory=verbose))
         self.seconds[name] = self.seconds.get(name, 0.0) + phase.seconds
         self.peaks[name] = max(self.peaks.get(name, 0), phase.peak_bytes)
 
     def note(self, text: str) -> None:
         """A line between phases."""
-        self._tell("note", text, self._shown, at=", ".join(self._places) or None)
+        self._log("note", text, at=", ".join(self._places) or None)
+        if self._shown:
+            self._show(text)
 
     @property
     def _shown(self) -> bool:
@@ -105,10 +111,11 @@ class Progress:
     def _lines(self) -> bool:
         return self._shown and (is_verbose() or not sys.stderr.isatty())
 
-    def _tell(self, event: str, text: str, shown: bool, **facts: object) -> None:
-        if self._silent:
-            return
-        log(event, text, **facts)
-        if shown:
-            stamp = f"{datetime.now():%H:%M:%S} " if is_verbose() else ""
-            tqdm.write(stamp + text, file=sys.stderr)  # past the bars of other libraries
+    def _log(self, event: str, text: str, **facts: object) -> None:
+        if not self._silent:
+            log(event, text, **facts)
+
+    @staticmethod
+    def _show(text: str) -> None:
+        stamp = f"{datetime.now():%H:%M:%S} " if is_verbose() else ""
+        tqdm.write(stamp + text, file=sys.stderr)  # past the bars of other libraries
