@@ -1,9 +1,11 @@
-"""What all verbs share: --quiet, help without types of flags, suggestions for the verbs of a group."""
+"""What verbs share: --quiet, a log of long ones, help without types of flags, suggestions for the verbs of a group."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import shlex
+import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
@@ -13,7 +15,38 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from surgery.version import __version__
+
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on standard error; only errors.")]
+
+
+LOG = "Log"
+LOGGED: dict[str, Any] = {
+    "verbose": (
+        False,
+        Annotated[
+            bool,
+            typer.Option("--verbose", "-v", help="Lines in place of bars, with times and memory.", rich_help_panel=LOG),
+        ],
+    ),
+    "log_file": (
+        None,
+        Annotated[
+            Path | None,
+            typer.Option(
+                "--log-file",
+                metavar="FILE",
+                help="Add phases, notes and times to it; JSON lines, if it ends in .jsonl.",
+                rich_help_panel=LOG,
+            ),
+        ],
+    ),
+}
+"""Options of long verbs: name, default and annotation."""
+
+LONG = {("convert",), ("slice",), ("heal",), ("eval",), ("plan",), ("run",), ("verify",), ("demo",)}
+LONG |= {("heads", "score"), ("heads", "compare")}
+"""Verbs that work in phases, by the words they are called with."""
 
 
 class _PlainFlags:
@@ -61,28 +94,38 @@ class VerbsWithDefault(Verbs):
         return bool(get_close_matches(word, self.commands)) and not Path(word).exists()
 
 
-def equip(app: typer.Typer) -> None:
-    """Gives every verb of an app what all verbs share."""
+def equip(app: typer.Typer, *group: str) -> None:
+    """Gives every verb of an app what all verbs share, and long ones their log."""
     for verb in app.registered_commands:
-        verb.cls, verb.callback = Verb, _quietly(verb.callback)
-    for group in app.registered_groups:
-        equip(group.typer_instance)
+        name = verb.name or verb.callback.__name__.strip("_")
+        verb.cls, verb.callback = Verb, _shared(verb.callback, LOGGED if (*group, name) in LONG else {})
+    for each in app.registered_groups:
+        equip(each.typer_instance, *group, each.name or each.typer_instance.info.name)
 
 
-def _quietly(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb with --quiet."""
+def _shared(verb: Callable[..., None], log_options: dict[str, Any]) -> Callable[..., None]:
+    """The verb with --quiet, and where it has a log with --verbose and --log-file."""
 
     @wraps(verb)
-    def called(quiet: bool, **values: Any) -> None:
+    def called(quiet: bool, verbose: bool = False, log_file: Path | None = None, **values: Any) -> None:
+        from surgery.common.log import logged
+
         if quiet:
             be_quiet()
-        verb(**values)
+        if not log_options:
+            verb(**values)
+            return
+        with logged(shlex.join(["surgery", *sys.argv[1:]]), log_file, verbose=verbose, version=__version__):
+            verb(**values)
 
     hints = get_type_hints(verb, include_extras=True)
     parameters = [each.replace(annotation=hints[each.name]) for each in inspect.signature(verb).parameters.values()]
-    quiet = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=QuietOption)
-    called.__signature__ = inspect.Signature([*parameters, quiet])
-    called.__annotations__ = {each.name: each.annotation for each in (*parameters, quiet)}
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
+        for name, (default, option) in {**log_options, "quiet": (False, QuietOption)}.items()
+    ]
+    called.__signature__ = inspect.Signature(parameters)
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
     return called
 
 

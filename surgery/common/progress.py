@@ -1,14 +1,22 @@
-"""Progress on standard error: one bar a phase, with its time; silent when asked."""
+"""Progress of long work on standard error and in the log: one bar a phase, or plain lines; silent when asked.
+
+Bars are for people before a terminal. Elsewhere, or where more is wanted (``surgery.common.log``), a phase is a line at
+its end, and one every minute while it lasts.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import ClassVar
 
 from tqdm import tqdm
+
+from surgery.common.log import is_verbose, log
+from surgery.common.phase import Phase
 
 
 class Progress:
@@ -16,18 +24,34 @@ class Progress:
 
     Attributes:
         seconds: wall-clock seconds of every finished phase, in order.
-        quiet: none of them shows anything, whatever it was asked for.
+        peaks: the most resident memory during each, in bytes.
+        quiet: none of them shows anything, whatever it was asked for; the log has it.
     """
 
     quiet: ClassVar[bool] = False
 
-    def __init__(self, *, silent: bool = False):
-        self._silent = silent or self.quiet
+    def __init__(self, *, silent: bool = False, places: tuple[str, ...] = ()):
+        """Args: ``places`` of all phases in work that they are part of (:meth:`at`)."""
+        self._silent, self._places = silent, places
         self.seconds: dict[str, float] = {}
+        self.peaks: dict[str, int] = {}
 
     def fresh(self) -> Progress:
         """Another one that shows as much and has no phases behind it, for the next of several pieces of work."""
-        return Progress(silent=self._silent)
+        return Progress(silent=self._silent, places=self._places)
+
+    @contextlib.contextmanager
+    def at(self, place: str) -> Iterator[None]:
+        """Phases of the block are told with their place in the whole, such as ``3 of 5``."""
+        before, self._places = self._places, (*self._places, place)
+        try:
+            yield
+        finally:
+            self._places = before
+
+    def step(self, number: int, of: int) -> contextlib.AbstractContextManager[None]:
+        """The same for one of several steps whose number is known."""
+        return self.at(f"{number} of {of}")
 
     @contextlib.contextmanager
     def phase(self, name: str, total: int | None, unit: str = "layer") -> Iterator[Callable[..., None]]:
@@ -35,14 +59,63 @@ class Progress:
 
         ``total`` is None where nobody knows.
         """
-        start = time.perf_counter()
-        with tqdm(
-            total=total, desc=f"{name:<28}", unit=unit, unit_scale=unit == "B", file=sys.stderr, disable=self._silent
-        ) as bar:
-            yield lambda count=1: bar.update(count) and None
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        place = ", ".join(self._places)
+        lines, verbose = self._lines, is_verbose()
+
+        def tell(event: str, phase: Phase, text: str, shown: str | None) -> None:
+            """Logs a text and shows another, or none."""
+            prefix = f"{place}: " if place else ""
+            self._log(event, prefix + text, at=place or None, **phase.facts())
+            if lines and shown is not None:
+                self._show(prefix + shown)
+
+        bar = tqdm(
+            total=total,
+            desc=f"{f'{place} {name}'.strip():<32}",
+            unit=unit,
+            unit_scale=unit == "B",
+            file=sys.stderr,
+            disable=lines or not self._shown,
+        )
+        phase = Phase(name, total, unit, lambda phase: tell("going", phase, phase.goes_on(), phase.goes_on()))
+        tell("begin", phase, phase.begins(), phase.begins() if verbose else None)
+
+        def advance(count: int = 1) -> None:
+            phase.done += count
+            bar.update(count)
+
+        try:
+            with bar:
+                yield advance
+        except BaseException:
+            phase.end()
+            tell("stopped", phase, phase.stopped(), phase.stopped() if verbose else None)
+            raise
+        phase.end()
+        tell("end", phase, phase.ended(memory=True), phase.ended(memory=verbose))
+        self.seconds[name] = self.seconds.get(name, 0.0) + phase.seconds
+        self.peaks[name] = max(self.peaks.get(name, 0), phase.peak_bytes)
 
     def note(self, text: str) -> None:
-        """A line between bars."""
+        """A line between phases."""
+        self._log("note", text, at=", ".join(self._places) or None)
+        if self._shown:
+            self._show(text)
+
+    @property
+    def _shown(self) -> bool:
+        # TQDM_DISABLE is how a quiet process tells those that it starts.
+        return not (self._silent or self.quiet or os.environ.get("TQDM_DISABLE"))
+
+    @property
+    def _lines(self) -> bool:
+        return self._shown and (is_verbose() or not sys.stderr.isatty())
+
+    def _log(self, event: str, text: str, **facts: object) -> None:
         if not self._silent:
-            tqdm.write(text, file=sys.stderr)
+            log(event, text, **facts)
+
+    @staticmethod
+    def _show(text: str) -> None:
+        stamp = f"{datetime.now():%H:%M:%S} " if is_verbose() else ""
+        tqdm.write(stamp + text, file=sys.stderr)  # past the bars of other libraries

@@ -101,16 +101,19 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
         limit=settings.limit,
     )
     work = _Work(store, session, device, settings, tasks, next((r for r in rows if r.role == "baseline"), None))
-    measured = [work.measure(row, f"{number} of {len(rows)}") for number, row in enumerate(rows, 1)]
+
+    def measure(row: Row, place: str) -> dict[str, Any]:
+        with progress.at(place):
+            return work.measure(row, place)
+
+    measured = [measure(row, f"{number} of {len(rows)}") for number, row in enumerate(rows, 1)]
     if baseline is not None and settings.variants:
         held = {entry["name"]: entry["kv"]["held_bytes"] for entry in measured}
         ratios = [held[row.name] / held[baseline.name] for row in rows if row.role == "checkpoint"]
         variants, notes = plan_variants(settings.variants, baseline, ratios, tasks.context)
         for note in notes:
             progress.note(note)
-        measured += [
-            work.measure(row, f"variant {number} of {len(variants)}") for number, row in enumerate(variants, 1)
-        ]
+        measured += [measure(row, f"variant {number} of {len(variants)}") for number, row in enumerate(variants, 1)]
     report = {
         "schema": SCHEMA,
         "surgery_version": __version__,

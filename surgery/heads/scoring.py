@@ -6,6 +6,7 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -119,7 +120,8 @@ def score_heads(
         session = ScoringSession(
             model, tokenizer, settings, texts.text(seed), texts.needles(seed), seed, processes, progress, journal
         )
-        found.append(score(session))
+        with progress.at(f"seed {len(found) + 1} of {settings.seeds}") if settings.seeds > 1 else nullcontext():
+            found.append(score(session))
         journals.append(journal)
         seconds += journal.seconds
     pattern = _pattern(found, settings, checkpoint, texts, seconds)

@@ -110,12 +110,16 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
     check_tracker(settings)
     with disk_errors(work):
         work.mkdir(parents=True, exist_ok=True)
+    steps = 2 if request.measure is None else 3
     if not _trained_already(work, settings):
-        _train(request, settings, student, work, progress)
+        with progress.step(1, steps):
+            _train(request, settings, student, work, progress)
     trained = work / TRAINED
     facts = json.loads((trained / FACTS).read_text(encoding="utf-8"))
-    verification = verify_healed(CheckpointReader.open(trained), student, settings, progress)
-    quality = _quality(request, settings, trained, work, progress)
+    with progress.step(2, steps):
+        verification = verify_healed(CheckpointReader.open(trained), student, settings, progress)
+    with progress.step(3, steps):
+        quality = _quality(request, settings, trained, work, progress)
     healing = {
         "command": request.command,
         **{name: facts[name] for name in KEPT},

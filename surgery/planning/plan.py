@@ -69,6 +69,10 @@ class Row:
     best: bool = False
 
 
+STEPS = 3
+"""Of every plan: texts, statistics, candidates."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a budget can buy; plain values only.
@@ -118,16 +122,19 @@ def make_plan(
     reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
     opened = Source.of(reader, settings)
     share = _share_of(settings, opened)
-    texts = load_texts(opened, settings, progress)
+    with progress.step(1, STEPS):
+        texts = load_texts(opened, settings, progress)
     with opened_work(opened, settings, texts, progress) as work:
         candidates = Candidates(opened, work, settings)
         tried = list(candidates.at(_shares_around(share)))
         if not tried:
             raise SurgeryError(_nothing(candidates.refused))
-        scored_source, scored = measure(tried, work, texts.held_out)
+        with progress.step(3, STEPS):
+            scored_source, scored = measure(tried, work, texts.held_out)
         if settings.max_loss is not None and (more := _nearer(tried, scored, scored_source, candidates, settings)):
             tried += more
-            scored += measure(more, work, texts.held_out)[1]
+            with progress.step(3, STEPS):
+                scored += measure(more, work, texts.held_out)[1]
     rows = _rows(tried, scored, scored_source, candidates.source_bytes, called)
     budget = {"kv_ratio": share, "max_loss": settings.max_loss, "context": settings.tokens, "batch": settings.batch}
     budget["kv_bytes"] = None if share is None else share * candidates.source_bytes
@@ -153,16 +160,17 @@ def opened_work(opened: Source, settings: PlanSettings, texts: Texts, progress: 
     """Statistics of all layers, for every structure, and nothing to try splits of a budget on."""
     untried = HeldOut(texts.held_out.tokens, 0, texts.held_out.answers[:0])
     with StatisticsLibrary() as library, BoundaryStore() as store, Alternatives() as alternatives:
-        layer_statistics.gather(
-            opened,
-            library,
-            texts.calibration,
-            store,
-            settings,
-            progress,
-            gradients=True,
-            basis_of=_lag_basis(opened, settings),
-        )
+        with progress.step(2, STEPS):
+            layer_statistics.gather(
+                opened,
+                library,
+                texts.calibration,
+                store,
+                settings,
+                progress,
+                gradients=True,
+                basis_of=_lag_basis(opened, settings),
+            )
         yield Work(opened, settings, replace(texts, held_out=untried), library, store, alternatives, progress)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import resource
-import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +14,7 @@ from surgery.checkpoint.carry_over import REPORT
 from surgery.checkpoint.disk import read_json
 from surgery.checkpoint.hub import id_of_snapshot
 from surgery.common.errors import SurgeryError
+from surgery.common.memory import peak_memory
 from surgery.families.base import head_shape
 from surgery.version import __version__
 
@@ -35,6 +34,7 @@ class Report:
             keys and values took, as a share of the source's, and the share of full attention that was computed.
         ladder: loss in nats per token and recall after each stage, on held-out calibration text.
         splits: budget splits that were tried, with their held-out losses.
+        seconds, phase_peak_bytes: of every phase; the most resident memory during it, where reports have it.
         previous: the source's own report, where it was converted itself.
         healing: what recovery training did to it since, where there was one.
         files: SHA-256 of every file but report and card.
@@ -58,6 +58,7 @@ class Report:
     healing: dict | None = None
     files: dict[str, str] | None = None
     probe: dict | None = None
+    phase_peak_bytes: dict[str, int] | None = None
 
     def to_dict(self) -> dict:
         return {"schema": SCHEMA, "surgery_version": __version__, **asdict(self)}
@@ -168,6 +169,7 @@ def build_report(
         peak_memory_bytes=peak_memory(),
         previous=previous_report(reader.path),
         probe=verification.probe,
+        phase_peak_bytes=dict(progress.peaks),
     )
 
 
@@ -189,9 +191,3 @@ def environment() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "absent"
     return found
-
-
-def peak_memory() -> int:
-    """Largest resident size of this process so far, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

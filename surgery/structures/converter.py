@@ -32,6 +32,9 @@ from surgery.structures.request import open_request
 from surgery.verification.written import Verification
 from surgery.version import __version__
 
+STEPS = 6
+"""Of every conversion: texts, statistics, the budget, the layers, what is written and verified, the report."""
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -74,21 +77,27 @@ def convert(
     """
     progress = progress or Progress(silent=True)
     asked, out = open_request(source, out, settings, progress, overwrite=overwrite, allow_pickle=allow_pickle)
-    texts = load_texts(asked.opened, settings, progress)
+    with progress.step(1, STEPS):
+        texts = load_texts(asked.opened, settings, progress)
     facts = {"source": asked.opened.reader.stamp(), "settings": settings.to_dict(), "texts": texts.hashes()}
     facts["version"] = __version__
     with Unfinished(out, facts, overwrite=overwrite, restart=restart, note=progress.note) as unfinished:
         folder, staging = unfinished.folder, unfinished.staging
         library, store, alternatives = StatisticsLibrary(folder), BoundaryStore(folder), Alternatives(folder)
         work = Work(asked.opened, settings, texts, library, store, alternatives, progress, unfinished.snapshots)
-        asked.gather(work)
-        tensors = asked.plan(work)
+        with progress.step(2, STEPS):
+            asked.gather(work)
+        with progress.step(3, STEPS):
+            tensors = asked.plan(work)
         with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, staging=staging) as writer:
-            outcome = asked.convert_layers(work, writer)
-            outcome, verification = _finish(asked, work, writer, tensors, outcome)
+            with progress.step(4, STEPS):
+                outcome = asked.convert_layers(work, writer)
+            with progress.step(5, STEPS):
+                outcome, verification = _finish(asked, work, writer, tensors, outcome)
             if predicted is not None:
                 outcome = replace(outcome, target={**outcome.target, "predicted": dict(predicted)})
-            report = _conclude(work, writer, outcome, verification, command)
+            with progress.step(6, STEPS):
+                report = _conclude(work, writer, outcome, verification, command)
     return Conversion(writer.out, report, str(source))
 
 

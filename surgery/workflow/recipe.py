@@ -117,7 +117,8 @@ def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
         if processes.is_main:
             progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
         # Each step's report states the seconds of its own phases.
-        do(work / step.name, finished, progress.fresh(), processes)
+        with progress.at(f"step {number} of {len(recipe.steps)}"):
+            do(work / step.name, finished, progress.fresh(), processes)
     return finished
 
 

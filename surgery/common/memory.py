@@ -1,0 +1,19 @@
+"""Resident memory of this process, in bytes."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import psutil
+
+
+def resident_memory() -> int:
+    """Now."""
+    return psutil.Process().memory_info().rss
+
+
+def peak_memory() -> int:
+    """The most so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

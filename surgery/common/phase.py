@@ -1,0 +1,90 @@
+"""One phase of long work: how far it is, since when, and the most memory that it took."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from surgery.common.human import duration, size
+from surgery.common.memory import peak_memory, resident_memory
+
+SAMPLED_EVERY, TOLD_EVERY = 0.1, 60.0
+"""Seconds between looks at the memory, and between lines of a phase that lasts."""
+
+
+class Phase:
+    """Watched from its construction to :meth:`end` by a thread of its own.
+
+    Attributes:
+        done, total: in units; the total is None where nobody knows.
+        seconds: that it took, once it has ended.
+        peak_bytes: the most resident memory of the process meanwhile: exact where it was the most so far, and otherwise
+            to what was taken and given back between two looks.
+    """
+
+    def __init__(self, name: str, total: int | None, unit: str, going: Callable[[Phase], None]):
+        """Args: ``going`` is called from the thread every minute."""
+        self.name, self.total, self.unit, self.done = name, total, unit, 0
+        self._began, self._most_before = time.perf_counter(), peak_memory()
+        self.peak_bytes = resident_memory()
+        self._going, self._ended = going, threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=f"phase {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def seconds(self) -> float:
+        return self._took if self._ended.is_set() else time.perf_counter() - self._began
+
+    def end(self) -> None:
+        """Stops watching."""
+        self._took = time.perf_counter() - self._began
+        self._ended.set()
+        self._thread.join()
+        most = peak_memory()
+        self.peak_bytes = most if most > self._most_before else max(self.peak_bytes, resident_memory())
+
+    def _watch(self) -> None:
+        told = self._began
+        while not self._ended.wait(SAMPLED_EVERY):
+            self.peak_bytes = max(self.peak_bytes, resident_memory())
+            if time.perf_counter() - told >= TOLD_EVERY:
+                told = time.perf_counter()
+                self._going(self)
+
+    def amount(self) -> str:
+        """How much of it is done: ``12 of 30 layers``, ``30 layers``, ``1.2 of 3.4 GiB``; empty where nothing is."""
+        if self.unit == "B":
+            of = "" if self.total in (None, self.done) else f" of {size(self.total)}"
+            return size(self.done) + of
+        of = "" if self.total in (None, self.done) else f" of {self.total:,}"
+        return f"{self.done:,}{of} {_plural(self.unit, self.total if of else self.done)}"
+
+    def begins(self) -> str:
+        """For people, as the next ones are."""
+        return f"{self.name} …"
+
+    def goes_on(self) -> str:
+        return f"{self.name}: {self.amount()} after {duration(self.seconds)}"
+
+    def ended(self, *, memory: bool) -> str:
+        took = f"{self.name}: {self.amount()} in {duration(self.seconds)}"
+        return f"{took}, {size(self.peak_bytes)} at most" if memory else took
+
+    def stopped(self) -> str:
+        return f"{self.name}: stopped at {self.amount()} after {duration(self.seconds)}"
+
+    def facts(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "phase": self.name,
+            "done": self.done,
+            "total": self.total,
+            "unit": self.unit,
+            "seconds": round(self.seconds, 2),
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+def _plural(unit: str, count: int | None) -> str:
+    return unit if count == 1 else f"{unit}es" if unit.endswith("ch") else f"{unit}s"
