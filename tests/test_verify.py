@@ -10,9 +10,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT
 
 import surgery
+from surgery.checkpoint.file_hashes import hash_files
 from surgery.inspection.checks import FAILED, NOT_CHECKED, PASSED, verify_checkpoint
 from surgery.structures import converter
 from surgery.structures.registry import find_target
+from surgery.verification.record import Recorded
 
 OLD = Path(__file__).with_name("old_checkpoints")
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
@@ -55,6 +57,56 @@ def test_a_card_may_be_edited(copy):
     path = copy("gqa")
     (path / "README.md").write_text("mine")
     assert set(outcomes(path).values()) == {PASSED}
+
+
+def test_what_no_download_brings_is_no_part_of_it(copy):
+    path = copy("gqa")
+    report = json.loads((path / "surgery_report.json").read_text())
+    (path / "heal.jsonl").write_text("{}")
+    assert "heal.jsonl" not in hash_files(path) and report["files"] == hash_files(path)
+    report["files"]["heal.jsonl"] = "of a report that lists it"
+    (path / "surgery_report.json").write_text(json.dumps(report))
+    assert set(outcomes(path).values()) == {PASSED}
+
+
+def test_bases_of_prompts_take_the_bytes_of_the_report(checkpoints, tmp_path):
+    asked = {"to": "crosslayer", "method": "xkv-prompt", "kv_ratio": 0.5, "calibration": "none", "progress": False}
+    made = surgery.convert(checkpoints("llama"), out=tmp_path / "out", **asked)
+    found = outcomes(made.path)
+    assert found["KV bytes"] == PASSED and FAILED not in found.values()
+
+
+def test_a_damaged_report_is_a_fault_and_no_traceback(copy):
+    path = copy("gqa")
+    report = path / "surgery_report.json"
+    whole = report.read_text()
+    damages = [
+        (("files",), ["a"]),
+        (("probe",), {}),
+        (("probe", "tokens"), []),
+        (("probe", "tokens"), [1] * 10**6),
+        (("probe", "tokens"), "ab"),
+        (("probe", "logits"), ["a"]),
+        (("probe", "piece"), 0),
+        (("probe", "dtype"), "nn"),
+        (("probe", "spread"), None),
+        (("kv",), 3),
+        (("kv", "measured_at_tokens"), 10**9),
+        (("kv", "measured_bytes_per_token"), "x"),
+    ]
+    for place, value in damages:
+        said = inner = json.loads(whole)
+        for name in place[:-1]:
+            inner = inner[name]
+        inner[place[-1]] = value
+        report.write_text(json.dumps(said))
+        with pytest.raises(surgery.SurgeryError, match="damaged"):
+            Recorded.beside(path)
+    assert outcomes(path)["report"] == FAILED
+    said = json.loads(whole)
+    said["probe"]["tokens"][0] = 10**9
+    report.write_text(json.dumps(said))
+    assert outcomes(path)["logits"] == FAILED
 
 
 def flip(path):

@@ -1,4 +1,7 @@
-"""SHA-256 of the files of a checkpoint, but for what people may edit: the card; and the report that holds them."""
+"""SHA-256 of the files of a checkpoint, as it is wherever it was downloaded to: logs of a training are not part of it.
+
+Nor is what people may edit, the card, and the report that holds the hashes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.hub import is_downloaded
 from surgery.common.progress import Progress
 
 REPORT, CARD, SOURCE_CARD = "surgery_report.json", "README.md", "README.source.md"
@@ -25,7 +29,9 @@ def hash_files(folder: Path, progress: Progress | None = None) -> dict[str, str]
         files = {
             name: path
             for name, path in files.items()
-            if name.as_posix() not in (REPORT, CARD, SOURCE_CARD) and not any(p.startswith(".") for p in name.parts)
+            if is_downloaded(name.as_posix())
+            and name.as_posix() not in (REPORT, CARD, SOURCE_CARD)
+            and not any(p.startswith(".") for p in name.parts)
         }
         total = sum(path.stat().st_size for path in files.values())
         progress = progress or Progress(silent=True)

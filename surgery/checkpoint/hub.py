@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 from surgery.common.errors import SurgeryError
@@ -27,6 +28,11 @@ _UNWANTED = ["consolidated*", "*/*.safetensors", "*/*.bin"]
 def is_hub_id(source: str) -> bool:
     """Whether ``source`` reads like ``org/name``."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source) is not None
+
+
+def is_downloaded(name: str) -> bool:
+    """Whether a file of a repository, by its path there, comes with :func:`download`."""
+    return any(fnmatch(name, kind) for kind in _FILES) and not any(fnmatch(name, kind) for kind in _UNWANTED)
 
 
 def download(repo: str, *, revision: str | None, allow_pickle: bool) -> Path:

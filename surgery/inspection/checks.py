@@ -22,10 +22,10 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
 from surgery.inspection.whole_model import check_whole_model, kinds_of
-from surgery.reporting.report import previous_report
 from surgery.running.unfused import unfused
 from surgery.verification.again import kv_bytes_of, open_written, run_layers, verify_again
 from surgery.verification.probe import probe_difference, take_probe
+from surgery.verification.record import Recorded
 from surgery.verification.written import CACHE_TOLERANCE, QUANTIZED_TOLERANCE, TOLERANCE
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
@@ -73,8 +73,12 @@ def verify_checkpoint(
     """
     progress = progress or Progress(silent=True)
     reader = unfused(CheckpointReader.open(source))
-    report = previous_report(reader.path) or {}
-    checks = [_check("files", lambda: _files(reader.path, report, progress))]
+    checks, report = [], Recorded()
+    try:
+        report = Recorded.beside(reader.path)
+    except SurgeryError as error:
+        checks.append(Check("report", FAILED, str(error)))
+    checks.append(_check("files", lambda: _files(reader.path, report, progress)))
     checks.append(_check("numbers", lambda: _numbers(reader, progress)))
     if reader.config.get("model_type") == ELSEWHERE:
         why = "transformers has no such class; vLLM and llama.cpp have"
@@ -103,10 +107,10 @@ def _check(name: str, look: Callable[[], str]) -> Check:
         return Check(name, FAILED, str(error))
 
 
-def _files(folder: Path, report: dict[str, Any], progress: Progress) -> str:
-    recorded = report.get("files")
+def _files(folder: Path, report: Recorded, progress: Progress) -> str:
+    recorded = report.files
     if not recorded:
-        whose = "an earlier version's" if report else "missing"
+        whose = "an earlier version's" if report.there else "missing"
         raise _NotChecked(f"the report that would hold their hashes is {whose}")
     found = hash_files(folder, progress)
     if missing := sorted(recorded.keys() - found.keys()):
@@ -136,19 +140,18 @@ def _caches(reader: CheckpointReader, opened, seed: int, progress: Progress) -> 
     return f"every layer loads; decoding differs from one pass by {found.cache_difference:.0e} of its output"
 
 
-def _kv_bytes(reader: CheckpointReader, opened, report: dict[str, Any]) -> str:
-    kv = report.get("kv")
-    if kv is None:
+def _kv_bytes(reader: CheckpointReader, opened, report: Recorded) -> str:
+    if report.kv is None:
         raise _NotChecked("no report states them")
-    tokens = kv["measured_at_tokens"]
+    tokens, stated = report.kv
     found = kv_bytes_of(reader, opened)(tokens) / tokens
-    if abs(found - kv["measured_bytes_per_token"]) > 1e-6 * found:
-        raise SurgeryError(f"{found:,.1f} a token, where the report says {kv['measured_bytes_per_token']:,.1f}")
+    if not abs(found - stated) <= 1e-6 * found:
+        raise SurgeryError(f"{found:,.1f} a token, where the report says {stated:,.1f}")
     return f"{found:,.0f} a token at {tokens:,} tokens, as the report says"
 
 
-def _logits(reader: CheckpointReader, opened, report: dict[str, Any]) -> str:
-    record = report.get("probe")
+def _logits(reader: CheckpointReader, opened, report: Recorded) -> str:
+    record = report.probe
     if record is None:
         raise _NotChecked("no report has logits to compare with")
     tokens = torch.tensor(record["tokens"])

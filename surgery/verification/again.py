@@ -11,10 +11,11 @@ from surgery.calibration.held_out import HeldOut
 from surgery.checkpoint import CheckpointReader
 from surgery.common.progress import Progress
 from surgery.model import SurgeryConfig
+from surgery.model.blockwise_decoder import BlockwiseDecoder
 from surgery.running.layer_stream import LayerStream, blocks_of
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source, open_any
-from surgery.verification.written import Verification, run_through_cache, verify_by_running
+from surgery.verification.written import Verification, prompt_of, run_through_cache, verify_by_running
 
 SEQUENCES, LENGTH = 2, 64
 QUANTIZED_PIECE = 8
@@ -69,9 +70,14 @@ class _Running:
 
 
 def kv_bytes_of(reader: CheckpointReader, opened: Source | OwnSource) -> Callable[[int], int]:
-    """KV bytes of one sequence by its tokens, in the dtype of the weights, as the config says."""
+    """KV bytes of one sequence by its tokens, of which the last few came one by one, as the config says.
+
+    In the dtype of the weights.
+    """
     if reader.config["model_type"] == SurgeryConfig.model_type:
         model = skeleton(reader.config, opened.weight_dtype)
+        if isinstance(model.model, BlockwiseDecoder):  # where a basis may be of the prompt alone
+            return lambda tokens: model.model.kv_cache_bytes(1, tokens, prompt=prompt_of(tokens))
         return lambda tokens: model.kv_cache_bytes(1, tokens)
     if isinstance(opened, Source):
         width = opened.anatomy(0).kv_width

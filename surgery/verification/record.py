@@ -1,0 +1,75 @@
+"""What the report beside a checkpoint says of it, for ``surgery verify``: whoever sent it, it may be damaged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surgery.checkpoint.carry_over import REPORT
+from surgery.checkpoint.disk import read_json
+from surgery.checkpoint.hub import is_downloaded
+from surgery.common.errors import SurgeryError
+from surgery.verification.probe import KEPT, TOKENS
+
+LONGEST = 2**16
+"""Tokens at which KV bytes may be said to have been measured: more than conversions read."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """As far as the report says it; each is None where it does not.
+
+    Attributes:
+        there: whether there is a report.
+        files: SHA-256 by name, of files that come with every download.
+        probe: as :func:`surgery.verification.probe.take_probe` made it.
+        kv: tokens of the live caches, and bytes of each.
+    """
+
+    there: bool = False
+    files: dict[str, str] | None = None
+    probe: dict[str, Any] | None = None
+    kv: tuple[int, float] | None = None
+
+    @classmethod
+    def beside(cls, folder: Path) -> Recorded:
+        """Of a folder.
+
+        Raises:
+            SurgeryError: there is a report, and it is damaged.
+        """
+        path = folder / REPORT
+        if not path.is_file():
+            return cls()
+        said = read_json(path)
+        try:
+            files, probe, kv = said.get("files"), said.get("probe"), said.get("kv")
+            if files is not None:
+                files = {name: str(digest) for name, digest in files.items() if is_downloaded(name)}
+            if probe is not None:
+                _check_probe(probe)
+            if kv is not None:
+                kv = kv["measured_at_tokens"], float(kv["measured_bytes_per_token"])
+                _whole(kv[0], 1, LONGEST)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise SurgeryError(f"{path}: damaged ({type(error).__name__}: {error}); download it again") from None
+        return cls(True, files or None, probe, kv)
+
+
+def _check_probe(probe: dict[str, Any]) -> None:
+    for token in (*probe["tokens"], *probe["ids"]):
+        _whole(token, 0, 2**40)
+    _whole(len(probe["tokens"]), 1, TOKENS)
+    _whole(len(probe["logits"]), 1, KEPT)
+    if probe["piece"] is not None:
+        _whole(probe["piece"], 1, TOKENS)
+    if any(type(each) not in (int, float) for each in (*probe["logits"], probe["spread"])):
+        raise ValueError("logits that are no numbers")
+    if probe["dtype"] not in ("float64", "float32", "bfloat16"):
+        raise ValueError("no dtype that conversions run in")
+
+
+def _whole(value: Any, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{str(value)[:40]} is no whole number from {least} to {most}")
