@@ -10,9 +10,10 @@ from command_line import run_main
 from tiny_models import HELD_OUT
 
 from surgery.common import phase as phases
+from surgery.common.environment import environment
 from surgery.common.errors import SurgeryError
 from surgery.common.log import LOG_FILE, VERBOSE, log, logged
-from surgery.common.progress import Progress
+from surgery.common.progress import QUIET, Progress
 from surgery.reporting.report import previous_report
 
 QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1", "--fit-steps", "0"]
@@ -98,11 +99,11 @@ def test_what_stops_a_phase_is_in_the_log(logged_as, capsys):
     assert lines()[-1][20:].startswith("convert: stopped at 1 of 3 layers after") and capsys.readouterr().err == ""
 
 
-def test_what_is_silent_is_not_in_the_log_and_what_is_quiet_is(logged_as, capsys, monkeypatch):
+def test_what_is_silent_is_not_in_the_log_and_what_is_quiet_is(logged_as, capsys):
     lines = logged_as("log.txt")
     Progress(silent=True).note("silent")
-    monkeypatch.setattr(Progress, "quiet", True)
-    Progress().note("quiet")
+    with environment(**QUIET):
+        Progress().note("quiet")
     assert [line[20:] for line in lines()] == ["quiet"] and capsys.readouterr().err == ""
 
 

@@ -11,7 +11,6 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from surgery.cli import program as cli
-from surgery.common.progress import Progress
 from surgery.console import verdicts
 from surgery.console.heal import show_healed
 from surgery.console.inspection import show_inspection
@@ -40,13 +39,6 @@ VERBS = verbs(typer.main.get_command(cli.app))
 def at_eighty_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "dumb")
-
-
-@pytest.fixture
-def loud():
-    """--quiet is for a whole process."""
-    yield
-    Progress.quiet = False
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +82,7 @@ def test_completion_is_offered(monkeypatch):
     assert shown.exit_code == 0 and "complete -o default" in shown.output
 
 
-def test_quiet_leaves_the_verdict_only(source, tmp_path, monkeypatch, capsys, loud):
+def test_quiet_leaves_the_verdict_only(source, tmp_path, monkeypatch, capsys):
     code, shown, told = run_main(monkeypatch, capsys, "convert", source, "--out", tmp_path / "a", *QUICK, "--quiet")
     assert (code, told) == (0, "")
     report = previous_report(tmp_path / "a")

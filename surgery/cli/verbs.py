@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import os
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
@@ -108,14 +108,13 @@ def _shared(verb: Callable[..., None], log_options: dict[str, Any]) -> Callable[
 
     @wraps(verb)
     def called(quiet: bool, verbose: bool = False, log_file: Path | None = None, **values: Any) -> None:
+        from surgery.common.environment import environment
         from surgery.common.log import logged
+        from surgery.common.progress import QUIET
 
-        if quiet:
-            be_quiet()
-        if not log_options:
-            verb(**values)
-            return
-        with logged(shlex.join(["surgery", *sys.argv[1:]]), log_file, verbose=verbose, version=__version__):
+        command = shlex.join(["surgery", *sys.argv[1:]])
+        log = logged(command, log_file, verbose=verbose, version=__version__) if log_options else nullcontext()
+        with environment(**(QUIET if quiet else {})), log:
             verb(**values)
 
     hints = get_type_hints(verb, include_extras=True)
@@ -127,11 +126,3 @@ def _shared(verb: Callable[..., None], log_options: dict[str, Any]) -> Callable[
     called.__signature__ = inspect.Signature(parameters)
     called.__annotations__ = {each.name: each.annotation for each in parameters}
     return called
-
-
-def be_quiet() -> None:
-    """No bars and notes from here on: ours, and by the environment those of other packages and of processes."""
-    from surgery.common.progress import Progress
-
-    Progress.quiet = True
-    os.environ |= {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}

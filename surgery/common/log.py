@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
+from surgery.common.environment import environment
 from surgery.common.errors import SurgeryError
 from surgery.common.human import duration, size
 from surgery.common.memory import peak_memory
@@ -53,34 +54,26 @@ def logged(command: str, file: Path | None, *, verbose: bool, **facts: object) -
     Raises:
         SurgeryError: the file cannot be written.
     """
-    before = {name: os.environ.get(name) for name in (LOG_FILE, VERBOSE)}
-    began = time.perf_counter()
-    if verbose:
-        os.environ[VERBOSE] = "1"
+    began, wanted = time.perf_counter(), {VERBOSE: "1"} if verbose else {}
     if file is not None and os.environ.get("RANK", "0") == "0":
         try:
             _append(str(file), "")
         except OSError as error:
             raise SurgeryError(f"--log-file {file}: {error.strerror or error}") from None
-        os.environ[LOG_FILE] = str(file.absolute())
-    try:
-        log("command", command, **facts)
-        yield
-        seconds, peak = time.perf_counter() - began, peak_memory()
-        told = f"done in {duration(seconds)}, {size(peak)} at most"
-        log("done", told, seconds=round(seconds, 2), peak_bytes=peak)
-    except SurgeryError as error:
-        log("error", f"error: {error}")
-        raise
-    except KeyboardInterrupt:
-        log("error", "interrupted")
-        raise
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        wanted[LOG_FILE] = str(file.absolute())
+    with environment(**wanted):
+        try:
+            log("command", command, **facts)
+            yield
+            seconds, peak = time.perf_counter() - began, peak_memory()
+            told = f"done in {duration(seconds)}, {size(peak)} at most"
+            log("done", told, seconds=round(seconds, 2), peak_bytes=peak)
+        except SurgeryError as error:
+            log("error", f"error: {error}")
+            raise
+        except KeyboardInterrupt:
+            log("error", "interrupted")
+            raise
 
 
 def _append(path: str, text: str) -> None:

@@ -11,12 +11,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import ClassVar
 
 from tqdm import tqdm
 
 from surgery.common.log import is_verbose, log
 from surgery.common.phase import Phase
+
+QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+"""The environment in which neither we nor other packages show bars and notes, in this process and those it starts."""
 
 
 class Progress:
@@ -25,10 +27,7 @@ class Progress:
     Attributes:
         seconds: wall-clock seconds of every finished phase, in order.
         peaks: the most resident memory during each, in bytes.
-        quiet: none of them shows anything, whatever it was asked for; the log has it.
     """
-
-    quiet: ClassVar[bool] = False
 
     def __init__(self, *, silent: bool = False, places: tuple[str, ...] = ()):
         """Args: ``places`` of all phases in work that they are part of (:meth:`at`)."""
@@ -104,8 +103,7 @@ class Progress:
 
     @property
     def _shown(self) -> bool:
-        # TQDM_DISABLE is how a quiet process tells those that it starts.
-        return not (self._silent or self.quiet or os.environ.get("TQDM_DISABLE"))
+        return not (self._silent or os.environ.get("TQDM_DISABLE"))
 
     @property
     def _lines(self) -> bool:
