@@ -15,7 +15,7 @@ from surgery.running.processes import Processes
 from surgery.training.data import Row, Sequences
 from surgery.training.mixture import MixedSequences, shares_of
 from surgery.training.packing import PackedSequences, Recalls, RowShape, digest
-from surgery.training.sources import TextSource, parse_sources
+from surgery.training.sources import TextSource, fitting, parse_sources
 from surgery.training.streaming import StreamedSequences
 from surgery.training.teacher_text import fingerprint, sample_teacher
 from surgery.training.token_file import TokenFile
@@ -76,15 +76,15 @@ def open_data(
         SurgeryError: a source cannot be read or has too little text, or an argument is out of its range.
     """
     processes, progress = processes or Processes(), progress or Progress(silent=True)
-    sources = parse_sources(data)
+    sources = fitting(parse_sources(data), tokenizer)
     if held_out < 0:
         raise SurgeryError(f"{held_out} held-out rows: 0 or more are possible")
     weights = [source.weight for source in sources]
-    planted = Recalls(tokenizer, recall, seed)
+    Recalls(tokenizer, recall, seed)  # refuses a share that is none, before anything is read
     parts = []
     for source, share in zip(sources, shares_of(held_out, weights), strict=True):
         shape = RowShape.of(tokenizer, length, bos, whole=source.is_chat or source.is_teacher)
-        recalls = None if source.is_chat or not recall else planted
+        recalls = None if source.is_chat or not recall else Recalls(tokenizer, recall, seed, source.wording)
         if source.stream:
             parts.append(StreamedSequences(source, tokenizer, shape, share, recalls, progress.note))
             continue

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from surgery.calibration.planted import plant
+from surgery.calibration.planted import Wording, in_code, plant
 from surgery.common.errors import SurgeryError
 from surgery.training.data import IGNORED, Row
 from surgery.training.shuffling import shuffled
@@ -96,11 +96,13 @@ class Recalls:
         tokenizer: of the lines planted.
         share: of the rows, 0 to 1, spread evenly.
         seed: with a row's number it decides what is planted and where.
+        wording: of the lines, as they stand in the text.
     """
 
     tokenizer: PreTrainedTokenizerBase
     share: float
     seed: int
+    wording: Wording = in_code
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
@@ -116,7 +118,7 @@ class Recalls:
             return pieces
         tokens = [token for piece in pieces for token in piece.tokens]
         rng = random.Random(f"recalls {self.seed} {number}")  # a text as seed is hashed alike everywhere
-        return [Document(tokens[:keep_first] + plant(tokens[keep_first:], self.tokenizer, rng))]
+        return [Document(tokens[:keep_first] + plant(tokens[keep_first:], self.tokenizer, rng, self.wording))]
 
 
 class PackedSequences:

@@ -7,13 +7,15 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from surgery.calibration.mixture import DEFAULT, SMALL_VOCABULARY, TEXTS, without_chat
+from surgery.calibration.planted import Wording, in_code
 from surgery.calibration.text import BUILTIN, DATASET, iter_documents
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
@@ -35,8 +37,9 @@ class TextSource(FileSettings):
     """One source of a mixture.
 
     Attributes:
-        source: "builtin", a txt, jsonl, json or parquet file, a dataset `name:config:split`
-            (`surgery.calibration.text.iter_documents`), or "teacher": sampled from it, `tokens` of them.
+        source: "builtin" (see `fitting`), "prose" or "code" of the running Python, a txt, jsonl, json or parquet file,
+            a dataset `name:config:split` (`surgery.calibration.text.iter_documents`), or "teacher": sampled from it,
+            `tokens` of them.
         weight: share of the sequences, among the weights of all sources.
         format: "chat" for records with `messages`, "text", or "auto": chat for jsonl and parquet files whose first
             record has them.
@@ -61,7 +64,7 @@ class TextSource(FileSettings):
             raise SurgeryError(f"{self.tokens} tokens of {self.source}: at least 1 is needed")
         if self.is_teacher and self.tokens is None:
             raise SurgeryError(f"{TEACHER!r} as data: say with `tokens` how many it is to write")
-        if self.stream and (self.is_teacher or self.source == BUILTIN or self._is_file):
+        if self.stream and (self.is_teacher or self._ships or self._is_file):
             raise SurgeryError(f"{self.source} is no dataset to stream: leave `stream` out")
         if self.stream and self.tokens is not None:
             raise SurgeryError(f"{self.source}: a stream has no number of `tokens`; leave one of the two out")
@@ -76,12 +79,21 @@ class TextSource(FileSettings):
         return self.format == "chat" or (self.format == "auto" and self._is_file and holds_conversations(self._path))
 
     @property
+    def wording(self) -> Wording:
+        """How planted facts are worded in it."""
+        return TEXTS[self.source][2] if self.source in TEXTS else in_code
+
+    @property
+    def _ships(self) -> bool:
+        return self.source in (BUILTIN, *TEXTS)
+
+    @property
     def _path(self) -> Path:
         return Path(self.source).expanduser()
 
     @property
     def _is_file(self) -> bool:
-        return self._path.is_file()
+        return not self._ships and self._path.is_file()
 
     def identity(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Everything that decides the documents, as far as it can be known without reading them."""
@@ -89,7 +101,7 @@ class TextSource(FileSettings):
         known["tokenizer"] = _tokenizer_hash(tokenizer, chat=self.is_chat)
         if not self.is_chat:
             known["text_field"] = self.text_field
-        if self.source == BUILTIN:
+        if self._ships:
             known["python"] = sys.version
         elif self._is_file:
             status = self._path.stat()
@@ -102,6 +114,8 @@ class TextSource(FileSettings):
         Raises:
             SurgeryError: the source cannot be read, or is one that is sampled.
         """
+        if self.source in TEXTS:
+            return encode_texts(TEXTS[self.source][0](0), tokenizer)
         if not self.is_chat:
             return encode_texts(iter_documents(self.source, text_field=self.text_field), tokenizer)
         records = read_records(self._path) if self._is_file else self._dataset_records()
@@ -167,6 +181,22 @@ def parse_sources(data: str | Sequence[str | dict[str, Any] | TextSource]) -> li
     if not sources:
         raise SurgeryError(f"no data to train on: name a file, a dataset, {BUILTIN!r} or {TEACHER!r}")
     return sources
+
+
+def fitting(sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase) -> list[TextSource]:
+    """The sources with "builtin" as calibration understands it: prose and code, but for a model of code code alone.
+
+    The model's own conversations, which calibration samples, are had by a source "teacher".
+    """
+    found = []
+    for source in sources:
+        if source.source != BUILTIN or len(tokenizer) < SMALL_VOCABULARY:
+            found.append(source)
+            continue
+        for name, share in without_chat(DEFAULT).items():
+            tokens = None if source.tokens is None else max(1, round(share * source.tokens))
+            found.append(replace(source, source=name, weight=share * source.weight, tokens=tokens))
+    return found
 
 
 def encode_texts(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:

@@ -8,10 +8,11 @@ from tiny_models import DEMO
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from surgery.common.errors import SurgeryError
+from surgery.training import sources
 from surgery.training.data import IGNORED, Batch, Row, collate, dealt
 from surgery.training.document_masks import honours_document_masks
 from surgery.training.open_data import open_data
-from surgery.training.sources import TextSource, parse_sources
+from surgery.training.sources import TextSource, fitting, parse_sources
 
 HONOURING = {"latent", "low_rank", "blocks", "shared", "grouped"}
 
@@ -226,6 +227,19 @@ def test_the_builtin_text_packs_with_recalls_and_repeats_exactly(tokenizer, tmp_
     described = one.describe()
     assert described["recall"] == 0.25 and described["rows"] > 50 and described["sha256"] == one.data_sha256
     assert json.loads(json.dumps(described)) == described
+
+
+def test_the_builtin_text_of_a_model_of_language_is_prose_and_code(tokenizer, tmp_path, monkeypatch):
+    asked = parse_sources(["teacher.txt", {"source": "builtin", "weight": 2, "tokens": 20_000}])
+    assert fitting(asked, tokenizer) == asked  # a small vocabulary
+    monkeypatch.setattr(sources, "SMALL_VOCABULARY", 0)
+    found = [(each.source, round(each.weight, 6), each.tokens) for each in fitting(asked, tokenizer)]
+    assert found == [("teacher.txt", 1.0, None), ("prose", 1.4, 14_000), ("code", 0.6, 6_000)]
+    healing = open_data(asked[1:], tokenizer, tmp_path, 256, held_out=3, recall=1.0)
+    mixture = [(part["source"], part["weight"]) for part in healing.describe()["mixture"]]
+    assert mixture == [("prose", 0.7), ("code", 0.3)]
+    texts = [tokenizer.decode(healing.sequences.sequence(number).tokens) for number in range(10)]
+    assert sum("# Recall:" in text for text in texts) == 3  # in prose facts are sentences
 
 
 def test_sources_of_settings():
