@@ -11,6 +11,7 @@ import torch
 from torch import LongTensor, Tensor, nn
 from transformers import PreTrainedModel
 
+from surgery.common.human import perplexity
 from surgery.eval.held_out_text import HeldOutText
 from surgery.eval.loss import LogitReader, check_batch, evaluation_mode
 from surgery.eval.session import Session
@@ -114,7 +115,7 @@ class LossTask:
             "sequences": len(losses),
             "length": text.tokens.shape[1],
             **_totals(losses, size),
-            "perplexity": _perplexity(losses.mean()),
+            "perplexity": perplexity(float(losses.mean())),
             "per_sequence": losses.mean(axis=1).tolist(),
             "by_source": {
                 name: _totals(losses[source == index], size[source == index])
@@ -182,8 +183,3 @@ def _memorised(losses: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
         "loss_of_others": float(losses[~known].mean()) if others else None,
         "per_sequence": (np.where(known, 0.0, losses).sum(1) * len(losses) / others).tolist() if others else None,
     }
-
-
-def _perplexity(loss: float) -> float | None:
-    """None where it is beyond all numbers: JSON has no infinity."""
-    return math.exp(loss) if loss < 700 else None

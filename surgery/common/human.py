@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import html
+import math
+
+MOST_NATS = 700
+"""e to the power of more is no float."""
 
 
 def size(count: float) -> str:
@@ -35,6 +39,16 @@ def count(value: float) -> str:
 def decimal(value: float | None, digits: int) -> str:
     """A measured value, or a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def perplexity(loss: float) -> float | None:
+    """Of a loss in nats per token; None beyond what a float holds, as JSON has no infinity."""
+    return math.exp(loss) if loss < MOST_NATS else None
+
+
+def perplexity_change(lost: float) -> str:
+    """A difference of losses in nats per token as the change of the perplexity: ``+1.2%``."""
+    return f"{math.expm1(lost):+.1%}" if lost < MOST_NATS else f"× e^{lost:.0f}"
 
 
 def loss_of_stage(row: dict) -> str:

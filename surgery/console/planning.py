@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
-from surgery.common.human import decimal, duration, share, size
+from surgery.common.human import decimal, duration, perplexity_change, share, size
 from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.engines import LOADS, LOADS_WITH
 
@@ -42,7 +41,7 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
         "beside transformers: other engines that load it[/dim]",
         soft_wrap=True,
     )
-    cost = f"{chosen.loss_increase:+.4f} nats per token (perplexity {math.expm1(chosen.loss_increase):+.1%})"
+    cost = f"{chosen.loss_increase:+.4f} nats per token (perplexity {perplexity_change(chosen.loss_increase)})"
     page.print(
         f"[bold]{plain(chosen.to)}[/bold] loses least of all that {_keeps(plan)}: {cost}, recall "
         f"{decimal(chosen.recall, 2)}, {size(chosen.kv_bytes)} at {budget['context']:,} tokens and batch "

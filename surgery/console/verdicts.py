@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
 
-from surgery.common.human import decimal, share
+from surgery.common.human import decimal, perplexity_change, share
 from surgery.console.page import plain
 from surgery.engines import LOADS, LOADS_WITH
 
@@ -17,7 +16,7 @@ def cost(lost: float, recall: tuple[float | None, float | None] = (None, None)) 
     """A difference of losses in nats per token, as a perplexity too; and recall before and after, if there is any."""
     before, after = recall
     found = f", recall {decimal(before, 2)} → {decimal(after, 2)}" if before and after is not None else ""
-    return f"{lost:+.4f} nats per token (perplexity {math.expm1(lost):+.1%}){found}"
+    return f"{lost:+.4f} nats per token (perplexity {perplexity_change(lost)}){found}"
 
 
 def of_conversion(report: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from surgery.checkpoint.carry_over import SOURCE_CARD
-from surgery.common.human import one_line
+from surgery.common.human import one_line, perplexity
 
 HERITABLE = ("license", "license_name", "license_link", "language")
 """What a source's card says that holds for what is made of it."""
@@ -57,7 +57,8 @@ def _results(report) -> list[dict[str, Any]]:
     metrics = [{"type": "kv_cache_ratio", "name": "KV bytes, share of the source's", "value": report.kv["ratio"]}]
     if last["loss"] is not None:
         metrics.append({"type": "loss", "name": "loss, nats per token", "value": last["loss"]})
-        metrics.append({"type": "perplexity", "name": "perplexity", "value": math.exp(last["loss"])})
+        if (found := perplexity(last["loss"])) is not None:
+            metrics.append({"type": "perplexity", "name": "perplexity", "value": found})
     if last["recall"] is not None:
         metrics.append({"type": "recall", "name": "recall of planted keys", "value": last["recall"]})
     rounded = [{**metric, "value": round(metric["value"], 6)} for metric in metrics]
