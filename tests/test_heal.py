@@ -316,10 +316,11 @@ def test_errors_are_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_builtin_is_the_model_that_ships(tmp_path, monkeypatch, capsys):
-    plans = []
-    for teacher in ("builtin", str(DEMO)):
-        asked = ("heal", str(DEMO), "--teacher", teacher, "--max-tokens", "9999", "--out", str(tmp_path / "out"))
+    plans, config = [], tmp_path / "heal.yaml"
+    config.write_text("teacher: builtin\n")
+    for teacher in (("--teacher", "builtin"), ("--teacher", str(DEMO)), ("--config", str(config))):
+        asked = ("heal", str(DEMO), *teacher, "--max-tokens", "9999", "--out", str(tmp_path / "out"))
         code, out, _ = run_main(monkeypatch, capsys, *asked, "--device", "cpu", "--dry-run", "--json")
         assert code == 0
         plans.append(out)
-    assert plans[0] == plans[1]
+    assert plans[0] == plans[1] == plans[2]

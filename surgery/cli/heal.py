@@ -110,9 +110,9 @@ def heal(
     if wandb is not None and given.get("tracker") not in (None, "wandb"):
         raise SurgeryError(f"--wandb {wandb} and --tracker {given.get('tracker')}: give one of them")
     asked = given.of(HealSettings) | ({} if wandb is None else {"tracker": "wandb", "project": wandb})
-    if "teacher" in asked:
-        asked["teacher"] = model_named(asked["teacher"])
     read = read_mapping(config) if config else {}
+    if isinstance(teacher := asked.get("teacher", read.get("teacher")), str):
+        asked["teacher"] = model_named(teacher)
     HealSettings.from_mapping({"teacher": "its source", **read, **asked}, str(config or "heal"))
     student, out = model_named(checkpoint), output_of(checkpoint, out, "healed")
     # Before torch is loaded for it: places that would be refused later.

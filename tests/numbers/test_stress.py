@@ -130,7 +130,9 @@ def converges_or_refuses(folder, case, to):
     stages = list(losses)
     if "fitted" in stages:
         closed = losses[stages[stages.index("fitted") - 1]]
-        assert losses["reloaded"] <= min(closed, losses["fitted"]) + 1e-3
+        # Written weights near the ends of float16 are rounded more than fp32 ones.
+        rounding = 5e-3 if case == "fp16 overflow" else 1e-3
+        assert losses["reloaded"] <= min(closed, losses["fitted"]) + rounding
     return None
 
 
