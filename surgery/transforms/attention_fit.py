@@ -4,7 +4,8 @@ A fit minimises ``Σ_m ‖F^{1/2} (out_m - target_m)‖²`` over the unknowns be
 of the loss gradient at the output. Every step linearises the layer, softmax included, on query positions sampled anew,
 and solves the damped normal equations by conjugate gradients in whitened unknowns: products with J and Jᵀ, nothing of
 the size of JᵀJ. The derivative of attention itself is here; how queries, keys and values hang on the unknowns is the
-structure's own (:mod:`surgery.transforms.kv_heads_fit`, :mod:`surgery.transforms.low_rank_fit`).
+structure's own (:mod:`surgery.transforms.kv_heads_fit`, :mod:`surgery.transforms.low_rank_fit`,
+:mod:`surgery.transforms.latent_fit`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from surgery.families.rope import to_complex, to_real
 from surgery.kernels.mla_decode.reference import causal_mask
 from surgery.transforms.algebra import psd_powers, relative
 from surgery.transforms.conjugate_gradients import solve
-from surgery.transforms.least_squares import BLOCKS, PROBED, SEEN_FLOOR, SMALLEST_WEIGHT
+
+SEEN_FLOOR = 1e-4
+"""Directions with less than this share of the largest energy are not blown up: little was seen there."""
+PROBED = 4
+"""One block in so many tells how the kinds of unknowns compare."""
+BLOCKS = 4
+"""Per sequence; more save little and cost calls."""
+SMALLEST_WEIGHT = 1e-20
+"""Attention below it is set to zero: denormals slow products down tenfold on CPUs."""
 
 Weights = TypeVar("Weights", bound=NamedTuple)
 Whiten = Callable[[Tensor], Tensor]
@@ -30,7 +39,7 @@ Whiten = Callable[[Tensor], Tensor]
 class Linearised(Protocol):
     """M query positions of one sequence around the current unknowns, which are one flat vector."""
 
-    attention: LinearisedAttention
+    out: LinearisedOutput
 
     def jvp(self, vector: Tensor) -> Tensor:
         """Change of the output times F^{1/2}, [M, D], with a change of the unknowns."""
@@ -43,17 +52,100 @@ Linearise = Callable[[Tensor, int, Tensor], Linearised]
 """Unknowns, the number of a sequence and ascending query positions [M] of it."""
 
 
-class LinearisedAttention:
-    """Attention of some query positions around some queries, keys and values, all of them before the rotation.
+class LinearisedMixing:
+    """How some query positions mix values, around some queries, keys and values, all of them before the rotation.
 
     Legend: M positions, T tokens up to the last of them, G KV heads, H query heads, R of them to a KV head.
 
     Args:
         source: for its window and softmax scale.
-        q: [H, M, d] queries of the positions. k, v: [G, T, ·].
-        o: [D, H, e]. root: F^{1/2} [D, D].
-        phase: complex [T, d/2].
+        q: [H, M, d] queries of the positions. k: [G, T, d]. v: [G, T, e].
+        phase: complex [T, n]: the last 2 n numbers of queries and keys rotate.
         positions: [M], ascending; the last one is T - 1.
+        gain: [H, 1, T] factors of the logits, if there are any.
+
+    Attributes:
+        mixed: [G, R, M, e].
+    """
+
+    def __init__(
+        self,
+        source: AttentionAnatomy,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        phase: Tensor,
+        positions: Tensor,
+        gain: Tensor | None = None,
+    ):
+        self.phase, self.scale, self.groups = phase, source.scale, (len(k), -1)
+        self.query_phase = phase[positions]
+        self.gain = None if gain is None else gain.unflatten(0, self.groups)
+        self.q = self._queries(q)  # [G, R, M, d]
+        self.k, self.v = _turned(k, phase)[:, None], v[:, None]  # [G, 1, T, ·]
+        visible = causal_mask(len(phase), len(phase), source.window, q.device)[positions]
+        logits = self._with_gain(self.q @ self.k.mT)
+        self.weights = logits.masked_fill_(~visible, -torch.inf).softmax(-1)  # [G, R, M, T]
+        self.weights.masked_fill_(self.weights < SMALLEST_WEIGHT, 0)
+        self.mixed = self.weights @ self.v
+
+    def jvp(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Change of :attr:`mixed` with changes of what it was made from."""
+        logits = self._queries(q) @ self.k.mT
+        logits += self.q @ _turned(k, self.phase)[:, None].mT
+        return self._softmax_change(self._with_gain(logits)) @ self.v + self.weights @ v[:, None]
+
+    def vjp(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The transpose of :meth:`jvp`: q [H, M, d], k and v [G, T, ·]."""
+        logits = self._with_gain(self._softmax_change(mixed @ self.v.mT))
+        q = _turned((logits @ self.k).flatten(0, 1) * self.scale, self.query_phase.conj())
+        # One product over heads and positions together, where values and keys are one head's.
+        k = _turned(logits.flatten(1, 2).mT @ self.q.flatten(1, 2), self.phase.conj())
+        return q, k, self.weights.flatten(1, 2).mT @ mixed.flatten(1, 2)
+
+    def _queries(self, q: Tensor) -> Tensor:
+        return _turned(q, self.query_phase).unflatten(0, self.groups) * self.scale
+
+    def _softmax_change(self, logits: Tensor) -> Tensor:
+        """The softmax's Jacobian, which is symmetric, applied to ``logits`` in place."""
+        return logits.sub_((self.weights * logits).sum(-1, keepdim=True)).mul_(self.weights)
+
+    def _with_gain(self, logits: Tensor) -> Tensor:
+        return logits if self.gain is None else logits.mul_(self.gain)
+
+
+class LinearisedOutput:
+    """The output projection around some head outputs [H, M, e] and o [D, H, e], in the metric.
+
+    Args:
+        root: F^{1/2} [D, D].
+    """
+
+    def __init__(self, heads: Tensor, o: Tensor, root: Tensor):
+        self.heads, self.o, self.root = heads, o, root
+
+    def value(self) -> Tensor:
+        """Output at the positions without its bias, times F^{1/2}, [M, D]."""
+        return self._of(self.heads, self.o)
+
+    def jvp(self, heads: Tensor, o: Tensor) -> Tensor:
+        """Change of :meth:`value`, [M, D]."""
+        return self._of(heads, self.o) + self._of(self.heads, o)
+
+    def vjp(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """The transpose of :meth:`jvp`: heads [H, M, e], o [D, H, e]."""
+        out = out @ self.root.mT
+        return torch.einsum("mx,xhe->hme", out, self.o), torch.einsum("mx,hme->xhe", out, self.heads)
+
+    def _of(self, heads: Tensor, o: Tensor) -> Tensor:
+        return torch.einsum("hme,xhe->mx", heads, o) @ self.root
+
+
+class LinearisedAttention:
+    """Attention whose mixed values are its heads: :class:`LinearisedMixing`, then :class:`LinearisedOutput`.
+
+    Attributes:
+        out: the second of them.
     """
 
     def __init__(
@@ -67,45 +159,17 @@ class LinearisedAttention:
         phase: Tensor,
         positions: Tensor,
     ):
-        self.o, self.root, self.phase, self.scale = o, root, phase, source.scale
-        self.query_phase, self.groups = phase[positions], (len(k), -1)
-        self.q = self._queries(q)  # [G, R, M, d]
-        self.k, self.v = _turned(k, phase)[:, None], v[:, None]  # [G, 1, T, ·]
-        visible = causal_mask(len(phase), len(phase), source.window, q.device)[positions]
-        self.weights = (self.q @ self.k.mT).masked_fill_(~visible, -torch.inf).softmax(-1)  # [G, R, M, T]
-        self.weights.masked_fill_(self.weights < SMALLEST_WEIGHT, 0)
-        self.heads = self.weights @ self.v  # [G, R, M, e]
-
-    def output(self) -> Tensor:
-        """Output at the positions without its bias, times F^{1/2}, [M, D]."""
-        return self._out(self.heads, self.o)
+        self.mixing = LinearisedMixing(source, q, k, v, phase, positions)
+        self.out = LinearisedOutput(self.mixing.mixed.flatten(0, 1), o, root)
 
     def jvp(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
-        """Change of :meth:`output` with changes of what it was made from, [M, D]."""
-        logits = self._queries(q) @ self.k.mT
-        logits += self.q @ _turned(k, self.phase)[:, None].mT
-        heads = self._softmax_change(logits) @ self.v + self.weights @ v[:, None]
-        return self._out(heads, self.o) + self._out(self.heads, o)
+        """Change of the output in the metric with changes of what it was made from, [M, D]."""
+        return self.out.jvp(self.mixing.jvp(q, k, v).flatten(0, 1), o)
 
     def vjp(self, out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The transpose of :meth:`jvp`: q [H, M, d], k and v [G, T, ·], o [D, H, e]."""
-        out = out @ self.root.mT
-        o = torch.einsum("mx,hme->xhe", out, self.heads.flatten(0, 1))
-        heads = torch.einsum("mx,xhe->hme", out, self.o).unflatten(0, self.groups)
-        logits = self._softmax_change(heads @ self.v.mT)
-        q = _turned((logits @ self.k).flatten(0, 1) * self.scale, self.query_phase.conj())
-        k = _turned((logits.mT @ self.q).sum(1), self.phase.conj())
-        return q, k, (self.weights.mT @ heads).sum(1), o
-
-    def _queries(self, q: Tensor) -> Tensor:
-        return _turned(q, self.query_phase).unflatten(0, self.groups) * self.scale
-
-    def _out(self, heads: Tensor, o: Tensor) -> Tensor:
-        return torch.einsum("hme,xhe->mx", heads.flatten(0, 1), o) @ self.root
-
-    def _softmax_change(self, logits: Tensor) -> Tensor:
-        """The softmax's Jacobian, which is symmetric, applied to ``logits`` in place."""
-        return logits.sub_((self.weights * logits).sum(-1, keepdim=True)).mul_(self.weights)
+        heads, o = self.out.vjp(out)
+        return *self.mixing.vjp(heads.unflatten(0, self.mixing.groups)), o
 
 
 def fit_attention(
@@ -140,14 +204,10 @@ def fit_attention(
     generator = torch.Generator().manual_seed(seed)
     whiten, before, after = None, 0.0, 0.0
     for _ in range(steps):
-        blocks = []
-        for sequence in range(len(targets)):
-            order = torch.randperm(targets.shape[1], generator=generator)
-            positions = order[:queries].sort().values.to(root.device)
-            blocks += [(sequence, part) for part in positions.chunk(BLOCKS)]
+        blocks = sample_positions(*targets.shape[:2], queries, generator, root.device)
         wanted = [targets[row, positions.to(targets.device)].to(root) @ root for row, positions in blocks]
         linearised = [linearise(unknowns, *block) for block in blocks]
-        residuals = [want - part.attention.output() for want, part in zip(wanted, linearised, strict=True)]
+        residuals = [want - part.out.value() for want, part in zip(wanted, linearised, strict=True)]
         energy, before = sum(map(_energy, wanted)), sum(map(_energy, residuals))
         whiten = whiten or whitening(linearised)
         change = _solve(linearised, residuals, whiten, kinds, iterations, damping)
@@ -155,13 +215,28 @@ def fit_attention(
         after = before
         for factor in (1.0, 0.5, 0.25, 0.125):  # shorter where the linearisation does not reach
             trial = unknowns + factor * change
-            outputs = (linearise(trial, *block).attention.output() for block in blocks)
+            outputs = (linearise(trial, *block).out.value() for block in blocks)
             error = sum(_energy(want - out) for want, out in zip(wanted, outputs, strict=True))
             if error < before:
                 unknowns, after = trial, error
                 break
         before, after = relative(before, energy), relative(after, energy)
     return unknowns, before, after
+
+
+def sample_positions(
+    sequences: int, tokens: int, queries: int, generator: torch.Generator, device: torch.device
+) -> list[tuple[int, Tensor]]:
+    """Random query positions of every sequence, in blocks of neighbours so that early ones meet few keys.
+
+    Returns:
+        The number of a sequence and ascending positions of it, for each block.
+    """
+    blocks = []
+    for sequence in range(sequences):
+        positions = torch.randperm(tokens, generator=generator)[:queries].sort().values.to(device)
+        blocks += [(sequence, part) for part in positions.chunk(BLOCKS)]
+    return blocks
 
 
 def _solve(
@@ -232,7 +307,7 @@ def inverse_root(moment: Tensor, like: Tensor) -> Tensor:
 
 def heads_moment(blocks: list[Linearised]) -> Tensor:
     """What the output projection reads, summed over positions: [H e, H e], float64."""
-    return sum(gram(block.attention.heads.flatten(0, 1).transpose(0, 1).flatten(1)) for block in blocks)
+    return sum(gram(block.out.heads.transpose(0, 1).flatten(1)) for block in blocks)
 
 
 def gram(rows: Tensor) -> Tensor:
@@ -241,7 +316,13 @@ def gram(rows: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor, phase: Tensor) -> Tensor:
-    return to_real(to_complex(x) * phase)
+    """Rotates the last numbers, as many as there are phases for."""
+    rotated = 2 * phase.shape[-1]
+    if not rotated:
+        return x
+    content, rope = x.split([x.shape[-1] - rotated, rotated], dim=-1)
+    rope = to_real(to_complex(rope) * phase)
+    return torch.cat([content, rope], dim=-1) if content.shape[-1] else rope
 
 
 def _energy(x: Tensor) -> float:

@@ -39,8 +39,7 @@ def fit_merged_layer(
 ) -> tuple[AttentionAnatomy, float, float]:
     """Fits q, k, v and o together (biases too, the output's left alone) to wanted outputs.
 
-    Minimises ``Σ_m ‖F^{1/2} (out_m - target_m)‖²`` by Gauss-Newton steps, each solved by conjugate gradients, as
-    :class:`surgery.transforms.least_squares.LatentFit` does for a latent layer.
+    Minimises ``Σ_m ‖F^{1/2} (out_m - target_m)‖²`` as :func:`surgery.transforms.attention_fit.fit_attention` does.
 
     Args:
         layer: where to start, without q/k-norms, on the device and in the dtype to compute in (float32 or better).
@@ -113,6 +112,7 @@ class _Linearisation:
         self.weights, self.x, self.asking = weights, x, x[positions]
         q, k, v = self._projected(weights)
         self.attention = LinearisedAttention(layer, q, k, v, weights.o, root, phase, positions)
+        self.out = self.attention.out
 
     def jvp(self, vector: Tensor) -> Tensor:
         """Change of the output times F^{1/2} with a flat change of the weights, [M, D]."""

@@ -213,6 +213,7 @@ class _Linearisation:
         self.attention = LinearisedAttention(
             source, self.q_norm.output, self.k_norm.output, v, weights.o, root, phase, positions
         )
+        self.out = self.attention.out
 
     def jvp(self, vector: Tensor) -> Tensor:
         """Change of the output times F^{1/2} with a flat change of the weights, [M, D]."""

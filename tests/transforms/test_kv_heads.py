@@ -305,7 +305,7 @@ def test_jvp_is_the_derivative_and_vjp_its_transpose(biased, window):
         return _Linearisation(layer, unflat(vector, weights), x, phase, positions, root)
 
     def output(vector: Tensor) -> Tensor:
-        return linearised(vector).attention.output()
+        return linearised(vector).out.value()
 
     here, change, step = flat(weights), random(len(flat(weights)), seed=61), 1e-6
     wanted = (output(here + step * change) - output(here - step * change)) / (2 * step)

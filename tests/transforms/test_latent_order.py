@@ -9,16 +9,17 @@ from surgery.common.errors import SurgeryError
 from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.algebra import reduced_rank_projection
+from surgery.transforms.attention_fit import flat
 from surgery.transforms.key_basis import energy_basis
+from surgery.transforms.latent_fit import _Problem, _Weights, latent_moments
 from surgery.transforms.latent_order import order_latents
-from surgery.transforms.least_squares import Block, LatentFit
 from surgery.transforms.partial_rope import latent_form, latent_rows, truncate
 
 RANK = 12
 
 
-def problem(checkpoints, name: str, sequences: int = 4, **settings):
-    """A truncated layer in no order, inputs, and the fit whose moments order it."""
+def problem(checkpoints, name: str, sequences: int = 4):
+    """A truncated layer in no order, inputs, and an output metric's root."""
     anatomy = Source.open(checkpoints(name), ConvertSettings()).anatomy(0).to(torch.float64)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sequences, 24, anatomy.hidden, generator=generator, dtype=torch.float64)
@@ -33,10 +34,11 @@ def problem(checkpoints, name: str, sequences: int = 4, **settings):
     mixing = torch.randn(RANK, RANK, generator=generator, dtype=torch.float64)
     layer = truncate(latent_form(anatomy, basis, rotated), mixing @ down, up @ mixing.inverse())
     root = torch.randn(anatomy.hidden, anatomy.hidden, generator=generator, dtype=torch.float64)
-    settings = {"queries": 24, **settings}
-    fit = LatentFit(layer, x, torch.zeros_like(x), root @ root.T, **settings)
-    layer, _, _ = fit.run(0, 1)
-    return layer, x, fit
+    return layer, x, root
+
+
+def moments(layer, x, root, seed=0):
+    return latent_moments(layer, x, root @ root.T, queries=24, seed=seed)
 
 
 def without(layer, dropped):
@@ -49,8 +51,8 @@ def without(layer, dropped):
 
 @pytest.mark.parametrize("name", ["llama", "llama_bias", "qwen3", "mistral_window"])
 def test_ordering_changes_no_output_and_no_rotated_number(checkpoints, name):
-    layer, x, fit = problem(checkpoints, name)
-    ordered, energies = order_latents(layer, *fit.latent_moments())
+    layer, x, root = problem(checkpoints, name)
+    ordered, energies = order_latents(layer, *moments(layer, x, root))
     torch.testing.assert_close(ordered.forward(x), layer.forward(x), atol=1e-9, rtol=1e-9)
     assert torch.equal(ordered.down[RANK:], layer.down[RANK:])
     assert (energies.diff() <= 0).all() and energies[-1] >= 0
@@ -58,8 +60,8 @@ def test_ordering_changes_no_output_and_no_rotated_number(checkpoints, name):
 
 
 def test_latents_become_uncorrelated_with_their_energies_as_variances(checkpoints):
-    layer, x, fit = problem(checkpoints, "llama_bias")
-    moment, metric = fit.latent_moments()
+    layer, x, root = problem(checkpoints, "llama_bias")
+    moment, metric = moments(layer, x, root)
     latents = layer.compress(x)[0].flatten(0, 1)
     torch.testing.assert_close(moment, latents.T @ latents / len(latents))
     ordered, energies = order_latents(layer, moment, metric)
@@ -74,41 +76,37 @@ def test_latents_become_uncorrelated_with_their_energies_as_variances(checkpoint
 
 
 def test_random_probes_give_the_gauss_newton_matrix(checkpoints):
-    _, x, fit = problem(checkpoints, "qwen3", sequences=1, queries=6)
-    positions = torch.tensor([3, 9, 14, 15, 20, 23])
-    fit._sample = lambda: [Block(0, positions)]
-    block = fit._linearise(fit.parameters, fit._sample()[0])
-    exact = torch.zeros(RANK, RANK, dtype=torch.float64)
-    for place in range(6):
-        for channel in range(x.shape[-1]):
-            out = torch.zeros(6, x.shape[-1], dtype=torch.float64)
-            out[place, channel] = 1
-            signal = block.latent_signals(out)
-            exact += signal.T @ signal / 6
-    drawn = sum(fit.latent_moments()[1] for _ in range(300)) / 300
+    layer, x, _ = problem(checkpoints, "qwen3", sequences=1)
+    x, hidden = x[:, :6], x.shape[-1]
+    identity = torch.eye(hidden, dtype=torch.float64)
+    weights = _Weights.of(layer)
+    block = _Problem(layer, x, identity).linearise(flat(weights), 0, torch.arange(6))
+
+    def latent_signals(out):
+        return block.signals(out)[1][:, :RANK]
+
+    probes = torch.eye(6 * hidden, dtype=torch.float64).view(-1, 6, hidden)
+    exact = sum(signal.T @ signal for signal in map(latent_signals, probes)) / 6
+    drawn = sum(moments(layer, x, identity, seed)[1] for seed in range(300)) / 300
     assert float((drawn - exact).norm() / exact.norm()) < 0.1
     # The signal is the derivative: of what a change of the latent, through the down projection, does to the output.
-    change = replace_down(fit.parameters)
-    out = torch.randn(6, x.shape[-1], generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    moved = block.x @ change.down[:RANK].T
-    assert float((block.latent_signals(out) * moved).sum()) == pytest.approx(float((block.jvp(change) * out).sum()))
-
-
-def replace_down(parameters):
-    """A change of the latents' rows alone."""
-    zeros = [torch.zeros_like(tensor) for tensor in parameters.tensors()]
-    zeros[0][:RANK] = torch.randn(RANK, zeros[0].shape[1], generator=torch.Generator().manual_seed(1)).double()
-    return type(parameters)(*zeros)
+    generator = torch.Generator().manual_seed(1)
+    down = torch.zeros_like(weights.down)
+    down[:RANK] = torch.randn(RANK, down.shape[1], generator=generator).double()
+    change = weights._make(down if weight is weights.down else torch.zeros_like(weight) for weight in weights)
+    out = torch.randn(6, hidden, generator=generator, dtype=torch.float64)
+    moved = block.x @ down[:RANK].T
+    assert float((latent_signals(out) * moved).sum()) == pytest.approx(float((block.jvp(flat(change)) * out).sum()))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_a_prefix_beats_random_subsets(checkpoints, name):
-    layer, x, fit = problem(checkpoints, name)
-    ordered, _ = order_latents(layer, *fit.latent_moments())
+    layer, x, root = problem(checkpoints, name)
+    ordered, _ = order_latents(layer, *moments(layer, x, root))
     exact = layer.forward(x)
 
     def error(dropped, form=ordered):
-        return float(((without(form, dropped).forward(x) - exact) @ fit._root).square().sum())
+        return float(((without(form, dropped).forward(x) - exact) @ root).square().sum())
 
     generator = torch.Generator().manual_seed(3)
     for kept in (4, 8):
@@ -119,7 +117,7 @@ def test_a_prefix_beats_random_subsets(checkpoints, name):
 
 
 def test_a_matrix_of_another_size_is_refused(checkpoints):
-    layer, _, fit = problem(checkpoints, "llama")
-    moment, metric = fit.latent_moments()
+    layer, *others = problem(checkpoints, "llama")
+    moment, metric = moments(layer, *others)
     with pytest.raises(SurgeryError, match="this layer has 12 latents"):
         order_latents(layer, moment, metric[1:, 1:])

@@ -122,7 +122,7 @@ def test_jvp_is_the_derivative_and_vjp_its_transpose(case):
         return _Linearisation(layer, unflat(vector, weights), x[0], shared, phase[:27], positions[:9], root)
 
     def at(vector: Tensor) -> Tensor:
-        return linearised(vector).attention.output()
+        return linearised(vector).out.value()
 
     wanted = output(layer, x)[0, positions] @ root
     here, step = flat(weights), 1e-6

@@ -35,9 +35,9 @@ from surgery.structures.mla.split import SPLIT_SEQUENCES, MLAPlan
 from surgery.structures.sequential_fit import SequentialFit
 from surgery.transforms import mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
+from surgery.transforms.latent_fit import fit_latent_layer, latent_moments
 from surgery.transforms.latent_layer import LatentLayer, SimulatedAttention
 from surgery.transforms.latent_order import order_latents
-from surgery.transforms.least_squares import LatentFit
 from surgery.transforms.partial_rope import latent_form
 
 
@@ -224,16 +224,12 @@ class _Solver:
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> SimulatedAttention:
         stream, settings = self._stream, self._settings
-        problem = LatentFit(
-            self._start.to(stream.device, stream.dtype),
-            inputs,
-            targets,
-            self._metric.to(stream.device),
-            queries=settings.fit_queries,
-            seed=settings.seed + self._index,
-        )
-        fitted, _, _ = problem.run(settings.fit_steps, settings.fit_iterations)
-        ordered, self.energies = order_latents(fitted.to("cpu", torch.float64), *problem.latent_moments())
+        start, metric = self._start.to(stream.device, stream.dtype), self._metric.to(stream.device)
+        sampling = {"queries": settings.fit_queries, "seed": settings.seed + self._index}
+        steps = {"steps": settings.fit_steps, "iterations": settings.fit_iterations}
+        fitted, _, _ = fit_latent_layer(start, inputs, targets, metric, **steps, **sampling)
+        moments = latent_moments(fitted, inputs, metric, **sampling)
+        ordered, self.energies = order_latents(fitted.to("cpu", torch.float64), *moments)
         return SimulatedAttention(ordered.to(stream.device, stream.dtype))
 
 

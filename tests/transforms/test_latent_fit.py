@@ -8,12 +8,14 @@ from surgery.families import attention
 from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.algebra import reduced_rank_projection
+from surgery.transforms.attention_fit import flat
 from surgery.transforms.key_basis import energy_basis
-from surgery.transforms.least_squares import Block, LatentFit, Parameters
+from surgery.transforms.latent_fit import _Problem, _Weights, fit_latent_layer
 from surgery.transforms.partial_rope import latent_form, latent_rows, truncate
 
 
-def problem(checkpoints, name: str, queries: int = 30):
+def problem(checkpoints, name: str):
+    """A truncated layer, its inputs, and what the whole layer puts out."""
     anatomy = Source.open(checkpoints(name), ConvertSettings()).anatomy(0).to(torch.float64)
     x = torch.randn(4, 30, anatomy.hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     projection = anatomy.project(x)
@@ -26,40 +28,40 @@ def problem(checkpoints, name: str, queries: int = 30):
     down, up, _ = reduced_rank_projection(rows @ moment @ rows.T, torch.eye(len(rows), dtype=torch.float64), 8)
     layer = truncate(latent_form(anatomy, basis, rotated), down, up)
     targets = torch.einsum("bthe,xhe->btx", attention.attend(anatomy, projection), anatomy.o)
-    metric = torch.eye(anatomy.hidden, dtype=torch.float64)
-    return layer, x, targets, LatentFit(layer, x, targets, metric, queries=queries)
+    return layer, x, targets
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_jvp_is_the_derivative_and_vjp_its_transpose(checkpoints, name):
-    _, _, _, fit = problem(checkpoints, name)
-    block = Block(1, torch.arange(2, 28, 3))
-    generator = torch.Generator().manual_seed(1)
-    change = Parameters(
-        *(torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in fit.parameters.tensors())
-    )
+    layer, x, _ = problem(checkpoints, name)
+    positions, step = torch.arange(2, 28, 3), 1e-6
+    here, generator = flat(_Weights.of(layer)), torch.Generator().manual_seed(1)
+    change = torch.randn(len(here), generator=generator, dtype=torch.float64)
+    root = torch.randn(x.shape[-1], x.shape[-1], generator=generator, dtype=torch.float64)
 
-    def output(parameters):
-        return fit._linearise(parameters, block).output()
+    def linearised(vector):
+        return _Problem(layer, x, root).linearise(vector, 1, positions)
 
-    sequence = fit._linearise(fit.parameters, block)
-    step = 1e-6
-    wanted = (output(fit.parameters.plus(step, change)) - output(fit.parameters.plus(-step, change))) / (2 * step)
+    sequence = linearised(here)
+    wanted = torch.einsum("bthe,xhe->btx", layer.attend(x), layer.o)[1, positions] @ root
+    torch.testing.assert_close(sequence.out.value(), wanted, atol=1e-9, rtol=1e-9)
+    difference = linearised(here + step * change).out.value() - linearised(here - step * change).out.value()
     product = sequence.jvp(change)
-    torch.testing.assert_close(product, wanted, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(product, difference / (2 * step), atol=1e-5, rtol=1e-5)
     out = torch.randn(product.shape, generator=generator, dtype=torch.float64)
-    assert float((product * out).sum()) == pytest.approx(sequence.vjp(out).dot(change), rel=1e-9)
+    assert float((product * out).sum()) == pytest.approx(float(sequence.vjp(out) @ change), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral_window"])
 def test_the_fit_improves_and_reports_the_error_that_it_leaves(checkpoints, name):
-    layer, x, targets, fit = problem(checkpoints, name)
+    layer, x, targets = problem(checkpoints, name)
+    metric = torch.eye(x.shape[-1], dtype=torch.float64)
 
     def error(form):
         out = torch.einsum("bthe,xhe->btx", form.attend(x), form.o)
         return float((out - targets).square().sum() / targets.square().sum())
 
-    fitted, _, after = fit.run(steps=3, iterations=8)
+    fitted, _, after = fit_latent_layer(layer, x, targets, metric, steps=3, iterations=8, queries=30)
     assert error(fitted) < 0.8 * error(layer)
     assert error(fitted) == pytest.approx(after, rel=1e-6)
     assert (fitted.rank, fitted.rope_dim) == (layer.rank, layer.rope_dim)
@@ -71,6 +73,7 @@ def test_an_exact_layer_stays_exact(checkpoints):
     basis = energy_basis(torch.eye(16, dtype=torch.float64).view(2, 8, 2, 8), None)
     layer = latent_form(anatomy, basis, torch.arange(basis.components))
     targets = layer.forward(x)
-    fitted, before, after = LatentFit(layer, x, targets, torch.eye(anatomy.hidden, dtype=torch.float64)).run(1, 4)
+    metric = torch.eye(anatomy.hidden, dtype=torch.float64)
+    fitted, before, after = fit_latent_layer(layer, x, targets, metric, steps=1, iterations=4)
     assert before < 1e-20 and after < 1e-20
     torch.testing.assert_close(fitted.forward(x), targets, atol=1e-8, rtol=1e-8)
