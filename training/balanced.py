@@ -5,10 +5,17 @@ the other is the same function. Conversions choose c for their own ends: orthono
 of thousandths beside columns of units. Adam moves every entry by about the learning rate, whatever its size, and so
 destroys the rows before the columns have noticed. With entries of one size on both sides both move alike.
 
-The factors are powers of two, so that the student computes bit for bit what it did.
+In stock ``deepseek_v3`` the pairs of the shared rotary key are such numbers too, read by every head's queries.
+
+The factors are powers of two, so that the student computes bit for bit what it did; but for a stock latent that stands
+beside a constant channel: the norm over both sees it a little more, by a share of the latent's energy over the
+constant's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,44 +23,92 @@ from torch import Tensor, nn
 from surgery.training.recording import decoder_of
 
 
+@dataclass(frozen=True)
+class _Bundle:
+    """Numbers that are made and read apart from all others.
+
+    Attributes:
+        made: views [r, ...] of weights and biases that make them, the weight first.
+        read: views [..., r] of weights that read them.
+        factors: [r], by which steps of the makers are smaller; see `surgery.training.entry_factors`.
+        shared: adjacent ones that need one scale.
+    """
+
+    made: list[Tensor]
+    read: list[Tensor]
+    factors: Tensor | float = 1.0
+    shared: int = 1
+
+    @property
+    def trains(self) -> bool:
+        """Whether both sides do."""
+        return bool(self.read) and all(map(_trains, (*self.made, *self.read)))
+
+    def rescale(self) -> int:
+        """Gives both sides entries of one size; returns how many numbers that changes."""
+        rows = (self.made[0].float().square().mean(dim=1) / torch.as_tensor(self.factors).square()).to(torch.float32)
+        columns = torch.cat([reader.float().flatten(0, -2).square() for reader in self.read]).mean(dim=0)
+        made, read = (each.view(-1, self.shared).mean(dim=1).sqrt() for each in (rows, columns))
+        wanted = torch.where((made > 0) & (read > 0), (read / made.clamp(min=1e-30)).sqrt(), 1.0)
+        scale = torch.exp2(wanted.log2().round()).repeat_interleave(self.shared)
+        for each in self.made:
+            each *= scale.to(each.dtype).view(-1, *[1] * (each.ndim - 1))
+        for reader in self.read:
+            reader /= scale.to(reader.dtype)
+        return len(scale)
+
+
 @torch.no_grad()
-def balance_latents(student: nn.Module) -> int:
+def balance_latents(student: nn.Module, factors: Mapping[str, Tensor] | None = None) -> int:
     """Rescales latents whose two sides train, in place; returns how many.
 
     An attention says by `latent_slices` which outputs of its `kv_down` are latents, and by `latent_readers` all that
-    reads them. Left as they are: latents of which a side does not train and would not be written, those that other
-    layers read too, and those behind codes whose scales several latents share.
+    reads them; stock MLA is known by its names. Left as they are: latents of which a side does not train and would not
+    be written, those that other layers read too, and those behind codes whose scales several latents share.
+
+    Args:
+        factors: of entries that move less than others, or never, by parameter name.
     """
     config = getattr(student, "config", None)
     codes = getattr(config, "kv_cache", None)
     if codes is not None and (codes["keys"] == "token" or config.streams):
         return 0
+    names = {id(parameter): name for name, parameter in student.named_parameters()}
+    held = {id_: factors[name] for id_, name in names.items() if name in (factors or {})}
     changed = 0
     for layer in decoder_of(student).layers:
         attention = getattr(layer, "self_attn", None)
-        blocks = getattr(attention, "latent_slices", ())
-        for block, readers in zip(blocks, attention.latent_readers() if blocks else (), strict=False):
-            down = [attention.kv_down.weight, *([] if attention.kv_down.bias is None else [attention.kv_down.bias])]
-            if not readers or not all(each.requires_grad for each in down) or not all(map(_trains, readers)):
-                continue
-            scale = _scales(attention.kv_down.weight[block], readers)
-            for each in down:
-                each[block] *= scale.to(each.dtype).view(-1, *[1] * (each.ndim - 1))
-            for reader in readers:
-                reader /= scale.to(reader.dtype)
-            changed += len(scale)
+        bundles = _stock(attention, held) if hasattr(attention, "kv_a_proj_with_mqa") else _own(attention)
+        changed += sum(bundle.rescale() for bundle in bundles if bundle.trains)
     return changed
+
+
+def _own(attention: nn.Module | None) -> Iterator[_Bundle]:
+    blocks = getattr(attention, "latent_slices", ())
+    for block, readers in zip(blocks, attention.latent_readers() if blocks else (), strict=False):
+        yield _Bundle([each[block] for each in _parameters(attention.kv_down)], readers)
+
+
+def _stock(attention: nn.Module, held: Mapping[int, Tensor]) -> Iterator[_Bundle]:
+    """Of `deepseek_v3`: latents but for those that never move, and rotary pairs, which are interleaved."""
+    down, up = attention.kv_a_proj_with_mqa, attention.kv_b_proj.weight
+    rank = up.shape[1]
+    moves = held[id(down.weight)][:, 0] if id(down.weight) in held else torch.ones(len(down.weight))
+    free = int((moves[:rank] > 0).sum())  # what never moves stands behind the latents
+    if bool((moves[:free] > 0).all()):
+        yield _Bundle([each[:free] for each in _parameters(down)], [up[:, :free]], moves[:free].to(up.device))
+    query = getattr(attention, "q_b_proj", None) or attention.q_proj
+    heads = [each.unflatten(0, (-1, attention.qk_head_dim)) for each in _parameters(query)]
+    rotated = [each[:, attention.qk_nope_head_dim :].movedim(1, -1) for each in heads]
+    if rotated[0].shape[-1]:
+        yield _Bundle([each[rank:] for each in _parameters(down)], rotated, shared=2)
+
+
+def _parameters(projection: nn.Linear) -> list[Tensor]:
+    return [projection.weight, *([] if projection.bias is None else [projection.bias])]
 
 
 def _trains(view: Tensor) -> bool:
     """Whether the parameter that a view is of trains; views made without gradients do not say so themselves."""
     base = view if view._base is None else view._base
     return base.requires_grad
-
-
-def _scales(rows: Tensor, readers: list[Tensor]) -> Tensor:
-    """Powers of two [r] that make entries of rows [r, D] as large as those of the readers' columns [·, r], fp32."""
-    made = rows.float().square().mean(dim=1).sqrt()
-    read = torch.cat([reader.float().square() for reader in readers]).mean(dim=0).sqrt()
-    wanted = torch.where((made > 0) & (read > 0), (read / made.clamp(min=1e-30)).sqrt(), 1.0)
-    return torch.exp2(wanted.log2().round())

@@ -36,11 +36,13 @@ def factors_of(rules: Mapping[str, Any], model: nn.Module, where: str) -> dict[s
     """Factors of entries from rules by the parameter's name, or a pattern with * and ?.
 
     A rule is `true`, the whole parameter never moves; a list of indices along its first dimension, negative ones from
-    the end, or a range like "0:512" of them, which never move; or an object of `rows` (one of the above) and `factor`:
+    the end, or a range like "0:512" of them, which never move; or an object of `rows` (one of the above), or `columns`
+    likewise along the last dimension, and `factor` (0 unless given):
 
         {"*.kv_a_layernorm.weight": true,
          "*.kv_a_proj_with_mqa.bias": [512],
-         "*.kv_a_proj_with_mqa.weight": {"rows": "0:512", "factor": 9.313225746154785e-10}}
+         "*.kv_a_proj_with_mqa.weight": {"rows": "0:512", "factor": 9.313225746154785e-10},
+         "*.kv_b_proj.weight": {"columns": [512]}}
 
     A list of such objects is several rules for one parameter. Later rules win.
 
@@ -62,31 +64,39 @@ def factors_of(rules: Mapping[str, Any], model: nn.Module, where: str) -> dict[s
             raise SurgeryError(f"{where}: no parameter is called {pattern!r}; {examples(parameters)}")
         several = isinstance(given, list) and given and all(isinstance(rule, dict) for rule in given)
         for rule in given if several else [given]:
-            rows, factor = _rows_and_factor(rule, f"{where}: {pattern!r}")
+            entries, along, factor = _rule(rule, f"{where}: {pattern!r}")
             for name in names:
                 tensor = factors.setdefault(name, torch.ones(parameters[name].shape))
-                tensor[_index(rows, tensor, f"{where}: {pattern!r}")] = factor
+                tensor.transpose(0, along)[_index(entries, tensor, along, f"{where}: {pattern!r}")] = factor
     return factors
 
 
 def adapter_factors(factors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """The same for a model with adapters: the update of a weight [out, in] is B A, with B [out, rank] from 0 on.
 
-    Rows of the update move by a factor less where rows of B do.
+    Rows of the update move by a factor less where rows of B do, columns where columns of A do. What A begins with is
+    multiplied by those, too.
 
     Raises:
-        SurgeryError: the factors within a row differ, which no factors of B can give.
+        SurgeryError: the factors are no product of one for each row and one for each column.
     """
     translated: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        module, part, _ = name.partition(".lora_B.")
+        module, part, _ = name.partition(".lora_A.")
         given = factors.get(f"{module}.weight") if part else None
         if given is None:
             continue
-        rows = given.flatten(1)
-        if not torch.equal(rows, rows[:, :1].expand_as(rows)):
-            raise SurgeryError(f"{module}.weight: adapters move whole rows of a weight, not parts of one")
-        translated[name] = rows[:, :1].expand(parameter.shape).clone()
+        given = given.flatten(1)
+        columns = given.amax(0) / given.amax().clamp_min(torch.finfo(given.dtype).tiny)
+        rows = given.amax(1)
+        if not torch.equal(given, rows[:, None] * columns):
+            raise SurgeryError(f"{module}.weight: adapters move whole rows and columns of a weight, not parts of them")
+        if not bool((columns == 1).all()):
+            translated[name] = columns.expand(parameter.shape).clone()
+            with torch.no_grad():
+                parameter.mul_(columns.to(parameter))
+        other = name.replace(".lora_A.", ".lora_B.")
+        translated[other] = rows[:, None].expand(model.get_parameter(other).shape).clone()
     return translated
 
 
@@ -147,22 +157,28 @@ class EntryFactors:
         self._before = []
 
 
-def _rows_and_factor(rule: Any, where: str) -> tuple[Any, float]:
+def _rule(rule: Any, where: str) -> tuple[Any, int, float]:
+    """Entries, the dimension along which they are named, and their factor."""
     if not isinstance(rule, dict):
-        return rule, 0.0
-    factor = rule.get("factor", 0.0)
-    if set(rule) - {"rows", "factor"} or isinstance(factor, bool) or not isinstance(factor, int | float):
-        raise SurgeryError(f"{where}: a rule has `rows` and a number `factor`, not {rule!r}")
+        return rule, 0, 0.0
+    factor, ways = rule.get("factor", 0.0), {"rows", "columns"} & set(rule)
+    if (
+        len(ways) > 1
+        or set(rule) - ways - {"factor"}
+        or isinstance(factor, bool)
+        or not isinstance(factor, int | float)
+    ):
+        raise SurgeryError(f"{where}: a rule has `rows` or `columns` and a number `factor`, not {rule!r}")
     if not 0 <= factor <= 1:
         raise SurgeryError(f"{where}: a factor is from 0 to 1, not {factor!r}")
-    return rule.get("rows", True), float(factor)
+    return next((rule[way] for way in ways), True), -1 if "columns" in ways else 0, float(factor)
 
 
-def _index(rows: Any, tensor: Tensor, where: str) -> Any:
-    """An index into the first dimension."""
+def _index(rows: Any, tensor: Tensor, along: int, where: str) -> Any:
+    """An index along a dimension."""
     if rows is True:
         return ...
-    size = tensor.shape[0] if tensor.ndim else 0
+    size = tensor.shape[along] if tensor.ndim else 0
     if isinstance(rows, str):
         start, colon, stop = rows.partition(":")
         if colon and start.isdigit() and stop.isdigit() and int(start) < int(stop) <= size:

@@ -170,7 +170,7 @@ def _heal(
             raise SurgeryError("train_patterns do not go with lora: adapters are all that trains")
     else:
         choose(student, settings.train, teacher_shapes=shapes, patterns=settings.train_patterns)
-        if settings.balanced and (balanced := balance_latents(student)):
+        if settings.balanced and (balanced := balance_latents(student, factors)):
             progress.note(f"{balanced:,} latents rescaled, so that entries on both their sides have one size")
     trains = sum(each.numel() for each in student.parameters() if each.requires_grad)
     total = sum(each.numel() for each in student.parameters())

@@ -1,13 +1,16 @@
 """What training must leave as it is in a checkpoint, so that its class goes on computing what it is meant to.
 
 Stock MLA classes normalise the latent, and conversions make that norm the identity (:mod:`.neutral_norm`). Its weight
-must not move, nor a channel that is constant; latents that were scaled down to be small beside the norm's eps must move
-in proportion to their size.
+must not move, nor a channel that is constant, nor what reads it: behind the norm it is in the thousands, and one step
+of an optimizer would drown all else. Latents that were scaled down to be small beside the norm's eps must move in
+proportion to their size.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from surgery.architectures.deepseek_v3 import MODEL_TYPE
 from surgery.architectures.neutral_norm import recognised_norm
@@ -30,9 +33,30 @@ def entry_factors(reader: CheckpointReader) -> dict[str, Any]:
             continue
         rules[prefix + "kv_a_layernorm.weight"] = True
         if norm.extra:
-            rules[weight] = rules[bias] = list(range(width - norm.extra, width))
+            constant = list(range(width - norm.extra, width))
+            rules[weight] = rules[bias] = constant
+            rules[prefix + "kv_b_proj.weight"] = {"columns": constant}
         else:
             rules[weight] = {"rows": f"0:{width}", "factor": norm.scale}
             if bias in reader:
                 rules[bias] = {"rows": f"0:{width}", "factor": norm.scale}
+        rules |= _query_latent(reader, prefix)
+    return rules
+
+
+def _query_latent(reader: CheckpointReader, prefix: str) -> dict[str, Any]:
+    """Rules for the query latent [x ; 1] by which stock queries have biases; empty where there is none.
+
+    What makes it, and its norm, only hand inputs on: all that a query can learn is in what reads them.
+    """
+    names = [prefix + name for name in ("q_a_proj.weight", "q_a_proj.bias", "q_a_layernorm.weight")]
+    if not all(name in reader for name in names):
+        return {}
+    weight, constant = reader.tensor(names[0]), float(reader.tensor(names[1])[-1])
+    scale, channels = float(weight[0, 0]), weight.shape[1]
+    if not torch.equal(weight, torch.eye(channels + 1, channels, dtype=weight.dtype) * scale):
+        return {}
+    rules: dict[str, Any] = dict.fromkeys(names, True)
+    if constant != scale:
+        rules[prefix + "q_b_proj.weight"] = {"columns": [channels], "factor": scale / constant}
     return rules

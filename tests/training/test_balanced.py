@@ -3,8 +3,15 @@
 import pytest
 import torch
 from own_models import KINDS, tiny_source, tokens
+from transformers import AutoModelForCausalLM
 
+from surgery.architectures.entry_factors import entry_factors
+from surgery.architectures.neutral_norm import CONSTANT, TINY_SCALE
+from surgery.checkpoint import CheckpointReader
+from surgery.structures import converter
+from surgery.structures.mla.settings import ConvertSettings
 from surgery.training.balanced import balance_latents
+from surgery.training.entry_factors import factors_of
 from surgery.training.trainable import choose
 
 
@@ -47,6 +54,40 @@ def balance_latents_again(model) -> bool:
     held = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     balance_latents(model)
     return any(not torch.equal(tensor, held[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["tiny", "constant"])
+def test_stock_latents_and_rotary_pairs(kind, checkpoints, tmp_path):
+    """The constant channel and what reads it stay; all that trains has entries of one size on both sides."""
+    source = checkpoints("llama_bias" if kind == "constant" else "llama")
+    asked = {"kv_lora_rank": 12, "rope_dim": 4, "latent_norm": kind, "carrier": "stock", "calibration": "none"}
+    path = converter.convert(source, tmp_path / "stock", ConvertSettings(**asked)).path
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    factors = factors_of(entry_factors(CheckpointReader.open(str(path))), model, "test")
+    scale = TINY_SCALE if kind == "tiny" else 1.0
+    with torch.no_grad():
+        for layer in model.model.layers:
+            spread = torch.logspace(-3, -1, 12, base=2).exp2()
+            layer.self_attn.kv_a_proj_with_mqa.weight[:12] *= spread[:, None]
+            layer.self_attn.kv_a_proj_with_mqa.weight[12 + (kind == "constant") :] *= 1 / 64
+            layer.self_attn.kv_b_proj.weight[:, :12] /= spread
+        text = tokens() % model.config.vocab_size
+        before = model(text).logits
+        choose(model, "attention", teacher_shapes=None, patterns=())
+        assert balance_latents(model, factors) == 2 * (12 + 4)
+        torch.testing.assert_close(model(text).logits, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
+        for number, layer in enumerate(model.model.layers):
+            attention = layer.self_attn
+            down, up = attention.kv_a_proj_with_mqa.weight, attention.kv_b_proj.weight
+            query = attention.q_b_proj if kind == "constant" else attention.q_proj
+            query = query.weight.unflatten(0, (-1, attention.qk_head_dim))[:, attention.qk_nope_head_dim :]
+            made = down[:12].square().mean(1).sqrt() / scale
+            assert ((made / up[:, :12].square().mean(0).sqrt()).log2().abs() <= 1.001).all()
+            pairs = down[-4:].square().mean(1).view(-1, 2).mean(1), query.square().mean((0, 2)).view(-1, 2).mean(1)
+            assert ((pairs[0] / pairs[1]).log2().abs() <= 2.002).all()
+            if kind == "constant":
+                assert not factors[f"model.layers.{number}.self_attn.kv_b_proj.weight"][:, -1].any()
+                assert float(attention.kv_a_proj_with_mqa.bias[12]) == CONSTANT and not down[12].any()
 
 
 def test_a_side_that_does_not_train_keeps_both():

@@ -154,6 +154,21 @@ def test_rows_of_an_update_by_adapters(student):
     assert update[1:].any(dim=1).all()
 
 
+def test_columns_of_an_update_by_adapters(student):
+    choose(student, "attention")
+    rules = {"kv_down.weight": [{"columns": [-1]}, {"columns": [0], "factor": 0.5}]}
+    factors = factors_of(rules, student, "test")
+    add_adapters(student, 2, 4.0)
+    translated = adapter_factors(factors, student)
+    steps(student, translated)
+    update = dict(student.named_modules())[DOWN.removesuffix(".weight")].get_delta_weight("default")
+    assert not update[:, -1].any()
+    assert update[:, :-1].any(dim=0).all()
+    factors[DOWN][0, 1] = 0
+    with pytest.raises(SurgeryError, match="adapters move whole rows and columns"):
+        adapter_factors(factors, student)
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
