@@ -16,6 +16,7 @@ from surgery.structures.low_rank.structure import CLOSED, EXACT_WINDOW, FITTED
 from surgery.structures.registry import find_target
 
 QUICK = {
+    "keep_layers": "none",
     "calibration_tokens": 256,
     "calibration_length": 64,
     "held_out": 1,

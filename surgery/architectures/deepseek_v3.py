@@ -48,7 +48,9 @@ def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool, bes
     limit = config.get("max_position_embeddings") or 0
     if any(window is not None and window < limit for window in spec.windows):
         found.append("the source has sliding windows")
-    if not spec.uniform:
+    if spec.kept:
+        found.append("some layers keep their attention")
+    elif not spec.uniform:
         found.append("ranks or frequencies differ between layers")
     if any((f == 0).any() for f in spec.inv_freq):
         found.append("some of the source's rotary pairs stand still")
@@ -136,6 +138,10 @@ class StockMLA:
     def kv_width(self, layer: int) -> int:
         """Numbers cached per token by one layer."""
         return self.rank + self.rope_dim
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes that the caches of all layers hold of one sequence."""
+        return tokens * self.spec.layers * self.kv_width(0) * self.spec.dtype.itemsize
 
     def config(self, source: dict) -> dict:
         """The config.json of the converted model."""

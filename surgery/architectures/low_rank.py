@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from surgery.architectures.own_class import own_config
+from surgery.architectures.own_class import kept_tokens, own_config
 from surgery.checkpoint import TensorSpec
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import ATTENTION_PREFIX
@@ -26,10 +26,11 @@ class OwnLowRank:
 
     Attributes:
         anatomy: of any layer of the source; all have one shape.
-        blocks: every layer's latents.
+        blocks: every layer's latents; none of a layer that keeps its attention.
         shared_layers: how many layers before each one hand their latents on to it.
         sinks, window: tokens that are read exactly beside the latents; 0 for none.
         codes: every layer's formats of adjacent latents; None where all have one.
+        windows: of every layer's own attention.
     """
 
     anatomy: AttentionAnatomy
@@ -38,10 +39,20 @@ class OwnLowRank:
     sinks: int = 0
     window: int = 0
     codes: tuple[Spans, ...] | None = None
+    windows: tuple[int | None, ...] = ()
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Layers that keep their attention."""
+        return frozenset(layer for layer, blocks in enumerate(self.blocks) if not blocks)
 
     def rank(self, layer: int) -> int:
         """Latents of a layer: what it caches of every token."""
         return sum(block.rank for block in self.blocks[layer])
+
+    def kv_width(self, layer: int) -> int:
+        """Numbers that a layer caches of every token, beside exact ones."""
+        return self.anatomy.kv_width if layer in self.kept else self.rank(layer)
 
     def shared_rank(self, layer: int) -> int:
         """Latents of earlier layers that a layer reads."""
@@ -49,14 +60,17 @@ class OwnLowRank:
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes that the caches of all layers hold of one sequence."""
-        latents = tokens * sum(self.rank(layer) for layer in range(len(self.blocks)))
+        windows = self.windows or (None,) * len(self.blocks)
+        latents = sum(self.kv_width(layer) * kept_tokens(tokens, window) for layer, window in enumerate(windows))
         exact = min(tokens, self.sinks + self.window - 1) * self.anatomy.kv_width if self.window else 0
         return (latents + exact * len(self.blocks)) * self.anatomy.q.dtype.itemsize
 
     def config(self, source: dict) -> dict:
         """The config.json of the converted model."""
         entries = [
-            {
+            None
+            if layer in self.kept
+            else {
                 "kind": "low_rank",
                 "blocks": [
                     {"rank": block.rank, "keys": list(block.keys), "values": list(block.values)} for block in blocks

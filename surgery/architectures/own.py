@@ -29,6 +29,10 @@ class OwnMLA:
         """Numbers cached per token by one layer."""
         return self.spec.kv_width(layer)
 
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes that the caches of all layers hold of one sequence."""
+        return self.spec.kv_bytes(tokens)
+
     def config(self, source: dict) -> dict:
         """The config.json of the converted model."""
         spec = self.spec
@@ -39,6 +43,8 @@ class OwnMLA:
                 "rope_inv_freq": inv_freq.tolist(),
                 "key_norm_eps": spec.key_norm_eps,
             }
+            if rank
+            else None
             for rank, inv_freq in zip(spec.ranks, spec.inv_freq, strict=True)
         ]
         return own_config(source, layers)

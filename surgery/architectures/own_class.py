@@ -18,6 +18,11 @@ def own_config(source: dict[str, Any], attention_layers: Sequence[dict | None], 
     return {**source, **own, "attention_layers": list(attention_layers), **more}
 
 
+def kept_tokens(tokens: int, window: int | None) -> int:
+    """How many tokens the cache of a layer holds that keeps its attention, of a text of that many."""
+    return tokens if window is None else min(tokens, window - 1)
+
+
 def layer_entries(config: dict[str, Any]) -> list[dict | None]:
     """What a config.json says of every layer's attention; None is the family's own."""
     return config.get("attention_layers") or [None] * config["num_hidden_layers"]

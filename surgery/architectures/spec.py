@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from surgery.architectures.own_class import kept_tokens
+
 
 @dataclass(frozen=True)
 class MLASpec:
-    """Shapes of an MLA conversion; ranks and frequencies per layer."""
+    """Shapes of an MLA conversion; ranks and frequencies per layer. Rank 0 is a layer that keeps its attention."""
 
     heads: int
     kv_heads: int
@@ -32,6 +34,11 @@ class MLASpec:
         return len(self.ranks)
 
     @property
+    def kept(self) -> frozenset[int]:
+        """Layers that keep their attention."""
+        return frozenset(layer for layer, rank in enumerate(self.ranks) if not rank)
+
+    @property
     def uniform(self) -> bool:
         """Whether all layers share one rank and one list of frequencies."""
         first = self.inv_freq[0]
@@ -41,4 +48,11 @@ class MLASpec:
 
     def kv_width(self, layer: int) -> int:
         """Numbers cached per token by one layer."""
+        if layer in self.kept:
+            return self.kv_heads * (self.head_dim + self.value_dim)
         return self.ranks[layer] + 2 * len(self.inv_freq[layer]) + self.key_gains
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes that the caches of all layers hold of one sequence, in the dtype of the tensors."""
+        held = (self.kv_width(layer) * kept_tokens(tokens, window) for layer, window in enumerate(self.windows))
+        return sum(held) * self.dtype.itemsize

@@ -308,18 +308,23 @@ def kept_with_attention(reader: CheckpointReader, config) -> dict[str, TensorSpe
 
 
 def replanned_tensors(
-    opened: Source, copied: Callable[[list[str]], Collection[str]], plan: Callable[[int], Mapping[str, TensorSpec]]
+    opened: Source,
+    copied: Callable[[list[str]], Collection[str]],
+    plan: Callable[[int], Mapping[str, TensorSpec]],
+    kept: Collection[int] = (),
 ) -> dict[str, TensorSpec]:
     """Every tensor of the output in the source's order, a layer's new attention ``plan(layer)`` where the old began.
 
     Args:
         copied: which of a layer's attention tensors stay as they are.
+        kept: layers of which all do.
     """
     tensors = unchanged_tensors(opened.reader, opened.config)
     layer_of = {}
     for layer in range(opened.layers):
         names = opened.family.attention_names(opened.reader, layer)
-        layer_of |= dict.fromkeys(set(names) - set(copied(names)), layer)
+        if layer not in kept:
+            layer_of |= dict.fromkeys(set(names) - set(copied(names)), layer)
     planned: dict[str, TensorSpec] = {}
     for name, spec in tensors.items():
         planned |= plan(layer_of[name]) if name in layer_of else {name: spec}

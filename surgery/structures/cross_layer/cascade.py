@@ -26,7 +26,7 @@ class Cascade(LowRank):
     def __init__(self, opened: Source, settings: CrossLayerSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         self.asked = _of_one_layer(settings)
-        self.earlier = _earlier_layers(opened.windows, settings.group_size)
+        self.earlier = _earlier_layers(opened.windows, settings.group_size, self.kept)
 
     def gather(self, work: Work) -> None:
         """Moments and the loss gradient's, of text."""
@@ -44,11 +44,11 @@ def _of_one_layer(settings: CrossLayerSettings) -> LowRankSettings:
     return LowRankSettings(**{**given, "method": "fisher"})
 
 
-def _earlier_layers(windows: tuple[int | None, ...], group_size: int) -> tuple[int, ...]:
-    """How many layers of its group stand before each layer; groups do not span layers of different windows."""
+def _earlier_layers(windows: tuple[int | None, ...], group_size: int, kept: frozenset[int]) -> tuple[int, ...]:
+    """How many layers of its group stand before each layer; groups span no layers kept or of different windows."""
     earlier = []
     for layer, window in enumerate(windows):
-        same = layer > 0 and window == windows[layer - 1]
+        same = layer > 0 and window == windows[layer - 1] and not kept & {layer - 1, layer}
         place = earlier[-1] + 1 if same and earlier[-1] + 1 < group_size else 0
         earlier.append(place)
     return tuple(earlier)

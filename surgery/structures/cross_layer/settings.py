@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
+from surgery.structures.kept_layers import AUTO
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.settings import Bits
 
@@ -35,5 +36,7 @@ class CrossLayerSettings(LowRankSettings):
         super().__post_init__()
         if self.quantizes and self.method != "cascade":
             raise SurgeryError(f"bits: the store that layers share in method {self.method} holds no codes; use cascade")
+        if self.keep_layers != AUTO and self.method != "cascade":
+            raise SurgeryError(f"keep_layers: method {self.method} converts all layers; use cascade")
         if self.group_size < 2:
             raise SurgeryError(f"group_size {self.group_size}: a group has two layers at least; --to lowrank has one")

@@ -40,6 +40,7 @@ from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Wor
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.ladder import Ladder
+from surgery.structures.passing import unchanged
 from surgery.structures.sequential_fit import SequentialFit, Solve
 from surgery.transforms.coded_reading import CodedAttention
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
@@ -215,7 +216,8 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         forms = {"merged": attention}
         with stream.layer(index) as layer:
             if fit:
-                solve = _unchanged(attention) if kept else _solver(merged, statistics, index, stream, settings)
+                # A layer that keeps its heads stays as it is: fitted too, the demo model lost more.
+                solve = unchanged(attention) if kept else _solver(merged, statistics, index, stream, settings)
                 forms["fitted"] = fit.fit(index, layer, anatomy, solve)
             makers = {name: lambda form=form: form for name, form in forms.items()}
             errors = ladder.advance(layer, anatomy, makers, forms)
@@ -319,11 +321,6 @@ def _merge(
         return unmerged(anatomy)
     method = "mean-pool" if settings.method == "key-norm" else settings.method
     return merge_kv_heads(anatomy, statistics, kv_heads, method)
-
-
-def _unchanged(attention: CapturedAttention) -> Solve:
-    """A layer that keeps its heads stays as it is: fitted too, the demo model lost more."""
-    return lambda inputs, targets: attention
 
 
 def _solver(

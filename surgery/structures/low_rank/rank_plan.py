@@ -15,6 +15,7 @@ from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.model.quantized_cache import Spans
 from surgery.running.source import Source
+from surgery.structures.kept_layers import converted_layers
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.transforms.allocation import greedy, water_fill
 from surgery.transforms.bit_allocation import allocate_bits
@@ -44,24 +45,29 @@ def wanted_rank(settings: LowRankSettings, anatomy: AttentionAnatomy) -> int:
 
 
 def plan_ranks(
-    opened: Source, library: StatisticsLibrary, held_out: HeldOut, settings: LowRankSettings, progress: Progress
+    opened: Source,
+    library: StatisticsLibrary,
+    held_out: HeldOut,
+    settings: LowRankSettings,
+    kept: frozenset[int],
+    progress: Progress,
 ) -> tuple[Blocks, ...]:
-    """The blocks of every layer of a conversion by one of the methods of ``--to lowrank``.
+    """The blocks of every layer of a conversion by one of the methods of ``--to lowrank``; none for layers kept.
 
     Raises:
         SurgeryError: the budget is impossible, or the allocation does not go with the method.
     """
     first = opened.anatomy(0)
     rank, method = wanted_rank(settings, first), settings.method
-    total, multiple = rank * opened.layers, settings.rank_multiple
+    layers = converted_layers(kept, opened.layers)
+    total, multiple = rank * len(layers), settings.rank_multiple
     if method == "palu":
-        information = [
-            fisher_information(opened.anatomy(layer), library.load(layer)[0]) for layer in range(opened.layers)
-        ]
+        information = [fisher_information(opened.anatomy(layer), library.load(layer)[0]) for layer in layers]
         pairs = palu_ranks(information, first, total, multiple)
-        return tuple(blocks_for(method, first, keys + values, key_rank=keys) for keys, values in pairs)
-    uniform = (blocks_for(method, first, rank, multiple=multiple),) * opened.layers
-    comparable = METHODS[method].weighted and library.load(0)[0].tokens > 0
+        found = [blocks_for(method, first, keys + values, key_rank=keys) for keys, values in pairs]
+        return _of_all_layers(found, layers, opened.layers)
+    uniform = _of_all_layers([blocks_for(method, first, rank, multiple=multiple)] * len(layers), layers, opened.layers)
+    comparable = METHODS[method].weighted and library.load(layers[0])[0].tokens > 0
     if settings.allocate == "uniform" or (settings.allocate == "auto" and not comparable):
         return uniform
     if not comparable:
@@ -86,24 +92,36 @@ def plan_ranks(
 
 
 def plan_bits(
-    opened: Source, library: StatisticsLibrary, held_out: HeldOut, settings: LowRankSettings
+    opened: Source, library: StatisticsLibrary, held_out: HeldOut, settings: LowRankSettings, kept: frozenset[int]
 ) -> tuple[tuple[Blocks, ...], tuple[Spans, ...]]:
     """The blocks of every layer and the codes of their latents, where bits are chosen with the ranks.
+
+    None for layers kept.
 
     Raises:
         SurgeryError: the budget is impossible.
     """
     first = opened.anatomy(0)
-    blocks = blocks_for(settings.method, first, first.kv_width)
-    trial = _Trial(opened, library, held_out, (blocks,) * opened.layers, settings)
+    layers, blocks = converted_layers(kept, opened.layers), blocks_for(settings.method, first, first.kv_width)
+    whole = _of_all_layers([blocks] * len(layers), layers, opened.layers)
+    trial = _Trial(opened, library, held_out, whole, settings)
     scale_bits = 8 * first.q.dtype.itemsize
     ratio = 0.25 if settings.kv_ratio is None else settings.kv_ratio
-    budget = ratio * first.kv_width * scale_bits * opened.layers
+    budget = ratio * first.kv_width * scale_bits * len(layers)
     try:
         codes = allocate_bits(trial.spectra(), budget, settings.group, scale_bits)
     except ValueError as error:
         raise SurgeryError(f"--kv-ratio {ratio}: {error}; raise it") from None
-    return trial.with_ranks([sum(count for _, count in spans) for spans in codes]), tuple(codes)
+    ranks = [sum(count for _, count in spans) for spans in codes]
+    return trial.with_ranks(ranks), _of_all_layers(codes, layers, opened.layers)
+
+
+def _of_all_layers(found: Sequence[tuple], layers: list[int], count: int) -> tuple:
+    """What was found of some layers, at their places among all; nothing for the others."""
+    every: list[tuple] = [()] * count
+    for layer, each in zip(layers, found, strict=True):
+        every[layer] = each
+    return tuple(every)
 
 
 class _Trial:
@@ -127,7 +145,8 @@ class _Trial:
 
     def spectra(self) -> list[Tensor]:
         """Energies of all possible latents of every block."""
-        return [energy for layer, blocks in enumerate(self._blocks) for energy in self._convert(layer, blocks).energies]
+        converted = (self._convert(layer, blocks) for layer, blocks in enumerate(self._blocks) if blocks)
+        return [energy for layer in converted for energy in layer.energies]
 
     @torch.no_grad()
     def loss(self, ranks: tuple[int, ...]) -> float:
@@ -135,7 +154,9 @@ class _Trial:
         stream, tokens = self._opened.stream, self._held_out.tokens[: self._held_out.texts]
         hidden = stream.embed(tokens)
         for index, blocks in enumerate(self.with_ranks(ranks)):
-            attention = SimulatedLowRank(self._convert(index, blocks).layer.to(stream.device, stream.dtype))
+            attention = None
+            if blocks:
+                attention = SimulatedLowRank(self._convert(index, blocks).layer.to(stream.device, stream.dtype))
             with stream.layer(index) as layer:
                 stream.run_layer(layer, hidden, self._settings.batch_size, attention)
         return stream.loss(hidden, tokens)

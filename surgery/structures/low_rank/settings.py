@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, get_args
 from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
+from surgery.structures.kept_layers import keep_layers
 from surgery.structures.settings import FittedSettings
 
 Method = Literal["fisher", "separate", "svd-llm", "asvd", "cskv", "palu", "think"]
@@ -48,6 +49,7 @@ class LowRankSettings(FittedSettings):
         section="Budget",
     )
     sinks: int | None = setting(0, "First tokens that stay exact, with a window or bits.", least=0)
+    keep_layers: str = keep_layers()
     bits: Literal[8, 4, 3, 2, "fp8", "auto"] | None = setting(
         None,
         more="auto chooses between 8, 4, 3, 2 and none by what each latent is worth, and the ratio counts bytes; "

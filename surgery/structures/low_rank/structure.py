@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surgery.architectures.low_rank import REASON, OwnLowRank
 from surgery.architectures.own_class import MODEL_TYPE
@@ -24,15 +24,17 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import short
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.model.quantized_cache import QuantizedKVLayer, Spans
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
 from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Work, replanned_tensors
 from surgery.structures.estimates import Demand
+from surgery.structures.kept_layers import kept_layers
 from surgery.structures.ladder import Ladder
-from surgery.structures.low_rank.rank_plan import plan_bits, plan_ranks, wanted_rank
+from surgery.structures.low_rank.rank_plan import Blocks, plan_bits, plan_ranks, wanted_rank
 from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.sequential_fit import SequentialFit, Solve
 from surgery.transforms.attention_fit import gram
 from surgery.transforms.low_rank import SharedMoments, loss_metric, low_rank_layer
@@ -50,7 +52,7 @@ class LowRankLayerReport:
     """One layer of the report.
 
     Attributes:
-        ranks: of its blocks of latents.
+        ranks: of its blocks of latents; none where the layer stays as it is.
         shared_rank: latents of earlier layers that it reads.
         key_error, value_error, error: predicted, before the fit; see
             :class:`surgery.transforms.low_rank.LowRankConversion`.
@@ -59,13 +61,13 @@ class LowRankLayerReport:
     """
 
     layer: int
-    ranks: tuple[int, ...]
-    shared_rank: int
-    key_error: float
-    value_error: float
-    error: float
-    energies: list[float]
-    measured: dict[str, float]
+    ranks: tuple[int, ...] = ()
+    shared_rank: int = 0
+    key_error: float | None = None
+    value_error: float | None = None
+    error: float | None = None
+    energies: list[float] = field(default_factory=list)
+    measured: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
     def columns() -> tuple[str, ...]:
@@ -74,7 +76,12 @@ class LowRankLayerReport:
 
     def cells(self) -> tuple:
         """For people."""
-        return " + ".join(map(str, self.ranks)), self.shared_rank, short(self.key_error), short(self.value_error)
+        return (
+            " + ".join(map(str, self.ranks)) or "kept",
+            self.shared_rank,
+            short(self.key_error),
+            short(self.value_error),
+        )
 
 
 @dataclass
@@ -100,10 +107,13 @@ class LowRank(Structure[Source, LowRankSettings]):
     def __init__(self, opened: Source, settings: LowRankSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         self.asked = settings
+        self.kept = kept_layers(settings.keep_layers, opened.windows)
         self.earlier = (0,) * opened.layers
         wanted_rank(settings, opened.anatomy(0))
         if settings.window and any(window is not None for window in opened.windows):
             raise SurgeryError("--window: layers with a sliding window of their own forget already: leave it out")
+        if settings.window and self.kept:
+            raise SurgeryError("--window: all layers keep exact tokens or none does: leave it or --keep-layers out")
         self._group = _Group()
         self._writes: OwnLowRank | None = None
 
@@ -118,14 +128,13 @@ class LowRank(Structure[Source, LowRankSettings]):
         rank, fits = wanted_rank(asked, first), asked.method == "fisher"
         writes = self._writes
         if writes is None:
-            blocks = (blocks_for(asked.method, first, rank, multiple=asked.rank_multiple),) * opened.layers
-            sinks = asked.sinks if asked.window else 0
-            writes = OwnLowRank(first, blocks, self.earlier, sinks, asked.window, None)
+            blocks = blocks_for(asked.method, first, rank, multiple=asked.rank_multiple)
+            writes = self._writer(tuple(() if layer in self.kept else blocks for layer in range(opened.layers)), None)
         forms = (self.closed_ends or not asked.fit_steps) + bool(fits and asked.fit_steps)
         return Foreseen(
             config=writes.config(opened.reader.config),
-            tensors=replanned_tensors(opened, writes.copied, writes.plan),
-            kv_bytes_per_token=sum(map(writes.rank, range(opened.layers))) * first.q.dtype.itemsize,
+            tensors=replanned_tensors(opened, writes.copied, writes.plan, self.kept),
+            kv_bytes_per_token=sum(map(writes.kv_width, range(opened.layers))) * first.q.dtype.itemsize,
             sized=self._writes is not None or asked.bits != "auto",
             model_type=MODEL_TYPE,
             reasons=[REASON],
@@ -150,16 +159,21 @@ class LowRank(Structure[Source, LowRankSettings]):
         """Ranks, or ranks and bits, of every layer."""
         opened, asked, held_out, codes = self.opened, self.asked, work.texts.held_out, None
         if asked.bits == "auto":
-            self._blocks, codes = plan_bits(opened, work.library, held_out, asked)
+            self._blocks, codes = plan_bits(opened, work.library, held_out, asked, self.kept)
         else:
-            self._blocks = plan_ranks(opened, work.library, held_out, asked, work.progress)
-        # Without a window sinks are of the codes.
-        sinks = asked.sinks if asked.window else 0
-        self._writes = OwnLowRank(opened.anatomy(0), self._blocks, self.earlier, sinks, asked.window, codes)
-        return replanned_tensors(opened, self._writes.copied, self._writes.plan)
+            self._blocks = plan_ranks(opened, work.library, held_out, asked, self.kept, work.progress)
+        self._writes = self._writer(self._blocks, codes)
+        return replanned_tensors(opened, self._writes.copied, self._writes.plan, self.kept)
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> SimulatedLowRank:
+    def _writer(self, blocks: tuple[Blocks, ...], codes: tuple[Spans, ...] | None) -> OwnLowRank:
+        # Without a window sinks are of the codes.
+        sinks, opened = self.asked.sinks if self.asked.window else 0, self.opened
+        return OwnLowRank(opened.anatomy(0), blocks, self.earlier, sinks, self.asked.window, codes, opened.windows)
+
+    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """Latents in the metric of the loss; without an exact window, and of a layer's own."""
+        if layer in self.kept:
+            return source_attention(self.opened, layer, cache)
         anatomy, statistics = self.opened.anatomy(layer).to(torch.float64), work.library.load(layer)[0]
         converted = low_rank_layer(anatomy, statistics, self._blocks[layer], self.asked.method).layer
         return SimulatedLowRank(converted.to(self.opened.stream.device, self.opened.stream.dtype), cache=cache)
@@ -208,6 +222,9 @@ class LowRank(Structure[Source, LowRankSettings]):
         self, index: int, work: Work, fit: SequentialFit | None, ladder: Ladder
     ) -> dict[str, LowRankLayerReport]:
         """Converts, fits and measures one layer; reports by form."""
+        if index in self.kept:
+            pass_kept(self.opened, index, fit, ladder, work.alternatives)
+            return dict.fromkeys(ladder.hidden, LowRankLayerReport(index))
         stream, blocks = self.opened.stream, self._blocks[index]
         start, stop = _group_of(index, self.earlier)
         if index == start:

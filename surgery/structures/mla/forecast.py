@@ -15,6 +15,7 @@ from surgery.architectures.choose import Carrier
 from surgery.engines import engine_table, refuse_unless_loadable
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
+from surgery.structures.kept_layers import kept_layers
 from surgery.structures.mla.output import carrier_of
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.mla.split import MLAPlan
@@ -46,8 +47,9 @@ def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> For
         SurgeryError: the wanted carrier cannot hold it, or the engine asked for does not take it.
     """
     config = opened.reader.config
+    method, kept = mla.METHODS[settings.method], kept_layers(settings.keep_layers, opened.windows)
     outcomes = [
-        carrier_of(opened, MLAPlan(mla.METHODS[settings.method], split, counts), settings)
+        carrier_of(opened, MLAPlan(method, split, counts, kept=kept), settings)
         for counts in _possible_counts(opened, split, settings)
     ]
     # The last is the one without a grid: the class is the same, and what a norm needs besides is in it.

@@ -9,6 +9,7 @@ from surgery.architectures.spec import MLASpec
 from surgery.engines import mla_limits
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.running.source import Source
+from surgery.structures.kept_layers import kept_layers
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.mla.split import MLAPlan
 
@@ -23,6 +24,7 @@ def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: Attenti
     if settings.engine is not None:
         return 0  # engines take no bias, and so no constant channel
     stock = settings.carrier != "own" and settings.allocate == "uniform" and not opened.family.experts
+    stock = stock and not kept_layers(settings.keep_layers, opened.windows)
     eps = opened.reader.config.get("rms_norm_eps", 1e-6)
     constant = settings.latent_norm == "constant" or (
         settings.latent_norm == "auto" and (anatomy.q.dtype == torch.float16 or abs(eps - 1e-6) > 1e-12)
@@ -51,7 +53,7 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         head_dim=anatomy.head_dim,
         value_dim=anatomy.value_dim,
         hidden=anatomy.hidden,
-        ranks=plan.ranks or (plan.split.rank,) * layers,
+        ranks=plan.all_ranks(layers),
         inv_freq=tuple(opened.family.rotation(opened.config, layer).inv_freq[frequency] for layer in range(layers)),
         dtype=anatomy.q.dtype,
         query_bias=any(name.endswith("q_proj.bias") for name in names),

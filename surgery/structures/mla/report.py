@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ class LayerReport:
     """Errors of one layer, predicted from statistics and measured on held-out text.
 
     Attributes:
+        rank: of the latent; 0 where the layer stays as it is.
         rope_error: predicted share of the squared scores lost with the dropped rotations.
         latent_error: predicted squared error of the truncated latent in the method's metric.
         latent_error_share: the same relative to the latent's whole energy.
@@ -28,13 +29,13 @@ class LayerReport:
     """
 
     layer: int
-    rank: int
-    rope_dim: int
-    rope_error: float | None
-    latent_error: float
-    latent_error_share: float
-    energies: list[float]
-    measured: dict[str, float]
+    rank: int = 0
+    rope_dim: int = 0
+    rope_error: float | None = None
+    latent_error: float | None = None
+    latent_error_share: float | None = None
+    energies: list[float] = field(default_factory=list)
+    measured: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
     def columns() -> tuple[str, ...]:
@@ -43,7 +44,7 @@ class LayerReport:
 
     def cells(self) -> tuple:
         """For people."""
-        return self.rank, self.rope_dim, share(self.rope_error), share(self.latent_error_share)
+        return self.rank or "kept", self.rope_dim, share(self.rope_error), share(self.latent_error_share)
 
     @classmethod
     def of(cls, layer: int, converted: ConvertedLayer, energies: Tensor, errors: dict[str, float]) -> LayerReport:
@@ -69,7 +70,7 @@ def mla_target(carrier: Carrier, method: str, layers: list[LayerReport]) -> dict
         "reasons": list(carrier.reasons),
         "kv_lora_rank": layers[0].rank if writer.spec.uniform else None,
         "kv_lora_ranks": list(writer.spec.ranks),
-        "rope_dim": layers[0].rope_dim,
+        "rope_dim": max(layer.rope_dim for layer in layers),
         "inverse_frequencies": writer.spec.inv_freq[0].tolist(),
         "default_rope_theta": writer.theta if carrier.stock else None,
         "latent_norm": writer.norm.kind if carrier.stock else None,

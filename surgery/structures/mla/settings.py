@@ -9,6 +9,7 @@ from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.engines.limits import Engine
+from surgery.structures.kept_layers import keep_layers
 from surgery.structures.settings import (
     Allocation,
     FittedSettings,
@@ -63,6 +64,7 @@ class ConvertSettings(FittedSettings):
         more="Only the own class holds ranks that differ; method fisher with text only.",
         section="Method",
     )
+    keep_layers: str = keep_layers()
     rope_bits: RopeBits | None = rope_bits()
     carrier: Literal["auto", "stock", "own"] = setting(
         "auto",

@@ -13,6 +13,7 @@ from surgery.calibration.library import StatisticsLibrary
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.running.layer_stream import LayerStream
+from surgery.structures.kept_layers import converted_layers
 from surgery.transforms import mla
 from surgery.transforms.allocation import water_fill
 from surgery.transforms.latent_layer import SimulatedAttention
@@ -30,6 +31,7 @@ class MLAPlan:
     split: mla.Split
     counts: Tensor | None  # [d/2] components of each frequency that keep RoPE; None where the method's order decides
     ranks: tuple[int, ...] | None = None  # per layer; None: the split's in all
+    kept: frozenset[int] = frozenset()  # layers that stay as they are
 
     def convert(self, anatomy: AttentionAnatomy, library: StatisticsLibrary, layer: int) -> mla.ConvertedLayer:
         """Converts one layer (float64)."""
@@ -44,12 +46,18 @@ class MLAPlan:
         self, anatomy_of: Callable[[int], AttentionAnatomy], library: StatisticsLibrary, layers: int, progress: Progress
     ) -> MLAPlan:
         """The same plan with the same bytes in all, each layer's rank by the energies of its latent."""
-        spectra = []
+        spectra = {}
         with progress.phase("allocate ranks", layers) as advance:
-            for layer in range(layers):
-                spectra.append(self.convert(anatomy_of(layer).to(torch.float64), library, layer).energy)
+            for layer in converted_layers(self.kept, layers):
+                spectra[layer] = self.convert(anatomy_of(layer).to(torch.float64), library, layer).energy
                 advance()
-        return replace(self, ranks=tuple(water_fill(spectra, layers * self.split.rank)))
+        ranks = water_fill(list(spectra.values()), len(spectra) * self.split.rank)
+        found = dict(zip(spectra, ranks, strict=True))
+        return replace(self, ranks=tuple(found.get(layer, 0) for layer in range(layers)))
+
+    def all_ranks(self, layers: int) -> tuple[int, ...]:
+        """Of every layer; 0 for those that are kept."""
+        return self.ranks or tuple(0 if layer in self.kept else self.split.rank for layer in range(layers))
 
 
 def plan_for(
@@ -59,20 +67,25 @@ def plan_for(
     library: StatisticsLibrary,
     layers: int,
     frequencies: str,
+    kept: frozenset[int],
 ) -> MLAPlan:
-    """Fixes the model's list of frequencies for a split: ``free`` by cost over all layers, ``grid`` the highest."""
+    """Fixes the model's list of frequencies for a split: ``free`` by cost over all layers, ``grid`` the highest.
+
+    Args:
+        kept: layers that stay as they are, and cost nothing.
+    """
     if method.folds:
-        return MLAPlan(method, split, None)
+        return MLAPlan(method, split, None, kept=kept)
     first = anatomy_of(0)
     pairs, count = first.head_dim // 2, split.rope_dim // 2
     if frequencies == "grid":
-        return MLAPlan(method, split, (torch.arange(pairs) < count).long())
+        return MLAPlan(method, split, (torch.arange(pairs) < count).long(), kept=kept)
     costs = []
-    for layer in range(layers):
+    for layer in converted_layers(kept, layers):
         statistics, lags = library.load(layer)
         costs.append(mla.component_costs(method, first, statistics, lags))
     frequency = torch.arange(pairs).repeat(first.kv_heads)
-    return MLAPlan(method, split, choose_components(costs, frequency, pairs, count))
+    return MLAPlan(method, split, choose_components(costs, frequency, pairs, count), kept=kept)
 
 
 def try_plans(
@@ -92,8 +105,10 @@ def try_plans(
             anatomy = anatomy_of(index).to(torch.float64)
             with stream.layer(index) as layer:
                 for plan, states in zip(plans, hidden, strict=True):
-                    converted = plan.convert(anatomy, library, index).truncated
-                    attention = SimulatedAttention(converted.to(stream.device, stream.dtype))
+                    attention = None
+                    if index not in plan.kept:
+                        converted = plan.convert(anatomy, library, index).truncated
+                        attention = SimulatedAttention(converted.to(stream.device, stream.dtype))
                     stream.run_layer(layer, states, batch_size, attention)
                     advance()
     return [stream.loss(states, tokens) for states in hidden]

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surgery.calibration.held_out import HeldOut
 from surgery.calibration.layer_statistics import BasisOf
@@ -24,6 +24,7 @@ from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
 from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Work, replanned_tensors
 from surgery.structures.estimates import Demand
+from surgery.structures.kept_layers import kept_layers
 from surgery.structures.ladder import Form, Ladder
 from surgery.structures.mla import split as mla_split
 from surgery.structures.mla.budget import candidate_splits
@@ -32,6 +33,7 @@ from surgery.structures.mla.output import carrier_of, reserved_numbers
 from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerReport, mla_target
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.mla.split import SPLIT_SEQUENCES, MLAPlan
+from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.sequential_fit import SequentialFit
 from surgery.transforms import mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
@@ -47,6 +49,7 @@ class MLA(Structure[Source, ConvertSettings]):
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         first = opened.anatomy(0)
+        self.kept = kept_layers(settings.keep_layers, opened.windows)
         self.splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
         if settings.engine is not None:
             forecast(opened, self.splits[0], settings)  # refuses what the engine does not take
@@ -64,7 +67,7 @@ class MLA(Structure[Source, ConvertSettings]):
         carrier, steps = chosen.carrier, settings.fit_steps if method.gradients else 0
         return Foreseen(
             config=carrier.writer.config(opened.reader.config),
-            tensors=replanned_tensors(opened, carrier.writer.copied, carrier.writer.plan),
+            tensors=replanned_tensors(opened, carrier.writer.copied, carrier.writer.plan, self.kept),
             kv_bytes_per_token=chosen.kv_bytes_per_token,
             model_type="deepseek_v3" if carrier.stock else "surgery",
             reasons=list(carrier.reasons),
@@ -107,10 +110,12 @@ class MLA(Structure[Source, ConvertSettings]):
         if settings.allocate == "spectrum":
             self._plan = self._plan.with_ranks_by_spectrum(opened.anatomy, work.library, opened.layers, work.progress)
         self._carrier = carrier_of(opened, self._plan, settings)
-        return replanned_tensors(opened, self._carrier.writer.copied, self._carrier.writer.plan)
+        return replanned_tensors(opened, self._carrier.writer.copied, self._carrier.writer.plan, self.kept)
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> SimulatedAttention:
+    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """The truncated latent."""
+        if layer in self.kept:
+            return source_attention(self.opened, layer, cache)
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         converted = self._plan.convert(anatomy, work.library, layer).truncated
         return SimulatedAttention(converted.to(stream.device, stream.dtype), cache)
@@ -127,11 +132,10 @@ class MLA(Structure[Source, ConvertSettings]):
         work.alternatives.write(result, opened.layers, writer)
         layers = [forms[result] for forms in reports]
         target = {**mla_target(carrier, self._plan.method.name, layers), **self._engine_cost, "result": result}
-        width = sum(carrier.writer.kv_width(layer) for layer in range(opened.layers))
         return Outcome(
             config=carrier.writer.config(opened.reader.config),
             target=target,
-            kv_bytes=lambda tokens: width * carrier.writer.spec.dtype.itemsize * tokens,
+            kv_bytes=carrier.writer.kv_bytes,
             layers=layers,
             scores=scores,
             simulated=ladder.hidden[result],
@@ -142,6 +146,9 @@ class MLA(Structure[Source, ConvertSettings]):
 
     def _convert(self, index: int, work: Work, fit: SequentialFit | None, ladder: Ladder) -> dict[str, LayerReport]:
         """Converts and measures one layer, the closed form and the fitted one; reports on both."""
+        if index in self.kept:
+            pass_kept(self.opened, index, fit, ladder, work.alternatives)
+            return dict.fromkeys(ladder.hidden, LayerReport(index))
         stream = self.opened.stream
         anatomy = self.opened.anatomy(index).to(torch.float64)
         converted = self._plan.convert(anatomy, work.library, index)
@@ -174,9 +181,12 @@ def _choose_plan(
     """
     method = mla.METHODS[settings.method]
 
+    kept = kept_layers(settings.keep_layers, opened.windows)
+
     def planned(splits: list[mla.Split], frequencies: str) -> list[MLAPlan]:
         return [
-            mla_split.plan_for(split, method, opened.anatomy, library, opened.layers, frequencies) for split in splits
+            mla_split.plan_for(split, method, opened.anatomy, library, opened.layers, frequencies, kept)
+            for split in splits
         ]
 
     plans, free = planned(splits, settings.rope_frequencies), []

@@ -1,0 +1,50 @@
+"""Layers that a conversion leaves as they are: their tensors are copied, their caches those of the source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from surgery.common.errors import SurgeryError
+from surgery.common.setting import setting
+
+AUTO, NONE = "auto", "none"
+
+
+def keep_layers() -> Any:
+    """The setting of targets that convert some layers and leave others."""
+    return setting(
+        AUTO,
+        "Layers that stay as they are: numbers, negative ones from the end, or auto or none.",
+        more="auto: those with a sliding window where others have none, whose caches stop growing by themselves. A "
+        "ratio is of the layers that are converted.",
+        metavar="N,N|auto|none",
+        section="Budget",
+    )
+
+
+def kept_layers(asked: str, windows: Sequence[int | None]) -> frozenset[int]:
+    """The layers that stay, from the setting and the window of every layer.
+
+    Raises:
+        SurgeryError: it names no layer of the model, or all of them.
+    """
+    layers = len(windows)
+    if asked in (AUTO, NONE):
+        differ = asked == AUTO and None in windows
+        return frozenset(layer for layer, window in enumerate(windows) if differ and window is not None)
+    try:
+        numbers = [int(part) for part in str(asked).split(",")]
+    except ValueError:
+        raise SurgeryError(f"keep_layers {asked}: give numbers such as 0,1,-1, or {AUTO} or {NONE}") from None
+    if wrong := [number for number in numbers if not -layers <= number < layers]:
+        raise SurgeryError(f"keep_layers {wrong[0]}: the model has layers 0 to {layers - 1}")
+    kept = frozenset(number % layers for number in numbers)
+    if len(kept) == layers:
+        raise SurgeryError(f"keep_layers {asked}: these are all layers, none is left to convert")
+    return kept
+
+
+def converted_layers(kept: frozenset[int], layers: int) -> list[int]:
+    """The others, in order."""
+    return [layer for layer in range(layers) if layer not in kept]

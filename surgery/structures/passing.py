@@ -1,0 +1,43 @@
+"""Layers that a conversion leaves as they are, on their way through its stages and its fit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from surgery.families.attention import CapturedAttention
+from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.running.source import Source
+from surgery.structures.alternatives import Alternatives
+from surgery.structures.ladder import Ladder
+from surgery.structures.sequential_fit import SequentialFit, Solve
+from surgery.transforms.coded_reading import CodedAttention
+
+
+def source_attention(opened: Source, layer: int, cache: QuantizedKVLayer | None = None) -> nn.Module:
+    """A stand-in for a layer's attention that computes what the source does; over codes with a ``cache``."""
+    anatomy = opened.anatomy(layer).to(torch.float64).to(opened.stream.device, opened.stream.dtype)
+    return CapturedAttention(anatomy) if cache is None else CodedAttention(anatomy, cache)
+
+
+def unchanged(attention: nn.Module) -> Solve:
+    """Solves the layer's fit by leaving it as it is."""
+
+    def solve(inputs: Tensor, targets: Tensor) -> nn.Module:
+        return attention
+
+    return solve
+
+
+def pass_kept(
+    opened: Source, index: int, fit: SequentialFit | None, ladder: Ladder, alternatives: Alternatives
+) -> None:
+    """Carries all stages and the fit through a layer as it is; nothing of it is new in any form."""
+    anatomy, attention = opened.anatomy(index).to(torch.float64), source_attention(opened, index)
+    stages = [name for name in ladder.hidden if name != "source"]
+    with opened.stream.layer(index) as layer:
+        if fit:
+            fit.fit(index, layer, anatomy, unchanged(attention))
+        ladder.advance(layer, anatomy, dict.fromkeys(stages, lambda: attention), ())
+    for name in stages:
+        alternatives.save(name, index, {})

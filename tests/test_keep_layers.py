@@ -1,0 +1,100 @@
+"""Layers that a conversion leaves as they are: by number, or because their windows forget anyway."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import HELD_OUT
+from transformers import AutoConfig
+
+from surgery.common.errors import SurgeryError
+from surgery.model import SurgeryConfig
+from surgery.structures import converter
+from surgery.structures.dry_run import plan_conversion
+from surgery.structures.kept_layers import kept_layers
+from surgery.structures.registry import TARGETS
+
+QUICK = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
+QUICK |= {"kv_ratio": 0.5, "fit_steps": 1, "fit_iterations": 2, "batch_size": 2}
+ATTENTION = "model.layers.{}.self_attn."
+FULL = 256
+"""Bytes of a token in the source: two layers, K and V of two heads of 8 numbers in fp32."""
+
+
+def converted(source, out, to, **asked):
+    made = converter.convert(source, out, TARGETS[to].settings({**QUICK, **asked}))
+    return made.report.to_dict(), load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("to", "asked"),
+    [
+        ("lowrank", {}),
+        ("lowrank", {"bits": 4}),
+        ("mla", {}),
+        ("crosslayer", {"method": "cascade", "group_size": 2}),
+        pytest.param("lowrank", {"bits": "auto"}, marks=pytest.mark.slow),
+        pytest.param("lowrank", {"method": "palu"}, marks=pytest.mark.slow),
+        pytest.param("lowrank", {"allocate": "greedy"}, marks=pytest.mark.slow),
+        pytest.param("mla", {"allocate": "spectrum"}, marks=pytest.mark.slow),
+        pytest.param("mla", {"bits": 8, "rope_bits": 16}, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),
+)
+def test_a_kept_layer_is_the_sources_and_counts_whole(to, asked, checkpoints, tmp_path):
+    """The conversion itself has checked that the written model computes and caches what was simulated."""
+    source = checkpoints("llama")
+    settings = TARGETS[to].settings({**QUICK, "keep_layers": "-1", **asked})
+    foreseen = plan_conversion(source, tmp_path / "foreseen", settings)
+    report, tensors, config = converted(source, tmp_path / "out", to, keep_layers="-1", **asked)
+    original = load_file(source / "model.safetensors")
+    kept = {name: tensor for name, tensor in original.items() if name.startswith(ATTENTION.format(1))}
+    assert len(kept) == 4 and all(torch.equal(tensors[name], tensor) for name, tensor in kept.items())
+    assert config["model_type"] == "surgery" and config["attention_layers"][1] is None
+    assert ATTENTION.format(0) + "k_proj.weight" not in tensors
+    if "bits" not in asked:
+        assert report["kv"]["measured_bytes_per_token"] == FULL * (0.5 / 2 + 1 / 2)
+        assert foreseen.kv["bytes_per_token"] == report["kv"]["measured_bytes_per_token"]
+    assert set(report["layers"][1]["measured"]) <= {"quantized"} and report["layers"][0]["measured"]
+
+
+@pytest.mark.parametrize("to", ["mla", "lowrank"])
+def test_windowed_layers_stay_beside_full_ones(to, checkpoints, tmp_path):
+    source = checkpoints("gemma3_window")
+    windows = AutoConfig.from_pretrained(source).layer_types
+    report, _, config = converted(source, tmp_path / "out", to)
+    assert [entry is None for entry in config["attention_layers"]] == [kind != "full_attention" for kind in windows]
+    predicted = SurgeryConfig.from_pretrained(tmp_path / "out")
+    assert predicted.layer_types == windows and report["kv"]["ratio"] == 0.75
+    every, _, config = converted(source, tmp_path / "every", to, keep_layers="none")
+    assert None not in config["attention_layers"] and every["kv"]["ratio"] == 0.5
+
+
+def test_which_layers_are_meant():
+    assert kept_layers("auto", (None, 8, 8, None)) == {1, 2}
+    assert kept_layers("auto", (8, 8)) == kept_layers("auto", (None, None)) == kept_layers("none", (8, None)) == set()
+    assert kept_layers("0, -1", (None,) * 4) == {0, 3}
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("first", "give numbers such as 0,1,-1"),
+        ("0,2", "keep_layers 2: the model has layers 0 to 1"),
+        ("0,1", "all layers"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(asked, told, checkpoints, tmp_path):
+    with pytest.raises(SurgeryError, match=told):
+        converted(checkpoints("llama"), tmp_path / "out", "mla", keep_layers=asked)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_does_not_go_with_kept_layers(checkpoints, tmp_path):
+    with pytest.raises(SurgeryError, match="all layers keep exact tokens or none does"):
+        converted(checkpoints("llama"), tmp_path / "out", "lowrank", keep_layers="0", window=8)
+    with pytest.raises(SurgeryError, match="some layers keep their attention; use --carrier own"):
+        converted(checkpoints("llama"), tmp_path / "out", "mla", keep_layers="0", carrier="stock")
+    with pytest.raises(SurgeryError, match="method xkv converts all layers"):
+        TARGETS["crosslayer"].settings({"keep_layers": "0"})
