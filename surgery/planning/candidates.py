@@ -78,9 +78,12 @@ class Candidates:
         for target in TARGETS.working().values():
             if target.fixed or not self._settings.allows(target.name):
                 continue
-            for candidate in target.structure().candidates(self._opened.reader.config):
+            named = target.structure().candidates(self._opened.reader.config)
+            # A structure that is nothing without bits has them in its name.
+            coded = self._settings.allows(BITS) or all("bits" in each.settings for each in named)
+            for candidate in named:
                 asked = {**candidate.settings, **self._engine_of(target)}
-                if "bits" in asked and not self._settings.allows(BITS):
+                if "bits" in asked and not coded:
                     continue
                 seen = set()  # a structure may have no more to spend a larger share on
                 for share in shares if candidate.scales else (None,):

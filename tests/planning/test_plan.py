@@ -111,10 +111,11 @@ def test_memory_is_a_share_of_what_all_sequences_hold(checkpoints, plan):
 
 
 def test_a_loss_is_met_by_the_fewest_bytes(checkpoints):
-    asked = {"allow": ("lowrank", "gqa"), **TEXT, **CONTEXT}
+    asked = {"allow": ("lowrank", "gqa", "quantized"), **TEXT, **CONTEXT}
     found = make_plan(checkpoints("llama"), PlanSettings(max_loss=9.0, **asked))
-    assert found.choice == 0 and {row.to for row in found.rows} == {"lowrank", "gqa"}
-    assert not any("bits" in row.asked for row in found.rows)
+    assert found.choice == 0 and {row.to for row in found.rows} == {"lowrank", "gqa", "quantized"}
+    # Bits were not allowed beside other structures, and a quantised cache is nothing without.
+    assert all(("bits" in row.asked) == (row.to == "quantized") for row in found.rows)
 
 
 def test_what_cannot_be_met_says_what_comes_nearest_and_its_price(plan):
