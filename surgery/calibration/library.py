@@ -14,18 +14,23 @@ from surgery.families.anatomy import AttentionAnatomy
 
 
 class StatisticsLibrary(LayerFiles):
-    """One file a layer."""
+    """One file a layer; the one that was read last stays in memory, as a layer is asked for several times in a row."""
 
     def __init__(self, parent: Path | None = None):
         super().__init__("statistics", parent)
+        self._last: tuple[int, tuple[LayerStatistics, LagStatistics | None]] | None = None
 
     def save(self, layer: int, statistics: LayerStatistics, lags: LagStatistics | None) -> None:
+        self._last = None
         torch.save({"statistics": asdict(statistics), "lags": asdict(lags) if lags else None}, self._path(layer, ".pt"))
 
     def load(self, layer: int) -> tuple[LayerStatistics, LagStatistics | None]:
-        stored = torch.load(self._path(layer, ".pt"), weights_only=True)
-        lags = LagStatistics(**stored["lags"]) if stored["lags"] else None
-        return LayerStatistics(**stored["statistics"]), lags
+        if self._last is None or self._last[0] != layer:
+            self._last = None  # before the next one is there
+            stored = torch.load(self._path(layer, ".pt"), weights_only=True)
+            lags = LagStatistics(**stored["lags"]) if stored["lags"] else None
+            self._last = layer, (LayerStatistics(**stored["statistics"]), lags)
+        return self._last[1]
 
 
 def weight_statistics(anatomy: AttentionAnatomy, input_scale: Tensor) -> LayerStatistics:

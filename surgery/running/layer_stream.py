@@ -1,13 +1,14 @@
 """Runs a causal language model one decoder layer at a time, straight from its checkpoint.
 
-Memory is bounded by one layer (and one slice of the vocabulary) whatever the model's size. A layer runs in the
-model's own transformers class: a one-layer model is built around its tensors, so masks, position embeddings and
+Memory is bounded by one layer and one slice of the vocabulary, or by `SMALL`, whatever the model's size. A layer runs
+in the model's own transformers class: a one-layer model is built around its tensors, so masks, position embeddings and
 expert kernels are transformers', for source and converted checkpoints alike.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,13 +22,15 @@ from surgery.families.llama import LLAMA
 from surgery.model.logit_factor import logit_factor
 from surgery.running.loading import loading
 
+SMALL = 2**26
+"""Layers of a model that are no more bytes together stay loaded: to load them would take longer than to run them."""
 VOCABULARY_SLICE = 16_384
 TOKEN_SLICE = 2_048
 NORM_BIAS = "model.norm.bias"
 
 
 class LayerStream:
-    """A causal model whose layers are loaded when they are run and dropped afterwards.
+    """A causal model whose layers are loaded when they are run and, but for a small model's, dropped afterwards.
 
     Args:
         reader: an open checkpoint.
@@ -50,6 +53,9 @@ class LayerStream:
         self.device, self.dtype = torch.device(device), dtype
         self._single_layer_config = single_layer_config
         self.family = family_behind(config)
+        names = [name for name in reader.names() if name.startswith(LAYER_PREFIX.partition("{")[0])]
+        size = sum(math.prod(reader.info(name).shape) for name in names) * dtype.itemsize
+        self._loaded: dict[tuple[int, int], nn.Module] | None = {} if size <= SMALL else None
 
     @property
     def num_layers(self) -> int:
@@ -66,7 +72,7 @@ class LayerStream:
     @contextlib.contextmanager
     def layer(self, index: int) -> Iterator[StreamedLayer]:
         """Loads layer ``index`` for the length of a ``with`` block."""
-        streamed = StreamedLayer(self._load(index, index + 1))
+        streamed = StreamedLayer(self._model(index, index + 1))
         try:
             yield streamed
         finally:
@@ -80,11 +86,18 @@ class LayerStream:
         Layers that share something (a cross-layer basis, latents of earlier layers) can be run in no other way. Their
         entries in ``attention_layers`` must name each other by place in the group, not by index in the model.
         """
-        streamed = StreamedBlock(self._load(start, stop))
+        streamed = StreamedBlock(self._model(start, stop))
         try:
             yield streamed
         finally:
             streamed.model = None
+
+    def _model(self, start: int, stop: int) -> nn.Module:
+        if self._loaded is None:
+            return self._load(start, stop)
+        if (start, stop) not in self._loaded:
+            self._loaded[start, stop] = self._load(start, stop)
+        return self._loaded[start, stop]
 
     def _load(self, start: int, stop: int) -> nn.Module:
         """A decoder of layers ``start`` to ``stop`` - 1, without vocabulary and final norm."""
