@@ -13,6 +13,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # On two cores, two workers of two threads each would mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+if not Path("/proc/driver/nvidia").exists():
+    # As below, but before the conftest files of folders named on the command line, which import transformers.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 STARTING_PROCESSES = (
     "test_processes.py",
     "test_python_api.py",

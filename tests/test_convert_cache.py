@@ -103,8 +103,14 @@ def test_a_rotation_changes_the_cache_and_nothing_else(checkpoints, tmp_path, na
     torch.testing.assert_close(exact, source, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama_bias", "qwen3"])
-@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize(
+    ("name", "hadamard"),
+    [
+        ("llama_bias", False),
+        ("qwen3", True),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("llama_bias", True), ("qwen3", False))),
+    ],
+)
 def test_an_mla_checkpoint(mla, tmp_path, name, hadamard):
     source = mla(name)
     result = converter.convert(source, tmp_path / "out", QuantizedSettings(hadamard=hadamard, **WEIGHTS_ONLY))
@@ -216,8 +222,14 @@ LOW_RANK = {
 }
 
 
-@pytest.mark.parametrize("hadamard", [False, True])
-@pytest.mark.parametrize("low_rank", LOW_RANK.values(), ids=list(LOW_RANK))
+@pytest.mark.parametrize(
+    ("low_rank", "hadamard"),
+    [
+        pytest.param(asked, hadamard, marks=[pytest.mark.slow] * (hadamard == (place == 0)), id=f"{name}-{hadamard}")
+        for place, (name, asked) in enumerate(LOW_RANK.items())
+        for hadamard in (False, True)
+    ],
+)
 def test_a_low_rank_checkpoint(checkpoints, tmp_path, low_rank, hadamard):
     settings = LowRankSettings(calibration="none", **low_rank)
     source = converter.convert(checkpoints("llama_bias"), tmp_path / "low-rank", settings).path

@@ -197,7 +197,7 @@ def test_the_metric_of_a_latent_is_the_moment_of_its_gradient(checkpoints, tmp_p
         assert torch.allclose(found[index], flat.T @ flat / len(flat), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["llama_bias", "qwen3"])
+@pytest.mark.parametrize("name", [pytest.param("llama_bias", marks=pytest.mark.slow), "qwen3"])
 def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name):
     quick = {key: value for key, value in QUICK.items() if key not in ("method", "block", "group_size")}
     settings = ConvertSettings(**quick, kv_ratio=0.5, carrier="own", fit_steps=0)

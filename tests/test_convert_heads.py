@@ -70,7 +70,7 @@ def converted(checkpoints, tmp_path_factory):
 
 # Biases are qwen2's too, windows those of some of its layers.
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[SLOW] * (n in ("llama_bias", "mistral_window"))) for n in FAMILIES]
+    "name", [pytest.param(n, marks=[SLOW] * (n in ("llama_bias", "llama3", "mistral_window"))) for n in FAMILIES]
 )
 def test_the_result_is_a_plain_checkpoint_of_the_family(converted, checkpoints, name, tmp_path):
     result = converted(name)

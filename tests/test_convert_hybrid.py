@@ -47,7 +47,13 @@ def settings_of(heads, **given):
     return HybridSettings(heads=heads, **WEIGHTS_ONLY, **given)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_bias", "qwen2", "qwen3", "qwen3_moe", "glm4", "olmo2", "smollm3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen2", "qwen3", "glm4", "olmo2", "smollm3"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "llama_bias", "qwen3_moe")),
+    ],
+)
 def test_every_family_streams_the_lowest_heads(checkpoints, pattern, tmp_path, name):
     source = checkpoints(name)
     result = converter.convert(source, tmp_path / "out", settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5))

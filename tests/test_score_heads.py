@@ -249,7 +249,15 @@ def test_a_killed_scoring_goes_on(source, tmp_path, stopping):
     assert torch.equal(resumed.scores, scored(source, tmp_path / "whole.safetensors").scores)
 
 
-@pytest.mark.parametrize("method", ["ablation", "induction", "attention-area", "kvzip", "duo", "prulong"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "ablation",
+        "kvzip",
+        "duo",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("induction", "attention-area", "prulong")),
+    ],
+)
 def test_offloaded_layers_give_the_same_scores(source, tmp_path, method):
     pytest.importorskip("accelerate")
     asked = partial(scored, source, method=method, steps=2)

@@ -188,7 +188,15 @@ def test_the_exact_window_stays(converted, sliced):
         assert torch.equal(CheckpointReader.open(path).tensor(name), CheckpointReader.open(whole).tensor(name))
 
 
-@pytest.mark.parametrize("kind", ["separate", "palu", "cascade", "mla key norm", "mla constant"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "separate",
+        "cascade",
+        "mla constant",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("palu", "mla key norm")),
+    ],
+)
 def test_a_slice_of_a_slice_is_a_slice(converted, sliced, kind, tmp_path):
     how = {"allocate": "uniform" if kind in ("palu", "mla constant") else "spectrum", "calibration": "none"}
     once, half = sliced(kind, 0.3, **how), sliced(kind, **how)

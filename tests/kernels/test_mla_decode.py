@@ -81,11 +81,19 @@ def test_the_reference_ends_rows_where_they_end():
     assert whole[0][2].abs().max() == 0 and (whole[1][2] == -torch.inf).all()
 
 
+SHAPES = [(1, 48, 16, 63, 16), (7, 96, 8, 111, 32), (28, 320, 64, 40, 64), (40, 72, 0, 33, 32), (8, 40, 12, 17, 64)]
+"""Heads, rank, rotated numbers, tokens, tokens of a chunk: each by default in one dtype, in turn."""
+
+
 @pytest.mark.parametrize(
-    ("heads", "rank", "rope", "total", "chunk"),
-    [(1, 48, 16, 63, 16), (7, 96, 8, 111, 32), (28, 320, 64, 40, 64), (40, 72, 0, 33, 32), (8, 40, 12, 17, 64)],
+    ("heads", "rank", "rope", "total", "chunk", "dtype"),
+    [
+        pytest.param(*shape, dtype, marks=[pytest.mark.slow] * ((place + number) % 2))
+        for place, shape in enumerate(SHAPES)
+        for number, dtype in enumerate((torch.float16, torch.float32))
+    ]
+    + [pytest.param(*shape, torch.bfloat16, marks=pytest.mark.gpu) for shape in SHAPES],
 )
-@pytest.mark.parametrize("dtype", HALF)
 def test_any_shape(heads, rank, rope, total, chunk, dtype, device):
     """Ranks of equal chunks and of a masked one, RoPE of any width, odd heads and tokens."""
     query, latent, rope_key, _ = inputs(2, 1, heads, total, rank, rope, dtype, device)
@@ -97,7 +105,7 @@ def test_any_shape(heads, rank, rope, total, chunk, dtype, device):
     ("splits", "dtype"),
     [
         (1, torch.float32),
-        (5, torch.float32),
+        pytest.param(5, torch.float32, marks=pytest.mark.slow),
         (2, torch.float16),
         pytest.param(3, torch.bfloat16, marks=pytest.mark.gpu),
     ],

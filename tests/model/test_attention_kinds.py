@@ -98,7 +98,8 @@ GENERATED = [
     pytest.param(
         *pair,
         how,
-        marks=() if pair in (CACHED if name == "greedy" else FEW) else SLOW,
+        # Beams and sampling differ in nothing that a kind of attention sees but rows that change places.
+        marks=() if pair in FEW and (name != "sampling" or pair[0] == "qwen3") else SLOW,
         id=f"{'-'.join(pair)}-{name}",
     )
     for pair in PAIRS

@@ -103,8 +103,14 @@ def random_chunks(rng: random.Random, length: int) -> list[int]:
     return chunks + [1] * (length - prompt)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FULL_ATTENTION)
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [
+        pytest.param(family, how, marks=[pytest.mark.slow] * (how == "eager" and family != "llama"))
+        for family in FULL_ATTENTION
+        for how in ("sdpa", "eager")
+    ],
+)
 def test_the_cache_is_the_source_with_dense_masks(family, implementation, monkeypatch):
     rng = random.Random(f"{family} {implementation}")
     source = tiny_source(family, **MANY_HEADS).double()

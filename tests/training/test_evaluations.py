@@ -97,7 +97,13 @@ def test_recall_is_seen_to_rise(tmp_path):
 
 @pytest.mark.parametrize(
     "others",
-    [{}, {"dtype": "bf16", "train": "lora"}, pytest.param({"compile": True}, marks=pytest.mark.slow)],
+    [
+        {},
+        *(
+            pytest.param(slow, marks=pytest.mark.slow)
+            for slow in ({"dtype": "bf16", "train": "lora"}, {"compile": True})
+        ),
+    ],
     ids=["fp32", "bf16", "compiled"],
 )
 def test_a_training_does_not_notice(settings, others):

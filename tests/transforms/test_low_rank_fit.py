@@ -157,7 +157,7 @@ def test_the_fit_improves_and_reports_the_error_that_it_leaves(case):
         assert getattr(fitted.source, name) is getattr(layer.source, name)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in ("joint", "apart"))) for c in CASES])
 def test_the_fit_finds_a_layer_that_is_there(case):
     """From a start nearby and noisy targets: it comes closer to the layer than the targets themselves are."""
     wanted = low_rank(**CASES[case])
