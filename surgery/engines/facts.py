@@ -106,6 +106,6 @@ def _own(config: dict[str, Any]) -> dict[str, Any]:
     except NotServed as error:
         return {"cached_numbers": None, "not_served": error.what}
     widths = [layer.width if isinstance(layer, Latent) else 2 * layer.kv_heads * head_dim for layer in layers]
-    latent = all(isinstance(layer, Latent) for layer in layers)
-    name = "mla" if latent else "KV heads by layer"
+    kinds = {type(layer) for layer in layers}
+    name = "mla beside full attention" if len(kinds) > 1 else "mla" if kinds == {Latent} else "KV heads by layer"
     return {"cached_numbers": sum(widths), "served": f"{name} of {config.get('base_model_type', 'llama')}"}
