@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 
 
 def size(count: float) -> str:
@@ -35,6 +36,31 @@ def count(value: float) -> str:
 def decimal(value: float | None, digits: int) -> str:
     """A measured value, or a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def perplexity(loss: float | None) -> float | None:
+    """exp of a mean loss in nats a token; infinite where that is no number that a machine has."""
+    try:
+        return None if loss is None else math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def perplexity_text(value: float) -> str:
+    """A perplexity with four digits or so: ``9.762``, ``64.12``, ``1,234``."""
+    return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def with_perplexity(loss: float | None) -> str:
+    """A loss and its perplexity, ``2.2785 (9.762)``; a dash where there is none."""
+    return "-" if loss is None else f"{loss:.4f} ({perplexity_text(perplexity(loss))})"
+
+
+def cost(lost: float, recall: tuple[float | None, float | None] = (None, None)) -> str:
+    """A difference of losses in nats per token, as a perplexity too; and recall before and after, if there is any."""
+    before, after = recall
+    found = f", recall {decimal(before, 2)} → {decimal(after, 2)}" if before is not None and after is not None else ""
+    return f"{lost:+.4f} nats per token (perplexity {perplexity(lost) - 1:+.1%}){found}"
 
 
 def loss_of_stage(row: dict) -> str:
