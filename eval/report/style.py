@@ -27,7 +27,7 @@ DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 MARKERS = {"baseline": "D", "variant": "s", "checkpoint": "o"}
 LABEL_LENGTH = 40
 REST, FAINT = "rest", "faint"
-"""What artists of rows that others beat are called: a page shows them when asked to; faint ones show a little before."""
+"""What artists of rows that others beat are called: a page shows them when asked to; faint ones show a bit before."""
 
 STYLE = {
     "figure.facecolor": PAPER,

@@ -9,17 +9,17 @@ from surgery.eval.report.tables import Report, Row, dig
 
 
 def verdict(report: Report) -> list[str]:
-    """Of the checkpoint that loses least and of the smallest one that no checkpoint beats: bytes, perplexity, recall.
+    """What the checkpoint that loses least costs, and which smaller ones no checkpoint beats at both bytes and loss.
 
     Nothing where no checkpoint was compared with a baseline.
     """
     compared = compared_rows(report)
-    best = frontier(compared)
-    if not best:
+    if not compared:
         return []
-    told = [f"{_first(compared)}{_told(best[0], report)}"]
-    if len(best) > 1:
-        told.append(f"Smallest: {_told(best[-1], report)}")
+    best, *smaller = frontier(compared)
+    told = [f"{_first(compared)}{_told(best, report)}"]
+    if smaller:
+        told.append(f"Smaller, and beaten by no checkpoint: {'; '.join(map(_briefly, smaller))}.")
     return told
 
 
@@ -64,6 +64,12 @@ def _told(row: Row, report: Report) -> str:
     ]
     cheap = _cheap(row, report).replace("; ", "; of cheap baselines that are no larger, ", 1)
     return ", ".join(filter(None, parts)) + cheap + "."
+
+
+def _briefly(row: Row) -> str:
+    recall = dig(row, "results", "recall", "accuracy")
+    found = "" if recall is None else f", recall {share(recall)}"
+    return f"{row['name']}, {share(row['kv']['ratio'])}: perplexity {perplexity(_lost(row)) - 1:+.1%}{found}"
 
 
 def _arrow(losses: Sequence[float]) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from surgery.common.human import decimal, duration, size
+from surgery.common.human import duration, size
+from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
 
 
@@ -18,9 +19,7 @@ def show_bench(bench, *, as_json: bool = False) -> None:
         return
     page, report = new_page(), bench.report
     page.print(f"\n[bold]{plain(bench.shape)}[/bold], {size(bench.source_bytes)} of weights")
-    page.print(
-        make_table(["phase", "seconds"], [(name, decimal(value, 1)) for name, value in report["seconds"].items()])
-    )
+    page.print(make_table(["phase", Column("seconds", "", lambda value: f"{value:.1f}")], report["seconds"].items()))
     page.print(f"{duration(bench.seconds)} in all, peak memory {size(bench.peak_memory_bytes)}")
 
 
@@ -48,7 +47,7 @@ def show_speed(page: Console, rows: list[dict], gpu: dict | None = None) -> None
         cell += [_ratio(row["speedup"]), _ratio(row["bytes_ratio"])] if compared else []
         why = f"bound by {row['bound']}" if row.get("faster", True) else f"will not be faster: {row['reason']}"
         cells.append((*cell, why))
-    page.print(make_table([*columns, ""], cells, right=tuple(range(1, len(columns)))))
+    page.print(make_table([*columns, ""], cells))
 
 
 def show_kernels(record: dict, written: list[Path], *, as_json: bool = False) -> None:
@@ -78,7 +77,7 @@ def show_kernels(record: dict, written: list[Path], *, as_json: bool = False) ->
         "of matmul",
     ]
     rows = [_kernel_row(row) for row in record["rows"]]
-    page.print(make_table([*head, "over GQA", "fastest other"], rows, right=tuple(range(2, 12))))
+    page.print(make_table([*head, "over GQA", "fastest other"], rows))
     for row in record["rows"]:
         if "gate" in row and not row["gate"]["passed"]:
             place = f"{row['operation']} {row['model']} {row['variant']}, batch {row['batch']}, {row['context']} tokens"
@@ -120,7 +119,7 @@ def show_decoding(record: dict, written: list[Path], *, as_json: bool = False) -
     page.print(f"\n[bold]{plain(record['device']['name'])}[/bold]; caches of {plain(record['cache'])}", soft_wrap=True)
     head = ["model", "attention", "kernels", "context", "batch", "tokens/s", "step", "in a graph", "peak memory"]
     rows = [_decode_row(row) for row in record["rows"]]
-    page.print(make_table([*head, "of the source", ""], rows, right=tuple(range(3, 10))))
+    page.print(make_table([*head, "of the source", ""], rows))
     _show_notes(page, record["note"], written)
 
 
@@ -148,8 +147,8 @@ def show_parts(record: dict, *, as_json: bool = False) -> None:
         print_json(record)
         return
     page = new_page()
-    rows = [(part["name"], duration(part["seconds"]), part["ended"], part["log"] or "-") for part in record["parts"]]
-    page.print(make_table(["part", "time", "ended", "log"], rows, right=(1,)))
+    rows = [(part["name"], part["seconds"], part["ended"], part["log"] or None) for part in record["parts"]]
+    page.print(make_table(["part", Column("time", "", duration), "ended", "log"], rows))
     page.print(plain(record["out"]), soft_wrap=True)
 
 
