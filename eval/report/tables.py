@@ -110,7 +110,9 @@ def headline(report: Report, *, narrow: bool = False, name: Callable[[Row], Any]
 def _notes(report: Report, shown: Sequence[Measure]) -> list[str]:
     context = next((c for row in report["rows"] if (c := dig(row, "kv", "context"))), None)
     notes = [f"KV bytes held live at {context:,} tokens, batch 1."] if context else []
-    if report.get("baseline") and any(column.compared for column in shown):
+    if not report.get("baseline"):
+        notes.append("There is no baseline to compare with.")
+    elif any(column.compared for column in shown):
         notes.append(
             f"Differences are to {report['baseline']}, with 95% intervals of a paired bootstrap over samples where "
             "there is more than one; those of shares in percentage points."
@@ -254,7 +256,7 @@ HEADLINE: tuple[Measure, ...] = (
         is_difference=True,
     ),
     Measure(
-        "cached loss",
+        "cached loss (perplexity)",
         "Loss of the last tokens, decoded one by one through the live KV cache, nats a token, and its perplexity",
         with_perplexity,
         "low",
@@ -287,7 +289,7 @@ HEADLINE: tuple[Measure, ...] = (
         on_terminal=False,
     ),
     Measure(
-        "loss, others",
+        "loss, others (perplexity)",
         "Loss of the tokens that the baseline does not know by heart, nats a token, and its perplexity",
         with_perplexity,
         "low",
@@ -299,7 +301,7 @@ HEADLINE: tuple[Measure, ...] = (
         on_terminal=False,
     ),
     Measure(
-        "repeat",
+        "repeat (perplexity)",
         "Loss of a span of text that came before, mean over the lags, nats a token, and its perplexity",
         with_perplexity,
         "low",
