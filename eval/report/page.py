@@ -30,7 +30,7 @@ class Drawn(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A part of the page. Tables that repeat in numbers what a plot shows are folded."""
+    """A part of the page."""
 
     key: str
     title: str
@@ -50,7 +50,7 @@ def render(report: Report) -> str:
         limit=dig(report, "settings", "limit"),
         verdict=verdict(report),
         headline=tables.headline(report),
-        sections=[each for each in _sections(report) if each.plots or each.tables or each.folded],
+        sections=_sections(report),
         completions=details.completions(report),
         command=report.get("command"),
         facts=details.facts(report),
@@ -58,78 +58,42 @@ def render(report: Report) -> str:
     )
 
 
-def _sections(report: Report) -> list[Section]:
-    def section(key: str, title: str, about: str, plots: tuple[str, ...] = (), shown=(), folded=()) -> Section:
-        figures = [(name, PLOTS[name].title, PLOTS[name].draw(report)) for name in plots]
-        drawn = [(title, inline(figure, name, title)) for name, title, figure in figures if figure is not None]
-        found = [[table for make in makers if (table := make(report))] for makers in (shown, folded)]
-        return Section(key, title, about, [Drawn(t, svg, 'class="rest"' in svg) for t, svg in drawn], *found)
+# fmt: off
+SECTIONS = (
+    ("pareto", "Quality against KV bytes", ("pareto-loss", "pareto-recall"), (), (),
+     "Each point is a row. Left is smaller; the dashed line joins rows that no other row beats at both."),
+    ("loss", "Loss", ("loss-by-position",), (tables.by_source,), (tables.by_many_sources,),
+     "Mean cross-entropy of the next token in nats (natural units: 1 nat is 1.44 bits). Perplexity is its exp."),
+    ("recall", "Recall of planted keys", (), (tables.recall,), (),
+     "Keys are planted in text; the model has to give back all digits of one when it is asked for."),
+    ("repeats", "Spans that come again", (), (tables.repeat,), (),
+     "A span of text comes twice. A model whose cache keeps what it needs tells it easily the second time."),
+    ("needles", "Needle in a haystack, % found", ("needle",), (), (),
+     "A sentence is hidden at a depth of a text (0%: at its beginning), and the model is asked for it."),
+    ("ruler-style", "RULER-style tasks", ("ruler",), (tables.ruler,), (),
+     "Synthetic tasks of finding, following and counting in long text, after RULER (Hsieh et al. 2024)."),
+    ("lm-eval", "lm-evaluation-harness", (), (tables.lm_eval,), (),
+     "Tasks of that library, by its own rules."),
+    ("bytes", "Memory", ("memory",), (), (tables.memory,),
+     "The KV cache holds keys and values of all tokens so far; prefill reads the prompt, decoding writes on."),
+    ("throughput", "Speed and roofline", ("speed",), (), (tables.speed,),
+     "Tokens a second as measured, beside what the machine's measured ceilings allow."),
+    ("conversions", "Conversions", ("layer-errors",), (details.conversions,), (),
+     "Relative error of each converted layer's own output, and how each checkpoint was made."),
+)
+# fmt: on
+"""Key, title, plots, tables, tables that repeat what a plot shows and are folded, and a line that explains."""
 
-    return [
-        section(
-            "pareto",
-            "Quality against KV bytes",
-            "Each point is a row. Left is smaller; the dashed line joins rows that no other row beats at both.",
-            ("pareto-loss", "pareto-recall"),
-        ),
-        section(
-            "loss",
-            "Loss",
-            "Mean cross-entropy of the next token in nats (natural units: 1 nat is 1.44 bits). Perplexity is its exp.",
-            ("loss-by-position",),
-            (tables.by_source,),
-            (tables.by_many_sources,),
-        ),
-        section(
-            "recall",
-            "Recall of planted keys",
-            "Keys are planted in text; the model has to give back all digits of one when it is asked for.",
-            shown=(tables.recall,),
-        ),
-        section(
-            "repeats",
-            "Spans that come again",
-            "A span of text comes twice. A model whose cache keeps what it needs tells it easily the second time.",
-            shown=(tables.repeat,),
-        ),
-        section(
-            "needles",
-            "Needle in a haystack, % found",
-            "A sentence is hidden at a depth of a text (0%: at its beginning), and the model is asked for it.",
-            ("needle",),
-        ),
-        section(
-            "ruler-style",
-            "RULER-style tasks",
-            "Synthetic tasks of finding, following and counting in long text, after RULER (Hsieh et al. 2024).",
-            ("ruler",),
-            (tables.ruler,),
-        ),
-        section(
-            "lm-eval", "lm-evaluation-harness", "Tasks of that library, by its own rules.", shown=(tables.lm_eval,)
-        ),
-        section(
-            "bytes",
-            "Memory",
-            "The KV cache holds keys and values of all tokens so far; prefill reads the prompt, decoding writes on.",
-            ("memory",),
-            folded=(tables.memory,),
-        ),
-        section(
-            "throughput",
-            "Speed and roofline",
-            "Tokens a second as measured, beside what the machine's measured ceilings allow.",
-            ("speed",),
-            folded=(tables.speed,),
-        ),
-        section(
-            "conversions",
-            "Conversions",
-            "Relative error of each converted layer's own output, and how each checkpoint was made.",
-            ("layer-errors",),
-            (details.conversions,),
-        ),
-    ]
+
+def _sections(report: Report) -> list[Section]:
+    found = []
+    for key, title, plots, shown, folded, about in SECTIONS:
+        figures = [(name, figure) for name in plots if (figure := PLOTS[name].draw(report)) is not None]
+        drawn = [(PLOTS[name].title, inline(figure, name, PLOTS[name].title)) for name, figure in figures]
+        made = [[table for make in makers if (table := make(report))] for makers in (shown, folded)]
+        if drawn or any(made):
+            found.append(Section(key, title, about, [Drawn(t, svg, 'class="rest"' in svg) for t, svg in drawn], *made))
+    return found
 
 
 def _origin(report: Report) -> str:
