@@ -6,16 +6,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from surgery.common.human import decimal, duration, origin, per_token, share, size, with_perplexity
+from surgery.common.human import duration, origin, per_token, share, size, with_perplexity
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.console.verdicts import of_conversion, show_next, where_it_loads
 from surgery.engines import spoken
-from surgery.reporting.quality import ladder_table
+from surgery.reporting.quality import before_and_after, ladder_table
 
 OWN_CLASS = "surgery"
-LOSS = "held-out loss, nats per token (perplexity)"
 
 
 def show_conversion(conversion, address: str | None = None, *, as_json: bool = False) -> None:
@@ -25,26 +24,13 @@ def show_conversion(conversion, address: str | None = None, *, as_json: bool = F
         print_json({"path": str(conversion.path), **({"hub": address} if address else {}), **report})
         return
     page, source, target, kv = new_page(), report["source"], report["target"], report["kv"]
-    first, last = report["ladder"][0], report["ladder"][-1]
+    first = report["ladder"][0]
     named = origin(source["path"], source.get("dequantised_from"))
     page.print(f"\n[bold]{plain(named)} → {plain(conversion.path.name)}[/bold]")
-    page.print(
-        make_table(
-            ["", "source", "converted"],
-            [
-                ("class", source["model_type"], target["model_type"]),
-                (
-                    "KV cache per token",
-                    per_token(kv["source_bytes_per_token"]),
-                    f"{per_token(kv['measured_bytes_per_token'])}, {share(kv['ratio'])}",
-                ),
-                *_numbers(kv, target),
-                *_flow(kv),
-                (LOSS, with_perplexity(first["loss"]), with_perplexity(last["loss"])),
-                ("recall of planted keys", decimal(first["recall"], 2), decimal(last["recall"], 2)),
-            ],
-        )
-    )
+    held = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
+    names = source["model_type"], target["model_type"]
+    others = [*_numbers(kv, target), *_flow(kv)]
+    page.print(terminal.render(before_and_after(held, report["ladder"], names, others)))
     _show_ladder(page, report["ladder"])
     _show_layers(page, conversion.report.layers)
     if report["splits"]:
@@ -85,20 +71,10 @@ def show_plan(plan, *, as_json: bool = False) -> None:
     page, source, kv, disk, work = new_page(), plan.source, plan.kv, plan.disk, plan.work
     named = origin(source["path"], source["dequantised_from"])
     page.print(f"\n[bold]dry run: {plain(named)} → {plain(plan.out)}[/bold] (nothing is written)")
-    page.print(
-        make_table(
-            ["", "source", "converted"],
-            [
-                ("class", source["model_type"], plan.target["model_type"]),
-                (
-                    "KV cache per token",
-                    per_token(kv["source_bytes_per_token"]),
-                    f"{per_token(kv['bytes_per_token'])}, {share(kv['ratio'])}",
-                ),
-                ("weights on disk", size(source["weight_bytes"]), size(disk["output_bytes"])),
-            ],
-        )
-    )
+    held = kv["source_bytes_per_token"], kv["bytes_per_token"]
+    names = source["model_type"], plan.target["model_type"]
+    weights = ("weights on disk", size(source["weight_bytes"]), size(disk["output_bytes"]))
+    page.print(terminal.render(before_and_after(held, (), names, [weights])))
     _show_splits(page, plan.splits, None)
     _show_carrier(page, plan.target)
     memory, device = plan.memory, plan.memory["device_bytes"]
@@ -163,22 +139,10 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     page, source, converted = new_page(), demo.source, demo.converted
     page.print("\n[bold]before and after, measured by stock transformers without this package[/bold]")
     page.print(f"source: {plain(demo.name)}", soft_wrap=True)
-    ratio = converted.kv_bytes_per_token / source.kv_bytes_per_token
-    page.print(
-        make_table(
-            ["", "source", "converted"],
-            [
-                ("loaded as", source.model_class, converted.model_class),
-                (
-                    "KV cache per token",
-                    per_token(source.kv_bytes_per_token),
-                    f"{per_token(converted.kv_bytes_per_token)}, {share(ratio)}",
-                ),
-                (LOSS, with_perplexity(source.loss), with_perplexity(converted.loss)),
-                ("recall of planted keys", decimal(source.recall, 2), decimal(converted.recall, 2)),
-            ],
-        )
-    )
+    both = source, converted
+    held, ladder = zip(*((m.kv_bytes_per_token, {"loss": m.loss, "recall": m.recall}) for m in both), strict=True)
+    names = source.model_class, converted.model_class
+    page.print(terminal.render(before_and_after(held, ladder, names)))
     for name, measured in (("source", source), ("converted", converted)):
         page.print(f"[bold]{name}[/bold] writes:")
         page.print(f"[dim]{plain(demo.prompt)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)

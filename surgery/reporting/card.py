@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from surgery.common.human import decimal, in_code, in_markdown, origin, with_perplexity
+from surgery.common.human import in_code, in_markdown, origin
 from surgery.common.tables import markdown
 from surgery.common.tables.table import Column, Table
 from surgery.engines import spoken
 from surgery.reporting.front_matter import front_matter
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts, stages
-from surgery.reporting.quality import healed_table, ladder_table
+from surgery.reporting.quality import before_and_after, healed_table, ladder_table
 
 LOADING = {
     "stock": """\
@@ -34,6 +34,7 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
     """README.md of a converted checkpoint."""
     source, target, kv = report.source, report.target, report.kv
     called = target.get("called", target["to"])
+    held = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
     engines = markdown.render(Table.of(["engine", "loads"], spoken(target["engines"]).items()))
     loading = LOADING.get(target["model_type"], LOADING["stock"]).format(name=in_code(name).replace('"', "'"))
     made_from = origin(base_model or source.get("hub") or source["path"], source.get("dequantised_from"))
@@ -43,7 +44,7 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
 {in_markdown(made_from)} with its attention rewritten to
 {in_markdown(called)} by model-surgery {report.to_dict()["surgery_version"]}. {_training(report.healing)}
 
-{markdown.render(_before_and_after(kv, report.ladder))}
+{markdown.render(before_and_after(held, report.ladder))}
 
 Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"]))}),
 {_shape(source, target)}{_codes(target)}, method
@@ -127,18 +128,6 @@ def _range(numbers: list[int]) -> str:
     """One number for all layers, or the least and the greatest."""
     least, greatest = min(numbers), max(numbers)
     return str(least) if least == greatest else f"{least} to {greatest} by layer"
-
-
-def _before_and_after(kv: dict, ladder: list[dict]) -> Table:
-    """What the conversion changed: bytes, and what was measured of its quality."""
-    measured = f"{kv['measured_bytes_per_token']:,.0f} ({kv['ratio']:.1%})"
-    rows = [("KV cache, bytes per token", f"{kv['source_bytes_per_token']:,}", measured)]
-    first, last = ladder[0], ladder[-1]
-    if first["loss"] is not None:
-        losses, found = [[each[key] for each in (first, last)] for key in ("loss", "recall")]
-        rows.append(("loss (perplexity) on held-out calibration text", *map(with_perplexity, losses)))
-        rows.append(("recall of planted keys", *(decimal(value, 2) for value in found)))
-    return Table.of(["", "source", "this model"], rows)
 
 
 def _stage_table(healing: dict) -> Table:

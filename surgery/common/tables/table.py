@@ -91,4 +91,4 @@ def sort_key(value: Any) -> Any:
 
 
 def _numeric(texts: Sequence[str]) -> bool:
-    return all(text == NONE or text.lstrip(">+\u2212-")[:1].isdigit() for text in texts if text)
+    return any(texts) and all(text == NONE or text.lstrip(">+\u2212-")[:1].isdigit() for text in texts if text)
