@@ -63,21 +63,7 @@ def show_kernels(record: dict, written: list[Path], *, as_json: bool = False) ->
             f" both counted; bf16 product {limits['flops_per_second'] / 1e12:.0f} TFLOP/s",
             soft_wrap=True,
         )
-    head = [
-        "operation",
-        "shape",
-        "batch",
-        "context",
-        "error",
-        "of best",
-        "time",
-        "GB/s",
-        "of copy",
-        "TFLOP/s",
-        "of matmul",
-    ]
-    rows = [_kernel_row(row) for row in record["rows"]]
-    page.print(make_table([*head, "over GQA", "fastest other"], rows))
+    page.print(make_table(KERNELS, map(_kernel_row, record["rows"])))
     for row in record["rows"]:
         if "gate" in row and not row["gate"]["passed"]:
             place = f"{row['operation']} {row['model']} {row['variant']}, batch {row['batch']}, {row['context']} tokens"
@@ -86,28 +72,19 @@ def show_kernels(record: dict, written: list[Path], *, as_json: bool = False) ->
 
 
 def _kernel_row(row: dict) -> tuple:
-    place = (row["operation"], f"{row['model']} {row['variant']}", row["batch"], _tokens(row["context"]))
+    gate = row.get("gate") or {}
+    place = (row["operation"], f"{row['model']} {row['variant']}", row["batch"], row["context"])
+    return (*place, gate.get("error"), gate.get("times_best_library"), *map(row.get, KERNEL_KEYS), _said(row, gate))
+
+
+def _said(row: dict, gate: dict) -> str | None:
+    """The fastest of the others, or why there is no time."""
     if "skipped" in row:
-        return (*place, *[""] * 8, row["skipped"])
-    gate = row["gate"]
-    error = "-" if gate["error"] is None else f"{gate['error']:.1e}"
-    relative = "-" if gate["times_best_library"] is None else f"{gate['times_best_library']:.1f}x"
+        return row["skipped"]
     if "seconds" not in row:
-        return (*place, error, relative, *["-"] * 6, "right" if gate["passed"] else "wrong: not timed")
+        return "right" if gate["passed"] else "wrong: not timed"
     others = [(each["seconds"], name) for name, each in row.get("baselines", {}).items() if "seconds" in each]
-    best = f"{min(others)[1]} {_time(min(others)[0])}" if others else "-"
-    return (
-        *place,
-        error,
-        relative,
-        _time(row["seconds"]),
-        f"{row['bytes_per_second'] / 1e9:,.0f}",
-        f"{row['share_of_copy']:.0%}",
-        f"{row['flops_per_second'] / 1e12:,.0f}",
-        f"{row['share_of_matmul']:.0%}",
-        _ratio(row["speedup_over_gqa_decode"]) if "speedup_over_gqa_decode" in row else "-",
-        best,
-    )
+    return f"{min(others)[1]} {_time(min(others)[0])}" if others else None
 
 
 def show_decoding(record: dict, written: list[Path], *, as_json: bool = False) -> None:
@@ -117,28 +94,13 @@ def show_decoding(record: dict, written: list[Path], *, as_json: bool = False) -
         return
     page = new_page()
     page.print(f"\n[bold]{plain(record['device']['name'])}[/bold]; caches of {plain(record['cache'])}", soft_wrap=True)
-    head = ["model", "attention", "kernels", "context", "batch", "tokens/s", "step", "in a graph", "peak memory"]
-    rows = [_decode_row(row) for row in record["rows"]]
-    page.print(make_table([*head, "of the source", ""], rows))
+    page.print(make_table(DECODING, map(_decode_row, record["rows"])))
     _show_notes(page, record["note"], written)
 
 
 def _decode_row(row: dict) -> tuple:
-    place = (row["model"], row["kind"], "ours" if row["accelerated"] else "stock")
-    at = (_tokens(row["context"]) if "context" in row else "", row.get("batch", ""))
-    if "skipped" in row:
-        return (*place, *at, *[""] * 5, row["skipped"])
-    graph = row["graph_step_seconds"]
-    return (
-        *place,
-        *at,
-        f"{row['tokens_per_second']:,.0f}",
-        _time(row["step_seconds"]),
-        "-" if graph is None else _time(graph),
-        "-" if row["peak_memory_bytes"] is None else size(row["peak_memory_bytes"]),
-        _ratio(row["times_source"]) if "times_source" in row else "-",
-        "largest batch" if row["largest"] else "",
-    )
+    said = row.get("skipped") or ("largest batch" if row["largest"] else "")
+    return (row["model"], row["kind"], "ours" if row["accelerated"] else "stock", *map(row.get, DECODING_KEYS), said)
 
 
 def show_parts(record: dict, *, as_json: bool = False) -> None:
@@ -170,3 +132,34 @@ def _time(seconds: float) -> str:
 
 def _ratio(value: float) -> str:
     return f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
+
+
+KERNEL_KEYS = (
+    *("seconds", "bytes_per_second", "share_of_copy", "flops_per_second", "share_of_matmul"),
+    "speedup_over_gqa_decode",
+)
+KERNELS = (
+    *("operation", "shape", "batch", Column("context", "", _tokens)),
+    Column("error", "", lambda value: f"{value:.1e}"),
+    Column("of best", "", lambda value: f"{value:.1f}x"),
+    Column("time", "", _time),
+    Column("GB/s", "", lambda value: f"{value / 1e9:,.0f}"),
+    Column("of copy", "", lambda value: f"{value:.0%}"),
+    Column("TFLOP/s", "", lambda value: f"{value / 1e12:,.0f}"),
+    Column("of matmul", "", lambda value: f"{value:.0%}"),
+    Column("over GQA", "", _ratio),
+    "fastest other",
+)
+DECODING_KEYS = (
+    *("context", "batch", "tokens_per_second", "step_seconds", "graph_step_seconds", "peak_memory_bytes"),
+    "times_source",
+)
+DECODING = (
+    *("model", "attention", "kernels", Column("context", "", _tokens), "batch"),
+    Column("tokens/s", "", lambda value: f"{value:,.0f}"),
+    Column("step", "", _time),
+    Column("in a graph", "", _time),
+    Column("peak memory", "", size),
+    Column("of the source", "", _ratio),
+    "",
+)
