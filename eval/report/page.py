@@ -20,6 +20,11 @@ from surgery.eval.report.svg import inline
 from surgery.eval.report.tables import Report, by_bytes, dig
 from surgery.eval.report.verdict import verdict
 
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'"
+)
+
 
 class Drawn(NamedTuple):
     """A plot on the page; some of its rows can be turned off."""
@@ -46,6 +51,7 @@ def render(report: Report) -> str:
     return html.render(
         Path(__file__).with_name("page.html"),
         title=str(report.get("title") or "Evaluation"),
+        policy=POLICY,
         origin=_origin(report),
         limit=dig(report, "settings", "limit"),
         verdict=verdict(report),
