@@ -17,6 +17,7 @@ from surgery.architectures.entry_factors import entry_factors
 from surgery.architectures.neutral_norm import recognised_norm
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
+from surgery.common.human import with_perplexity
 from surgery.common.progress import Progress
 from surgery.evaluation.settings import EvalSettings
 from surgery.healing import heal as healing
@@ -107,7 +108,10 @@ def test_the_report_and_the_card_say_what_happened(made, tmp_path, monkeypatch):
     assert healing["gap_closed"] == gap_closed(healing["quality"])
     assert report["target"]["to"] == "mqa" and "teacher" not in healing["settings"]
     card = (healed.path / "README.md").read_text()
-    assert "healed by distillation: 192 tokens" in card and f"| converted | {losses['converted']:.4f} |" in card
+    assert (
+        "healed by distillation: 192 tokens" in card
+        and f"| converted | {with_perplexity(losses['converted'])} |" in card
+    )
     assert not (tmp_path / "out.healing").exists()
     assert (healed.path / "heal.jsonl").read_text().count('"step"') >= 3
 
@@ -203,7 +207,9 @@ def test_stages_stand_in_one_table(made, tmp_path):
     assert losses[:3] == [row["loss"] for row in first["table"]] and losses[2] == report["quality"][1]["loss"]
     assert report["gap_closed"] == gap_closed(report["table"])
     card = (healed.path / "README.md").read_text()
-    assert "healed by distillation: 320 tokens" in card and f"| healed, stage 1 | {losses[2]:.4f} |" in card
+    assert (
+        "healed by distillation: 320 tokens" in card and f"| healed, stage 1 | {with_perplexity(losses[2])} |" in card
+    )
     assert "| 1 | attention | layerwise 1 | 0.001 | 2 × 32 | " in card
     assert "| 2 | attention | kl 1 | 0.01 | 2 × 32 | " in card and "| 2 | 128 | " in card
     # A stage that was measured on other data, or not at all, is not in the table; what trained is told all the same.

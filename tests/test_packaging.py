@@ -52,6 +52,8 @@ def test_the_wheel_holds_two_packages_and_their_data(built):
         "surgery/recipes/testbed-report.yaml",
         "surgery/configs/eval.yaml",
         "surgery/eval/report/page.css",
+        "surgery/eval/report/page.html",
+        "surgery/common/tables/table.html",
         "surgery/model/modeling_surgery.py",
         "surgery_vllm/model.py",
         "surgery/assets/demo-model/model.safetensors",

@@ -16,6 +16,7 @@ from surgery.console.heal import show_healed
 from surgery.console.inspection import show_inspection
 from surgery.console.recipe import show_made
 from surgery.eval.report.document import read_report
+from surgery.eval.report.verdict import by_checkpoint
 from surgery.healing.heal import Healed
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.reporting.report import previous_report
@@ -116,7 +117,7 @@ def test_a_recipe_is_listed_without_running(tmp_path, monkeypatch, capsys):
 
 def test_an_evaluation_is_told_in_words_beside_the_best_cheap_baseline():
     report = read_report(ROOT / "docs" / "testbed")
-    told = {line.partition(":")[0]: line for line in verdicts.of_evaluation(report)}
+    told = {line.partition(":")[0]: line for line in by_checkpoint(report)}
     rows = {row["name"]: row for row in report["rows"]}
     assert set(told) == {name for name, row in rows.items() if row["role"] == "checkpoint"}
     for name, line in told.items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
+from typing import Any
 
-from surgery.common.errors import SurgeryError
-from surgery.eval.report.tables import Report, Row, Value, columns, scalars
+from surgery.common.tables import csv_file
+from surgery.common.tables.table import Table
+from surgery.eval.report.tables import Report, Row, by_bytes, columns, scalars
 
 IDENTITY = ("name", "role", "path", "sha256", "class", "dtype")
 
@@ -15,24 +16,16 @@ IDENTITY = ("name", "role", "path", "sha256", "class", "dtype")
 def write(report: Report, path: Path) -> None:
     """Writes every row of `report`: what it is, its headline numbers with their intervals, then all of `scalars`.
 
-    Numbers are written so that they read back bit for bit; cells without a value are empty. UTF-8, one header line.
-
     Raises:
         SurgeryError: the file cannot be written.
     """
-    lines = [_line(row, report) for row in report["rows"]]
-    fields = list(dict.fromkeys(key for line in lines for key in line))
-    try:
-        with open(path, "w", newline="", encoding="utf-8", errors="replace") as file:
-            writer = csv.DictWriter(file, fields, restval="", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(lines)
-    except OSError as error:
-        raise SurgeryError(f"cannot write {path}: {error.strerror}") from None
+    lines = [_line(row, report) for row in by_bytes(report)["rows"]]
+    keys = list(dict.fromkeys(key for line in lines for key in line))
+    csv_file.write(Table.of(keys, ([line.get(key) for key in keys] for line in lines)), path)
 
 
-def _line(row: Row, report: Report) -> dict[str, Value]:
-    line: dict[str, Value] = {key: row.get(key) for key in IDENTITY}
+def _line(row: Row, report: Report) -> dict[str, Any]:
+    line: dict[str, Any] = {key: row.get(key) for key in IDENTITY}
     line["variant"] = json.dumps(row["variant"], sort_keys=True) if row.get("variant") else None
     for column in columns(report):
         line[column.key] = column.value(row, report)

@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 from surgery.common.human import in_markdown, one_line
-from surgery.eval.report.tables import SHARES, Report, columns
+from surgery.common.tables import markdown
+from surgery.eval.report.tables import Report, by_bytes, headline
+from surgery.eval.report.verdict import verdict
 
 
 def render(report: Report) -> str:
-    """A short document: what was measured, the table, what its numbers are."""
-    shown = [column for column in columns(report) if column.key != "name"]
-    settings, environment = report["settings"], report.get("environment") or {}
-    lines = [
-        f"# {_cell(report['title'])}",
-        "",
-        *([f"**A quick look: at most {settings['limit']} samples a task.**", ""] if settings.get("limit") else []),
-        "| | " + " | ".join(column.title for column in shown) + " |",
-        "|---|" + "---:|" * len(shown),
-    ]
-    for row in report["rows"]:
-        cells = []
-        for column in shown:
-            told = column.is_difference or column.compared in SHARES
-            change = column.change_text(row) if told else None
-            cells.append(_cell(column.text(row, report)) + (f" <br>{_cell(change)}" if change else ""))
-        lines.append(f"| {_cell(row['name'])} | " + " | ".join(cells) + " |")
-    lines += ["", *(f"- {column.title}: {column.about}." for column in shown), ""]
-    baseline = report.get("baseline")
-    if baseline:
-        lines += [
-            f"Differences are to {_cell(baseline)}, with 95% intervals of a paired bootstrap over samples; those of "
-            "shares in percentage points.",
-            "",
-        ]
+    """A short document: what came out, the table, what its numbers are."""
+    table, settings, environment = headline(by_bytes(report)), report["settings"], report.get("environment") or {}
     machine = environment.get("device_name", settings["device"])
     versions = ", ".join(f"{name} {environment.get(name)}" for name in ("torch", "transformers"))
-    lines += [
-        _cell(f"Quality in {settings['dtype']} on {machine}, seed {settings['seed']}, {versions}.") + " "
-        "All of it, with plots: `report.html`; every number: `report.json`.",
-        "",
+    measured = f"Quality in {settings['dtype']} on {machine}, seed {settings['seed']}, {versions}."
+    parts = [
+        f"# {in_markdown(report['title'])}",
+        f"**A quick look: at most {settings['limit']} samples a task.**" if settings.get("limit") else None,
+        *map(in_markdown, verdict(report)),
+        markdown.render(table),
+        markdown.explanations(table),
+        *map(in_markdown, table.notes),
+        f"{in_markdown(measured)} All of it, with plots: `report.html`; every number: `report.json`.",
         f"    {one_line(report['command'])}",
-        "",
     ]
-    return "\n".join(lines)
-
-
-_cell = in_markdown
+    return "\n\n".join(part for part in parts if part) + "\n"

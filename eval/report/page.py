@@ -1,87 +1,105 @@
 """The report as one HTML page that needs nothing else: no network, no other file.
 
-Everything of the report passes through `markup.tag`, which escapes it. A content security policy forbids the page to
-load or send anything, should something slip through.
+`page.html` escapes everything of the report. A content security policy forbids the page to load or send anything,
+should something slip through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from markupsafe import Markup
+
+from surgery.common.tables import html
+from surgery.common.tables.table import Table
+from surgery.eval.report import page_details as details
+from surgery.eval.report import page_tables as tables
 from surgery.eval.report.figures import PLOTS
-from surgery.eval.report.markup import Markup, svg, tag
-from surgery.eval.report.page_details import completions, conversions, settings
-from surgery.eval.report.page_tables import by_source, headline, lm_eval, memory, recall, repeat, ruler, speed
-from surgery.eval.report.tables import Report, dig
+from surgery.eval.report.svg import inline
+from surgery.eval.report.tables import Report, by_bytes, dig
+from surgery.eval.report.verdict import verdict
 
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'unsafe-inline'; "
     "base-uri 'none'; form-action 'none'"
 )
-Section = tuple[str, str, Sequence[Markup | None]]
+
+
+class Drawn(NamedTuple):
+    """A plot on the page; some of its rows can be turned off."""
+
+    title: str
+    svg: Markup
+    has_rest: bool
+
+
+class Section(NamedTuple):
+    """A part of the page."""
+
+    key: str
+    title: str
+    about: str
+    plots: list[Drawn]
+    tables: list[Table]
+    folded: list[Table]
 
 
 def render(report: Report) -> str:
     """The page as text, to be written as UTF-8. Sections of tasks that were not run are left out."""
-    sections = [(key, title, parts) for key, title, parts in _sections(report) if any(parts)]
-    title = str(report.get("title") or "Evaluation")
-    page = tag(
-        "html",
-        tag(
-            "head",
-            tag("meta", charset="utf-8"),
-            tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            tag("title", title),
-            tag("style", _file("page.css")),
-        ),
-        tag(
-            "body",
-            tag("h1", title),
-            tag("p", _origin(report), class_="note"),
-            _banner(report),
-            tag("nav", *(tag("a", name, href=f"#{key}") for key, name, _ in sections), aria_label="sections"),
-            tag("main", *(_section(*section) for section in sections)),
-            tag("script", _file("page.js")),
-        ),
-        lang="en",
+    report = by_bytes(report)
+    return html.render(
+        Path(__file__).with_name("page.html"),
+        title=str(report.get("title") or "Evaluation"),
+        policy=POLICY,
+        origin=_origin(report),
+        limit=dig(report, "settings", "limit"),
+        verdict=verdict(report),
+        headline=tables.headline(report),
+        sections=_sections(report),
+        completions=details.completions(report),
+        command=report.get("command"),
+        facts=details.facts(report),
+        provenance=[table for table in (details.checkpoints(report), details.times(report)) if table],
     )
-    return f"<!doctype html>\n{page}\n"
+
+
+# fmt: off
+SECTIONS = (
+    ("pareto", "Quality against KV bytes", ("pareto-loss", "pareto-recall"), (), (),
+     "Each point is a row. Left is smaller; the dashed line joins rows that no other row beats at both."),
+    ("loss", "Loss", ("loss-by-position",), (tables.by_source,), (tables.by_many_sources,),
+     "Mean cross-entropy of the next token in nats (natural units: 1 nat is 1.44 bits). Perplexity is its exp."),
+    ("recall", "Recall of planted keys", (), (tables.recall,), (),
+     "Keys are planted in text; the model has to give back all digits of one when it is asked for."),
+    ("repeats", "Spans that come again", (), (tables.repeat,), (),
+     "A span of text comes twice. A model whose cache keeps what it needs tells it easily the second time."),
+    ("needles", "Needle in a haystack, % found", ("needle",), (), (),
+     "A sentence is hidden at a depth of a text (0%: at its beginning), and the model is asked for it."),
+    ("ruler-style", "RULER-style tasks", ("ruler",), (tables.ruler,), (),
+     "Synthetic tasks of finding, following and counting in long text, after RULER (Hsieh et al. 2024)."),
+    ("lm-eval", "lm-evaluation-harness", (), (tables.lm_eval,), (),
+     "Tasks of that library, by its own rules."),
+    ("bytes", "Memory", ("memory",), (), (tables.memory,),
+     "The KV cache holds keys and values of all tokens so far; prefill reads the prompt, decoding writes on."),
+    ("throughput", "Speed and roofline", ("speed",), (), (tables.speed,),
+     "Tokens a second as measured, beside what the machine's measured ceilings allow."),
+    ("conversions", "Conversions", ("layer-errors",), (details.conversions,), (),
+     "Relative error of each converted layer's own output, and how each checkpoint was made."),
+)
+# fmt: on
+"""Key, title, plots, tables, tables that repeat what a plot shows and are folded, and a line that explains."""
 
 
 def _sections(report: Report) -> list[Section]:
-    def plot(key: str) -> Markup | None:
-        figure = PLOTS[key].draw(report)
-        return None if figure is None else tag("figure", svg(figure, key, PLOTS[key].title))
-
-    return [
-        ("summary", "Summary", [headline(report)]),
-        ("pareto", "Quality against KV bytes", [plot("pareto-loss"), plot("pareto-recall")]),
-        ("loss", "Loss", [plot("loss-by-position"), by_source(report)]),
-        ("recall", "Recall of planted keys", [recall(report)]),
-        ("repeats", "Spans that come again", [repeat(report)]),
-        ("needles", "Needle in a haystack, % found", [plot("needle")]),
-        ("ruler-style", "RULER-style tasks", [plot("ruler"), ruler(report)]),
-        ("lm-eval", "lm-evaluation-harness", [lm_eval(report)]),
-        ("generations", "Completions side by side", [completions(report)]),
-        ("bytes", "Memory", [plot("memory"), memory(report)]),
-        ("throughput", "Speed and roofline", [plot("speed"), speed(report)]),
-        ("conversions", "Conversions", [plot("layer-errors"), conversions(report)]),
-        ("settings", "Settings and provenance", [settings(report)]),
-    ]
-
-
-def _section(key: str, title: str, parts: Sequence[Markup | None]) -> Markup:
-    return tag("section", tag("h2", title, id=f"{key}-title"), *parts, id=key, aria_labelledby=f"{key}-title")
-
-
-def _banner(report: Report) -> Markup | None:
-    limit = dig(report, "settings", "limit")
-    if limit is None:
-        return None
-    words = f" first {limit} samples of each task only. Too few to decide on; run again without a limit."
-    return tag("p", tag("strong", "Quick look:"), words, class_="banner", role="note")
+    found = []
+    for key, title, plots, shown, folded, about in SECTIONS:
+        figures = [(name, figure) for name in plots if (figure := PLOTS[name].draw(report)) is not None]
+        drawn = [(PLOTS[name].title, inline(figure, name, PLOTS[name].title)) for name, figure in figures]
+        made = [[table for make in makers if (table := make(report))] for makers in (shown, folded)]
+        if drawn or any(made):
+            found.append(Section(key, title, about, [Drawn(t, svg, 'class="rest"' in svg) for t, svg in drawn], *made))
+    return found
 
 
 def _origin(report: Report) -> str:
@@ -92,7 +110,3 @@ def _origin(report: Report) -> str:
         f"quality in {dig(report, 'settings', 'dtype')}" if dig(report, "settings", "dtype") else None,
     ]
     return " · ".join(str(part) for part in parts if part)
-
-
-def _file(name: str) -> Markup:
-    return Markup(Path(__file__).with_name(name).read_text(encoding="utf-8"))

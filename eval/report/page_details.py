@@ -6,43 +6,31 @@ from collections.abc import Iterator
 from typing import Any
 
 from surgery.common.human import duration, size
-from surgery.eval.report.markup import Markup, joined, tag
-from surgery.eval.report.page_tables import row_marks, table
-from surgery.eval.report.tables import NONE, Report, dig
+from surgery.common.tables.table import NONE, Cell, Column, Table
+from surgery.eval.report.page_tables import name_cell, of_rows
+from surgery.eval.report.tables import Report, dig
 
 
-def completions(report: Report) -> Markup | None:
-    """Each prompt, and below it what every row wrote, beside each other."""
-    written: dict[str, list[Markup]] = {}
-    for row, mark in zip(report["rows"], row_marks(report), strict=True):
+def completions(report: Report) -> dict[str, list[tuple[Cell, str]]]:
+    """By prompt, what every row wrote."""
+    written: dict[str, list[tuple[Cell, str]]] = {}
+    for row in report["rows"]:
         for one in dig(row, "results", "generate", "completions") or []:
-            card = tag("div", mark, tag("strong", row["name"]), tag("pre", one["text"]))
-            written.setdefault(one["prompt"], []).append(card)
-    if not written:
-        return None
-    parts = []
-    for prompt, cards in written.items():
-        parts += [tag("pre", prompt, class_="prompt"), tag("div", *cards, class_="completions")]
-    return joined(tag("p", "Greedy, without selection.", class_="note"), *parts)
+            written.setdefault(one["prompt"], []).append((name_cell(report, row), one["text"]))
+    return written
 
 
-def conversions(report: Report) -> Markup | None:
+def conversions(report: Report) -> Table | None:
     """How each converted checkpoint was made: method, command, time, peak memory, healing run."""
     lines = []
     for row in report["rows"]:
-        made = row.get("conversion")
-        if not made:
-            continue
-        seconds, peak = made.get("seconds"), made.get("peak_memory_bytes")
-        cells = [
-            " ".join(str(made[key]) for key in ("to", "method") if made.get(key)) or NONE,
-            (seconds, NONE if seconds is None else duration(seconds)),
-            (peak, NONE if peak is None else size(peak)),
-            healing_run(made) or (NONE if not made.get("healing") else "yes"),
-            tag("code", made.get("command") or NONE),
-        ]
-        lines.append((row, cells))
-    return table(report, ["conversion", "time", "peak memory", "healing run", "command"], lines) if lines else None
+        if made := row.get("conversion"):
+            what = " ".join(str(made[key]) for key in ("to", "method") if made.get(key)) or NONE
+            healed = healing_run(made) or (NONE if not made.get("healing") else "yes")
+            command = Cell(made.get("command"), tone="code")
+            lines.append((row, [what, made.get("seconds"), made.get("peak_memory_bytes"), healed, command]))
+    columns = ["conversion", Column("time", "", duration), Column("peak memory", "", size)]
+    return of_rows(report, [*columns, Column("healing run", "Run of wandb"), "command"], lines, "How rows were made")
 
 
 def healing_run(conversion: dict) -> str | None:
@@ -53,8 +41,8 @@ def healing_run(conversion: dict) -> str | None:
     return "/".join(str(run[key]) for key in ("entity", "project", "run_id") if run.get(key))
 
 
-def settings(report: Report) -> Markup:
-    """Command, settings, tasks with their data hashes, environment, checkpoints with their hashes, times."""
+def facts(report: Report) -> dict[str, list[tuple[str, str]]]:
+    """Settings, tasks with their data hashes, and environment: pairs by title."""
     blocks = {
         "Settings": report.get("settings"),
         "Environment": report.get("environment"),
@@ -62,12 +50,7 @@ def settings(report: Report) -> Markup:
         **{f"Task {name}": values for name, values in (report.get("tasks") or {}).items()},
         **{f"Merged from {part.get('report')}": part for part in report.get("merged_from") or []},
     }
-    return joined(
-        tag("pre", report["command"], class_="prompt") if report.get("command") else None,
-        tag("div", *(_facts(title, values) for title, values in blocks.items() if values), class_="facts"),
-        _checkpoints(report),
-        _times(report),
-    )
+    return {title: [(key, _told(v)) for key, v in flattened(values)] for title, values in blocks.items() if values}
 
 
 def flattened(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -79,38 +62,23 @@ def flattened(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from flattened(value, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _facts(title: str, values: Any) -> Markup:
-    pairs = [(tag("dt", key), tag("dd", _told(value))) for key, value in flattened(values)]
-    return tag("div", tag("h3", title), tag("dl", *(part for pair in pairs for part in pair)))
+def checkpoints(report: Report) -> Table | None:
+    """Class, dtype and hash of what was measured."""
+    lines = []
+    for row in report["rows"]:
+        hashed = (f"sha256 {row['sha256']}",) if row.get("sha256") else ()
+        lines.append((row, [row.get("class"), row.get("dtype"), Cell(row.get("path"), hashed)]))
+    return of_rows(report, ["class", "dtype", "checkpoint"], lines, "Checkpoints")
+
+
+def times(report: Report) -> Table | None:
+    """How long each task took of each row."""
+    tasks = list(dict.fromkeys(task for row in report["rows"] for task in row.get("seconds") or {}))
+    lines = [(row, [dig(row, "seconds", task) for task in tasks]) for row in report["rows"]]
+    return of_rows(report, [Column(task, "", duration) for task in tasks], lines if tasks else [], "Time of measuring")
 
 
 def _told(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or NONE
     return NONE if value is None else str(value)
-
-
-def _checkpoints(report: Report) -> Markup:
-    lines = [
-        (
-            row,
-            [
-                row.get("class"),
-                row.get("dtype"),
-                joined(row.get("path") or NONE, tag("small", f"sha256 {row['sha256']}") if row.get("sha256") else None),
-            ],
-        )
-        for row in report["rows"]
-    ]
-    return table(report, ["class", "dtype", "checkpoint"], lines, "Checkpoints")
-
-
-def _times(report: Report) -> Markup | None:
-    tasks = list(dict.fromkeys(task for row in report["rows"] for task in row.get("seconds") or {}))
-    if not tasks:
-        return None
-    lines = []
-    for row in report["rows"]:
-        taken = [dig(row, "seconds", task) for task in tasks]
-        lines.append((row, [(value, NONE if value is None else duration(value)) for value in taken]))
-    return table(report, tasks, lines, "Time of measuring")

@@ -13,8 +13,8 @@ from matplotlib.ticker import FuncFormatter
 from surgery.common.human import size
 from surgery.eval.report.axes import change_axis, share_axis
 from surgery.eval.report.plots import WIDTH
-from surgery.eval.report.style import INK, MUTED, Look, label, looks, styled
-from surgery.eval.report.tables import Report, Row, dig
+from surgery.eval.report.style import FAINT, INK, MUTED, REST, Look, label, looks, styled
+from surgery.eval.report.tables import Report, Row, bounds, dig
 
 HOLLOW = "variant"
 
@@ -83,8 +83,8 @@ def _points(report: Report, compared: str, path: tuple[str, ...], scale: float) 
             y = 0.0 if row.get("role") == "baseline" else change.get("difference")
         if value is None or y is None or not x or not math.isfinite(y):
             continue
-        bounds = [change.get("low"), change.get("high")]
-        low, high = bounds if all(b is not None and math.isfinite(b) for b in bounds) else (y, y)
+        ends = bounds(change)
+        low, high = ends if ends and all(map(math.isfinite, ends)) else (y, y)
         found.append(Point(row, look, x, scale * y, scale * low, scale * high))
     return found
 
@@ -95,6 +95,7 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     ax = figure.add_subplot()
     best = [points[i] for i in frontier([(p.x, p.y) for p in points], better)]
+    shown = {id(p) for p in points if p.row.get("role") == "baseline"} | set(map(id, best))
     ax.plot(
         [p.x for p in best],
         [p.y for p in best],
@@ -107,7 +108,8 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
     )
     for point in points:
         # Interval ends are drawn as they are: a paired bootstrap interval need not hold its own estimate.
-        ax.plot([point.x] * 2, [point.low, point.high], color=point.look.colour, linewidth=1.4, zorder=2)
+        bar = {"color": point.look.colour, "linewidth": 1.4, "zorder": 2, "gid": None if id(point) in shown else REST}
+        ax.plot([point.x] * 2, [point.low, point.high], **bar)
         ax.plot(
             [point.x],
             [point.y],
@@ -118,6 +120,7 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
             markeredgecolor=point.look.colour,
             markeredgewidth=1.6,
             zorder=3,
+            gid=None if id(point) in shown else FAINT,
         )
     if _is_relative(report):
         share_axis(ax, [p.x for p in points])
@@ -129,7 +132,7 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
         ax.set_xlabel("KV bytes a token")
     ax.set_ylabel(title)
     _legend(ax, {p.row.get("role") for p in points}, better)
-    _name_points(figure, ax, points, best)
+    _name_points(figure, ax, points, best, shown)
     return figure
 
 
@@ -143,45 +146,43 @@ def _legend(ax: Axes, roles: set, better: str) -> None:
     ax.legend(loc=corner, labelcolor=INK, title="bars: 95% intervals", alignment="left")
 
 
-def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point]) -> None:
-    """Writes every name beside its point, at the first place around it where it covers nothing drawn before."""
+def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point], shown: set[int]) -> None:
+    """Writes every name beside its point, at the first place around it where it covers nothing drawn before.
+
+    Those that are always shown come first. A name that would cover another one wherever it stood is left out.
+    """
     figure.draw_without_rendering()
-    renderer = figure.canvas.get_renderer() if hasattr(figure.canvas, "get_renderer") else None
-    marks = [ax.transData.transform((p.x, p.y)) for p in points]
-    taken = [(x - 7, y - 7, x + 7, y + 7) for x, y in marks]
-    taken.append(ax.get_legend().get_window_extent(renderer).extents)
-    taken += _steps([ax.transData.transform((p.x, p.y)) for p in best])
-    frame = ax.get_window_extent(renderer).extents
-    for point in sorted(points, key=lambda p: p.x):
-        chosen = None
-        for dx, dy, ha, va in PLACES:
-            text = ax.annotate(
-                label(point.row["name"]),
-                (point.x, point.y),
-                (dx, dy),
-                textcoords="offset points",
-                ha=ha,
-                va=va,
-                fontsize=8.5,
-                color=INK,
-                zorder=4,
-            )
-            box = text.get_window_extent(renderer).extents
-            clashes = sum(_overlap(box, other) for other in taken) + 5 * (1 - _inside(box, frame))
-            if chosen is None or clashes < chosen[0]:
-                if chosen is not None:
-                    chosen[1].remove()
-                chosen = (clashes, text, box)
-            else:
-                text.remove()
-            if clashes == 0:
-                break
-        taken.append(chosen[2])
+    scale = figure.dpi / 72
+    marks = {id(p): ax.transData.transform((p.x, p.y)) for p in points}
+    taken = [(x - 7, y - 7, x + 7, y + 7) for x, y in marks.values()]
+    taken += _steps([marks[id(p)] for p in best])
+    named = [ax.get_legend().get_window_extent().extents]
+    frame = ax.get_window_extent().extents
+    for point in sorted(points, key=lambda p: id(p) not in shown):
+        style = {"fontsize": 8.5, "color": INK, "zorder": 4, "gid": None if id(point) in shown else REST}
+        text = ax.annotate(label(point.row["name"]), (point.x, point.y), (0, 0), textcoords="offset points", **style)
+        extent = text.get_window_extent()
+        boxes = {place: _box(marks[id(point)], extent.width, extent.height, place, scale) for place in PLACES}
+        free = [place for place in PLACES if not any(_overlap(boxes[place], other) for other in named)]
+        if not free:
+            text.remove()
+            continue
+        place = min(free, key=lambda p: sum(_overlap(boxes[p], t) for t in taken) + 5 * (not _inside(boxes[p], frame)))
+        text.set(position=place[:2], ha=place[2], va=place[3])
+        named.append(boxes[place])
+
+
+def _box(mark: tuple, width: float, height: float, place: tuple, scale: float) -> tuple:
+    """What a name takes at a place around its point: left, bottom, right, top in pixels."""
+    dx, dy, ha, va = place
+    left = mark[0] + dx * scale - {"left": 0, "center": width / 2, "right": width}[ha]
+    bottom = mark[1] + dy * scale - {"bottom": 0, "center": height / 2, "top": height}[va]
+    return left, bottom, left + width, bottom + height
 
 
 PLACES = tuple(
     (dx * reach, dy * reach, ha, va)
-    for reach in (1, 2.2, 3.6)
+    for reach in (1, 2.2, 3.6, 5, 7)
     for dx, dy, ha, va in (
         (8, 0, "left", "center"),
         (7, 7, "left", "bottom"),

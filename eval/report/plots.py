@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from surgery.eval.report.axes import bytes_axis, change_axis, context_axis, decades_axis
-from surgery.eval.report.style import INK, MUTED, Look, label, looks, styled
+from surgery.eval.report.style import INK, MUTED, REST, Look, label, looks, styled
 from surgery.eval.report.tables import Report, Row, dig
 
 WIDTH = 12.0
@@ -70,7 +70,14 @@ def speed(report: Report) -> Figure | None:
             _line(ax, [p["context"] for p in mine], [p["decode_tokens_per_second"] for p in mine], row, look)
             roof = [(p["context"], dig(p, "roofline", "decode_tokens_per_second")) for p in mine]
             roof = [(x, y) for x, y in roof if positive(y)]
-            ax.plot(*_columns(roof), color=look.colour, linestyle=(0, (3, 2)), linewidth=0.9, alpha=0.75)
+            ax.plot(
+                *_columns(roof),
+                color=look.colour,
+                linestyle=(0, (3, 2)),
+                linewidth=0.9,
+                alpha=0.75,
+                gid=REST if look.beaten else None,
+            )
         ax.set_title(f"Decoding, batch {batch}")
         context_axis(ax, [p["context"] for *_, p in points])
         decades_axis(ax, _heights(ax))
@@ -154,7 +161,7 @@ def _line(ax: Axes, x: Sequence[float], y: Sequence[float | None], row: Row, loo
     if all(map(math.isnan, y)):
         return
     style = {"color": look.colour, "linestyle": look.dashes, "marker": look.marker, "markersize": 3.5}
-    ax.plot(x, y, **style, label=label(row["name"]))
+    ax.plot(x, y, **style, label=label(row["name"]), gid=REST if look.beaten else None)
 
 
 def _heights(ax: Axes) -> list[float]:
@@ -165,7 +172,11 @@ def _heights(ax: Axes) -> list[float]:
 def _with_legend(figure: Figure, axes: list[Axes]) -> Figure:
     """One legend below all panels, of every line that is in any of them."""
     found = {text: handle for ax in axes for handle, text in zip(*ax.get_legend_handles_labels(), strict=True)}
-    figure.legend(found.values(), found.keys(), loc="outside lower left", ncols=5, handlelength=2.6, labelcolor=INK)
+    style = {"ncols": 5, "handlelength": 2.6, "labelcolor": INK}
+    legend = figure.legend(found.values(), found.keys(), loc="outside lower left", **style)
+    for line, handle, text in zip(found.values(), legend.legend_handles, legend.get_texts(), strict=True):
+        handle.set_gid(line.get_gid())
+        text.set_gid(line.get_gid())
     return figure
 
 

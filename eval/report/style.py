@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.report.tables import Report
+from surgery.eval.report.verdict import compared_rows, frontier
 
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5d6670", "#dfe3e8", "#fefefd"
 """Text, axes, lines behind the data, ground. Used for nothing else, so that a page can put its own in their place."""
@@ -25,6 +26,8 @@ BASELINE_COLOUR = "#767d86"
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 MARKERS = {"baseline": "D", "variant": "s", "checkpoint": "o"}
 LABEL_LENGTH = 40
+REST, FAINT = "rest", "faint"
+"""What artists of rows that others beat are called: a page shows them when asked to; faint ones show a bit before."""
 
 STYLE = {
     "figure.facecolor": PAPER,
@@ -62,11 +65,12 @@ STYLE = {
 
 
 class Look(NamedTuple):
-    """How one row is drawn in every plot."""
+    """How one row is drawn in every plot; those that others beat at both bytes and loss can be turned off."""
 
     colour: str
     dashes: str | tuple
     marker: str
+    beaten: bool = False
 
 
 def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure | None]:
@@ -75,7 +79,11 @@ def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure
     @wraps(draw)
     def inner(report: Report) -> Figure | None:
         with matplotlib.rc_context(_known_style()):
-            return draw(report)
+            figure = draw(report)
+        for kind in (REST, FAINT) if figure is not None else ():
+            for number, artist in enumerate(figure.findobj(lambda each, kind=kind: each.get_gid() == kind)):
+                artist.set_gid(f"{kind}-{number}")  # ids of a picture are of one element
+        return figure
 
     return inner
 
@@ -83,10 +91,12 @@ def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure
 def looks(report: Report) -> list[Look]:
     """The look of each row. Colours repeat after six rows, then with other dashes; the baseline is grey."""
     styles = cycle((colour, dashes) for dashes in DASHES for colour in PALETTE)
+    compared = [row for role in ("checkpoint", "variant") for row in compared_rows(report, role)]
+    beaten = set(map(id, compared)) - set(map(id, frontier(compared)))
     return [
         Look(BASELINE_COLOUR, "-", MARKERS["baseline"])
         if row.get("role") == "baseline"
-        else Look(*next(styles), MARKERS.get(row.get("role"), "o"))
+        else Look(*next(styles), MARKERS.get(row.get("role"), "o"), id(row) in beaten)
         for row in report["rows"]
     ]
 

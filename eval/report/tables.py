@@ -1,4 +1,4 @@
-"""The headline table of a report, defined once for the terminal, the page and the CSV file.
+"""The headline table of a report, described once for terminal, page, Markdown and CSV file.
 
 A report is the plain dict that `surgery eval` writes as JSON. Anything may be missing from it: tasks that were not run,
 a baseline, a comparison. A column knows where its number is, how people read it, and which direction is better.
@@ -6,44 +6,36 @@ a baseline, a comparison. A column knows where its number is, how people read it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal
 
-from surgery.common.human import decimal, share
+from surgery.common.human import decimal, perplexity, perplexity_text, share, with_perplexity
+from surgery.common.tables.table import NONE, Cell, Column, Table
 from surgery.eval.report.document import dig
 
 Row = dict[str, Any]
 Report = dict[str, Any]
 Value = float | str | None
 
-NONE = "-"
 MINUS = "\u2212"
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of the headline table.
+@dataclass(frozen=True, kw_only=True)
+class Measure(Column):
+    """A headline column: where its value is in a row of a report, and what its difference to the baseline is called.
 
     Attributes:
-        key: stable name, for machines.
-        title: for people, short.
-        about: the title in words, with the unit.
         value: the exact number (or text) of a row of a report; None where there is none.
-        form: how a value other than None is shown.
-        better: which direction is good; None where there is no such thing.
         compared: the key in the row's `comparison` whose difference belongs to this column; None for none.
         is_difference: whether the value is that difference itself, so that only its interval is left to tell.
         is_share: whether the difference is one of shares, shown in percentage points.
         on_terminal: whether a terminal, which is narrow, shows it too.
     """
 
-    key: str
-    title: str
-    about: str
     value: Callable[[Row, Report], Value]
-    form: Callable[[Any], str] = str
-    better: Literal["low", "high"] | None = None
     compared: str | None = None
     is_difference: bool = False
     is_share: bool = False
@@ -55,37 +47,77 @@ class Column:
         return NONE if value is None else self.form(value)
 
     def change(self, row: Row) -> dict[str, float] | None:
-        """`difference`, `low`, `high` of this row minus the baseline (95 % interval); None where not compared."""
+        """`difference`, `low`, `high` of this row minus the baseline (95% interval); None where not compared."""
         return dig(row, "comparison", self.compared) if self.compared else None
 
-    def change_text(self, row: Row) -> str | None:
-        """The change and its interval, or the interval alone if the value is the change; None where not compared."""
+    def change_texts(self, row: Row) -> tuple[str, ...]:
+        """The change and its interval, or the interval alone if the value is the change; nothing where not compared."""
         change = self.change(row)
         if change is None:
-            return None
-        return (
-            interval(change, percent=self.is_share or self.compared in SHARES, difference=not self.is_difference)
-            or None
-        )
+            return ()
+        form = signed_points if self.is_share or self.compared in SHARES else signed
+        return (() if self.is_difference else (form(change["difference"]),)) + interval(change, form)
 
     def verdict(self, row: Row) -> Literal["better", "worse"] | None:
         """Whether the interval of the change lies on one side of zero, and on which."""
-        change = self.change(row)
-        if change is None or change.get("low") is None or change.get("high") is None or self.better is None:
+        ends = bounds(self.change(row) or {})
+        if ends is None or self.better is None or ends[0] <= 0 <= ends[1]:
             return None
-        if change["low"] <= 0 <= change["high"]:
-            return None
-        return "better" if (change["low"] > 0) == (self.better == "high") else "worse"
+        return "better" if (ends[0] > 0) == (self.better == "high") else "worse"
 
 
 SHARES = frozenset({"recall", "needle", "ruler"})
 """Comparisons of shares of one; the others are in nats."""
 
 
-def columns(report: Report) -> list[Column]:
+def columns(report: Report) -> list[Measure]:
     """The headline columns for which at least one row has a value, in order."""
     every = [*HEADLINE, *_lm_eval_columns(report), *_headline_columns(report)]
     return [column for column in every if any(column.value(row, report) is not None for row in report["rows"])]
+
+
+def by_bytes(report: Report) -> Report:
+    """The report with its rows by the KV bytes that they hold, most first; rows that hold none known come last."""
+    held = {id(row): dig(row, "kv", "bytes_per_token") for row in report["rows"]}
+    rows = sorted(report["rows"], key=lambda row: math.inf if held[id(row)] is None else -held[id(row)])
+    return {**report, "rows": rows}
+
+
+def headline(report: Report, *, narrow: bool = False, name: Callable[[Row], Any] = itemgetter("name")) -> Table:
+    """The table that every form of a report begins with.
+
+    Args:
+        narrow: for a terminal: the columns that matter most, and of intervals only those of differences.
+        name: what stands in a row's first cell.
+    """
+    shown = [column for column in columns(report) if column.key != "name" and (column.on_terminal or not narrow)]
+    rows = []
+    for row in report["rows"]:
+        cells = [
+            Cell(
+                column.value(row, report),
+                column.change_texts(row) if column.is_difference or not narrow else (),
+                column.verdict(row) or "",
+            )
+            for column in shown
+        ]
+        rows.append((name(row), *cells))
+    return Table(
+        [Column("", key="name"), *shown], rows, "What each row keeps and what that costs", _notes(report, shown)
+    )
+
+
+def _notes(report: Report, shown: Sequence[Measure]) -> list[str]:
+    context = next((c for row in report["rows"] if (c := dig(row, "kv", "context"))), None)
+    notes = [f"KV bytes held live at {context:,} tokens, batch 1."] if context else []
+    if not report.get("baseline"):
+        notes.append("There is no baseline to compare with.")
+    elif any(column.compared for column in shown):
+        notes.append(
+            f"Differences are to {report['baseline']}, with 95% intervals of a paired bootstrap over samples where "
+            "there is more than one; those of shares in percentage points."
+        )
+    return notes
 
 
 def signed(value: float, digits: int = 4) -> str:
@@ -99,14 +131,16 @@ def signed_points(value: float) -> str:
     return signed(100 * value, 1)
 
 
-def interval(change: dict[str, float], *, percent: bool, difference: bool = True) -> str:
-    """A change with its 95 % interval: ``+0.0600 [+0.0500, +0.0700]``; of shares in percentage points."""
-    form = signed_points if percent else signed
+def bounds(change: dict[str, float]) -> tuple[float, float] | None:
+    """The 95% interval of a change; None where there is none, or only one sample, which has none."""
     low, high = change.get("low"), change.get("high")
-    parts = [form(change["difference"])] if difference else []
-    if low is not None and high is not None:
-        parts.append(f"[{form(low)}, {form(high)}]")
-    return " ".join(parts)
+    return None if low is None or high is None or change.get("samples") == 1 else (low, high)
+
+
+def interval(change: dict[str, float], form: Callable[[float], str] = signed) -> tuple[str, ...]:
+    """The 95% interval of a change as one piece of text, ``[+0.0500, +0.0700]``; nothing where there is none."""
+    ends = bounds(change)
+    return () if ends is None else (f"[{form(ends[0])}, {form(ends[1])}]",)
 
 
 def scalars(row: Row) -> dict[str, float]:
@@ -173,164 +207,64 @@ def _digits(count: int) -> Callable[[float], str]:
     return lambda value: decimal(value, count)
 
 
-HEADLINE: tuple[Column, ...] = (
-    Column("name", "row", "Name of the row", _at("name")),
-    Column(
-        "kv_bytes_per_token",
-        "KV B/token",
-        "Bytes of KV cache held, measured live, for each token at the report's context",
-        _at("kv", "bytes_per_token"),
-        lambda value: f"{value:,.0f}",
-        "low",
-    ),
-    Column("kv_ratio", "KV share", "KV bytes relative to the baseline's", _at("kv", "ratio"), share, "low"),
-    Column(
-        "kv_peak",
-        "KV peak",
-        "The most bytes that keys and values took, the prompt read in one pass, relative to the baseline's",
-        _at("kv", "peak_ratio"),
-        share,
-        "low",
-    ),
-    Column(
-        "kv_footprint",
-        "KV footprint",
-        "Share of full causal attention that was computed while the prompt was read and tokens decoded",
-        _at("kv", "footprint"),
-        share,
-        "low",
-    ),
-    Column("loss", "loss", "Mean cross-entropy, nats a token", _at("results", "loss", "loss"), _digits(4), "low"),
-    Column(
-        "loss_change",
-        "Δ loss",
-        "Loss minus the baseline's on the same tokens, nats a token",
-        _at("comparison", "loss", "difference"),
-        signed,
-        "low",
-        compared="loss",
-        is_difference=True,
-    ),
-    Column(
-        "cached_loss",
-        "cached loss",
-        "Loss of the last tokens, decoded one by one through the live KV cache, nats a token",
-        _at("results", "loss", "cached", "loss"),
-        _digits(4),
-        "low",
-        compared="cached_loss",
-    ),
-    Column(
-        "kl",
-        "KL",
-        "Kullback-Leibler divergence KL(baseline ‖ row) of next-token predictions, mean, nats a token",
-        _at("results", "loss", "divergence", "kl"),
-        _digits(4),
-        "low",
-    ),
-    Column(
-        "top1_agreement",
-        "top-1",
-        "Share of positions where the row's most likely token is the baseline's",
-        _at("results", "loss", "divergence", "top1_agreement"),
-        share,
-        "high",
-    ),
-    Column(
-        "memorised",
-        "by heart",
-        "Share of tokens that the baseline predicts at less than 0.1 nats: they hide damage to attention",
-        lambda row, report: dig(row, "results", "loss", "memorised", "share") if report.get("baseline") else None,
-        share,
-        on_terminal=False,
-    ),
-    Column(
-        "loss_of_others",
-        "loss, others",
-        "Loss of the tokens that the baseline does not know by heart, nats a token",
-        lambda row, report: (
-            dig(row, "results", "loss", "memorised", "loss_of_others") if report.get("baseline") else None
-        ),
-        _digits(4),
-        "low",
-        compared="loss_of_others",
-        on_terminal=False,
-    ),
-    Column(
-        "repeat",
-        "repeat",
-        "Loss of a span of text that came before, mean over the lags, nats a token",
-        _at("results", "repeat", "loss"),
-        _digits(4),
-        "low",
-        compared="repeat",
-    ),
-    Column(
-        "match",
-        "match",
-        "Mean number of tokens that are written greedily as the baseline writes them",
-        _at("results", "match", "tokens"),
-        _digits(1),
-        "high",
-    ),
-    Column(
-        "recall",
-        "recall",
-        "Share of planted keys given back, all digits right",
-        _at("results", "recall", "accuracy"),
-        share,
-        "high",
-        compared="recall",
-    ),
-    Column(
-        "needle",
-        "needle",
-        "Share of needles found over all lengths and depths",
-        _at("results", "needle", "accuracy"),
-        share,
-        "high",
-        compared="needle",
-    ),
-    Column(
-        "ruler",
-        "RULER-style",
-        "Mean score of the RULER-style tasks over all lengths",
-        _at("results", "ruler", "average"),
-        share,
-        "high",
-        compared="ruler",
-    ),
-    Column(
-        "ruler_able",
-        "RULER-style, able",
-        "Mean score of the RULER-style tasks and lengths in which the baseline scores enough to lose something",
-        _at("results", "ruler", "able", "average"),
-        share,
-        "high",
-    ),
-    Column(
-        "kernels",
-        "kernels",
-        "What reads the layers' caches when the project's kernels are put under the model, or why nothing does",
-        lambda row, report: _kernels(dig(row, "results", "kernels")),
-    ),
-    Column(
-        "kernel_error",
-        "kernel error",
-        "Relative root mean square error of logits with kernels, against the model's own code",
-        _at("results", "kernels", "logit_error"),
-        lambda value: f"{value:.1e}",
-        "low",
-    ),
-    Column(
-        "kernel_loss_change",
-        "Δ loss, kernels",
-        "Largest difference that kernels make to the loss of a token that is decoded through the cache, nats",
-        _at("results", "kernels", "largest_difference"),
-        lambda value: f"{value:.1e}",
-        "low",
-    ),
+def _perplexity(row: Row, report: Report) -> float | None:
+    return perplexity(dig(row, "results", "loss", "loss"))
+
+
+def _memorised(key: str) -> Callable[[Row, Report], Value]:
+    return lambda row, report: dig(row, "results", "loss", "memorised", key) if report.get("baseline") else None
+
+
+# fmt: off
+HEADLINE: tuple[Measure, ...] = (
+    Measure("row", "Name of the row", key="name", value=_at("name")),
+    Measure("KV B/token", "Bytes of KV cache held, measured live, for each token at the report's context",
+            lambda value: f"{value:,.0f}", "low", key="kv_bytes_per_token", value=_at("kv", "bytes_per_token")),
+    Measure("KV share", "KV bytes relative to the baseline's", share, "low", key="kv_ratio", value=_at("kv", "ratio")),
+    Measure("KV peak", "Most bytes that keys and values took, the prompt read in one pass, relative to the baseline's",
+            share, "low", key="kv_peak", value=_at("kv", "peak_ratio")),
+    Measure("KV footprint", "Share of full causal attention that was computed for the prompt and decoded tokens",
+            share, "low", key="kv_footprint", value=_at("kv", "footprint")),
+    Measure("loss", "Mean cross-entropy, nats a token",
+            _digits(4), "low", key="loss", value=_at("results", "loss", "loss")),
+    Measure("perplexity", "exp of the mean loss: as many equally likely tokens would be as hard to tell",
+            perplexity_text, "low", key="perplexity", value=_perplexity),
+    Measure("Δ loss", "Loss minus the baseline's on the same tokens, nats a token",
+            signed, "low", key="loss_change", compared="loss", is_difference=True,
+            value=_at("comparison", "loss", "difference")),
+    Measure("cached loss (perplexity)", "Loss, nats a token, of the last tokens, decoded one by one by the live cache",
+            with_perplexity, "low", key="cached_loss", compared="cached_loss", on_terminal=False,
+            value=_at("results", "loss", "cached", "loss")),
+    Measure("KL", "Kullback-Leibler divergence KL(baseline ‖ row) of next-token predictions, mean, nats a token",
+            _digits(4), "low", key="kl", value=_at("results", "loss", "divergence", "kl")),
+    Measure("top-1", "Share of positions where the row's most likely token is the baseline's",
+            share, "high", key="top1_agreement", value=_at("results", "loss", "divergence", "top1_agreement")),
+    Measure("by heart", "Share of tokens that cost the baseline less than 0.1 nats: they hide damage to attention",
+            share, key="memorised", value=_memorised("share"), on_terminal=False),
+    Measure("loss, others (perplexity)", "Loss of tokens that the baseline does not know by heart, nats a token",
+            with_perplexity, "low", key="loss_of_others", compared="loss_of_others", on_terminal=False,
+            value=_memorised("loss_of_others")),
+    Measure("repeat (perplexity)", "Loss of a span of text that came before, mean over the lags, nats a token",
+            with_perplexity, "low", key="repeat", value=_at("results", "repeat", "loss"), compared="repeat"),
+    Measure("match", "Mean number of tokens that are written greedily as the baseline writes them",
+            _digits(1), "high", key="match", value=_at("results", "match", "tokens")),
+    Measure("recall", "Share of planted keys given back, all digits right",
+            share, "high", key="recall", value=_at("results", "recall", "accuracy"), compared="recall"),
+    Measure("needle", "Share of needles found over all lengths and depths",
+            share, "high", key="needle", value=_at("results", "needle", "accuracy"), compared="needle"),
+    Measure("RULER-style", "Mean score of the RULER-style tasks over all lengths",
+            share, "high", key="ruler", value=_at("results", "ruler", "average"), compared="ruler"),
+    Measure("RULER-style, able", "Mean score of those tasks and lengths in which the baseline has something to lose",
+            share, "high", key="ruler_able", value=_at("results", "ruler", "able", "average")),
+    Measure("kernels", "What reads the caches when the project's kernels are under the model, or why nothing does",
+            key="kernels", value=lambda row, report: _kernels(dig(row, "results", "kernels"))),
+    Measure("kernel error", "Relative root mean square error of logits with kernels, against the model's own code",
+            lambda value: f"{value:.1e}", "low", key="kernel_error", value=_at("results", "kernels", "logit_error")),
+    Measure("Δ loss, kernels", "Largest difference that kernels make to the loss of a token that is decoded, nats",
+            lambda value: f"{value:.1e}", "low", key="kernel_loss_change",
+            value=_at("results", "kernels", "largest_difference")),
 )
+# fmt: on
 
 
 def _kernels(result: dict[str, Any] | None) -> str | None:
@@ -339,7 +273,7 @@ def _kernels(result: dict[str, Any] | None) -> str | None:
     return result["refused"] or ", ".join(f"{layers} x {name}" for name, layers in result["operations"].items())
 
 
-def _lm_eval_columns(report: Report) -> list[Column]:
+def _lm_eval_columns(report: Report) -> list[Measure]:
     """The first metric of every lm-eval task of the report."""
     firsts: dict[str, str] = {}
     for row in report["rows"]:
@@ -347,18 +281,18 @@ def _lm_eval_columns(report: Report) -> list[Column]:
             for metric in row["results"][task].get("metrics") or {}:
                 firsts.setdefault(task, metric)
     return [
-        Column(
-            f"{task}.{metric}",
+        Measure(
             f"{task.removeprefix('lm-eval:')} {metric}",
             f"lm-eval task {task.removeprefix('lm-eval:')}, metric {metric}",
-            _at("results", task, "metrics", metric, "value"),
             lambda value: decimal(value, 4) if isinstance(value, int | float) else str(value),
+            key=f"{task}.{metric}",
+            value=_at("results", task, "metrics", metric, "value"),
         )
         for task, metric in firsts.items()
     ]
 
 
-def _headline_columns(report: Report) -> list[Column]:
+def _headline_columns(report: Report) -> list[Measure]:
     """Of tasks whose results say themselves what their number is: `surgery.eval.session.Task.run`."""
     told = {
         name: result["headline"]
@@ -367,13 +301,13 @@ def _headline_columns(report: Report) -> list[Column]:
         if isinstance(result, dict) and "headline" in result
     }
     return [
-        Column(
-            name,
+        Measure(
             said.get("title", name),
             said.get("about", name),
-            _at("results", name, "headline", "value"),
             share if said.get("share") else lambda value: decimal(value, 4),
-            better=said.get("better"),
+            said.get("better"),
+            key=name,
+            value=_at("results", name, "headline", "value"),
             compared=name,
             is_share=bool(said.get("share")),
         )

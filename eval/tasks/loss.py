@@ -115,7 +115,7 @@ class LossTask:
             "sequences": len(losses),
             "length": text.tokens.shape[1],
             **_totals(losses, size),
-            "perplexity": perplexity(float(losses.mean())),
+            "perplexity": ppl if math.isfinite(ppl := perplexity(float(losses.mean()))) else None,  # as JSON can say
             "per_sequence": losses.mean(axis=1).tolist(),
             "by_source": {
                 name: _totals(losses[source == index], size[source == index])

@@ -27,6 +27,7 @@ def env(
     """
     from surgery.common.human import size
     from surgery.common.machine import machine_facts
+    from surgery.common.tables.table import Column
     from surgery.console.page import make_table, new_page, print_json
 
     facts = {"surgery": __version__, **machine_facts(gpu=gpu)}
@@ -41,4 +42,4 @@ def env(
         rows.append((each["name"], f"{size(each['memory_bytes'])}, sm {each['capability']}, CUDA {each['cuda']}"))
     if facts.get("accelerators") == []:
         rows.append(("accelerators", "none"))
-    new_page().print(make_table(["", ""], rows, right=(), header=False))
+    new_page().print(make_table(["", Column("", align="left")], rows, header=False))

@@ -5,9 +5,6 @@ from __future__ import annotations
 import html
 import math
 
-MOST_NATS = 700
-"""e to the power of more is no float."""
-
 
 def size(count: float) -> str:
     """Bytes in binary units with one decimal: ``3.0 KiB``; below 1 KiB as they are."""
@@ -41,21 +38,36 @@ def decimal(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def perplexity(loss: float) -> float | None:
-    """Of a loss in nats per token; None beyond what a float holds, as JSON has no infinity."""
-    return math.exp(loss) if loss < MOST_NATS else None
+def perplexity(loss: float | None) -> float | None:
+    """exp of a mean loss in nats a token; infinite where that is no number that a machine has."""
+    try:
+        return None if loss is None else math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
-def perplexity_change(lost: float) -> str:
-    """A difference of losses in nats per token as the change of the perplexity: ``+1.2%``."""
-    return f"{math.expm1(lost):+.1%}" if lost < MOST_NATS else f"× e^{lost:.0f}"
+def perplexity_text(value: float) -> str:
+    """A perplexity with four digits or so: ``9.762``, ``64.12``, ``1,234``."""
+    return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def with_perplexity(loss: float | None) -> str:
+    """A loss and its perplexity, ``2.2785 (9.762)``; a dash where there is none."""
+    return "-" if loss is None else f"{loss:.4f} ({perplexity_text(perplexity(loss))})"
+
+
+def cost(lost: float, recall: tuple[float | None, float | None] = (None, None)) -> str:
+    """A difference of losses in nats per token, as a perplexity too; and recall before and after, if there is any."""
+    before, after = recall
+    found = f", recall {decimal(before, 2)} → {decimal(after, 2)}" if before is not None and after is not None else ""
+    return f"{lost:+.4f} nats per token (perplexity {perplexity(lost) - 1:+.1%}){found}"
 
 
 def loss_of_stage(row: dict) -> str:
     """The loss of a stage of a conversion; of one that must equal the source, how far its logits are off."""
     if row.get("logit_difference") is not None:
         return f"the source's (logits: {row['logit_difference']:.0e})"
-    return decimal(row["loss"], 4)
+    return with_perplexity(row["loss"])
 
 
 def share(value: float | None) -> str:

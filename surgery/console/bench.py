@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from surgery.common.human import decimal, duration, size
+from surgery.common.human import duration, size
+from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
 
 
@@ -18,9 +19,7 @@ def show_bench(bench, *, as_json: bool = False) -> None:
         return
     page, report = new_page(), bench.report
     page.print(f"\n[bold]{plain(bench.shape)}[/bold], {size(bench.source_bytes)} of weights")
-    page.print(
-        make_table(["phase", "seconds"], [(name, decimal(value, 1)) for name, value in report["seconds"].items()])
-    )
+    page.print(make_table(["phase", Column("seconds", "", lambda value: f"{value:.1f}")], report["seconds"].items()))
     page.print(f"{duration(bench.seconds)} in all, peak memory {size(bench.peak_memory_bytes)}")
 
 
@@ -48,7 +47,7 @@ def show_speed(page: Console, rows: list[dict], gpu: dict | None = None) -> None
         cell += [_ratio(row["speedup"]), _ratio(row["bytes_ratio"])] if compared else []
         why = f"bound by {row['bound']}" if row.get("faster", True) else f"will not be faster: {row['reason']}"
         cells.append((*cell, why))
-    page.print(make_table([*columns, ""], cells, right=tuple(range(1, len(columns)))))
+    page.print(make_table([*columns, ""], cells))
 
 
 def show_kernels(record: dict, written: list[Path], *, as_json: bool = False) -> None:
@@ -64,21 +63,7 @@ def show_kernels(record: dict, written: list[Path], *, as_json: bool = False) ->
             f" both counted; bf16 product {limits['flops_per_second'] / 1e12:.0f} TFLOP/s",
             soft_wrap=True,
         )
-    head = [
-        "operation",
-        "shape",
-        "batch",
-        "context",
-        "error",
-        "of best",
-        "time",
-        "GB/s",
-        "of copy",
-        "TFLOP/s",
-        "of matmul",
-    ]
-    rows = [_kernel_row(row) for row in record["rows"]]
-    page.print(make_table([*head, "over GQA", "fastest other"], rows, right=tuple(range(2, 12))))
+    page.print(make_table(KERNELS, map(_kernel_row, record["rows"])))
     for row in record["rows"]:
         if "gate" in row and not row["gate"]["passed"]:
             place = f"{row['operation']} {row['model']} {row['variant']}, batch {row['batch']}, {row['context']} tokens"
@@ -87,28 +72,19 @@ def show_kernels(record: dict, written: list[Path], *, as_json: bool = False) ->
 
 
 def _kernel_row(row: dict) -> tuple:
-    place = (row["operation"], f"{row['model']} {row['variant']}", row["batch"], _tokens(row["context"]))
+    gate = row.get("gate") or {}
+    place = (row["operation"], f"{row['model']} {row['variant']}", row["batch"], row["context"])
+    return (*place, gate.get("error"), gate.get("times_best_library"), *map(row.get, KERNEL_KEYS), _said(row, gate))
+
+
+def _said(row: dict, gate: dict) -> str | None:
+    """The fastest of the others, or why there is no time."""
     if "skipped" in row:
-        return (*place, *[""] * 8, row["skipped"])
-    gate = row["gate"]
-    error = "-" if gate["error"] is None else f"{gate['error']:.1e}"
-    relative = "-" if gate["times_best_library"] is None else f"{gate['times_best_library']:.1f}x"
+        return row["skipped"]
     if "seconds" not in row:
-        return (*place, error, relative, *["-"] * 6, "right" if gate["passed"] else "wrong: not timed")
+        return "right" if gate["passed"] else "wrong: not timed"
     others = [(each["seconds"], name) for name, each in row.get("baselines", {}).items() if "seconds" in each]
-    best = f"{min(others)[1]} {_time(min(others)[0])}" if others else "-"
-    return (
-        *place,
-        error,
-        relative,
-        _time(row["seconds"]),
-        f"{row['bytes_per_second'] / 1e9:,.0f}",
-        f"{row['share_of_copy']:.0%}",
-        f"{row['flops_per_second'] / 1e12:,.0f}",
-        f"{row['share_of_matmul']:.0%}",
-        _ratio(row["speedup_over_gqa_decode"]) if "speedup_over_gqa_decode" in row else "-",
-        best,
-    )
+    return f"{min(others)[1]} {_time(min(others)[0])}" if others else None
 
 
 def show_decoding(record: dict, written: list[Path], *, as_json: bool = False) -> None:
@@ -118,28 +94,13 @@ def show_decoding(record: dict, written: list[Path], *, as_json: bool = False) -
         return
     page = new_page()
     page.print(f"\n[bold]{plain(record['device']['name'])}[/bold]; caches of {plain(record['cache'])}", soft_wrap=True)
-    head = ["model", "attention", "kernels", "context", "batch", "tokens/s", "step", "in a graph", "peak memory"]
-    rows = [_decode_row(row) for row in record["rows"]]
-    page.print(make_table([*head, "of the source", ""], rows, right=tuple(range(3, 10))))
+    page.print(make_table(DECODING, map(_decode_row, record["rows"])))
     _show_notes(page, record["note"], written)
 
 
 def _decode_row(row: dict) -> tuple:
-    place = (row["model"], row["kind"], "ours" if row["accelerated"] else "stock")
-    at = (_tokens(row["context"]) if "context" in row else "", row.get("batch", ""))
-    if "skipped" in row:
-        return (*place, *at, *[""] * 5, row["skipped"])
-    graph = row["graph_step_seconds"]
-    return (
-        *place,
-        *at,
-        f"{row['tokens_per_second']:,.0f}",
-        _time(row["step_seconds"]),
-        "-" if graph is None else _time(graph),
-        "-" if row["peak_memory_bytes"] is None else size(row["peak_memory_bytes"]),
-        _ratio(row["times_source"]) if "times_source" in row else "-",
-        "largest batch" if row["largest"] else "",
-    )
+    said = row.get("skipped") or ("largest batch" if row["largest"] else "")
+    return (row["model"], row["kind"], "ours" if row["accelerated"] else "stock", *map(row.get, DECODING_KEYS), said)
 
 
 def show_parts(record: dict, *, as_json: bool = False) -> None:
@@ -148,8 +109,8 @@ def show_parts(record: dict, *, as_json: bool = False) -> None:
         print_json(record)
         return
     page = new_page()
-    rows = [(part["name"], duration(part["seconds"]), part["ended"], part["log"] or "-") for part in record["parts"]]
-    page.print(make_table(["part", "time", "ended", "log"], rows, right=(1,)))
+    rows = [(part["name"], part["seconds"], part["ended"], part["log"] or None) for part in record["parts"]]
+    page.print(make_table(["part", Column("time", "", duration), "ended", "log"], rows))
     page.print(plain(record["out"]), soft_wrap=True)
 
 
@@ -171,3 +132,34 @@ def _time(seconds: float) -> str:
 
 def _ratio(value: float) -> str:
     return f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
+
+
+KERNEL_KEYS = (
+    *("seconds", "bytes_per_second", "share_of_copy", "flops_per_second", "share_of_matmul"),
+    "speedup_over_gqa_decode",
+)
+KERNELS = (
+    *("operation", "shape", "batch", Column("context", "", _tokens)),
+    Column("error", "", lambda value: f"{value:.1e}"),
+    Column("of best", "", lambda value: f"{value:.1f}x"),
+    Column("time", "", _time),
+    Column("GB/s", "", lambda value: f"{value / 1e9:,.0f}"),
+    Column("of copy", "", lambda value: f"{value:.0%}"),
+    Column("TFLOP/s", "", lambda value: f"{value / 1e12:,.0f}"),
+    Column("of matmul", "", lambda value: f"{value:.0%}"),
+    Column("over GQA", "", _ratio),
+    "fastest other",
+)
+DECODING_KEYS = (
+    *("context", "batch", "tokens_per_second", "step_seconds", "graph_step_seconds", "peak_memory_bytes"),
+    "times_source",
+)
+DECODING = (
+    *("model", "attention", "kernels", Column("context", "", _tokens), "batch"),
+    Column("tokens/s", "", lambda value: f"{value:,.0f}"),
+    Column("step", "", _time),
+    Column("in a graph", "", _time),
+    Column("peak memory", "", size),
+    Column("of the source", "", _ratio),
+    "",
+)

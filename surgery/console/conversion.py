@@ -6,10 +6,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from surgery.common.human import decimal, duration, loss_of_stage, origin, per_token, share, size
+from surgery.common.human import duration, origin, per_token, share, size, with_perplexity
+from surgery.common.tables import terminal
+from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
-from surgery.console.verdicts import of_conversion, of_evaluation, show_next, where_it_loads
+from surgery.console.verdicts import of_conversion, show_next, where_it_loads
 from surgery.engines import spoken
+from surgery.reporting.quality import before_and_after, ladder_table
 
 OWN_CLASS = "surgery"
 
@@ -21,26 +24,13 @@ def show_conversion(conversion, address: str | None = None, *, as_json: bool = F
         print_json({"path": str(conversion.path), **({"hub": address} if address else {}), **report})
         return
     page, source, target, kv = new_page(), report["source"], report["target"], report["kv"]
-    first, last = report["ladder"][0], report["ladder"][-1]
+    first = report["ladder"][0]
     named = origin(source["path"], source.get("dequantised_from"))
     page.print(f"\n[bold]{plain(named)} → {plain(conversion.path.name)}[/bold]")
-    page.print(
-        make_table(
-            ["", "source", "converted"],
-            [
-                ("class", source["model_type"], target["model_type"]),
-                (
-                    "KV cache per token",
-                    per_token(kv["source_bytes_per_token"]),
-                    f"{per_token(kv['measured_bytes_per_token'])}, {share(kv['ratio'])}",
-                ),
-                *_numbers(kv, target),
-                *_flow(kv),
-                ("held-out loss, nats per token", decimal(first["loss"], 4), decimal(last["loss"], 4)),
-                ("recall of planted keys", decimal(first["recall"], 2), decimal(last["recall"], 2)),
-            ],
-        )
-    )
+    held = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
+    names = source["model_type"], target["model_type"]
+    others = [*_numbers(kv, target), *_flow(kv)]
+    page.print(terminal.render(before_and_after(held, report["ladder"], names, others)))
     _show_ladder(page, report["ladder"])
     _show_layers(page, conversion.report.layers)
     if report["splits"]:
@@ -81,20 +71,10 @@ def show_plan(plan, *, as_json: bool = False) -> None:
     page, source, kv, disk, work = new_page(), plan.source, plan.kv, plan.disk, plan.work
     named = origin(source["path"], source["dequantised_from"])
     page.print(f"\n[bold]dry run: {plain(named)} → {plain(plan.out)}[/bold] (nothing is written)")
-    page.print(
-        make_table(
-            ["", "source", "converted"],
-            [
-                ("class", source["model_type"], plan.target["model_type"]),
-                (
-                    "KV cache per token",
-                    per_token(kv["source_bytes_per_token"]),
-                    f"{per_token(kv['bytes_per_token'])}, {share(kv['ratio'])}",
-                ),
-                ("weights on disk", size(source["weight_bytes"]), size(disk["output_bytes"])),
-            ],
-        )
-    )
+    held = kv["source_bytes_per_token"], kv["bytes_per_token"]
+    names = source["model_type"], plan.target["model_type"]
+    weights = ("weights on disk", size(source["weight_bytes"]), size(disk["output_bytes"]))
+    page.print(terminal.render(before_and_after(held, (), names, [weights])))
     _show_splits(page, plan.splits, None)
     _show_carrier(page, plan.target)
     memory, device = plan.memory, plan.memory["device_bytes"]
@@ -113,7 +93,7 @@ def show_plan(plan, *, as_json: bool = False) -> None:
             f"{work['total_flops'] / 1e12:,.1f} TFLOP, here at most {work['flops_per_second'] / 1e9:,.0f} GFLOP/s",
         ),
     ]
-    page.print(make_table(["estimate", "", ""], rows, right=(1,)))
+    page.print(make_table(["estimate", Column("", align="right"), Column("", align="left")], rows))
     tokens = plan.tokens
     page.print(
         f"calibration: {tokens['calibration']} sequences of {tokens['length']} tokens; held out: {tokens['held_out']}"
@@ -133,10 +113,10 @@ def show_doctor(diagnosis, *, as_json: bool = False) -> None:
     page.print(f"\n[bold]{plain(diagnosis.path)}[/bold] ({plain(diagnosis.facts.kind)})")
     rows = []
     for verdict in diagnosis.verdicts:
-        held = verdict.cache_bytes_per_token
         why = f"{verdict.reason}; {verdict.remedy}" if verdict.remedy else verdict.reason
-        rows.append((verdict.engine, verdict.version, verdict.status, per_token(held) if held else "-", why))
-    page.print(make_table(["engine", "version", "", "KV cache per token", "because"], rows, right=(3,)))
+        rows.append((verdict.engine, verdict.version, verdict.status, verdict.cache_bytes_per_token or None, why))
+    held = Column("KV cache per token", "", per_token)
+    page.print(make_table(["engine", Column("version", align="left"), "", held, "because"], rows))
     _show_commands(page, {verdict.engine: verdict.to_dict() for verdict in diagnosis.verdicts})
 
 
@@ -159,22 +139,10 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     page, source, converted = new_page(), demo.source, demo.converted
     page.print("\n[bold]before and after, measured by stock transformers without this package[/bold]")
     page.print(f"source: {plain(demo.name)}", soft_wrap=True)
-    ratio = converted.kv_bytes_per_token / source.kv_bytes_per_token
-    page.print(
-        make_table(
-            ["", "source", "converted"],
-            [
-                ("loaded as", source.model_class, converted.model_class),
-                (
-                    "KV cache per token",
-                    per_token(source.kv_bytes_per_token),
-                    f"{per_token(converted.kv_bytes_per_token)}, {share(ratio)}",
-                ),
-                ("held-out loss, nats per token", decimal(source.loss, 4), decimal(converted.loss, 4)),
-                ("recall of planted keys", decimal(source.recall, 2), decimal(converted.recall, 2)),
-            ],
-        )
-    )
+    both = source, converted
+    held, ladder = zip(*((m.kv_bytes_per_token, {"loss": m.loss, "recall": m.recall}) for m in both), strict=True)
+    names = source.model_class, converted.model_class
+    page.print(terminal.render(before_and_after(held, ladder, names)))
     for name, measured in (("source", source), ("converted", converted)):
         page.print(f"[bold]{name}[/bold] writes:")
         page.print(f"[dim]{plain(demo.prompt)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
@@ -189,7 +157,8 @@ def show_demo(demo, *, as_json: bool = False) -> None:
 
 def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False) -> None:
     """Prints an evaluation's report, and where its files are."""
-    from surgery.eval.report.tables import columns
+    from surgery.eval.report.tables import by_bytes, headline
+    from surgery.eval.report.verdict import by_checkpoint
 
     if as_json:
         print_json(report)
@@ -198,25 +167,12 @@ def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False)
     page.print(f"\n[bold]{plain(report['title'])}[/bold]")
     if settings["limit"]:
         page.print(f"[bold yellow]quick look: at most {settings['limit']} samples a task[/bold yellow]")
-    shown = [column for column in columns(report) if column.key != "name" and column.on_terminal]
-    rows = []
-    for row in report["rows"]:
-        cells = []
-        for column in shown:
-            # Intervals of everything would not fit a terminal; the page and the JSON have them.
-            interval = column.change_text(row) if column.is_difference else None
-            cells.append(column.text(row, report) + (f" {interval}" if interval else ""))
-        rows.append((row["name"], *cells))
-    page.print(make_table(["", *(column.title for column in shown)], rows, right=tuple(range(1, len(shown) + 1))))
-    page.print(
-        f"measured in {settings['dtype']} on {settings['device']}, seed {settings['seed']}; "
-        + (
-            "differences to the baseline; with more than one sample, 95% intervals of a paired bootstrap"
-            if report["baseline"]
-            else "no baseline"
-        )
-    )
-    for line in of_evaluation(report):
+    table = headline(by_bytes(report), narrow=True)
+    page.print(terminal.render(table))
+    page.print(f"measured in {settings['dtype']} on {settings['device']}, seed {settings['seed']}")
+    for note in table.notes:
+        page.print(plain(note), soft_wrap=True)
+    for line in by_checkpoint(report):
         page.print(f"[bold]{plain(line)}[/bold]", soft_wrap=True)
     for path in written:
         page.print(plain(path), soft_wrap=True)
@@ -228,8 +184,7 @@ def _show_ladder(page: Console, ladder: list[dict]) -> None:
         page.print("loss and recall were not measured: there was no text\n")
         return
     page.print("where the loss comes from")
-    rows = [(row["stage"], loss_of_stage(row), decimal(row["recall"], 2)) for row in ladder]
-    page.print(make_table(["stage", "loss", "recall"], rows, right=(1, 2)))
+    page.print(terminal.render(ladder_table(ladder)))
 
 
 def _show_layers(page: Console, layers: list) -> None:
@@ -244,12 +199,12 @@ def _show_splits(page: Console, splits: list[dict], chosen: tuple[int, int] | No
     if not splits or (len(splits) == 1 and chosen):
         return
     folds = any(split.get("fold", 1) > 1 for split in splits)
-    last = "held-out loss" if chosen else "KV per token"
+    last = "held-out loss (perplexity)" if chosen else "KV per token"
     losses = [split["held_out_loss"] for split in splits if split.get("held_out_loss") is not None]
     rows = []
     for split in splits:
         loss = split.get("held_out_loss")
-        value = decimal(loss, 4) if chosen else per_token(split["kv_bytes_per_token"])
+        value = with_perplexity(loss) if chosen else per_token(split["kv_bytes_per_token"])
         is_chosen = (split["rope_dim"], split["rank"]) == chosen and loss in (None, min(losses, default=None))
         fold = (split.get("fold", 1),) if folds else ()
         rows.append((split["rope_dim"], split["rank"], *fold, value, "chosen" if is_chosen else ""))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surgery.common.human import decimal, duration, share
+from surgery.common.human import decimal, duration, share, with_perplexity
 from surgery.console.page import make_table, new_page, plain, print_json
 
 BEST = 6
@@ -28,7 +28,7 @@ def show_pattern(scored, *, as_json: bool = False) -> None:
     columns = ["layer", *(f"head {head}" for head in range(pattern.kv_heads))]
     rows = [(layer, *(f"{score:.4g}" for score in scores.tolist())) for layer, scores in enumerate(pattern.scores)]
     if pattern.kv_heads <= 16 and pattern.layers <= 40:
-        out.print(make_table(columns, rows, right=tuple(range(1, len(columns)))))
+        out.print(make_table(columns, rows))
     best = ", ".join(f"layer {layer} head {head}" for layer, head in pattern.ranking()[:BEST])
     out.print(f"highest: {best}")
     out.print(
@@ -63,19 +63,19 @@ def show_comparison(comparison, *, as_json: bool = False) -> None:
         ]
         rows.append(("chance", "0.00", *(share(entry["chance"]) for entry in agreement["pairs"][0]["overlaps"])))
         out.print("agreement: rank correlation, and overlap of the best heads")
-        out.print(make_table(columns, rows, right=tuple(range(1, len(columns)))))
+        out.print(make_table(columns, rows))
     rows = [
         (name, entry["distinct"], *(t["near"]["float32"] for t in entry["thresholds"]))
         for name, entry in agreement["patterns"].items()
     ]
     columns = ["", "different scores", *(f"best {100 * part:g}%" for part in agreement["shares"])]
     out.print("ties: heads at the threshold of a share; 1 is none")
-    out.print(make_table(columns, rows, right=tuple(range(1, len(columns)))))
+    out.print(make_table(columns, rows))
     if measured := content["measured"]:
         source = measured["source"]
-        for quantity, title in (("recall", "recall"), ("loss", "loss increase")):
+        for quantity, title, form in (("recall", "recall", share), ("loss", "loss increase", with_perplexity)):
             header, lines = curve_table(measured, quantity)
-            out.print(f"{title} by the share of heads that stream; source {source[quantity]:.4f}")
-            out.print(make_table(header, [tuple(line) for line in lines], right=tuple(range(1, len(header)))))
+            out.print(f"{title} by the share of heads that stream; source {form(source[quantity])}")
+            out.print(make_table(header, lines))
     for path in comparison.written:
         out.print(plain(path), soft_wrap=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from surgery.common.human import count, decimal, duration, share, size
+from surgery.common.human import count, duration, share, size
+from surgery.common.tables import terminal
+from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.console.verdicts import of_healing, show_next
+from surgery.reporting.quality import healed_table
 
 
 def show_healed(healed, *, as_json: bool = False) -> None:
@@ -18,8 +21,7 @@ def show_healed(healed, *, as_json: bool = False) -> None:
     page = new_page()
     page.print(f"\n[bold]{plain(healed.path.name)}: healed[/bold]")
     if healing["table"]:
-        rows = [(e["name"], decimal(e["loss"], 4), decimal(e["recall"], 2)) for e in healing["table"]]
-        page.print(make_table(["", "held-out loss", "recall"], rows))
+        page.print(terminal.render(healed_table(healing["table"])))
     if healing["gap_closed"] is not None:
         page.print(f"{share(healing['gap_closed'])} of the loss that the conversion cost was won back")
     speed = healing["tokens_per_second"]
@@ -49,11 +51,11 @@ def show_plan(plan, *, as_json: bool = False) -> None:
         f" {devices} {'device' if devices == 1 else 'devices'}{', sharded' if found['sharded'] else ''}"
     )
     top = max(found["phases"], key=lambda name: sum(found["phases"][name].values()))
-    rows = [(name, size(held)) for name, held in found["held"].items() if held]
-    rows += [(f"{top}: {name}", size(held)) for name, held in found["phases"][top].items() if held]
-    page.print(make_table(["memory of a device", ""], [*rows, ("peak", size(found["peak_bytes"]))], right=(1,)))
-    rows = [(name, count(flops)) for name, flops in found["flops_per_token"].items() if flops]
-    page.print(make_table(["FLOPs of a token", ""], rows, right=(1,)))
+    rows = [(name, held) for name, held in found["held"].items() if held]
+    rows += [(f"{top}: {name}", held) for name, held in found["phases"][top].items() if held]
+    page.print(make_table(["memory of a device", Column("", "", size)], [*rows, ("peak", found["peak_bytes"])]))
+    rows = [(name, flops) for name, flops in found["flops_per_token"].items() if flops]
+    page.print(make_table(["FLOPs of a token", Column("", "", count)], rows))
     budget = (
         f"{found['steps']:,} steps, {count(found['tokens'])} tokens" if found["steps"] else "as long as it is given"
     )

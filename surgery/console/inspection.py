@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from surgery.common.human import count, origin, per_token, share, size
+from surgery.common.tables.table import Column
 from surgery.console.bench import show_speed
 from surgery.console.conversion import class_and_why
 from surgery.console.page import make_table, new_page, plain, print_json
@@ -80,9 +81,9 @@ def _show_targets(page: Console, inspection) -> None:
         gain = next((row["speedup"] for row in reversed(target["speed"]) if row["context"] == length), None)
         row = (name, held, target["class"], ", ".join(loads) or "-")
         rows.append((*row, f"{gain:.1f}×" if gain else "-") if length else row)
-    columns = ["", "KV cache per token", "class", "ran in, on CPUs"]
+    columns = ["", Column("KV cache per token", align="left"), "class", "ran in, on CPUs"]
     page.print("what it can become (surgery convert ...)")
-    page.print(make_table([*columns, *([f"attention at {length // 1024}k"] if length else [])], rows, right=(4,)))
+    page.print(make_table([*columns, *([f"attention at {length // 1024}k"] if length else [])], rows))
     for line in refused:
         page.print(f"[dim]{plain(line)}[/dim]", soft_wrap=True)
     if length:

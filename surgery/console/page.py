@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Table as RichTable
+
+from surgery.common.tables import terminal
+from surgery.common.tables.table import Column, Table
 
 # Where nobody says how wide the page is: a file, a pipe.
 PLAIN_WIDTH = 120
@@ -30,19 +33,6 @@ def plain(text: object) -> str:
     return escape(str(text))
 
 
-def make_table(
-    columns: list[str], rows: Iterable[tuple], *, right: tuple[int, ...] | None = None, header: bool = True
-) -> Table:
-    """A table; all columns but the first are right-aligned where ``right`` names others or they hold numbers."""
-    rows = [tuple(str(cell) for cell in row) for row in rows]
-    table = Table(box=SIMPLE_HEAD, show_header=header, pad_edge=False)
-    for index, name in enumerate(columns):
-        to_the_right = index in right if right is not None else index and _numeric(row[index] for row in rows)
-        table.add_column(name, justify="right" if to_the_right else "left")
-    for row in rows:
-        table.add_row(*map(plain, row))
-    return table
-
-
-def _numeric(cells: Iterable[str]) -> bool:
-    return all(cell == "-" or cell.lstrip(">")[:1].isdigit() for cell in cells if cell)
+def make_table(columns: Sequence[str | Column], rows: Iterable[Sequence[Any]], *, header: bool = True) -> RichTable:
+    """A table for the page; what is right-aligned follows from its values, unless a column says it."""
+    return terminal.render(Table.of(columns, rows), header=header)

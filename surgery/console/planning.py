@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from surgery.common.human import decimal, duration, perplexity_change, share, size
+from surgery.common.human import cost, decimal, duration, perplexity, share, size, with_perplexity
+from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.engines import LOADS, LOADS_WITH
 
@@ -20,30 +21,41 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
         (
             "→" if row is chosen else "·" if row.best else "",
             row.command.partition(" --to ")[2],
-            size(row.kv_bytes),
-            share(row.kv_ratio),
-            f"{row.loss_increase:+.4f}",
-            "-" if row.low is None else f"{(row.high - row.low) / 2:.4f}",
-            decimal(row.recall, 2),
-            ", ".join(_engines(row)) or "-",
+            row.kv_bytes,
+            row.kv_ratio,
+            row.loss_increase,
+            None if row.low is None else (row.high - row.low) / 2,
+            row.loss_increase,
+            row.recall,
+            ", ".join(_engines(row)) or None,
         )
         for row in plan.rows
     ]
-    heads = ["", "convert --to", "KV cache", "", "Δ loss", "±", "recall", "beside transformers"]
-    page.print(make_table(heads, rows, right=(2, 3, 4, 5, 6)))
+    columns = [
+        "",
+        "convert --to",
+        Column("KV cache", "", size),
+        Column("", "", share),
+        Column("Δ loss", "", lambda value: f"{value:+.4f}"),
+        Column("±", "", lambda value: f"{value:.4f}"),
+        Column("perplexity", "", lambda value: f"{perplexity(value) - 1:+.1%}"),
+        Column("recall", "", lambda value: f"{value:.2f}"),
+        "beside transformers",
+    ]
+    page.print(make_table(columns, rows))
     for why in dict.fromkeys(plan.refused.values()):
         what = ", ".join(name for name, reason in plan.refused.items() if reason == why)
         page.print(f"[dim]{plain(what)}: {plain(why)}[/dim]", soft_wrap=True)
     recall = "" if plan.source["recall"] is None else f"; the source's recall {decimal(plan.source['recall'], 2)}"
     page.print(
-        f"[dim]Δ loss in nats per token over the source's {plan.source['loss']:.4f}, before a fit, on "
+        f"[dim]Δ loss in nats per token over the source's {with_perplexity(plan.source['loss'])}, before a fit, on "
         f"{plan.settings['held_out']} texts (±: half of the 95% interval by text){recall}; · beats everything smaller; "
         "beside transformers: other engines that load it[/dim]",
         soft_wrap=True,
     )
-    cost = f"{chosen.loss_increase:+.4f} nats per token (perplexity {perplexity_change(chosen.loss_increase)})"
+    lost = cost(chosen.loss_increase)
     page.print(
-        f"[bold]{plain(chosen.to)}[/bold] loses least of all that {_keeps(plan)}: {cost}, recall "
+        f"[bold]{plain(chosen.to)}[/bold] loses least of all that {_keeps(plan)}: {lost}, recall "
         f"{decimal(chosen.recall, 2)}, {size(chosen.kv_bytes)} at {budget['context']:,} tokens and batch "
         f"{budget['batch']}.",
         soft_wrap=True,

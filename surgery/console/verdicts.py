@@ -7,16 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-from surgery.common.human import decimal, perplexity_change, share
+from surgery.common.human import cost, share
 from surgery.console.page import plain
 from surgery.engines import LOADS, LOADS_WITH
-
-
-def cost(lost: float, recall: tuple[float | None, float | None] = (None, None)) -> str:
-    """A difference of losses in nats per token, as a perplexity too; and recall before and after, if there is any."""
-    before, after = recall
-    found = f", recall {decimal(before, 2)} → {decimal(after, 2)}" if before and after is not None else ""
-    return f"{lost:+.4f} nats per token (perplexity {perplexity_change(lost)}){found}"
 
 
 def of_conversion(report: dict[str, Any]) -> str:
@@ -40,33 +33,6 @@ def of_healing(healing: dict[str, Any]) -> str | None:
     before = rows.get("converted") or next((row for row in healing["table"] if row is not source), healed)
     gained = f"healing changed {cost(healed['loss'] - before['loss'], (before['recall'], healed['recall']))}"
     return gained if source is None else f"{gained}; now {cost(healed['loss'] - source['loss'])} from the source"
-
-
-def of_evaluation(report: dict[str, Any]) -> list[str]:
-    """A line for every checkpoint that was compared with a baseline.
-
-    The cheap baseline beside it is the one that loses least of those that keep at most as many bytes.
-    """
-    losses = {row["name"]: row["comparison"]["loss"]["difference"] for row in report["rows"] if _compared(row)}
-    told = []
-    for row in report["rows"]:
-        if row["role"] != "checkpoint" or row["name"] not in losses:
-            continue
-        line = f"{row['name']}: {share(row['kv']['ratio'])} of the KV bytes for {cost(losses[row['name']])}"
-        cheap = [
-            each
-            for each in report["rows"]
-            if each["role"] == "variant" and each["name"] in losses and each["kv"]["ratio"] <= row["kv"]["ratio"]
-        ]
-        if cheap:
-            best = min(cheap, key=lambda each: losses[each["name"]])
-            line += f"; {best['name']}, {share(best['kv']['ratio'])}: {losses[best['name']]:+.4f}"
-        told.append(line)
-    return told
-
-
-def _compared(row: dict[str, Any]) -> bool:
-    return "loss" in (row["comparison"] or {}) and (row["kv"] or {}).get("ratio") is not None
 
 
 def where_it_loads(engines: Mapping[str, Any]) -> str:

@@ -19,10 +19,9 @@ ACROSS = 4
 
 
 def head_maps(patterns: Mapping[str, HeadPattern], share: float | None = None) -> Figure:
-    """A panel a pattern, coloured by each score's place among the pattern's different ones.
+    """A panel a pattern, coloured by score from the pattern's least to its greatest, which stand above it.
 
-    Scores of different methods have different scales, and many a method has few large ones: their order is what can be
-    seen side by side. Equal scores have one colour.
+    Scores of different methods have different scales, so each panel has its own.
 
     Args:
         patterns: by name, of any shapes.
@@ -47,7 +46,7 @@ def head_maps(patterns: Mapping[str, HeadPattern], share: float | None = None) -
             axes[-1].set_ylabel("layer" if index % across == 0 else "")
             axes[-1].set_xlabel("KV head" if index + across >= len(patterns) else "")
         bar = figure.colorbar(mesh, ax=axes, location="bottom", aspect=40, shrink=0.6, ticks=[0, 0.5, 1])
-        bar.ax.set_xticklabels(["lowest score", "middle", "highest score"])
+        bar.ax.set_xticklabels(["lowest score", "halfway", "highest score"])
         bar.outline.set_visible(False)
         if share is not None:
             bar.set_label(f"outlined: the {100 * share:g}% of heads with the highest scores", color=MUTED)
@@ -72,10 +71,11 @@ def _panel(ax: Axes, name: str, pattern: HeadPattern, share: float | None):
     from matplotlib.ticker import MaxNLocator
 
     from surgery.eval.report.heat_maps import COLOURS, LIMIT_COLOUR
-    from surgery.eval.report.style import INK, PAPER, label
+    from surgery.eval.report.style import INK, MUTED, PAPER, label
 
-    values, level = pattern.scores.cpu().unique(return_inverse=True)
-    places = level / max(len(values) - 1, 1)
+    scores = pattern.scores.cpu()
+    least, greatest = scores.min().item(), scores.max().item()
+    values = (scores - least) / (greatest - least or 1.0)
     style = {
         "cmap": COLOURS,
         "vmin": 0,
@@ -84,11 +84,12 @@ def _panel(ax: Axes, name: str, pattern: HeadPattern, share: float | None):
         "linewidth": 0.8 if pattern.layers <= 16 else 0.3,
     }
     edges = [torch.arange(size + 1) - 0.5 for size in (pattern.kv_heads, pattern.layers)]
-    mesh = ax.pcolormesh(*(edge.numpy() for edge in edges), places.numpy(), **style)
+    mesh = ax.pcolormesh(*(edge.numpy() for edge in edges), values.numpy(), **style)
     for layer, head in pattern.full_heads(share).nonzero().tolist() if share is not None else []:
         inset = {"fill": False, "edgecolor": LIMIT_COLOUR, "linewidth": 1.4}
         ax.add_patch(Rectangle((head - 0.44, layer - 0.44), 0.88, 0.88, **inset))
     ax.set_title(label(name))
+    ax.set_title(f"{least:.3g} to {greatest:.3g}", loc="right", fontsize=8, fontweight="normal", color=MUTED)
     ax.set_ylim(pattern.layers - 0.5, -0.5)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, nbins=9))

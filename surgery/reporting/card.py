@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from surgery.common.human import in_code, in_markdown, loss_of_stage, origin
+from surgery.common.human import in_code, in_markdown, origin
+from surgery.common.tables import markdown
+from surgery.common.tables.table import Column, Table
 from surgery.engines import spoken
 from surgery.reporting.front_matter import front_matter
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts, stages
+from surgery.reporting.quality import before_and_after, healed_table, ladder_table
 
 LOADING = {
     "stock": """\
@@ -30,11 +33,9 @@ model = LLM("{name}", trust_remote_code=True)""",
 def model_card(report, name: str, *, base_model: str | None = None, inherited: dict | None = None) -> str:
     """README.md of a converted checkpoint."""
     source, target, kv = report.source, report.target, report.kv
-    measured = kv["measured_bytes_per_token"]
     called = target.get("called", target["to"])
-    engines = "\n".join(
-        f"| {in_markdown(engine)} | {in_markdown(said)} |" for engine, said in spoken(target["engines"]).items()
-    )
+    held = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
+    engines = markdown.render(Table.of(["engine", "loads"], spoken(target["engines"]).items()))
     loading = LOADING.get(target["model_type"], LOADING["stock"]).format(name=in_code(name).replace('"', "'"))
     made_from = origin(base_model or source.get("hub") or source["path"], source.get("dequantised_from"))
     return f"""{front_matter(report, name, base_model=base_model, inherited=inherited)}
@@ -43,10 +44,8 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
 {in_markdown(made_from)} with its attention rewritten to
 {in_markdown(called)} by model-surgery {report.to_dict()["surgery_version"]}. {_training(report.healing)}
 
-| | source | this model |
-|---|---:|---:|
-| KV cache, bytes per token | {kv["source_bytes_per_token"]:,} | {measured:,.0f} ({kv["ratio"]:.1%}) |
-{_score_rows(report.ladder)}
+{markdown.render(before_and_after(held, report.ladder))}
+
 Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"]))}),
 {_shape(source, target)}{_codes(target)}, method
 `{in_code(target["method"])}`. The KV bytes were measured on live caches.
@@ -57,15 +56,13 @@ Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"
 
 ## Where the loss comes from
 
-{ladder_table(report.ladder)}
+{markdown.render(ladder_table(report.ladder))}
 
 Losses are nats per token on held-out calibration text ({in_markdown(report.calibration.get("source"))}), recall is the
 share of planted five-digit keys that the model finds again.
 
 {_healing(report.healing)}## Engines
 
-| engine | loads |
-|---|---|
 {engines}
 
 ## Provenance
@@ -89,20 +86,11 @@ def _healing(healing: dict | None) -> str:
     told = ["## Healing\n"]
     table = quality_table(healing)
     if table:
-        told += ["| | loss | recall |", "|---|---:|---:|"]
-        told += [f"| {row['name']} | {number(row['loss'], '.4f')} | {number(row['recall'], '.2f')} |" for row in table]
+        told.append(markdown.render(healed_table(table)))
         closed = gap_closed(table)
         share = "" if closed is None else f" {closed:.0%} of the loss that the conversion cost was won back."
         told += [f"\nLosses on held-out text.{share} The figures above are the conversion's.\n"]
-    told += ["| stage | trains | objective | learning rate | rows a step | data | steps | tokens | time | on |"]
-    told += ["|---|---|---|---:|---|---|---:|---:|---:|---|"]
-    for index, given in enumerate(stage_facts(healing), 1):
-        facts = {key: in_markdown(value) if isinstance(value, str) else value for key, value in given.items()}
-        told.append(
-            f"| {index} | {facts['trains']} | {facts['objective']} | {facts['learning_rate']:g} | {facts['rows']} |"
-            f" {facts['data']} | {facts['steps']:,} | {facts['tokens']:,} | {facts['seconds']:,.0f} s |"
-            f" {facts['machine']} |"
-        )
+    told.append(markdown.render(_stage_table(healing)))
     return "\n".join(told) + "\n\nAll settings are in `surgery_report.json`, every step in `heal.jsonl`.\n\n"
 
 
@@ -142,23 +130,19 @@ def _range(numbers: list[int]) -> str:
     return str(least) if least == greatest else f"{least} to {greatest} by layer"
 
 
-def ladder_table(ladder: list[dict]) -> str:
-    """Loss and recall per stage in Markdown."""
-    rows = ["| stage | loss | recall |", "|---|---:|---:|"]
-    rows += [f"| {row['stage']} | {loss_of_stage(row)} | {number(row['recall'], '.2f')} |" for row in ladder]
-    return "\n".join(rows)
-
-
-def number(value: float | None, form: str) -> str:
-    """A measured value, or a dash where there is none."""
-    return "-" if value is None else format(value, form)
-
-
-def _score_rows(ladder: list[dict]) -> str:
-    first, last = ladder[0], ladder[-1]
-    if first["loss"] is None:
-        return "\n"
-    return (
-        f"| loss on held-out calibration text | {first['loss']:.4f} | {last['loss']:.4f} |\n"
-        f"| recall of planted keys | {number(first['recall'], '.2f')} | {number(last['recall'], '.2f')} |\n"
-    )
+def _stage_table(healing: dict) -> Table:
+    """What each stage of a healing trained on, and took."""
+    columns = [
+        Column("stage"),
+        Column("trains", key="trains"),
+        Column("objective", key="objective"),
+        Column("learning rate", "", lambda value: f"{value:g}", key="learning_rate"),
+        Column("rows a step", align="left", key="rows"),
+        Column("data", key="data"),
+        Column("steps", "", lambda value: f"{value:,}", key="steps"),
+        Column("tokens", "", lambda value: f"{value:,}", key="tokens"),
+        Column("time", "", lambda value: f"{value:,.0f} s", key="seconds"),
+        Column("on", align="left", key="machine"),
+    ]
+    facts = enumerate(stage_facts(healing), 1)
+    return Table(columns, [(number, *(each[column.key] for column in columns[1:])) for number, each in facts])

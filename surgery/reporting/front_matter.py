@@ -57,7 +57,7 @@ def _results(report) -> list[dict[str, Any]]:
     metrics = [{"type": "kv_cache_ratio", "name": "KV bytes, share of the source's", "value": report.kv["ratio"]}]
     if last["loss"] is not None:
         metrics.append({"type": "loss", "name": "loss, nats per token", "value": last["loss"]})
-        if (found := perplexity(last["loss"])) is not None:
+        if math.isfinite(found := perplexity(last["loss"])):
             metrics.append({"type": "perplexity", "name": "perplexity", "value": found})
     if last["recall"] is not None:
         metrics.append({"type": "recall", "name": "recall of planted keys", "value": last["recall"]})

@@ -6,7 +6,7 @@ from sample_report import sample_report
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.report import csv_file
-from surgery.eval.report.tables import columns, described, interval, scalars, signed
+from surgery.eval.report.tables import bounds, by_bytes, columns, described, headline, interval, scalars, signed
 
 
 @pytest.fixture
@@ -28,6 +28,7 @@ def test_headline_columns_and_their_order(report):
         "kv_bytes_per_token",
         "kv_ratio",
         "loss",
+        "perplexity",
         "loss_change",
         "cached_loss",
         "kl",
@@ -60,12 +61,45 @@ def test_numbers_as_people_read_them(report):
     texts = {column.key: column.text(worse, report) for column in columns(report)}
     assert texts["kv_bytes_per_token"] == "768" and texts["kv_ratio"] == "25.0%"
     assert texts["loss"] == "2.3655" and texts["loss_change"] == "+0.0870"
-    assert column(report, "loss_change").change_text(worse) == "[+0.0759, +0.0981]"
-    assert column(report, "recall").change_text(worse) == "−19.5 [−23.5, −15.5]"
-    assert column(report, "recall").change_text(base) is None
-    assert column(report, "kv_ratio").change_text(worse) is None
+    assert column(report, "loss_change").change_texts(worse) == ("[+0.0759, +0.0981]",)
+    assert column(report, "recall").change_texts(worse) == ("−19.5", "[−23.5, −15.5]")
+    assert column(report, "recall").change_texts(base) == ()
+    assert column(report, "kv_ratio").change_texts(worse) == ()
     assert (signed(-0.00001), signed(0.06), signed(-0.06)) == ("0.0000", "+0.0600", "−0.0600")
-    assert interval({"difference": 0.1, "low": None, "high": None}, percent=False) == "+0.1000"
+    assert texts["perplexity"] == "10.65" and texts["cached_loss"] == "2.3655 (10.65)"
+
+
+def test_one_sample_has_no_interval(report):
+    change = {"difference": 0.1, "low": 0.1, "high": 0.1, "samples": 1}
+    assert bounds(change) is None and interval(change) == ()
+    assert interval({"difference": 0.1, "low": None, "high": None}) == ()
+    worse = row(report, "mla-1/4")
+    worse["comparison"]["loss"] = change
+    assert column(report, "loss_change").change_texts(worse) == ()
+    assert column(report, "loss_change").verdict(worse) is None
+
+
+def test_rows_go_by_their_bytes(report):
+    report["rows"][0]["kv"] = None
+    held = [each["kv"]["bytes_per_token"] for each in by_bytes(report)["rows"] if each["kv"]]
+    assert held == sorted(held, reverse=True)
+    assert by_bytes(report)["rows"][-1]["name"] == "gqa"
+    assert report["rows"][0]["name"] == "gqa"
+
+
+def test_a_terminal_has_fewer_columns_and_intervals(report):
+    for each in report["rows"]:
+        each["results"]["loss"]["memorised"] = {"share": 0.1, "loss_of_others": 2.5}
+    whole, narrow = headline(report), headline(report, narrow=True)
+    assert {c.key for c in whole.columns} - {c.key for c in narrow.columns} == {
+        "memorised",
+        "loss_of_others",
+        "cached_loss",
+    }
+    keys = [c.key for c in narrow.columns]
+    assert {key for cells in narrow.cells() for key, cell in zip(keys, cells, strict=True) if cell.below} == {
+        "loss_change"
+    }
 
 
 @pytest.mark.parametrize(
@@ -113,16 +147,18 @@ def test_csv_reads_back_exactly(report, tmp_path):
     csv_file.write(report, tmp_path / "r.csv")
     with open(tmp_path / "r.csv", newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
-    assert [line["name"] for line in lines] == [one["name"] for one in report["rows"]]
-    for line, one in zip(lines, report["rows"], strict=True):
+    assert [line["name"] for line in lines] == [one["name"] for one in by_bytes(report)["rows"]]
+    lines = {line["name"]: line for line in lines}
+    for one in report["rows"]:
+        line = lines[one["name"]]
         assert float(line["loss"]) == one["results"]["loss"]["loss"]
         assert {key: float(line[key]) for key in scalars(one)} == scalars(one)
-    worse, change = lines[6], report["rows"][6]["comparison"]
+    worse, change = lines["mla-1/4"], report["rows"][6]["comparison"]
     assert float(worse["loss_change"]) == change["loss"]["difference"]
     assert float(worse["loss_change_high"]) == change["loss"]["high"]
     assert float(worse["recall_change_low"]) == change["recall"]["low"]
-    assert lines[0]["loss_change"] == lines[0]["kl"] == ""
-    assert json.loads(lines[2]["variant"])["bits"] == 4
+    assert lines["gqa"]["loss_change"] == lines["gqa"]["kl"] == ""
+    assert json.loads(lines["gqa int4 KV"]["variant"])["bits"] == 4
 
 
 def test_csv_says_where_it_cannot_write(report, tmp_path):

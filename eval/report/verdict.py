@@ -1,0 +1,94 @@
+"""What a report says in words: what the best checkpoint costs, and which cheap baseline is as small."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from surgery.common.human import cost, perplexity, perplexity_text, share
+from surgery.eval.report.tables import Report, Row, dig
+
+
+def verdict(report: Report) -> list[str]:
+    """What the checkpoint that loses least costs, and which smaller ones no checkpoint beats at both bytes and loss.
+
+    Nothing where no checkpoint was compared with a baseline.
+    """
+    compared = compared_rows(report)
+    if not compared:
+        return []
+    best, *smaller = frontier(compared)
+    told = [f"{_first(compared)}{_told(best, report)}"]
+    if smaller:
+        told.append(f"Smaller, and beaten by no checkpoint: {'; '.join(map(_briefly, smaller))}.")
+    return told
+
+
+def by_checkpoint(report: Report) -> list[str]:
+    """A line for every checkpoint that was compared with a baseline, with the cheap baseline beside it."""
+    return [
+        f"{row['name']}: {share(row['kv']['ratio'])} of the KV bytes for {cost(_lost(row))}{_cheap(row, report)}"
+        for row in compared_rows(report)
+    ]
+
+
+def compared_rows(report: Report, role: str = "checkpoint") -> list[Row]:
+    """Rows of a kind whose bytes and loss were compared with a baseline's."""
+    return [
+        row
+        for row in report["rows"]
+        if row.get("role") == role
+        and dig(row, "comparison", "loss", "difference") is not None
+        and dig(row, "kv", "ratio") is not None
+    ]
+
+
+def frontier(rows: Sequence[Row]) -> list[Row]:
+    """Rows that no other beats at both bytes and loss, the one that loses least first."""
+    kept: list[Row] = []
+    for row in sorted(rows, key=lambda row: (_lost(row), row["kv"]["ratio"])):
+        if not kept or row["kv"]["ratio"] < kept[-1]["kv"]["ratio"]:
+            kept.append(row)
+    return kept
+
+
+def _told(row: Row, report: Report) -> str:
+    baseline = next((each for each in report["rows"] if each["name"] == report["baseline"]), {})
+    held, change = dig(row, "kv", "bytes_per_token"), perplexity(_lost(row)) - 1
+    losses = [dig(each, "results", "loss", "loss") for each in (baseline, row)]
+    found = [dig(each, "results", "recall", "accuracy") for each in (baseline, row)]
+    parts = [
+        f"{row['name']}, {share(row['kv']['ratio'])} of the KV bytes"
+        + ("" if held is None else f" ({held:,.0f} a token)"),
+        f"perplexity {change:+.1%}" + ("" if None in losses else f" ({_arrow(losses)})"),
+        "" if None in found else f"recall {share(found[0])} → {share(found[1])}",
+    ]
+    cheap = _cheap(row, report).replace("; ", "; of cheap baselines that are no larger, ", 1)
+    return ", ".join(filter(None, parts)) + cheap + "."
+
+
+def _briefly(row: Row) -> str:
+    recall = dig(row, "results", "recall", "accuracy")
+    found = "" if recall is None else f", recall {share(recall)}"
+    return f"{row['name']}, {share(row['kv']['ratio'])}: perplexity {perplexity(_lost(row)) - 1:+.1%}{found}"
+
+
+def _arrow(losses: Sequence[float]) -> str:
+    return " → ".join(perplexity_text(perplexity(loss)) for loss in losses)
+
+
+def _cheap(row: Row, report: Report) -> str:
+    """The cheap baseline that loses least of those that keep at most as many bytes."""
+    cheap = [each for each in compared_rows(report, "variant") if each["kv"]["ratio"] <= row["kv"]["ratio"]]
+    if not cheap:
+        return ""
+    best = min(cheap, key=_lost)
+    change = f"{_lost(best):+.4f} (perplexity {perplexity(_lost(best)) - 1:+.1%})"
+    return f"; {best['name']}, {share(best['kv']['ratio'])}: {change}"
+
+
+def _lost(row: Row) -> float:
+    return row["comparison"]["loss"]["difference"]
+
+
+def _first(rows: Sequence[Row]) -> str:
+    return f"Loses least of {len(rows)} checkpoints: " if len(rows) > 1 else ""

@@ -1,0 +1,1 @@
+"""Tables, described once and rendered for terminals, pages, Markdown and CSV files."""

@@ -1,0 +1,26 @@
+"""Tables as CSV files, with exact values."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from surgery.common.errors import SurgeryError
+from surgery.common.tables.table import Table
+
+
+def write(table: Table, path: Path) -> None:
+    """Writes a line a row below a line of keys, UTF-8; cells without a value are empty.
+
+    Numbers are written so that they read back bit for bit.
+
+    Raises:
+        SurgeryError: the file cannot be written.
+    """
+    try:
+        with open(path, "w", newline="", encoding="utf-8", errors="replace") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(column.key or column.title for column in table.columns)
+            writer.writerows([cell.value for cell in row] for row in table.cells())
+    except OSError as error:
+        raise SurgeryError(f"cannot write {path}: {error.strerror}") from None

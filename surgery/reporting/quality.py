@@ -1,0 +1,47 @@
+"""What a conversion and its healing changed, in bytes, loss and recall: the tables of screens and of the model card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from surgery.common.human import decimal, loss_of_stage, per_token, share, with_perplexity
+from surgery.common.tables.table import Column, Table
+
+RECALL = Column("recall", "Share of planted keys that the model finds again", lambda value: f"{value:.2f}")
+
+
+def before_and_after(
+    kv: Sequence[float],
+    ladder: Sequence[dict[str, Any]] = (),
+    classes: Sequence[str] = (),
+    others: Iterable[tuple[str, str, str]] = (),
+) -> Table:
+    """The source beside what it became.
+
+    Args:
+        kv: bytes per token of both.
+        ladder: loss and recall of both, the first and the last entry; nothing if they were not measured.
+        classes: the model classes of both.
+        others: rows of another kind.
+    """
+    held = f"{per_token(kv[1])}, {share(kv[1] / kv[0])}"
+    rows = [("class", *classes)] if classes else []
+    rows += [("KV cache per token", per_token(kv[0]), held), *others]
+    if ladder and ladder[0]["loss"] is not None:
+        ends = ladder[0], ladder[-1]
+        rows.append(("held-out loss, nats per token (perplexity)", *(with_perplexity(each["loss"]) for each in ends)))
+        rows.append(("recall of planted keys", *(decimal(each["recall"], 2) for each in ends)))
+    return Table.of(["", Column("source", align="right"), Column("converted", align="right")], rows)
+
+
+def ladder_table(ladder: Iterable[dict[str, Any]]) -> Table:
+    """After each stage of a conversion."""
+    rows = [(row["stage"], loss_of_stage(row), row["recall"]) for row in ladder]
+    return Table.of(["stage", Column("loss (perplexity)", "Nats per token", align="right"), RECALL], rows)
+
+
+def healed_table(quality: Sequence[dict[str, Any]]) -> Table:
+    """Before and after a healing, of :func:`surgery.reporting.healing_table.quality_table`."""
+    loss = Column("held-out loss (perplexity)", "Nats per token", with_perplexity)
+    return Table.of(["", loss, RECALL], [(row["name"], row["loss"], row["recall"]) for row in quality])
