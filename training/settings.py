@@ -60,7 +60,7 @@ class HealSettings(FileSettings):
         more="Or prose, code, a .txt, .jsonl or .parquet file, the name of a dataset, teacher (sampled from it); in a "
         "file also mappings with source, weight, format, text_field, tokens and stream.",
         section="Data",
-        metavar="FILE|DATASET|builtin|prose|code|teacher",
+        metavar="FILE|DATASET|builtin|teacher",
         old=("--text", "--calibration"),
         repeated=True,
     )
