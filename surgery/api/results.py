@@ -149,7 +149,7 @@ class Healed(Checkpoint):
         loss_source, loss_before, loss_after: nats per token on held-out text, of the teacher, of the checkpoint that
             was healed and of what came of it; None where it was not measured.
         recall_source, recall_before, recall_after: share of planted facts that are found; None likewise.
-        gap_closed: share of the conversion's loss that was won back; None where nothing had been lost.
+        gap_closed: share of the conversion's loss that was won back; None where less than 0.005 nats had been lost.
         report: everything else, as ``healing`` in the checkpoint's report has it.
     """
 

@@ -33,12 +33,17 @@ def quality_table(healing: dict[str, Any]) -> list[dict[str, Any]]:
     return [*rows, told[-1]["healed"]]
 
 
+LEAST_GAP = 0.005
+"""Nats per token: less is within the noise of held-out windows, and a share of it says nothing."""
+
+
 def gap_closed(quality: list[dict[str, Any]]) -> float | None:
-    """Share of the loss that the conversion cost and healing won back; None where it was not measured."""
+    """Share of the loss that the conversion cost and healing won back; None where too little was lost, or measured."""
     losses = {entry["name"]: entry["loss"] for entry in quality}
-    if not {"source", "converted", "healed"} <= losses.keys() or losses["converted"] <= losses["source"]:
+    if not {"source", "converted", "healed"} <= losses.keys():
         return None
-    return (losses["converted"] - losses["healed"]) / (losses["converted"] - losses["source"])
+    gap = losses["converted"] - losses["source"]
+    return (losses["converted"] - losses["healed"]) / gap if gap >= LEAST_GAP else None
 
 
 def stage_facts(healing: dict[str, Any]) -> list[dict[str, Any]]:
