@@ -6,7 +6,6 @@ its checkpoint are of the same data. What computes them is the training's: its d
 
 from __future__ import annotations
 
-import importlib.resources
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.calibration.text import iter_documents
+from surgery.calibration.held_out_documents import default_names, load_documents
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.held_out_text import Document, HeldOutText, held_out_text
@@ -36,9 +35,6 @@ from surgery.training.settings import BUILTIN, HealSettings
 WINDOWS, DECODED, PROMPTS, DEPTHS, TRIALS, SAMPLES = 24, 128, 48, (0, 25, 50, 75, 100), 4, 50
 SEED, RECALL_SEED = 0, 1
 """As `surgery eval` has them. Not the training's seed: runs with other seeds are measured on the same data."""
-
-CHARACTERS_PER_TOKEN = 16
-"""Characters read of a text for each token of a window, so that windows drawn from it differ."""
 
 
 class Evaluations:
@@ -69,7 +65,7 @@ class Evaluations:
             SurgeryError: a text cannot be read or is too short, or a task does not fit in a row's length.
         """
         self._length = min(settings.length, limit or settings.length)
-        self._data, self._tokenizer = settings.evaluate_data, tokenizer
+        self._data, self._tokenizer = settings.evaluate_data or default_names(tokenizer), tokenizer
         self._compiled = settings.compile
         build: dict[str, Callable[[], Task]] = {
             "loss": lambda: LossTask(self._text, min(DECODED, self._length // 2)),
@@ -116,8 +112,7 @@ class Evaluations:
 
     @cached_property
     def _documents(self) -> list[Document]:
-        wanted = WINDOWS * self._length * CHARACTERS_PER_TOKEN // len(self._data)
-        return [document for name in self._data for document in _read(name, wanted)]
+        return load_documents(self._data, WINDOWS * self._length, seed=SEED)
 
     @cached_property
     def _text(self) -> HeldOutText:
@@ -125,7 +120,7 @@ class Evaluations:
 
     @property
     def _domain(self) -> str:
-        return "code" if self._data == (BUILTIN,) else "text"
+        return "code" if set(self._data) <= {BUILTIN, "code"} else "text"
 
     @property
     def _haystack(self) -> str:
@@ -190,19 +185,3 @@ def _within_forward(accelerator: Accelerator, module: nn.Module, run: Callable[[
         del inner.forward
         if own is not None:
             inner.forward = own
-
-
-def _read(name: str, wanted: int) -> list[Document]:
-    """A text that the settings name, as far as it is needed."""
-    if name == BUILTIN:
-        text = (importlib.resources.files("surgery") / "assets" / "heldout-stdlib.txt").read_text(encoding="utf-8")
-        return [Document(text, ((0, BUILTIN),))]
-    documents, size = [], 0
-    for text in iter_documents(name):
-        documents.append(Document(text, ((0, name),)))
-        size += len(text)
-        if size >= wanted:
-            break
-    if not documents:
-        raise SurgeryError(f"{name}: no text in it")
-    return documents

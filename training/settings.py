@@ -185,9 +185,9 @@ class HealSettings(FileSettings):
     )
     evaluate_tasks: tuple[Evaluation, ...] = setting(("loss", "recall"), "Of them, tasks of surgery eval.")
     evaluate_data: tuple[str, ...] = setting(
-        (BUILTIN,),
-        "Held-out texts for them, more than once for several.",
-        metavar="FILE|DATASET|builtin",
+        (),
+        "Held-out texts for them, more than once for several; none: as surgery eval.",
+        metavar="FILE|DATASET|NAME",
         repeated=True,
     )
     evaluate_limit: int | None = setting(None, "Samples a task at most.", least=1, unset="as many as in surgery eval")
@@ -258,10 +258,8 @@ class HealSettings(FileSettings):
             raise SurgeryError('train "new" is what the teacher does not have: give the teacher, or use attention')
         if self.patience is not None and (not self.held_out or self.eval_every is None):
             raise SurgeryError("patience counts held-out measurements: give held_out and eval_every too")
-        if self.evaluate_every is not None and not (self.evaluate_tasks and self.evaluate_data):
-            raise SurgeryError(
-                "evaluate_every is given, but nothing to evaluate: name evaluate_tasks and evaluate_data"
-            )
+        if self.evaluate_every is not None and not self.evaluate_tasks:
+            raise SurgeryError("evaluate_every is given, but nothing to evaluate: name evaluate_tasks")
         if self.lora_modules and self.train != "lora":
             raise SurgeryError('lora_modules are given, but train is not "lora"')
 

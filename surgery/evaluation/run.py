@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.calibration.conversations import HELD_OUT_PROMPTS, sample_conversations
+from surgery.calibration.held_out_documents import default_names
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.report.document import SCHEMA, Report, finish, read_report
@@ -27,6 +28,7 @@ from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore, key_of
 from surgery.evaluation.tasks import Tasks, build_tasks
 from surgery.reporting.report import environment
+from surgery.running.equal_widths import use_equal_widths
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
 from surgery.version import __version__
@@ -82,6 +84,9 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
     rows = [Row(c.name, "baseline" if c is baseline else "checkpoint", c) for c in checkpoints]
     check_names(rows)
     tokenizer = _common_tokenizer(checkpoints)
+    if not settings.data:
+        settings = replace(settings, data=default_names(tokenizer))
+        progress.note(f"held-out text: {' and '.join(settings.data)} (--data names another)")
     tasks = build_tasks(
         settings,
         tokenizer,
@@ -196,8 +201,11 @@ class _Work:
         }
 
     def _run(self, row: Row, model: PreTrainedModel, task: Task, key: str) -> dict[str, Any]:
-        if not task.native and self.dtype_setting != "auto":
-            cast(model, getattr(torch, self.dtype_setting))
+        if not task.native:
+            if self.dtype_setting != "auto":
+                cast(model, getattr(torch, self.dtype_setting))
+            if self._device.type == "cpu" and row.variant is None:  # a variant has an attention of its own
+                use_equal_widths(model)
         processes = self._session.processes
         scratch = processes.from_main(lambda: self._store.scratch(key))
         start = time.perf_counter()

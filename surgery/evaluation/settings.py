@@ -10,7 +10,6 @@ from surgery.common.file_settings import FileSettings
 from surgery.common.setting import DTYPE_NAMES, did_you_mean, setting, settings_of
 from surgery.evaluation.kinds import DEFAULT, TASKS
 
-BUILTIN = "builtin"
 NO_VARIANTS = "none"
 HARNESS = "lm-eval:"
 HELD_OUT_SETS = ("prose", "code", "chat")
@@ -35,8 +34,9 @@ class EvalSettings(FileSettings):
     )
     limit: int | None = setting(None, "Samples a task at most, for a quick look; marks the report.", least=1)
     data: tuple[str, ...] = setting(
-        (BUILTIN,),
-        "Held-out text, more than once for several; the loss is told apart by them.",
+        (),
+        "Held-out text, more than once for several; the loss is told apart by them; none: builtin for a model of code "
+        "such as the demo's, prose and code for others.",
         more="builtin: standard-library source that ships and that no calibration text holds. prose, code, chat: what "
         "installed packages say of themselves, the source of torch and transformers, the first model's own "
         "conversations. Or .txt, .jsonl, .json or .parquet files, names of datasets (name or name:config:split).",
@@ -122,8 +122,6 @@ class EvalSettings(FileSettings):
             if task not in TASKS and not (task.startswith(HARNESS) and task != HARNESS):
                 known = [*TASKS, f"{HARNESS}<task>"]
                 raise SurgeryError(f"unknown task {task!r}: choose of {', '.join(known)}{did_you_mean(task, known)}")
-        if not self.data:
-            raise SurgeryError("no held-out text: give builtin, a file or a dataset")
         if any(not 0 <= depth <= 100 for depth in self.needle_depths) or not self.needle_depths:
             raise SurgeryError("needle_depths are percent of the context, from 0 to 100, at least one")
         if self.length < 4:

@@ -8,9 +8,10 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
+from surgery.calibration.held_out_documents import load_documents
+from surgery.calibration.text import BUILTIN
 from surgery.eval.held_out_text import Document, HeldOutText, held_out_text
-from surgery.evaluation.settings import BUILTIN, EvalSettings
-from surgery.evaluation.texts import load_documents
+from surgery.evaluation.settings import EvalSettings
 
 OPENINGS, OPENING_CHARACTERS = 3, 160
 """Prompts of the generate task where none are given: openings of documents or sections."""
@@ -35,7 +36,14 @@ class TaskData:
     @cached_property
     def documents(self) -> list[Document]:
         """The held-out texts, whole."""
-        return load_documents(self.settings, self.conversations)
+        asked = self.settings
+        return load_documents(
+            asked.data,
+            asked.windows * asked.length,
+            seed=asked.seed,
+            text_field=asked.text_field,
+            conversations=self.conversations,
+        )
 
     @cached_property
     def text(self) -> HeldOutText:

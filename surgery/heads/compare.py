@@ -14,6 +14,7 @@ import torch
 from torch import BoolTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.calibration.held_out_documents import default_names
 from surgery.checkpoint.disk import disk_errors
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
@@ -236,6 +237,7 @@ class _Measuring:
             seed=SEED,
             batch_size=BATCH,
             variants=(),
+            data=default_names(tokenizer),
         )
         if settings.length <= sinks + recent:
             raise SurgeryError(

@@ -8,13 +8,17 @@ import pytest
 import torch
 from tiny_models import DEMO, make_checkpoint
 
+from surgery.calibration.held_out_documents import default_names
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.tasks.loss import LossTask
+from surgery.evaluation import run as runs
 from surgery.evaluation.output import write_report
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore
+from surgery.structures import converter
+from surgery.structures.mla.settings import ConvertSettings
 
 SMALL = {"windows": 4, "length": 64, "decoded": 8, "recall_prompts": 2, "batch_size": 2, "device": "cpu"}
 
@@ -151,6 +155,24 @@ def test_an_interrupted_evaluation_goes_on(models, tmp_path, monkeypatch):
     straight = run([models[1]], models[0], tmp_path / "straight", variants="none")
     for left, right in zip(resumed["rows"], straight["rows"], strict=True):
         assert left["results"] == right["results"] and left["comparison"] == right["comparison"]
+
+
+def test_losses_of_mla_are_those_of_its_own_attention(models, tmp_path, monkeypatch):
+    """The quality tasks run it by a fused kernel on CPUs, which its own attention is not."""
+    out = tmp_path / "mla"
+    converter.convert(models[0], out, ConvertSettings(calibration="none", kv_ratio=0.5, carrier="stock"))
+    [fused] = run([out], None, tmp_path / "fused", tasks="loss", decoded=4)["rows"]
+    monkeypatch.setattr(runs, "use_equal_widths", lambda model: False)
+    [own] = run([out], None, tmp_path / "own", tasks="loss", decoded=4)["rows"]
+    assert fused["class"] == "DeepseekV3ForCausalLM"
+    found, expected = fused["results"]["loss"], own["results"]["loss"]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert found["cached"]["loss"] == pytest.approx(expected["cached"]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("vocabulary", "expected"), [(4096, ("builtin",)), (49_152, ("prose", "code"))])
+def test_text_that_fits_the_model(vocabulary, expected):
+    assert default_names(range(vocabulary)) == expected
 
 
 def test_the_baseline_itself_is_one_row(models, tmp_path):

@@ -35,7 +35,6 @@ def test_all_tasks_and_no_variants():
         ({"batches": [0]}, "batches must be at least 1"),
         ({"needle_depths": [101]}, "percent"),
         ({"length": 8, "decoded": 7}, "decoded"),
-        ({"data": []}, "no held-out text"),
         ({"wandb_mode": "on"}, "online or offline"),
     ],
 )

@@ -189,7 +189,7 @@ def test_refusals(settings):
 
 def test_own_texts(settings):
     facts = heal_here(settings(evaluate_data=[str(HELD_OUT)], evaluate_tasks=["loss"], max_steps=2))
-    assert facts["evaluation_settings"]["loss"]["sources"] == [str(HELD_OUT)]
+    assert facts["evaluation_settings"]["loss"]["sources"] == [HELD_OUT.name]
 
 
 @pytest.mark.slow

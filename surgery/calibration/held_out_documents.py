@@ -1,16 +1,18 @@
-"""The held-out texts of an evaluation: what ships with the package, files, datasets."""
+"""The held-out texts of evaluations: what ships with the package, what is installed, files, datasets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from surgery.calibration.installed import installed_code, installed_prose
-from surgery.calibration.text import iter_documents
+from surgery.calibration.mixture import CHAT, CODE, PROSE, SMALL_VOCABULARY
+from surgery.calibration.text import BUILTIN, iter_documents
 from surgery.common.errors import SurgeryError
 from surgery.eval.held_out_text import Document
-from surgery.evaluation.settings import BUILTIN, EvalSettings
 
 HELD_OUT = Path(__file__).parent.parent / "assets" / "heldout-stdlib.txt"
 # Where the modules of that file begin, in characters.
@@ -30,34 +32,50 @@ CHARACTERS_PER_TOKEN = 16
 windows drawn from them differ."""
 
 
-INSTALLED = {"prose": installed_prose, "code": installed_code}
+INSTALLED = {PROSE: installed_prose, CODE: installed_code}
 MOST_MODULES = 64
 """Modules of installed code that are read at most: enough for many windows, and cheap to tokenise."""
 
 
-def load_documents(settings: EvalSettings, conversations: Callable[[], list[str]] | None = None) -> list[Document]:
-    """Reads every text that the settings name, as far as the windows need it.
+def default_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """What fits a model where nobody names a text: the files that ship, which real language models know by heart, for
+    a model of code such as the demo's, and prose and code of what is installed for others."""
+    return (BUILTIN,) if len(tokenizer) < SMALL_VOCABULARY else (PROSE, CODE)
+
+
+def load_documents(
+    names: Sequence[str],
+    tokens: int,
+    *,
+    seed: int = 0,
+    text_field: str = "text",
+    conversations: Callable[[], list[str]] | None = None,
+) -> list[Document]:
+    """Reads every text that is named, as far as it is needed.
 
     Args:
-        conversations: gives those of the model, for `data` "chat".
+        names: "builtin", "prose", "code", "chat", files and datasets.
+        tokens: that windows take of them in all.
+        seed: of the order of what is installed.
+        conversations: gives those of the model, for "chat".
 
     Raises:
         SurgeryError: a text cannot be read, or is empty.
     """
-    wanted = settings.windows * settings.length * CHARACTERS_PER_TOKEN // len(settings.data)
+    wanted = tokens * CHARACTERS_PER_TOKEN // len(names)
     documents = []
-    for name in settings.data:
+    for name in names:
         if name == BUILTIN:
             found = _builtin()
         elif name in INSTALLED:
-            read = islice(INSTALLED[name](settings.seed), MOST_MODULES)
+            read = islice(INSTALLED[name](seed), MOST_MODULES)
             found = _until(wanted, (Document(text, ((0, name),)) for _, text in read))
-        elif name == "chat":
+        elif name == CHAT:
             found = [Document(text, ((0, name),)) for text in conversations()]
         else:
-            found = _read(name, settings.text_field, wanted)
+            found = _read(name, text_field, wanted)
         if not found:
-            raise SurgeryError(f"--data {name}: no text in it")
+            raise SurgeryError(f"{name}: no text in it")
         documents += found
     return documents
 

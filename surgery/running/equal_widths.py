@@ -1,0 +1,44 @@
+"""MLA's attention by PyTorch's fused kernels on a CPU.
+
+Keys and values of MLA differ in width, and the fused kernels for CPUs want one: otherwise PyTorch computes and keeps
+all attention weights, several times slower. Zeros behind the narrower one change nothing but that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "surgery_equal_widths"
+
+
+def equal_widths_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' SDPA attention: query [B, H, T, e], key [B, K, S, e], value [B, K, S, v] → [B, T, H, v], None."""
+    width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+    if missing > 0 and query.shape[2] > 1:  # one query has few weights, and the cache would be copied for it
+        value = pad(value, (0, missing))
+    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return out[..., :width], None
+
+
+def takes_attention_functions(model: PreTrainedModel) -> bool:
+    """Whether a model's attention, loaded as PyTorch's, may be another function."""
+    return getattr(model, "_supports_attention_backend", False) and model.config._attn_implementation == "sdpa"
+
+
+def use_equal_widths(model: PreTrainedModel) -> bool:
+    """Has a model attend by `equal_widths_attention`, and says whether it does: not if it takes no such functions."""
+    if not takes_attention_functions(model):
+        return False
+    ALL_ATTENTION_FUNCTIONS.register(NAME, equal_widths_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation(NAME)
+    return True
