@@ -10,12 +10,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 Inputs = dict[str, Tensor]
+Place = dict[str, Any]
+"""The fields that all cases have, by name."""
+MOST_PREFILL = 32_768
+"""Tokens of a prompt: longer ones take seconds a call."""
 Baseline = Callable[[Inputs], Callable[[], Tensor]]
 """From a case's inputs to a call that computes the same output; what prepares layouts is not measured."""
 
@@ -56,6 +60,11 @@ class Case(ABC):
     shape: Model
 
     operation: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def at(cls, place: Place) -> Iterator[Case]:
+        """All that there is to measure of the operation at a place."""
 
     @property
     @abstractmethod

@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import LongTensor, Tensor
@@ -20,8 +19,9 @@ from surgery.calibration.text import iter_documents
 from surgery.common.errors import SurgeryError
 from surgery.eval.sequences import tokenize
 
-_CUT: WeakKeyDictionary[PreTrainedTokenizerBase, dict[str, list[int]]] = WeakKeyDictionary()
-"""Token ids by text: a conversion reads its text with planted recalls and, for what stands between them, without."""
+_CUT: dict[str, dict[str, list[int]]] = {}
+"""Token ids by text, of the tokenizer that was last used, by its rules: a conversion reads its text with planted
+recalls and, for what stands between them, without; and a process may make several conversions of a source."""
 
 SPREAD = 16
 """Tokens of text read for every token drawn. More makes the windows more diverse, and takes longer."""
@@ -146,11 +146,22 @@ def pool_size(count: int, length: int) -> int:
 def tokenised(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Iterator[list[int]]:
     """Documents as token ids, each ended by eos; one that was cut before is not cut again."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    known = _CUT.setdefault(tokenizer, {})
+    known = _cut_by(tokenizer)
     for text in documents:
         if text not in known:
             known[text] = tokenize(tokenizer, text)
         yield known[text] + end
+
+
+def _cut_by(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+    """What `_CUT` has for a tokenizer; nothing for one that Python computes, whose rules are not told."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return {}
+    rules = hashlib.sha256(backend.to_str().encode()).hexdigest()
+    if rules not in _CUT:
+        _CUT.clear()
+    return _CUT.setdefault(rules, {})
 
 
 def _tokenised_source(

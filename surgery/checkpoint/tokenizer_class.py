@@ -7,13 +7,17 @@ into Qwen2 say Llama). A conversion changes the model type, and the named class 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
 from surgery.common.errors import SurgeryError
 
 CONFIG = "tokenizer_config.json"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py")
+OF_A_CONFIG = ("model_type", "tokenizer_class", "auto_map")
 SAMPLES = (
     "def f(x):\n    return x + 1234  # naïve\n\n\n\tif x: ...",
     "The quick brown fox, it's 3.14 -- and\ttabs.  Two spaces. ",
@@ -31,29 +35,63 @@ def keep_tokens(reader: CheckpointReader, writer: CheckpointWriter) -> None:
     Raises:
         SurgeryError: the copy cuts text otherwise with that class too.
     """
-    source = _load(reader.path)
-    if source is None or _cut(_load(writer.partial)) == _cut(source):
+    source = _cutting(reader.path)
+    if source is None or _cuts_alike(writer.partial, source):
         return
-    path, name = reader.path / CONFIG, type(source).__name__
+    path = reader.path / CONFIG
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    writer.write_json(CONFIG, {**config, "tokenizer_class": name})
-    if _cut(_load(writer.partial)) != _cut(source):
+    writer.write_json(CONFIG, {**config, "tokenizer_class": source.name})
+    if not _cuts_alike(writer.partial, source):
         raise SurgeryError(
-            f"{reader.path}: its tokenizer, {name}, is not taken for the converted model's type and another would cut "
-            "text otherwise; load it and save it with save_pretrained, then convert"
+            f"{reader.path}: its tokenizer, {source.name}, is not taken for the converted model's type and another "
+            "would cut text otherwise; load it and save it with save_pretrained, then convert"
         )
 
 
-def _load(folder: Path):
-    """The tokenizer of a folder; None where there is none that transformers can read."""
+class Cutting(NamedTuple):
+    """What a tokenizer's class is called, and the ids that it makes of the samples."""
+
+    name: str
+    ids: list[list[int]]
+
+
+def _cuts_alike(folder: Path, source: Cutting) -> bool:
+    found = _cutting(folder)
+    return found is not None and found.ids == source.ids
+
+
+_KNOWN: dict[str, Cutting | None] = {}
+"""By `_key`: loading a tokenizer takes a second, and conversions of one source in one process ask for the same."""
+
+
+def _cutting(folder: Path) -> Cutting | None:
+    """How the tokenizer of a folder cuts; None where there is none that transformers can read."""
+    key = _key(folder)
+    if key not in _KNOWN:
+        _KNOWN[key] = _measured(folder)
+    return _KNOWN[key]
+
+
+def _measured(folder: Path) -> Cutting | None:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception:
         # Whatever a damaged or foreign tokenizer raises: it is copied as it is, and calibration says what is wrong.
         return None
+    return Cutting(type(tokenizer).__name__, [tokenizer(text).input_ids for text in SAMPLES])
 
 
-def _cut(tokenizer) -> list[list[int]] | None:
-    return None if tokenizer is None else [tokenizer(text).input_ids for text in SAMPLES]
+def _key(folder: Path) -> str:
+    """Hash of all files but weights; of config.json of what says which class a tokenizer gets."""
+    made = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in WEIGHTS or not path.is_file():
+            continue
+        content = path.read_bytes()
+        if path.name == "config.json":
+            config = json.loads(content)
+            content = json.dumps([config.get(name) for name in OF_A_CONFIG]).encode()
+        made.update(f"{path.name}\0{len(content)}\0".encode() + content)
+    return made.hexdigest()

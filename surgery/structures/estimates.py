@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 
 import psutil
 import torch
@@ -299,7 +300,9 @@ def measure_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
+@cache
 def _matmul_speed(device: torch.device, dtype: torch.dtype) -> float:
+    """Measured once in a process: dry runs of many targets ask for it."""
     matrix = torch.ones(BENCHMARK_SIZE, BENCHMARK_SIZE, device=device, dtype=dtype)
 
     def synchronise() -> None:

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from gqa_checks import only_kernels
 from kernel_checks import assert_close
+from kernel_examples import Compiled, Example, any_kind, ints, normal, slow, zeros
 
-from surgery.kernels.gqa_decode.operator import gqa_decode
+from surgery.kernels.gqa_decode.operator import _gqa_decode, gqa_decode
 from surgery.kernels.gqa_decode.reference import attention, grouped_query_attention
 from surgery.kernels.split_kv import merge
 
@@ -173,3 +174,37 @@ def test_tokens_of_two_caches_merge_to_one(device):
     out, lse = merge(torch.stack([part[0] for part in parts], -2), torch.stack([part[1] for part in parts], -1))
     assert_close("out", out, expected[0].double())
     assert_close("lse", lse, expected[1].double())
+
+
+EXAMPLES = {
+    "gqa_decode": Example(
+        gqa_decode,
+        _gqa_decode,
+        grouped_query_attention,
+        {"query": normal(2, 2, 4, 6), "key": normal(2, 2, 7, 6), "value": normal(2, 2, 7, 5), "scale": 0.4}
+        | {"lengths": ints(7, 1), "starts": ints(2, 0), "window": 4},
+        [
+            ({"key": zeros(2, 3, 7, 6)}, "values"),
+            ({"query": zeros(2, 2, 5, 6)}, "5 query heads do not follow 2 KV heads"),
+            ({"query": zeros(2, 2, 4, 8)}, "do not belong together"),
+            ({"query": zeros(3, 2, 4, 6)}, "3 rows"),
+            ({"query": zeros(2, 2, 4, 6, dtype=torch.float16)}, "float16"),
+            ({"lengths": zeros(2)}, "lengths"),
+            ({"starts": ints(0, 0, 0)}, "starts"),
+            ({"pages": zeros(2, 2)}, "pages"),
+            ({"window": 0}, "window"),
+            ({"splits": 0}, "splits"),
+        ],
+        every_derivative=True,
+    ),
+    "gqa_decode in pages": Example(
+        gqa_decode,
+        _gqa_decode,
+        grouped_query_attention,
+        {"query": normal(2, 2, 4, 6), "key": normal(5, 2, 4, 6), "value": normal(5, 2, 4, 5), "scale": 0.4}
+        | {"pages": ints([3, 1], [0, 4])},
+        [],
+        settings={"splits": 2},
+    ),
+}
+COMPILED = [slow(Compiled("compile_gqa_decode:dense", any_kind))]

@@ -4,10 +4,11 @@ import pytest
 import torch
 from gqa_checks import only_kernels
 from kernel_checks import EPSILON, assert_close, relative_error
+from kernel_examples import Compiled, Example, any_kind, coded, ints, normal, slow, zeros
 
 from surgery.kernels.gqa_decode.operator import gqa_decode
 from surgery.kernels.gqa_decode.reference import grouped_query_attention
-from surgery.kernels.gqa_decode_quantized.operator import gqa_decode_quantized
+from surgery.kernels.gqa_decode_quantized.operator import _quantized, gqa_decode_quantized
 from surgery.kernels.gqa_decode_quantized.reference import quantized_attention
 from surgery.kernels.merge_parts import merge_parts
 from surgery.model.quantized_cache import GroupedCodes, QuantizedKVLayer
@@ -157,3 +158,30 @@ def test_codes_and_the_exact_tail_are_one_cache(device):
     out, _ = merge_parts(*zip(*parts, strict=True))
     # The cache rounds what it dequantises to its dtype.
     assert relative_error(out, expected[0]) < 2e-3
+
+
+EXAMPLES = {
+    "gqa_decode_quantized": Example(
+        gqa_decode_quantized,
+        _quantized,
+        quantized_attention,
+        {"query": normal(2, 1, 4, 16), "scale": 0.3, "format": "int4", "group": 8, "keys": "channel", "behind": 0}
+        | {"lengths": ints(9, 3)}
+        | coded("key", 16, 2, "int4", 8, True, "_codes _scale _zero")
+        | coded("value", 16, 2, "int4", 8, False, "_codes _scale _zero"),
+        [
+            ({"format": "int3"}, "int3"),
+            ({"keys": "head"}, "head"),
+            ({"group": 5}, "whole groups"),
+            ({"key_scale": zeros(2, 2, 3, 16)}, "scales of keys"),
+            ({"value_scale": zeros(2, 2, 8, 0)}, "scales of values"),
+            ({"key_zero": None}, "zero points of keys"),
+            ({"value_zero": zeros(2, 2, 8, 3)}, "zero points of values"),
+            ({"value_scale": zeros(2, 2, 8, 1).half(), "value_zero": zeros(2, 2, 8, 1).half()}, "float16"),
+            ({"key_codes": zeros(2, 2, 4, 16)}, "uint8"),
+            ({"coded": zeros(2)}, "coded"),
+            ({"behind": -1}, "behind"),
+        ],
+    ),
+}
+COMPILED = [slow(Compiled("compile_gqa_decode:quantized", any_kind))]

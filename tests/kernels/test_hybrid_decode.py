@@ -6,6 +6,7 @@ import pytest
 import torch
 from hybrid_operators import through_operators
 from kernel_checks import assert_close
+from kernel_examples import Compiled, Example, ints, normal, slow, zeros
 from own_models import LAYERS, agree, hybrid_entry, hybrid_model, tiny_source, tokens
 
 from surgery.kernels.hybrid_decode.operator import _hybrid_decode, hybrid_decode
@@ -181,3 +182,35 @@ def through_cache(model, ids, padding, chunks):
         logits.append(call.logits)
         cache, first = call.past_key_values, first + size
     return torch.cat(logits, dim=1)
+
+
+EXAMPLES = {
+    "hybrid_decode": Example(
+        hybrid_decode,
+        _hybrid_decode,
+        hybrid_attention,
+        {"query": normal(2, 2, 4, 8), "scale": 0.3, "sink_slots": 1, "sinks": 1, "recent": 4}
+        | {"full_key": normal(2, 1, 10, 8), "full_value": normal(2, 1, 10, 8)}
+        | {"streaming_key": normal(2, 1, 6, 8), "streaming_value": normal(2, 1, 6, 8)}
+        | {"lengths": ints(4, 9), "starts": ints(0, 1)},
+        [
+            ({"query": zeros(2, 2, 7, 8)}, "7 query heads do not follow 2 KV heads"),
+            ({"streaming_key": zeros(2, 1, 6, 4)}, "keys .* and values"),
+            ({"full_value": zeros(2, 1, 10, 8).half()}, "full_value is torch.float16"),
+            ({"lengths": torch.tensor([1, 2])}, "lengths is torch.int64"),
+            ({"sink_slots": 2}, "2 of 6 slots for 1 sinks"),
+            ({"query": zeros(2, 6, 4, 8)}, "5 slots of the window for 6 new tokens"),
+            ({"splits": 0}, "splits of 0"),
+        ],
+    ),
+}
+
+
+def of_a_warp(name, capability, mma):
+    return mma == ["mma"] or "decode" not in name or "float32" in name
+
+
+COMPILED = [
+    slow(Compiled("compile_hybrid_decode:hybrid_decode_launch", of_a_warp)),
+    slow(Compiled("compile_hybrid_decode:hybrid_decode_launches", of_a_warp)),
+]

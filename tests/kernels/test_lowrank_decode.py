@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_checks import assert_close
+from kernel_examples import Compiled, Example, ints, normal, slow, zeros
 
 from surgery.kernels.lowrank_decode.launches import default_config, launches
 from surgery.kernels.lowrank_decode.operator import (
     lowrank_decode,
+    lowrank_decode_op,
     lowrank_decode_quantized,
     rotation_tables,
 )
@@ -347,3 +349,50 @@ def test_codes_and_the_rest_are_merged_by_their_lse():
     merged, lse = merge(torch.stack(parts, dim=-2).flatten(0, 2), logs.flatten(0, 2))
     torch.testing.assert_close(merged.view(1, 2, 4, -1), torch.cat([whole, whole_exact], dim=-1), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(lse.view(1, 2, 4).float(), whole_lse)
+
+
+WITHIN, BEGINS = rotation_tables(10.0 ** -torch.arange(2.0), 9, torch.float64)
+EXAMPLES = {
+    "lowrank_decode": Example(
+        lowrank_decode,
+        lowrank_decode_op,
+        lowrank_attention,
+        {"query": normal(1, 2, 4, 4), "latent": normal(1, 9, 6), "key_up": normal(2, 4, 6), "scale": 0.25}
+        | {"key_bias": normal(2, 4), "norm_weight": normal(4), "norm_eps": 1e-6, "raw_exact": True}
+        | {"exact_key": normal(1, 2, 3, 4), "exact_value": normal(1, 2, 3, 5), "exact_slots": ints([8, 7, 0])}
+        | {"lengths": ints(9), "window": 2, "sinks": 1},
+        [
+            ({"query": zeros(1, 2, 4, 2)}, "4 query heads of 2 numbers"),
+            ({"latent": zeros(1, 9, 5), "ranges": None}, "give `ranges`"),
+            ({"ranges": [(0, 6, 0, 6), (1, 6, 0, 6)]}, "within 6 and 6"),
+            ({"lengths": ints(9, 9)}, r"lengths must be \[1\]"),
+            ({"exact_key": None}, "exact tokens need"),
+            ({"rebuilt": ints([0, 5]), "lengths": None}, "needs `lengths`"),
+            ({"window": -1}, "a window of -1"),
+        ],
+        of_function={"rotation": (WITHIN, BEGINS), "ranges": [(0, 6, 1, 4)] * 2},
+        of_operator={"within": WITHIN, "begins": BEGINS, "ranges": [0, 6, 1, 4] * 2},
+    ),
+}
+
+
+def among_others(name, capability, mma):
+    return ("wgmma" if capability == 90 else "mma") in mma
+
+
+def spilled(name, capability):
+    """Bytes, where a few addresses are over 255 registers."""
+    known = {"Llama-3-8B, joint 1024": 128, "Llama-2-7B, blocks of four heads": 124, "Qwen2.5-7B, one head, exact": 24}
+    return known.get(name, 0) if capability == 80 else 0
+
+
+def launches_compiled(name, capability):
+    return Compiled(f"compile_lowrank_decode:{name}", among_others, (capability,), spilled, frames=True)
+
+
+COMPILED = [
+    slow(launches_compiled("launches_80", 80)),
+    launches_compiled("launches_90", 90),
+    slow(launches_compiled("more_launches_80", 80)),
+    slow(launches_compiled("more_launches_90", 90)),
+]

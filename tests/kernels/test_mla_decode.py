@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_checks import assert_close
+from kernel_examples import Compiled, Example, ints, normal, slow, zeros
 
 from surgery.kernels.gqa_decode.reference import paged_tokens
 from surgery.kernels.launch import Config
 from surgery.kernels.mla_decode import kernel
-from surgery.kernels.mla_decode.operator import mla_decode
+from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
 from surgery.kernels.mla_decode.reference import latent_attention, ragged_latent_attention
 from surgery.kernels.operation import attention_outputs
 from surgery.kernels.split_kv import merge
@@ -193,3 +194,36 @@ def test_the_operator_runs_the_kernel(device, caplog):
     assert not caplog.records
     exact = mla_decode(query.double(), latent.double(), rope_key.double(), 0.1)
     assert all(torch.equal(a, b) for a, b in zip(exact, expected, strict=True))
+
+
+EXAMPLES = {
+    "mla_decode": Example(
+        mla_decode,
+        _mla_decode,
+        ragged_latent_attention,
+        {"query": normal(2, 2, 4, 10), "latent": normal(2, 9, 8), "rope_key": normal(2, 9, 2), "scale": 0.2}
+        | {"lengths": ints(9, 7), "key_gain": normal(2, 9, 2), "window": 5},
+        [
+            ({"query": zeros(2, 2, 4, 9)}, "numbers"),
+            ({"rope_key": zeros(2, 8, 2)}, "other tokens"),
+            ({"query": zeros(1, 2, 4, 10)}, "rows"),
+            ({"query": zeros(2, 2, 4, 10).half()}, "one dtype"),
+            ({"lengths": torch.tensor([3, 4])}, "lengths"),
+            ({"window": 0}, "window"),
+            ({"pages": ints(0, 1)}, "pages"),
+            ({"key_gain": zeros(2, 9, 3)}, "no multiple"),
+        ],
+    ),
+}
+
+
+def of_many_rows(name, capability, mma):
+    """Hopper's where 64 rows are worth them."""
+    rows_of_wgmma = capability == 90 and (name.startswith(("40", "128")) or "4 tokens" in name)
+    return mma == ([] if "fp32" in name else ["wgmma"] if rows_of_wgmma else ["mma"])
+
+
+COMPILED = [
+    slow(Compiled("compile_mla_decode:launches_80", of_many_rows, (80,), frames=True)),
+    slow(Compiled("compile_mla_decode:launches_90", of_many_rows, (90,), frames=True)),
+]

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from kernel_checks import assert_close
+from kernel_examples import Compiled, Example, coded, ints, normal, of_the_gpu, slow, zeros
 
 from surgery.kernels.launch import Config
 from surgery.kernels.mla_decode import quantized_kernel as kernel
-from surgery.kernels.mla_decode.quantized_operator import mla_decode_quantized
+from surgery.kernels.mla_decode.quantized_operator import _mla_decode_quantized, mla_decode_quantized
 from surgery.kernels.mla_decode.quantized_reference import quantized_latent_attention
 from surgery.kernels.mla_decode.reference import ragged_latent_attention
 from surgery.kernels.operation import attention_outputs
@@ -145,3 +146,40 @@ def test_the_operator_runs_the_kernel(device, caplog):
     for got, want in zip(mla_decode_quantized(*tensors, 0.1, **names), expected, strict=True):
         assert_close("operator", got, want)
     assert not caplog.records
+
+
+EXAMPLES = {
+    "mla_decode_quantized": Example(
+        mla_decode_quantized,
+        _mla_decode_quantized,
+        quantized_latent_attention,
+        {"query": normal(2, 1, 2, 20), "scale": 0.2, "format": "int8", "group": 8, "by_channel": True, "window": 11}
+        | {"lengths": ints(10, 7)}
+        | coded("", 16, 0, "int8", 8, True, "codes scales zeros")
+        | coded("rope_", 4, 0, "int8", 8, False, "codes scales zeros"),
+        [
+            ({"format": "int3"}, "format"),
+            ({"format": "int4", "group": 3}, "group of 3"),
+            ({"group": 4}, "scales"),
+            ({"by_channel": False}, "scales"),
+            ({"zeros": None}, "zeros"),
+            ({"codes": zeros(2, 8, 16, dtype=torch.int32)}, "uint8"),
+            ({"query": zeros(2, 1, 2, 19)}, "query"),
+            ({"coded": torch.tensor([1])}, "coded"),
+        ],
+    ),
+    "mla_decode_quantized in fp8": Example(
+        mla_decode_quantized,
+        _mla_decode_quantized,
+        quantized_latent_attention,
+        {"query": normal(2, 1, 2, 20), "scale": 0.2, "format": "fp8", "group": 8, "by_channel": True}
+        | coded("", 16, 0, "fp8", 8, True, "codes scales zeros")
+        | coded("rope_", 4, 0, "fp8", 8, False, "codes scales zeros"),
+        [],
+    ),
+}
+COMPILED = [
+    Compiled("compile_mla_decode:quantized_first", of_the_gpu, (90,)),
+    slow(Compiled("compile_mla_decode:quantized_80", of_the_gpu, (80,))),
+    slow(Compiled("compile_mla_decode:quantized_90", of_the_gpu, (90,))),
+]

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kernel_checks import assert_close
+from kernel_examples import Compiled, Example, normal, slow, zeros
 from torch.nn.functional import scaled_dot_product_attention
 
 from surgery.kernels.mla_prefill.attention_function import prefill_attention_function
-from surgery.kernels.mla_prefill.operator import mla_prefill
+from surgery.kernels.mla_prefill.operator import _mla_prefill, mla_prefill
 from surgery.kernels.mla_prefill.reference import document_bounds, prefill_attention, prefill_gradients
 
 
@@ -132,3 +133,42 @@ def test_the_attention_function_gives_masks_to_the_operator_and_to_pytorch_alike
         query.double(), key.double(), value.double(), 0.3, True, 6, ints(5, 0), None, document_bounds(documents)
     )
     assert_close("reference", got[0, 5:], reference[0, 5:])
+
+
+EXAMPLES = {
+    "mla_prefill": Example(
+        mla_prefill,
+        _mla_prefill,
+        prefill_attention,
+        {"query": normal(1, 2, 3, 8), "key": normal(1, 1, 5, 8), "value": normal(1, 1, 5, 4), "scale": 0.3}
+        | {"starts": ints(1), "window": 3},
+        [
+            ({"query": zeros(1, 2, 6, 8)}, "6 queries over 5 slots"),
+            ({"starts": torch.zeros(1, dtype=torch.long)}, "starts is"),
+            ({"causal": False}, "window"),
+        ],
+        has_backward=True,
+    ),
+    "mla_prefill of wide heads": Example(
+        mla_prefill,
+        _mla_prefill,
+        prefill_attention,
+        {"query": normal(1, 2, 2, 320), "key": normal(1, 1, 2, 320), "value": normal(1, 1, 2, 8), "scale": 0.3},
+        [],
+        has_backward=True,
+    ),
+}
+
+
+def of_prefill(name, capability, mma):
+    return "fp32" in name or mma == ([] if "delta" in name else ["wgmma" if capability == 90 else "mma"])
+
+
+def spilled(name, capability):
+    return float("inf") if "fp32" in name else 0
+
+
+COMPILED = [
+    slow(Compiled("compile_mla_prefill:launches_80", of_prefill, (80,), spilled, frames=True)),
+    slow(Compiled("compile_mla_prefill:launches_90", of_prefill, (90,), spilled, frames=True)),
+]

@@ -6,6 +6,7 @@ The model's own attention is compared in `test_hybrid_decode.py`, with both oper
 import pytest
 import torch
 from kernel_checks import assert_close
+from kernel_examples import Compiled, Example, ints, normal, of_the_gpu, slow, zeros
 from own_models import agree
 
 from surgery.kernels.launch import Config
@@ -133,3 +134,26 @@ def test_long_texts_are_cut_by_the_reference(monkeypatch):
     monkeypatch.setattr("surgery.kernels.sink_recent_prefill.reference.QUERIES", 10)
     for got, right in zip(sink_recent_attention(*inputs), expected, strict=True):
         agree(got, right, 1e-12)
+
+
+EXAMPLES = {
+    "sink_recent_prefill": Example(
+        sink_recent_prefill,
+        _sink_recent_prefill,
+        sink_recent_attention,
+        {"query": normal(2, 2, 9, 8), "key": normal(2, 2, 9, 8), "value": normal(2, 2, 9, 8), "scale": 0.3}
+        | {"sinks": ints(1, 0), "recent": ints(-1, 3), "starts": ints(0, 2)},
+        [
+            ({"query": zeros(2, 7, 9, 8)}, "7 query heads do not follow 2 KV heads"),
+            ({"query": zeros(2, 2, 10, 8)}, "10 queries of a text of 9 tokens"),
+            ({"key": zeros(2, 2, 8, 8)}, "do not belong together"),
+            ({"value": zeros(2, 2, 9, 8).half()}, "one dtype is needed"),
+            ({"recent": zeros(2)}, "recent is torch.float64"),
+            ({"starts": ints(1, 1, 1)}, r"int32 \[2\] is needed"),
+        ],
+    ),
+}
+COMPILED = [
+    slow(Compiled("compile_sink_recent_prefill:sink_recent_prefill_launch", of_the_gpu)),
+    slow(Compiled("compile_sink_recent_prefill:sink_recent_prefill_launches", of_the_gpu)),
+]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_checks import assert_close
+from kernel_examples import Compiled, slow
 
 from surgery.kernels.split_kv import MOST_SPLITS, merge, merge_launch, split_count
 
@@ -49,3 +50,10 @@ def test_splits_follow_from_shapes():
     assert split_count(programs=64, tokens=131_072, processors=132) == 4
     assert split_count(programs=1000, tokens=131_072, processors=132) == 1
     assert split_count(programs=1, tokens=100, processors=132) == 1
+
+
+def none(name, capability, mma):
+    return not mma
+
+
+COMPILED = [slow(Compiled("compile_split_kv:launches", none))]

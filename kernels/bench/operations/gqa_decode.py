@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.bench import libraries
-from surgery.kernels.bench.case import Baseline, DecodeCase, Inputs, generator, random
+from surgery.kernels.bench.case import Baseline, Case, DecodeCase, Inputs, Place, generator, random
 from surgery.kernels.gqa_decode.operator import gqa_decode
 
 
@@ -19,6 +20,10 @@ class GQADecode(DecodeCase):
 
     operation: ClassVar[str] = "gqa_decode"
     token_dim: ClassVar[dict[str, int]] = {"key": 2, "value": 2}
+
+    @classmethod
+    def at(cls, place: Place) -> Iterator[Case]:
+        yield cls(**place)
 
     @property
     def variant(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.bench import libraries
-from surgery.kernels.bench.case import Baseline, Case, DecodeCase, Inputs, generator, random
+from surgery.kernels.bench.case import Baseline, Case, DecodeCase, Inputs, Place, generator, random
 from surgery.kernels.hybrid_decode.operator import hybrid_decode
 
 
@@ -24,6 +24,12 @@ class HybridDecode(DecodeCase):
 
     operation: ClassVar[str] = "hybrid_decode"
     token_dim: ClassVar[dict[str, int]] = {"full_key": 2, "full_value": 2}
+
+    @classmethod
+    def at(cls, place: Place) -> Iterator[Case]:
+        sinks, recent = (4, 12) if place["model"] == "tiny" else (64, 256)
+        if place["context"] > sinks + recent:
+            yield cls(**place, full=place["shape"].kv_heads // 2, sinks=sinks, recent=recent)
 
     @property
     def slots(self) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from surgery.kernels.bench.case import Baseline, DecodeCase, Inputs, generator, random
+from surgery.kernels.bench.case import Baseline, Case, DecodeCase, Inputs, Place, generator, random
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, rotation_tables
 
 THETA = 500_000.0
@@ -25,6 +25,13 @@ class LowRankDecode(DecodeCase):
     operation: ClassVar[str] = "lowrank_decode"
     token_dim: ClassVar[dict[str, int]] = {"latent": 1}
     unbatched: ClassVar[frozenset[str]] = frozenset({"key_up", "within", "begins"})
+
+    @classmethod
+    def at(cls, place: Place) -> Iterator[Case]:
+        """A quarter of the KV bytes in latents for one, two and all KV heads."""
+        shape = place["shape"]
+        for served in sorted({1, min(2, shape.kv_heads), shape.kv_heads}):
+            yield cls(**place, rank=served * shape.head_dim // 2, served=served)
 
     @property
     def blocks(self) -> int:

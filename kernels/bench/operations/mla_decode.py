@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.bench import libraries
-from surgery.kernels.bench.case import Baseline, DecodeCase, Inputs, generator, random
+from surgery.kernels.bench.case import Baseline, Case, DecodeCase, Inputs, Place, generator, random
 from surgery.kernels.mla_decode.operator import mla_decode
 
 SPLITS = ((512, 64), (256, 64), (128, 64))
@@ -26,6 +26,11 @@ class MLADecode(DecodeCase):
 
     operation: ClassVar[str] = "mla_decode"
     token_dim: ClassVar[dict[str, int]] = {"latent": 1, "rope_key": 1}
+
+    @classmethod
+    def at(cls, place: Place) -> Iterator[Case]:
+        sizes = ((48, 16),) if place["model"] == "tiny" else ((512, 64), (256, 64), (128, 64))
+        return (cls(**place, rank=rank, rope=rope) for rank, rope in sizes)
 
     @property
     def variant(self) -> str:

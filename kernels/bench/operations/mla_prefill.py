@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.bench import libraries
-from surgery.kernels.bench.case import Baseline, Case, Inputs, generator, quietly, random
+from surgery.kernels.bench.case import MOST_PREFILL, Baseline, Case, Inputs, Place, generator, quietly, random
 from surgery.kernels.mla_prefill.operator import mla_prefill
 
 PIECE = 128
@@ -25,6 +25,13 @@ class MLAPrefill(Case):
     value_dim: int
 
     operation: ClassVar[str] = "mla_prefill"
+
+    @classmethod
+    def at(cls, place: Place) -> Iterator[Case]:
+        if place["batch"] * place["context"] <= MOST_PREFILL:
+            width = place["shape"].head_dim
+            yield cls(**place, key_dim=width + width // 2, value_dim=width)
+            yield cls(**place, key_dim=width, value_dim=width)
 
     @property
     def variant(self) -> str:

@@ -5,13 +5,14 @@ Keys and latents share scales by channel, values and rotated keys by token, as K
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from surgery.kernels.bench.case import DecodeCase, Inputs, generator
+from surgery.kernels.bench.case import Case, DecodeCase, Inputs, Place, generator
 from surgery.kernels.bench.case import random as normal
 from surgery.kernels.gqa_decode_quantized.operator import gqa_decode_quantized
 from surgery.kernels.mla_decode.quantized_operator import mla_decode_quantized
@@ -19,6 +20,14 @@ from surgery.kernels.mla_decode.quantized_operator import mla_decode_quantized
 BITS = {"int8": 8, "int4": 4, "fp8": 8}
 SPAN = 12.0**0.5
 """Width of a uniform distribution of variance 1."""
+GROUP = 32
+"""Tokens of a channel, or channels of a token, that share a scale; what is quantised is whole groups."""
+
+
+def whole_groups(place: Place) -> Iterator[tuple[Place, str]]:
+    """The place with the tokens of its whole groups, by format; nothing where there is none."""
+    whole = {**place, "context": place["context"] // GROUP * GROUP}
+    return ((whole, format) for format in BITS if whole["context"])
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,12 @@ class MLADecodeQuantized(QuantizedDecode):
 
     operation: ClassVar[str] = "mla_decode_quantized"
 
+    @classmethod
+    def at(cls, place: Place) -> Iterator[Case]:
+        sizes = ((48, 16),) if place["model"] == "tiny" else ((512, 64), (256, 64))
+        for whole, format in whole_groups(place):
+            yield from (cls(**whole, format=format, group=GROUP, rank=rank, rope=rope) for rank, rope in sizes)
+
     @property
     def variant(self) -> str:
         return f"{self.rank}+{self.rope} {self.format}"
@@ -99,6 +114,10 @@ class GQADecodeQuantized(QuantizedDecode):
     """Grouped keys and values."""
 
     operation: ClassVar[str] = "gqa_decode_quantized"
+
+    @classmethod
+    def at(cls, place: Place) -> Iterator[Case]:
+        return (cls(**whole, format=format, group=GROUP) for whole, format in whole_groups(place))
 
     @property
     def variant(self) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.bench import libraries
-from surgery.kernels.bench.case import Baseline, Case, Inputs, generator, quietly, random
+from surgery.kernels.bench.case import MOST_PREFILL, Baseline, Case, Inputs, Place, generator, quietly, random
 from surgery.kernels.bench.operations.mla_prefill import PIECE
 from surgery.kernels.sink_recent_prefill.operator import sink_recent_prefill
 
@@ -24,6 +24,12 @@ class SinkRecentPrefill(Case):
     recent: int
 
     operation: ClassVar[str] = "sink_recent_prefill"
+
+    @classmethod
+    def at(cls, place: Place) -> Iterator[Case]:
+        if place["batch"] * place["context"] <= MOST_PREFILL:
+            sinks, recent = (4, 12) if place["model"] == "tiny" else (64, 256)
+            yield cls(**place, full=place["shape"].kv_heads // 2, sinks=sinks, recent=recent)
 
     @property
     def variant(self) -> str:

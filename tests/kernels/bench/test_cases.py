@@ -116,7 +116,7 @@ def test_operations_take_turns_and_the_largest_come_first():
 
 
 def test_unknown_names_and_sizes():
-    with pytest.raises(ValueError, match="unknown operation 'mla': choose mla_decode"):
+    with pytest.raises(ValueError, match="unknown operation 'mla': choose gqa_decode, "):
         cases(["mla"], ["tiny"], [8], [1], [torch.float32])
     with pytest.raises(ValueError, match="unknown shape 'gpt'"):
         cases(["mla_decode"], ["gpt"], [8], [1], [torch.float32])

@@ -1,0 +1,134 @@
+"""What every operation of `kernels/` shows of itself for the tests that all of them pass.
+
+A test file of an operation has `EXAMPLES`, calls by name, and `COMPILED`, which launches of real sizes are looked at;
+both are found here, so that a new operation's tests are one file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surgery.model.quantized_cache import GroupedCodes
+
+TESTS = Path(__file__).resolve().parents[1] / "kernels"
+
+MADE = torch.Generator().manual_seed(0)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=MADE, dtype=torch.float64)
+
+
+def ints(*numbers: int | list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def coded(name: str, width: int, heads: int, format: str, group: int, by_channel: bool, names: str) -> dict:
+    """Codes, scale and zero of 8 tokens, under the names of an operation; without heads where there are none."""
+    tokens = normal(2, max(heads, 1), 8, width)
+    codes = GroupedCodes(tokens, format, group, by_channel=by_channel)
+    codes.append(tokens)
+    made = (codes.codes, codes.scale, codes.zero)
+    held = [tensor if heads or tensor is None else tensor[:, 0] for tensor in made]
+    return dict(zip((f"{name}{kind}" for kind in names.split()), held, strict=True))
+
+
+LEAVES = {"query", "key", "value", "full_key", "full_value", "streaming_key", "streaming_value", "latent", "rope_key"}
+LEAVES |= {"key_gain", "key_up", "exact_key", "exact_value"}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call of an operation in float64.
+
+    Attributes:
+        given: arguments by name, of the function, the registered operator and the reference alike.
+        of_function, of_operator: those that only the one or the others have.
+        settings: those of the operator that the reference has no use for.
+        every_derivative: whether all are compared with differences, not their projections on random directions.
+        has_backward: whether the operation has a kernel for its gradients.
+        refused: changes of the function's arguments, and what is said of them.
+    """
+
+    function: Callable
+    operator: Callable
+    reference: Callable
+    given: dict
+    refused: list[tuple[dict, str]]
+    of_function: dict = field(default_factory=dict)
+    of_operator: dict = field(default_factory=dict)
+    settings: dict = field(default_factory=dict)
+    every_derivative: bool = False
+    has_backward: bool = False
+
+    def arguments(self, dtype: torch.dtype, device: torch.device, gradients: bool = False) -> dict:
+        """Of operator and reference; with gradients every floating-point tensor but scales and tables wants one."""
+        found = {}
+        for name, value in (self.given | self.of_operator).items():
+            if isinstance(value, Tensor):
+                value = value.to(device, dtype if value.is_floating_point() else None, copy=True)
+                value.requires_grad_(gradients and value.is_floating_point() and name in LEAVES)
+            found[name] = value
+        return found
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Launches of real sizes, and what the compiler may make of them.
+
+    Attributes:
+        cases: "module:function" in the folders of tests; the function returns launches by name, on the meta device.
+        mma: whether the kinds of matrix instructions are right, of a launch's name, a capability and the kinds.
+        capabilities: 80 and 90.
+        spilled: bytes of registers that may be, of a launch's name and a capability.
+        frames: whether a frame on the stack is no spill that counts.
+    """
+
+    cases: str
+    mma: Callable[[str, int, list[str]], bool]
+    capabilities: tuple[int, ...] = (80, 90)
+    spilled: Callable[[str, int], float] = lambda name, capability: 0
+    frames: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.cases}-{self.capabilities}"
+
+
+def of_the_gpu(name: str, capability: int, mma: list[str]) -> bool:
+    """Hopper's instructions on Hopper; of float32 any."""
+    return mma == ["wgmma" if capability == 90 else "mma"] or "float32" in name
+
+
+def any_kind(name: str, capability: int, mma: list[str]) -> bool:
+    return bool(mma)
+
+
+def slow(case: Any) -> Any:
+    """An entry of `COMPILED` that the default run leaves out."""
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
+def found(name: str) -> list[Any]:
+    """`EXAMPLES` or `COMPILED` of all test files here that have it."""
+    every = []
+    for file in sorted(TESTS.glob("test_*.py")):
+        if f"\n{name} = " not in file.read_text(encoding="utf-8"):
+            continue
+        MADE.manual_seed(0)
+        spec = importlib.util.spec_from_file_location(f"found_{file.stem}", file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        every += getattr(module, name).items() if name == "EXAMPLES" else getattr(module, name)
+    return every
