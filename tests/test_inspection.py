@@ -15,9 +15,9 @@ from surgery.calibration.statistics import LayerStatistics
 from surgery.common.errors import SurgeryError
 from surgery.console.inspection import show_inspection
 from surgery.eval.kv_cache import cache_bytes
+from surgery.forecast.speed import find_gpu
 from surgery.inspection.inspect import CONTEXTS, inspect_checkpoint
 from surgery.inspection.spectra import WIDTHS, LayerSpectrum
-from surgery.inspection.speed_forecast import find_gpu
 from surgery.kernels.gpus import GPUS
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import TARGETS

@@ -31,6 +31,7 @@ FLOORS = (
     ("export", "training", "evaluation"),
     ("heads",),
     ("structures",),
+    ("forecast",),
     ("healing", "inspection", "bench", "planning"),
     ("console",),
     ("demo", "workflow", "api"),

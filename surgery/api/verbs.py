@@ -58,7 +58,7 @@ def inspect(
         >>> surgery.inspect("builtin").kv["bytes_per_token"]
         3072
     """
-    from surgery.inspection.speed_forecast import find_gpu
+    from surgery.forecast.speed import find_gpu
     from surgery.structures.mla.settings import ConvertSettings
 
     asked, ceilings = ConvertSettings.from_mapping(settings, "inspect"), find_gpu(gpu)

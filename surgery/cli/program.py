@@ -84,7 +84,7 @@ def inspect(
     """
     from surgery.checkpoint.location import find_local
     from surgery.checkpoint.named_models import model_named
-    from surgery.inspection.speed_forecast import find_gpu
+    from surgery.forecast.speed import find_gpu
     from surgery.structures.mla.settings import ConvertSettings
 
     source, ceilings = model_named(checkpoint), find_gpu(gpu)

@@ -24,7 +24,7 @@ def show_bench(bench, *, as_json: bool = False) -> None:
 
 
 def show_speed(page: Console, rows: list[dict], gpu: dict | None = None) -> None:
-    """Predicted times by context and batch, :func:`surgery.inspection.speed_forecast.speed_against`; or nothing.
+    """Predicted times by context and batch, :func:`surgery.forecast.speed.speed_against`; or nothing.
 
     With ``gpu`` also what they were predicted for.
     """

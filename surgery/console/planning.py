@@ -31,6 +31,8 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
         )
         for row in plan.rows
     ]
+    if plan.settings["gpu"]:
+        rows = [(*row[:-1], each.speedup, row[-1]) for row, each in zip(rows, plan.rows, strict=True)]
     columns = [
         "",
         "convert --to",
@@ -40,6 +42,7 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
         Column("±", "", lambda value: f"{value:.4f}"),
         Column("perplexity", "", lambda value: f"{perplexity(value) - 1:+.1%}"),
         Column("recall", "", lambda value: f"{value:.2f}"),
+        *([Column("decoding", "", lambda value: f"{value:.2f}x")] if plan.settings["gpu"] else []),
         "beside transformers",
     ]
     page.print(make_table(columns, rows))
@@ -54,6 +57,12 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
         soft_wrap=True,
     )
     lost = cost(chosen.loss_increase)
+    if plan.settings["gpu"]:
+        page.print(
+            "[dim]decoding: speed of a step's attention over the source's, predicted for "
+            f"{plain(plan.settings['gpu'])} from bytes and FLOPs, with this package's kernels; not timed[/dim]",
+            soft_wrap=True,
+        )
     page.print(
         f"[bold]{plain(chosen.to)}[/bold] loses least of all that {_keeps(plan)}: {lost}, recall "
         f"{decimal(chosen.recall, 2)}, {size(chosen.kv_bytes)} at {budget['context']:,} tokens and batch "

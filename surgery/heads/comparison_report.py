@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from surgery.common.tables.markdown import render
+from surgery.common.tables.table import Column, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,13 +97,19 @@ def _value(measured: dict[str, Any], names: list[str], share: float, quantity: s
 
 
 def _scored(scoring: dict[str, Any]) -> str:
-    rows = []
-    for name, entry in scoring.items():
-        seconds = "-" if entry["seconds"] is None else f"{entry['seconds']:,.1f} s"
-        spread = "-" if entry["mean_spread"] is None else f"{entry['mean_spread']:.2g}"
-        best = ", ".join(f"{layer}.{head}" for layer, head in entry["best"])
-        rows.append([name, entry["method"], seconds, str(len(entry["seeds"]) or "-"), spread, best])
-    return table(["pattern", "method", "scoring time", "seeds", "mean spread", "best heads (layer.head)"], rows)
+    columns = (
+        "pattern",
+        "method",
+        Column("scoring time", form="{:,.1f} s".format),
+        "seeds",
+        Column("mean spread", form="{:.2g}".format),
+        Column("best heads (layer.head)", form=lambda best: ", ".join(f"{layer}.{head}" for layer, head in best)),
+    )
+    rows = (
+        (name, entry["method"], entry["seconds"], len(entry["seeds"]) or None, entry["mean_spread"], entry["best"])
+        for name, entry in scoring.items()
+    )
+    return render(Table.of(columns, rows))
 
 
 def _measured(measured: dict[str, Any]) -> str:
@@ -121,9 +130,9 @@ def _measured(measured: dict[str, Any]) -> str:
             about,
             "![recall and loss by the share of heads that stream](curve.png)",
             "Recall:",
-            table(header, [kv, *recall]),
+            _table(header, [kv, *recall]),
             "Loss increase, nats per token:",
-            table(header, loss),
+            _table(header, loss),
         ]
     )
 
@@ -139,7 +148,7 @@ def _agreement(agreement: dict[str, Any]) -> str:
         rows.append([f"{pair['a']}, {pair['b']}", rank, *(f"{entry['overlap']:.2f}" for entry in pair["overlaps"])])
     chance = [f"{entry['chance']:.2f} ± {entry['chance_sd']:.2f}" for entry in agreement["pairs"][0]["overlaps"]]
     rows.append(["chance", "0.00", *chance])
-    return "\n\n".join(["## Agreement", "![heat maps of all patterns](heads.png)", table(header, rows)])
+    return "\n\n".join(["## Agreement", "![heat maps of all patterns](heads.png)", _table(header, rows)])
 
 
 def _ties(agreement: dict[str, Any]) -> str:
@@ -152,10 +161,8 @@ def _ties(agreement: dict[str, Any]) -> str:
         "Heads within one unit in the last place of the threshold, in float32 (in bfloat16); 1 is the head itself. "
         "More say that which heads stay full is partly a matter of rounding."
     )
-    return "\n\n".join(["## Ties", about, table(header, rows)])
+    return "\n\n".join(["## Ties", about, _table(header, rows)])
 
 
-def table(header: list[str], rows: Iterable[list[str]]) -> str:
-    """A Markdown table, numbers to the right."""
-    lines = [header, ["---", *(["---:"] * (len(header) - 1))], *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return render(Table.of([header[0], *(Column(title, align="right") for title in header[1:])], rows))

@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import BoolTensor, Tensor
+from torch import BoolTensor, Tensor, nn
 from transformers import PreTrainedModel
 
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.attention import output
+from surgery.families.rope import phases, rotate
 from surgery.running.attention_tap import AttentionCall, tapped
 
 PIECE = 256
@@ -93,6 +96,32 @@ def mixed_output(
         else:
             heads.append(streaming_output(own, sinks, recent))
     return torch.cat(heads, dim=2)
+
+
+class StreamingAttention(nn.Module):
+    """Stands in for a transformers attention module of which some KV heads stream; prompts only.
+
+    Args:
+        anatomy: without a sliding window.
+        streams, sinks, recent, compensated: as in `mixed_output`.
+    """
+
+    def __init__(
+        self, anatomy: AttentionAnatomy, streams: BoolTensor, sinks: int, recent: int, compensated: BoolTensor
+    ):
+        super().__init__()
+        self.anatomy, self.streams, self.sinks, self.recent = anatomy, streams, sinks, recent
+        self.compensated = compensated
+
+    def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
+        anatomy, found = self.anatomy, self.anatomy.project(hidden_states)
+        phase = phases(anatomy.inv_freq, torch.arange(found.q.shape[1], device=found.q.device), found.q.dtype)
+        queries, keys = rotate(found.q, phase), rotate(found.k, phase)
+        if found.key_gain is not None:
+            keys = keys * found.key_gain[..., None]
+        queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, found.v))
+        call = AttentionCall(0, queries, keys, values, None, anatomy.scale)
+        return output(anatomy, mixed_output(call, self.streams, self.sinks, self.recent, self.compensated)), None
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import per_token
 from surgery.families import FAMILIES, head_shape
 from surgery.families.base import ATTENTION_PREFIX
-from surgery.inspection import attention_structures as structures
-from surgery.inspection.speed_forecast import batches, speed_against
+from surgery.forecast import attention_structures as structures
+from surgery.forecast.speed import batches, speed_against
 from surgery.kernels.gpus import GPU
 from surgery.kernels.planner import Attention, Grouped, Latent, LowRank
 from surgery.reporting.report import previous_report

@@ -14,10 +14,10 @@ from surgery.common.errors import SurgeryError
 from surgery.common.pictures import Svg
 from surgery.common.progress import Progress
 from surgery.families import head_shape
-from surgery.inspection import attention_structures as structures
+from surgery.forecast import attention_structures as structures
+from surgery.forecast.speed import batches, speed_against
 from surgery.inspection.converted import MODEL_TYPES, converted_facts, original
 from surgery.inspection.spectra import LayerSpectrum, spectra_figure
-from surgery.inspection.speed_forecast import batches, speed_against
 from surgery.inspection.targets import foreseen_targets
 from surgery.kernels.gpus import GPU, GPUS
 from surgery.running.source import Source
@@ -38,7 +38,7 @@ class Inspection:
         kv: bytes per token, and of one sequence by its length, in the checkpoint's dtype.
         targets: what it can be converted to, in which class and why, at how many bytes, and which engines load that;
             with "speed", what decoding's attention gains on a GPU,
-            :func:`surgery.inspection.speed_forecast.speed_against`.
+            :func:`surgery.forecast.speed.speed_against`.
         gpu: whose ceilings times were predicted for, and where they come from.
         speed: predicted times of the checkpoint's own attention; against its source where that is known.
         spectra: compressibility of every layer, first to last; None where it was not asked for.

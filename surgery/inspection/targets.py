@@ -7,7 +7,7 @@ from typing import Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.inspection.attention_structures import of_config
+from surgery.forecast.attention_structures import of_config
 from surgery.kernels.planner import Attention
 from surgery.running.source import Source
 from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes

@@ -82,7 +82,7 @@ class Candidates:
             # A structure that is nothing without bits has them in its name.
             coded = self._settings.allows(BITS) or all("bits" in each.settings for each in named)
             for candidate in named:
-                asked = {**candidate.settings, **self._engine_of(target)}
+                asked = {**candidate.settings, **self._own_of(target)}
                 if "bits" in asked and not coded:
                     continue
                 seen = set()  # a structure may have no more to spend a larger share on
@@ -134,10 +134,12 @@ class Candidates:
         held = held_bytes(config, self._opened, self._settings, foreseen)
         return Sized(target, asked, settings, structure, config, held, unspent, foreseen.engines_of(config))
 
-    def _engine_of(self, target: Target) -> dict[str, Any]:
-        """The engine, for structures that can keep to its limits."""
-        engine = self._settings.engine
-        return {"engine": engine} if engine and hasattr(target.settings_class, "engine") else {}
+    def _own_of(self, target: Target) -> dict[str, Any]:
+        """What the plan is given and only some structures take: the engine, to keep to its limits, and the heads, with
+        the context at which their bytes are counted."""
+        heads = {"heads": self._settings.heads, "context": self._settings.tokens} if self._settings.heads else {}
+        given = {"engine": self._settings.engine, **heads}
+        return {name: value for name, value in given.items() if value and hasattr(target.settings_class, name)}
 
 
 def held_bytes(

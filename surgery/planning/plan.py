@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -25,6 +25,9 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
+from surgery.forecast.attention_structures import of_config
+from surgery.forecast.speed import find_gpu
+from surgery.kernels.planner import compare
 from surgery.planning.candidates import Candidates, Sized, held_bytes
 from surgery.planning.measure import Scored, measure
 from surgery.planning.settings import PlanSettings, parse_size
@@ -50,6 +53,7 @@ class Row:
         loss_increase: nats per token over the source's; ``low`` and ``high`` its 95% interval by text.
         answer_increase: nats per token of the answers in recall prompts; ``recall`` the share answered right.
         cost: what is compared, the loss with the answers' increase in it.
+        speedup: of the attention of a decoding step over the source's, predicted for the GPU; None without one.
         best: whether no other candidate costs less with no more bytes.
     """
 
@@ -66,6 +70,7 @@ class Row:
     cost: float
     model_type: str
     engines: dict[str, dict] = field(repr=False)
+    speedup: float | None = None
     best: bool = False
 
 
@@ -121,7 +126,7 @@ def make_plan(
     progress, began, called = progress or Progress(silent=True), time.monotonic(), called or str(source)
     reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
     opened = Source.of(reader, settings)
-    share = _share_of(settings, opened)
+    share, gain = _share_of(settings, opened), _forecast(settings, opened)
     with progress.step(1, STEPS):
         texts = load_texts(opened, settings, progress)
     with opened_work(opened, settings, texts, progress) as work:
@@ -135,7 +140,7 @@ def make_plan(
             tried += more
             with progress.step(3, STEPS):
                 scored += measure(more, work, texts.held_out)[1]
-    rows = _rows(tried, scored, scored_source, candidates.source_bytes, called)
+    rows = _rows(tried, scored, scored_source, candidates.source_bytes, called, gain)
     budget = {"kv_ratio": share, "max_loss": settings.max_loss, "context": settings.tokens, "batch": settings.batch}
     budget["kv_bytes"] = None if share is None else share * candidates.source_bytes
     return Plan(
@@ -193,6 +198,23 @@ def _share_of(settings: PlanSettings, opened: Source) -> float | None:
     return memory / held
 
 
+def _forecast(settings: PlanSettings, opened: Source) -> Callable[[Sized], float | None]:
+    """What a candidate's speedup is predicted to be.
+
+    Raises:
+        SurgeryError: there is no such GPU.
+    """
+    if settings.gpu is None:
+        return lambda sized: None
+    gpu, number_bytes = find_gpu(settings.gpu), opened.weight_dtype.itemsize
+    source = of_config(opened.reader.config, number_bytes)
+
+    def gain(sized: Sized) -> float:
+        return compare(source, of_config(sized.config, number_bytes), settings.tokens, settings.batch, gpu).speedup
+
+    return gain
+
+
 def _shares_around(share: float | None) -> list[float]:
     """The budget and those to either side of it, or the whole picture."""
     if share is None:
@@ -240,7 +262,12 @@ def _nearer(
 
 
 def _rows(
-    tried: Sequence[Sized], scored: Sequence[Scored], source: Scored, source_bytes: float, called: str
+    tried: Sequence[Sized],
+    scored: Sequence[Scored],
+    source: Scored,
+    source_bytes: float,
+    called: str,
+    gain: Callable[[Sized], float | None],
 ) -> list[Row]:
     rows = []
     for sized, score in zip(tried, scored, strict=True):
@@ -261,6 +288,7 @@ def _rows(
                 cost=increase.difference + ANSWER_WEIGHT * max(0.0, answers or 0.0),
                 model_type=sized.config["model_type"],
                 engines=sized.engines,
+                speedup=gain(sized),
             )
         )
     rows.sort(key=lambda row: (row.kv_bytes, row.cost))

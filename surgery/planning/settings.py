@@ -36,6 +36,15 @@ class PlanSettings(ConversionSettings):
     engine: Engine | None = setting(
         None, "Only what this engine, or all of them, loads as a test or its own check saw it.", section="Budget"
     )
+    gpu: str | None = setting(
+        None,
+        "Predict decoding on this GPU: a name, as of surgery inspect, or a JSON file of surgery bench kernels.",
+        metavar="NAME|FILE",
+        unset="no prediction",
+    )
+    heads: str | None = setting(
+        None, "Pattern of `surgery heads`, to weigh hybrids with.", unset="no hybrids", metavar="FILE"
+    )
     allow: tuple[str, ...] = setting(
         (), "Structures to choose among, and bits for caches of codes.", unset="all", metavar="A,B"
     )

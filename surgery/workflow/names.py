@@ -13,7 +13,9 @@ from surgery.common.file_settings import did_you_mean
 
 MAKE_CHECKPOINTS = ("convert", "slice", "heal")
 MAKE_PATTERNS = ("heads",)
+MAKE_PLANS = ("plan",)
 CHECKPOINTS = {
+    "plan": ("source",),
     "convert": ("source",),
     "slice": ("source",),
     "heads": ("source",),
@@ -23,8 +25,9 @@ CHECKPOINTS = {
 }
 """Settings of each verb that name checkpoints, one or a list of them."""
 
-PATTERNS = {"convert": ("heads",), "compare-heads": ("patterns",)}
-"""Likewise, of patterns."""
+PATTERNS = {"plan": ("heads",), "convert": ("heads",), "compare-heads": ("patterns",)}
+PLANS = {"convert": ("plan",)}
+"""Likewise, of patterns and of plans."""
 
 
 class Step(Protocol):
@@ -50,9 +53,10 @@ def check_names(path: Path, steps: Sequence[Step]) -> None:
                     find_local(name)
                 except SurgeryError as error:
                     raise SurgeryError(f"{where}: {_why(name, made, later) or error}") from None
-        for name in _named(step, PATTERNS):
-            if not (made.get(name) in MAKE_PATTERNS or Path(name).expanduser().is_file()):
-                raise SurgeryError(f"{where}: {_why(name, made, later) or f'{name}: no such pattern file'}")
+        for what, settings, makers in (("pattern", PATTERNS, MAKE_PATTERNS), ("plan", PLANS, MAKE_PLANS)):
+            for name in _named(step, settings):
+                if not (made.get(name) in makers or Path(name).expanduser().is_file()):
+                    raise SurgeryError(f"{where}: {_why(name, made, later) or f'{name}: no such {what} file'}")
         made[step.name] = step.verb
 
 

@@ -8,7 +8,8 @@
 
 An eval step may have a `title`, and `publish`, another folder for its report without the results that it goes on from.
 A step's output lies under its name in the work folder, and later steps may use the name as a checkpoint: `convert` and
-`slice` steps compose by it. A `heads` step makes a pattern, which `heads` of a conversion and `patterns` of a
+`slice` steps compose by it. A `plan` step chooses for a budget, and a conversion whose `plan` names it, or a plan file,
+carries it out. A `heads` step makes a pattern, which `heads` of a conversion or a plan and `patterns` of a
 `compare-heads` step may name. A `heal` step trains a `student` with its `teacher`, in as many `processes` as
 it says or by a `launcher`, an accelerate configuration or the name of one that ships; `measure` holds settings of the
 evaluation of source, student and result, and with `measure: false` losses are left to an eval step. `builtin` is the
@@ -18,31 +19,21 @@ the same settings, are kept.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean, read_mapping, typed
 from surgery.common.progress import Progress
+from surgery.workflow.conversions import convert, plan, slice_
 from surgery.workflow.names import check_names
+from surgery.workflow.steps import Action, Finished, Step, checkpoint_of, taken
 
 if TYPE_CHECKING:
-    from surgery.calibration.settings import ConversionSettings
     from surgery.heads.settings import HeadSettings
     from surgery.running.processes import Processes
-    from surgery.structures.registry import Target
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step: the verb, and its settings by name."""
-
-    verb: str
-    name: str
-    settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -73,16 +64,6 @@ class Recipe:
             if names.count(name) > 1:
                 raise SurgeryError(f"{path}: two steps are called {name}")
         return cls(path, str(content.get("name", path.stem)), steps)
-
-
-@dataclass
-class Finished:
-    """What a recipe made: checkpoints and patterns by step, and the last report with its files."""
-
-    checkpoints: dict[str, Path] = field(default_factory=dict)
-    patterns: dict[str, Path] = field(default_factory=dict)
-    report: dict[str, Any] | None = None
-    written: list[Path] = field(default_factory=list)
 
 
 def checked_recipe(path: Path) -> tuple[Recipe, list[Action]]:
@@ -122,53 +103,11 @@ def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
     return finished
 
 
-Action = Callable[[Path, Finished, Progress, "Processes"], None]
-
-
-def _convert(step: Step, where: str) -> Action:
-    from surgery.structures.registry import find_target
-
-    given = dict(step.settings)
-    try:
-        target = find_target(str(given.pop("to", "mla")))
-    except SurgeryError as error:
-        raise SurgeryError(f"{where}: {error}") from None
-    return _make(step, target, given, where)
-
-
-def _slice(step: Step, where: str) -> Action:
-    from surgery.structures.registry import SLICE
-
-    return _make(step, SLICE, dict(step.settings), where)
-
-
-def _make(step: Step, target: Target, given: dict[str, Any], where: str) -> Action:
-    """Makes a checkpoint from another."""
-    source = _taken(given, "source", where)
-    try:
-        settings = target.settings(given)
-    except SurgeryError as error:
-        raise SurgeryError(f"{where}: {error}") from None
-
-    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
-        checkpoint = _checkpoint(source, finished)
-        finished.checkpoints[step.name] = out
-        asked = settings
-        if (pattern := finished.patterns.get(getattr(settings, "heads", None))) is not None:
-            asked = replace(settings, heads=str(pattern))
-        # A conversion is not shared: the other processes wait for it.
-        processes.from_main(
-            lambda: _convert_unless_there(target, checkpoint, out, asked, f"surgery run {where}", progress)
-        )
-
-    return do
-
-
 def _evaluate(step: Step, where: str) -> Action:
     from surgery.evaluation.settings import EvalSettings
 
     given = dict(step.settings)
-    checkpoints, baseline = _taken(given, "checkpoints", where), given.pop("baseline", None)
+    checkpoints, baseline = taken(given, "checkpoints", where), given.pop("baseline", None)
     publish, title = given.pop("publish", None), given.pop("title", None)
     if not isinstance(checkpoints, list):
         raise SurgeryError(f"{where}: checkpoints must be a list")
@@ -206,13 +145,13 @@ def _score_heads(step: Step, where: str) -> Action:
     from surgery.heads.settings import HeadSettings
 
     given = dict(step.settings)
-    source = _taken(given, "source", where)
+    source = taken(given, "source", where)
     settings = HeadSettings.from_mapping(given, where)
 
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
         from surgery.heads.scoring import score_heads
 
-        checkpoint = _checkpoint(source, finished)
+        checkpoint = checkpoint_of(source, finished)
         path = finished.patterns[step.name] = out.with_name(f"{out.name}.safetensors")
         if processes.from_main(lambda: _scored_already(path, checkpoint, settings)):
             progress.note(f"{path}: is there already")
@@ -226,7 +165,7 @@ def _compare_heads(step: Step, where: str) -> Action:
     from surgery.heads.compare import CompareRequest
 
     given = dict(step.settings)
-    patterns, publish = _taken(given, "patterns", where), given.pop("publish", None)
+    patterns, publish = taken(given, "patterns", where), given.pop("publish", None)
     if not isinstance(patterns, list):
         raise SurgeryError(f"{where}: patterns must be a list")
     known = {field.name for field in fields(CompareRequest)} - {"patterns", "out", "overwrite", "command"}
@@ -244,7 +183,7 @@ def _compare_heads(step: Step, where: str) -> Action:
         from surgery.heads.compare import compare_patterns, publish_comparison
 
         named = tuple(f"{name}={finished.patterns.get(name, name)}" for name in patterns)
-        measure = None if asked.measure is None else _checkpoint(asked.measure, finished)
+        measure = None if asked.measure is None else checkpoint_of(asked.measure, finished)
         comparison = compare_patterns(replace(asked, patterns=named, out=out, measure=measure), progress)
         if processes.is_main:
             finished.written += comparison.written
@@ -260,7 +199,7 @@ def _heal(step: Step, where: str) -> Action:
     from surgery.training.trackers import check_tracker
 
     given = dict(step.settings)
-    student, teacher = _taken(given, "student", where), _taken(given, "teacher", where)
+    student, teacher = taken(given, "student", where), taken(given, "teacher", where)
     processes, launcher = given.pop("processes", None), given.pop("launcher", None)
     measure = _measure(given.pop("measure", True), where)
     settings = HealSettings.from_mapping({**given, "teacher": teacher}, where)
@@ -274,9 +213,9 @@ def _heal(step: Step, where: str) -> Action:
     def do(out: Path, finished: Finished, progress: Progress, waiting: Processes) -> None:
         from surgery.healing.heal import HealRequest, heal_checkpoint, healed_already
 
-        source = _checkpoint(teacher, finished)
+        source = checkpoint_of(teacher, finished)
         request = HealRequest(
-            _checkpoint(student, finished),
+            checkpoint_of(student, finished),
             out,
             given={**given, "teacher": source},
             processes=processes,
@@ -312,8 +251,9 @@ def _measure(given: Any, where: str) -> dict[str, Any] | None:
 
 
 VERBS: dict[str, Callable[[Step, str], Action]] = {
-    "convert": _convert,
-    "slice": _slice,
+    "plan": plan,
+    "convert": convert,
+    "slice": slice_,
     "heads": _score_heads,
     "compare-heads": _compare_heads,
     "heal": _heal,
@@ -333,24 +273,10 @@ def _step(path: Path, number: int, entry: Any) -> Step:
     if not isinstance(settings, dict):
         raise SurgeryError(f"{where}: {verb} has no settings")
     settings = dict(settings)
-    name = str(_taken(settings, "name", where))
+    name = str(taken(settings, "name", where))
     if Path(name).name != name or name in ("", ".", ".."):
         raise SurgeryError(f"{where}: name {name!r} must be a plain file name")
     return Step(verb, name, settings)
-
-
-def _taken(settings: dict[str, Any], name: str, where: str) -> Any:
-    try:
-        return settings.pop(name)
-    except KeyError:
-        raise SurgeryError(f"{where}: {name} is missing") from None
-
-
-def _checkpoint(name: str, finished: Finished) -> str:
-    """A checkpoint's path or hub id: of an earlier step, of the model that ships, or as it is given."""
-    from surgery.checkpoint.named_models import model_named
-
-    return str(finished.checkpoints[name]) if name in finished.checkpoints else model_named(name)
 
 
 def _row(given: str, finished: Finished) -> str:
@@ -358,42 +284,8 @@ def _row(given: str, finished: Finished) -> str:
     name, sign, checkpoint = str(given).partition("=")
     if not sign:
         name = checkpoint = str(given)
-    found = _checkpoint(checkpoint, finished)
+    found = checkpoint_of(checkpoint, finished)
     return f"{name}={found}" if sign or found != checkpoint else checkpoint
-
-
-def _convert_unless_there(
-    target: Target, source: str, out: Path, settings: ConversionSettings, command: str, progress: Progress
-) -> None:
-    if out.exists():
-        _check_kept(out, source, settings)
-        progress.note(f"{out}: is there already")
-        return
-    from surgery.structures import converter
-
-    converter.convert(source, out, settings, command=command, progress=progress)
-
-
-def _check_kept(out: Path, source: str, settings: ConversionSettings) -> None:
-    """Raises SurgeryError unless a finished conversion is of that source with those settings.
-
-    A setting that was not known when it was made counts as its default.
-    """
-    from surgery.checkpoint import CheckpointReader
-    from surgery.heads.import_patterns import read_pattern
-
-    try:
-        report = json.loads((out / "surgery_report.json").read_text(encoding="utf-8"))
-        made = {field.name: field.default for field in fields(settings)} | report["settings"]
-        kept = {"keep_statistics": settings.keep_statistics}  # a place only
-        same = json.loads(json.dumps(made | kept)) == json.loads(json.dumps(settings.to_dict()))
-        same = same and report["source"]["sha256"] == CheckpointReader.open(source).fingerprint()
-        if (heads := getattr(settings, "heads", None)) is not None:
-            same = same and report["target"]["pattern"]["sha256"] == read_pattern(heads).sha256
-    except (OSError, ValueError, KeyError, TypeError):
-        same = False
-    if not same:
-        raise SurgeryError(f"{out}: is of another source or other settings; remove it, or choose another --work folder")
 
 
 def _scored_already(path: Path, source: str, settings: HeadSettings) -> bool:

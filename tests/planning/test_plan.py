@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ from surgery.calibration.texts import load_texts
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.kv_cache import cache_bytes
+from surgery.forecast.attention_structures import of_config
+from surgery.heads.pattern import HeadPattern
+from surgery.kernels.gpus import GPUS
+from surgery.kernels.planner import compare
 from surgery.planning.candidates import Candidates
 from surgery.planning.measure import measure
 from surgery.planning.plan import choose, make_plan, opened_work
@@ -34,12 +39,13 @@ CASES = {
     "lowrank, chosen bits": {"kv_ratio": 0.4, "bits": "auto", "sinks": 3, "group": 16},
     "quantized": {"bits": 2, "sinks": 3, "group": 16},
     "quantized, with a window": {"bits": 4, "window": 20, "group": 16},
+    "hybrid": {"heads": "a pattern", "streaming": 0.5},
 }
 
 
 @pytest.fixture(scope="module")
 def plan(checkpoints):
-    return make_plan(checkpoints("llama"), PlanSettings(kv_ratio=0.4, **TEXT, **CONTEXT), called="ckpt")
+    return make_plan(checkpoints("llama"), PlanSettings(kv_ratio=0.4, gpu="h200", **TEXT, **CONTEXT), called="ckpt")
 
 
 @torch.no_grad()
@@ -55,7 +61,7 @@ def decoded(model, tokens):
     return losses.view(len(tokens), -1).mean(1), cache
 
 
-ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with a window")
+ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with a window", "hybrid")
 """Of the cases: the others are these without codes, or with another window."""
 
 
@@ -68,7 +74,10 @@ ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with
     ],
 )
 def test_candidates_lose_what_the_written_model_loses_as_it_decodes(checkpoints, tmp_path, family, case):
-    target, asked = find_target(case.partition(",")[0]), CASES[case]
+    target, asked = find_target(case.partition(",")[0]), dict(CASES[case])
+    if "heads" in asked:
+        asked["heads"] = str(tmp_path / "pattern.safetensors")
+        HeadPattern(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), "needle", 3, 20).save(Path(asked["heads"]))
     source, settings, quiet = checkpoints(family), PlanSettings(**TEXT, **CONTEXT), Progress(silent=True)
     opened = Source.open(source, settings)
     texts = load_texts(opened, settings, quiet)
@@ -145,7 +154,7 @@ def test_windows_count_in_bytes_and_what_takes_none_is_refused(checkpoints):
     (merged,) = [row for row in found.rows if row.to == "gqa"]
     assert merged.kv_ratio == 0.5
     assert not any("bits" in row.asked for row in found.rows)
-    assert all("full attention" in why for why in found.refused.values())
+    assert all("full attention" in why or "which heads stream" in why for why in found.refused.values())
 
 
 def test_the_file_of_a_plan_is_what_convert_carries_out(plan, tmp_path, checkpoints, monkeypatch, capsys):
@@ -193,9 +202,21 @@ def test_sizes_and_contexts_are_read_as_people_write_them():
     assert [parse_tokens(text) for text in ("32k", "1,024", "7")] == [32768, 1024, 7]
 
 
+def test_decoding_is_predicted_as_inspect_does(plan, checkpoints):
+    source = of_config(json.loads((checkpoints("llama") / "config.json").read_text()), 4)
+    heads = [row for row in plan.rows if row.to == "gqa" and "bits" not in row.asked]
+    assert heads
+    for row in heads:
+        fewer = [replace(layer, kv_heads=row.asked["kv_heads"]) for layer in source]
+        expected = compare(source, fewer, plan.budget["context"], plan.budget["batch"], GPUS["h200"]).speedup
+        assert row.speedup == pytest.approx(expected)
+    assert all(row.speedup > 0 for row in plan.rows)
+
+
 def test_the_verb_prints_a_table_and_writes_plan_and_picture(checkpoints, tmp_path, monkeypatch, capsys):
     text = [f"--{name.replace('_', '-')}={value}" for name, value in {**TEXT, "context": 1024}.items()]
     asked = ["plan", checkpoints("llama"), "--kv-ratio", "0.5", "--allow", "lowrank,quantized,bits", *text]
+    asked += ["--gpu", "h200"]
     code, out, error = run_main(
         monkeypatch, capsys, *asked, "--out", tmp_path / "plan.yaml", "--plot", tmp_path / "plan.svg"
     )
@@ -203,5 +224,6 @@ def test_the_verb_prints_a_table_and_writes_plan_and_picture(checkpoints, tmp_pa
     assert "loses least of all that keeps to the bytes" in out and "--bits auto" in " ".join(out.split())
     assert yaml.safe_load((tmp_path / "plan.yaml").read_text())["to"] in ("lowrank", "quantized")
     assert "lowrank, bits auto" in (tmp_path / "plan.svg").read_text()
+    assert "decoding" in out and "not timed" in " ".join(out.split())
     code, _, error = run_main(monkeypatch, capsys, *asked, "--out", tmp_path / "plan.yaml")
     assert code == 1 and "exists already" in error

@@ -7,9 +7,10 @@ held-out text side by side; the written files are loaded again, run through thei
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import BoolTensor, Tensor
@@ -29,14 +30,15 @@ from surgery.common.progress import Progress
 from surgery.heads.import_patterns import read_pattern
 from surgery.heads.pattern import HeadPattern, count_of
 from surgery.heads.plan import HeadPlan, compile_plan
-from surgery.heads.streaming import mixed_output
+from surgery.heads.streaming import StreamingAttention, mixed_output
 from surgery.model import SurgeryForCausalLM
 from surgery.model.cache_layer import check_full_attention
+from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
 from surgery.running.attention_tap import AttentionCall, tapped
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
-from surgery.structures.base import Foreseen, Outcome, Structure, Work, kept_with_attention
+from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Work, kept_with_attention
 from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.ladder import ERROR_SEQUENCES
@@ -107,6 +109,17 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
         if reader.config.get("model_type") in (MODEL_TYPE, "deepseek_v3"):
             return OwnSource.open(reader, settings)
         return Source.of(reader, settings)
+
+    @classmethod
+    def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
+        """As many full heads as the budget holds, of the pattern that the plan is given."""
+        return [Candidate({})] if config["model_type"] != MODEL_TYPE else []
+
+    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> StreamingAttention:
+        """The source's attention behind the plan's masks."""
+        stream, plan = self.opened.stream, self._plan
+        anatomy = self.opened.anatomy(layer).to(stream.device, stream.dtype)
+        return StreamingAttention(anatomy, plan.streams[layer], plan.sinks, plan.recent, plan.compensated[layer])
 
     def foresee(self) -> Foreseen:
         """All of it, at the context that was asked for: nothing is left to the work but measuring."""

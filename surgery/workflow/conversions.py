@@ -1,0 +1,172 @@
+"""The steps of a recipe that choose and make checkpoints: `plan`, `convert` and `slice`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.workflow.steps import Action, Finished, Step, checkpoint_of, taken
+
+if TYPE_CHECKING:
+    from surgery.calibration.settings import ConversionSettings
+    from surgery.planning.settings import PlanSettings
+    from surgery.running.processes import Processes
+    from surgery.structures.registry import Target
+
+
+def convert(step: Step, where: str) -> Action:
+    """A conversion, by its own settings or by those that a plan has chosen."""
+    from surgery.structures.registry import find_target
+
+    given = dict(step.settings)
+    source = taken(given, "source", where)
+    if "plan" in given:
+        chosen = str(given.pop("plan"))
+        if "to" in given:
+            raise SurgeryError(f"{where}: the plan says what the attention becomes; leave to out")
+        return _make(step, source, lambda finished: _planned(chosen, given, finished, where), where)
+    try:
+        target = find_target(str(given.pop("to", "mla")))
+    except SurgeryError as error:
+        raise SurgeryError(f"{where}: {error}") from None
+    return _make(step, source, _asked(target, given, where), where)
+
+
+def slice_(step: Step, where: str) -> Action:
+    """A converted checkpoint made smaller."""
+    from surgery.structures.registry import SLICE
+
+    given = dict(step.settings)
+    return _make(step, taken(given, "source", where), _asked(SLICE, given, where), where)
+
+
+Choice = Callable[[Finished], tuple["Target", "ConversionSettings", "Mapping[str, Any] | None"]]
+"""Of a conversion, once the steps before it are done: its target, settings, and what a plan expects of it."""
+
+
+def _asked(target: Target, given: dict[str, Any], where: str) -> Choice:
+    try:
+        settings = target.settings(given)
+    except SurgeryError as error:
+        raise SurgeryError(f"{where}: {error}") from None
+    return lambda finished: (target, settings, None)
+
+
+def _planned(plan: str, given: dict[str, Any], finished: Finished, where: str) -> tuple:
+    from surgery.planning.plan_file import read_plan
+
+    planned = read_plan(finished.plans.get(plan, Path(plan)))
+    try:
+        return planned.target, planned.target.settings({**planned.settings, **given}), planned.predicted
+    except SurgeryError as error:
+        raise SurgeryError(f"{where}: {error}") from None
+
+
+def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
+    """Makes a checkpoint from another."""
+
+    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
+        checkpoint = checkpoint_of(source, finished)
+        finished.checkpoints[step.name] = out
+
+        def make() -> None:
+            target, settings, predicted = choice(finished)
+            if (pattern := finished.patterns.get(getattr(settings, "heads", None))) is not None:
+                settings = replace(settings, heads=str(pattern))
+            _convert_unless_there(target, checkpoint, out, settings, f"surgery run {where}", progress, predicted)
+
+        # A conversion is not shared: the other processes wait for it.
+        processes.from_main(make)
+
+    return do
+
+
+def plan(step: Step, where: str) -> Action:
+    """A choice for a budget."""
+    from surgery.planning.settings import PlanSettings
+
+    given = dict(step.settings)
+    source = taken(given, "source", where)
+    settings = PlanSettings.from_mapping(given, where)
+
+    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
+        path = finished.plans[step.name] = out.with_name(f"{out.name}.yaml")
+        asked = settings
+        if (pattern := finished.patterns.get(settings.heads)) is not None:
+            asked = replace(settings, heads=str(pattern))
+        processes.from_main(lambda: _plan_unless_there(path, checkpoint_of(source, finished), asked, progress))
+
+    return do
+
+
+def _convert_unless_there(
+    target: Target,
+    source: str,
+    out: Path,
+    settings: ConversionSettings,
+    command: str,
+    progress: Progress,
+    predicted: Mapping[str, Any] | None,
+) -> None:
+    if out.exists():
+        _check_kept(out, source, settings)
+        progress.note(f"{out}: is there already")
+        return
+    from surgery.structures import converter
+
+    converter.convert(source, out, settings, command=command, progress=progress, predicted=predicted)
+
+
+def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress: Progress) -> None:
+    """Writes the plan, with all that it tried beside it, by which a later run knows it again.
+
+    Raises:
+        SurgeryError: there is one of another source or other settings, or nothing meets the budget.
+    """
+    from surgery.checkpoint import CheckpointReader
+    from surgery.checkpoint.disk import disk_errors, read_json
+    from surgery.planning.plan import make_plan
+    from surgery.planning.plan_file import write_plan
+
+    beside = path.with_suffix(".json")
+    wanted = {"sha256": CheckpointReader.open(source).fingerprint(), "settings": settings.to_dict()}
+    wanted = json.loads(json.dumps(wanted))
+    if path.exists():
+        if not beside.exists() or {name: read_json(beside).get(name) for name in wanted} != wanted:
+            raise SurgeryError(
+                f"{path}: is of another source or other settings; remove it, or choose another --work folder"
+            )
+        progress.note(f"{path}: is there already")
+        return
+    made = make_plan(source, settings, progress=progress)
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps({**made.to_dict(), **wanted}, indent=1) + "\n", encoding="utf-8")
+        write_plan(made, path)
+
+
+def _check_kept(out: Path, source: str, settings: ConversionSettings) -> None:
+    """Raises SurgeryError unless a finished conversion is of that source with those settings.
+
+    A setting that was not known when it was made counts as its default.
+    """
+    from surgery.checkpoint import CheckpointReader
+    from surgery.heads.import_patterns import read_pattern
+
+    try:
+        report = json.loads((out / "surgery_report.json").read_text(encoding="utf-8"))
+        made = {field.name: field.default for field in fields(settings)} | report["settings"]
+        kept = {"keep_statistics": settings.keep_statistics}  # a place only
+        same = json.loads(json.dumps(made | kept)) == json.loads(json.dumps(settings.to_dict()))
+        same = same and report["source"]["sha256"] == CheckpointReader.open(source).fingerprint()
+        if (heads := getattr(settings, "heads", None)) is not None:
+            same = same and report["target"]["pattern"]["sha256"] == read_pattern(heads).sha256
+    except (OSError, ValueError, KeyError, TypeError):
+        same = False
+    if not same:
+        raise SurgeryError(f"{out}: is of another source or other settings; remove it, or choose another --work folder")

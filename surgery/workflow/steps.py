@@ -1,0 +1,56 @@
+"""What a step of a recipe is, and what steps hand on to those behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+
+if TYPE_CHECKING:
+    from surgery.running.processes import Processes
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: the verb, and its settings by name."""
+
+    verb: str
+    name: str
+    settings: dict[str, Any]
+
+
+@dataclass
+class Finished:
+    """What a recipe made: checkpoints, patterns and plans by step, and the last report with its files."""
+
+    checkpoints: dict[str, Path] = field(default_factory=dict)
+    patterns: dict[str, Path] = field(default_factory=dict)
+    plans: dict[str, Path] = field(default_factory=dict)
+    report: dict[str, Any] | None = None
+    written: list[Path] = field(default_factory=list)
+
+
+Action = Callable[[Path, Finished, Progress, "Processes"], None]
+
+
+def taken(settings: dict[str, Any], name: str, where: str) -> Any:
+    """Takes a setting out of others.
+
+    Raises:
+        SurgeryError: it is missing.
+    """
+    try:
+        return settings.pop(name)
+    except KeyError:
+        raise SurgeryError(f"{where}: {name} is missing") from None
+
+
+def checkpoint_of(name: str, finished: Finished) -> str:
+    """A checkpoint's path or hub id: of an earlier step, of the model that ships, or as it is given."""
+    from surgery.checkpoint.named_models import model_named
+
+    return str(finished.checkpoints[name]) if name in finished.checkpoints else model_named(name)
