@@ -176,7 +176,7 @@ def main() -> None:
         except SurgeryError as error:
             print(f"surgery: error: {error}", file=sys.stderr)
             sys.exit(1)
-        except (MemoryError, OSError, RuntimeError) as error:
+        except Exception as error:
             if (line := told(error)) is None:
                 raise
             print(f"surgery: error: {line}", file=sys.stderr)

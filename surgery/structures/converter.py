@@ -83,6 +83,8 @@ def convert(
     facts["version"] = __version__
     with Unfinished(out, facts, overwrite=overwrite, restart=restart, note=progress.note) as unfinished:
         folder, staging = unfinished.folder, unfinished.staging
+        # The writer checks again, once the tensors are settled, and that may be hours from here.
+        staging.check_space(sum(spec.nbytes for spec in asked.foresee().tensors.values()))
         library, store, alternatives = StatisticsLibrary(folder), BoundaryStore(folder), Alternatives(folder)
         work = Work(asked.opened, settings, texts, library, store, alternatives, progress, unfinished.snapshots)
         with progress.step(2, STEPS):

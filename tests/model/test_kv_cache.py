@@ -172,6 +172,7 @@ def test_saved_and_reloaded_is_bit_identical(tmp_path):
 
 
 CHILD = """
+import sys
 sys.modules["surgery"] = None  # the package is installed here; its users may not have it
 import torch
 from transformers import AutoModelForCausalLM
