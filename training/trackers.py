@@ -13,6 +13,7 @@ from typing import Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean
+from surgery.common.lineage import lineage_of
 from surgery.training.settings import NO_TRACKER, HealSettings
 
 PACKAGES = {"comet_ml": ("comet_ml",), "clearml": ("clearml",), "dvclive": ("dvclive",), "mlflow": ("mlflow",)}
@@ -92,7 +93,10 @@ class Tracker:
 
 
 def start_tracker(
-    accelerator: Any, settings: HealSettings, folder: Path, note: Callable[[str], None] = lambda text: None
+    accelerator: Any,
+    settings: HealSettings,
+    folder: Path,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Tracker:
     """Starts the tracker that is asked for; the main process calls it before anything large is done.
 
@@ -124,7 +128,9 @@ def _options(settings: HealSettings, folder: Path) -> dict[str, dict[str, Any]]:
     import wandb
 
     quiet = wandb.Settings(silent=True, console="off")
-    return {"wandb": {"mode": settings.wandb_mode, "dir": str(folder), "settings": quiet}}
+    # Beside the conversion that is healed, and what is measured of it.
+    together = {"group": lineage_of(settings.student), "job_type": "heal"}
+    return {"wandb": {"mode": settings.wandb_mode, "dir": str(folder), "settings": quiet, **together}}
 
 
 def _reach(address: str) -> None:

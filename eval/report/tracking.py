@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.report.figures import save_needle_png, save_pngs
+from surgery.eval.report.page import render
 from surgery.eval.report.page_details import healing_run
 from surgery.eval.report.tables import Report, Row, columns, dig, scalars
 
@@ -37,9 +39,10 @@ def log_to_wandb(
     """Writes one wandb run of job type ``eval`` for each row, and finishes it before the next.
 
     The configuration holds the settings, tasks, environment, and how the row was made; the summary holds the headline
-    numbers, their changes from the baseline and all of `tables.scalars`. Rows of one report share a group, the title.
-    A row whose checkpoint was healed in a wandb run is instead in the group of that run's id, and names it in its
-    configuration as ``healing_run``: ``entity/project/run_id``.
+    numbers, their changes from the baseline and all of `tables.scalars`. A row that was converted is in the group of
+    its conversion (`surgery.common.lineage`), where its healings and other evaluations are too; others share a group,
+    the report's title. A checkpoint that was healed in a wandb run names that in its configuration as ``healing_run``:
+    ``entity/project/run_id``. The first run has the report's page.
 
     Args:
         mode: "offline" writes to `folder` only; ``wandb sync`` uploads it later.
@@ -60,40 +63,58 @@ def log_to_wandb(
         needles = save_needle_png(report, Path(pictures))
         if figures is None:
             figures = save_pngs(report, Path(pictures), PARETO)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for row in report["rows"]:
-                images = {f"plots/{name}": path for name, path in figures.items()}
-                if row["name"] in needles:
-                    images["needle"] = needles[row["name"]]
-                run = wandb.init(
-                    project=project,
-                    entity=entity,
-                    name=str(row["name"])[:NAME_LENGTH],
-                    group=group(row, report),
-                    job_type="eval",
-                    config=config(row, report),
-                    dir=str(folder),
-                    mode=mode,
-                    settings=wandb.Settings(silent=True, console="off"),
-                )
-                # A run of the service's own context: it is finished, and marked as failed, should logging fail.
-                with run:
-                    tables = {name: wandb.Table(columns=heads, data=data) for name, heads, data in _tables(row)}
-                    run.log(tables | {name: wandb.Image(str(path)) for name, path in images.items()})
-                    run.summary.update(summary(row, report))
-                    found.append(str(Path(run.dir).parent) if mode == "offline" else str(run.url))
-        except wandb.Error as error:
-            raise SurgeryError(f"wandb: {error}; `wandb login` first, or choose offline") from None
-        except OSError as error:
-            raise SurgeryError(f"cannot write wandb's files to {folder}: {error.strerror}") from None
+        for number, row in enumerate(report["rows"]):
+            images = {f"plots/{name}": path for name, path in figures.items()}
+            if row["name"] in needles:
+                images["needle"] = needles[row["name"]]
+            about = {"group": group(row, report), "job_type": "eval", "config": config(row, report)}
+            with logged_run(project, mode, folder, entity=entity, name=row["name"], **about) as run:
+                tables = {name: wandb.Table(columns=heads, data=data) for name, heads, data in _tables(row)}
+                run.log(tables | {name: wandb.Image(str(path)) for name, path in images.items()})
+                if not number:
+                    run.log({"report": wandb.Html(render(report), inject=False)})
+                run.summary.update(summary(row, report))
+                found.append(place(run, mode))
     return found
 
 
+@contextmanager
+def logged_run(project: str, mode: str, folder: Path, *, name: str, group: str | None, **given: Any) -> Iterator[Any]:
+    """A run of wandb, finished at the end, and marked as failed should what is logged to it fail.
+
+    Raises:
+        SurgeryError: wandb is missing or refuses, or the folder cannot be made.
+    """
+    require_wandb()
+    import wandb
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with wandb.init(
+            project=project,
+            name=str(name)[:NAME_LENGTH],
+            group=group and group[:NAME_LENGTH],
+            dir=str(folder),
+            mode=mode,
+            settings=wandb.Settings(silent=True, console="off"),
+            **given,
+        ) as run:
+            yield run
+    except wandb.Error as error:
+        raise SurgeryError(f"wandb: {error}; `wandb login` first, or choose offline") from None
+    except OSError as error:
+        raise SurgeryError(f"cannot write wandb's files to {folder}: {error.strerror}") from None
+
+
+def place(run: Any, mode: str) -> str:
+    """A run's address, or its folder if offline."""
+    return str(Path(run.dir).parent) if mode == "offline" else str(run.url)
+
+
 def group(row: Row, report: Report) -> str | None:
-    """The group of a row's run: the id of the run that healed it, else the report's title."""
-    name = dig(row, "conversion", "healing", "wandb", "run_id") or report.get("title")
-    return str(name)[:NAME_LENGTH] if name else None
+    """The group of a row's run: that of the conversion and its healings, else the report's title."""
+    name = dig(row, "conversion", "lineage") or report.get("title")
+    return str(name) if name else None
 
 
 def config(row: Row, report: Report) -> dict[str, Any]:

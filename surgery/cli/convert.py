@@ -67,6 +67,13 @@ def convert(
     ] = None,
     public: PublicOption = False,
     base_model: BaseModelOption = None,
+    wandb: Annotated[
+        str | None,
+        typer.Option("--wandb", metavar="PROJECT", help="Log the conversion to wandb.", rich_help_panel=OUTPUT),
+    ] = None,
+    wandb_mode: Annotated[
+        str, typer.Option("--wandb-mode", metavar="online|offline", help="Of wandb.", rich_help_panel=OUTPUT)
+    ] = "online",
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -121,6 +128,8 @@ def convert(
     checkpoint, out = model_named(checkpoint), output_of(checkpoint, out, to)
     target.check_places(checkpoint, out, settings, overwrite=overwrite)
 
+    if wandb_mode not in ("online", "offline"):
+        raise SurgeryError(f"--wandb-mode {wandb_mode}: choose online or offline")
     if push_to_hub is None and (public or base_model):
         raise SurgeryError("--public and --base-model say how to push: give --push-to-hub too")
 
@@ -138,6 +147,10 @@ def convert(
         plan = plan_conversion(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
         show_plan(plan, as_json=as_json)
         return
+    if wandb:
+        from surgery.eval.report.tracking import require_wandb
+
+        require_wandb()
     from surgery.structures import converter
 
     conversion = converter.convert(
@@ -152,4 +165,9 @@ def convert(
         progress=Progress(),
     )
     address = publication.push(conversion.path) if publication else None
+    if wandb:
+        from surgery.reporting.tracking import log_conversion
+
+        folder = conversion.path.with_name(f"{conversion.path.name}.tracking")
+        log_conversion(conversion.report, conversion.path.name, project=wandb, mode=wandb_mode, folder=folder)
     show_conversion(conversion, address, as_json=as_json)

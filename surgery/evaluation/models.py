@@ -17,10 +17,9 @@ from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.disk import read_json
 from surgery.common.errors import SurgeryError
 from surgery.common.human import origin
+from surgery.common.lineage import REPORT, lineage
 from surgery.evaluation.names import name_and_path
 from surgery.running.loading import loading
-
-REPORT = "surgery_report.json"
 
 
 @dataclass(frozen=True)
@@ -129,6 +128,7 @@ class Checkpoint:
                 "method": report["target"]["method"],
                 "reasons": report["target"]["reasons"],
                 "command": report["command"],
+                "lineage": lineage(report),
                 "source_sha256": report["source"]["sha256"],
                 "seconds": sum(report["seconds"].values()),
                 "peak_memory_bytes": report["peak_memory_bytes"],

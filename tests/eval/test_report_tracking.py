@@ -1,3 +1,4 @@
+import copy
 import json
 import sys
 import time
@@ -44,6 +45,7 @@ def wandb(monkeypatch):
     fake.Settings = lambda **settings: settings
     fake.Table = lambda columns, data: SimpleNamespace(columns=columns, data=data)
     fake.Image = lambda path: Path(path).read_bytes()  # as wandb does, before the file may go away
+    fake.Html = lambda data, inject: data
     monkeypatch.setitem(sys.modules, "wandb", fake)
     return fake
 
@@ -96,16 +98,24 @@ def test_what_a_run_holds(wandb, report, tmp_path):
     assert "layers" not in wandb.runs[0].logged
 
 
-def test_a_healed_row_stands_with_the_run_that_healed_it(wandb, report, tmp_path):
+def test_a_row_stands_with_its_conversion_and_names_the_run_that_healed_it(wandb, report, tmp_path):
+    report["rows"][2] = copy.deepcopy(report["rows"][2])
+    report["rows"][2]["conversion"]["lineage"] = "mla-1234"
     log(report, tmp_path)
-    assert [run.arguments["group"] for run in wandb.runs] == [report["title"]] * 2 + ["abc123"]
+    assert [run.arguments["group"] for run in wandb.runs] == [report["title"]] * 2 + ["mla-1234"]
     assert wandb.runs[-1].arguments["config"]["healing_run"] == "lab/healing/abc123"
     assert "healing_run" not in wandb.runs[-2].arguments["config"]
 
 
+def test_the_page_is_in_the_first_run(wandb, report, tmp_path):
+    log(report, tmp_path)
+    assert wandb.runs[0].logged["report"].startswith("<!doctype html>")
+    assert all("report" not in run.logged for run in wandb.runs[1:])
+
+
 def test_rows_of_little(wandb, tmp_path):
     log({"rows": [{"name": "x"}]}, tmp_path)
-    assert wandb.runs[0].logged == {} and wandb.runs[0].arguments["group"] is None
+    assert set(wandb.runs[0].logged) == {"report"} and wandb.runs[0].arguments["group"] is None
 
 
 def test_refusals(wandb, tmp_path, monkeypatch):
@@ -140,9 +150,11 @@ def test_the_real_thing_offline(tmp_path, monkeypatch):
     report = sample_report(rows=2)
     found = log(report, tmp_path)
     assert len(set(found)) == 2
-    for folder, row in zip(map(Path, found), report["rows"], strict=True):
+    for number, (folder, row) in enumerate(zip(map(Path, found), report["rows"], strict=True)):
         assert folder.is_relative_to(tmp_path)
-        assert {path.suffix for path in (folder / "files" / "media").rglob("*.*")} == {".json", ".png"}
+        assert {path.suffix for path in (folder / "files" / "media").rglob("*.*")} == {".json", ".png"} | (
+            set() if number else {".html"}
+        )
         (file,) = folder.glob("*.wandb")
         written = _once_it_holds(file, row["name"].encode())
         assert repr(row["results"]["loss"]["loss"]).encode() in written
