@@ -42,6 +42,7 @@ def test_smollm2_is_taken_from_the_hub_else(nothing_installed, tmp_path, monkeyp
     [
         ("inspect", "smollm2"),
         ("convert", "--to", "mla", "smollm2"),
+        ("export", "smollm2", "--engine", "llama.cpp"),
         ("heads", "smollm2"),
         ("eval", "builtin", "--baseline", "smollm2"),
         ("heal", "builtin", "--teacher", "smollm2"),

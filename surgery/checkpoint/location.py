@@ -25,17 +25,26 @@ def find_local(source: str | Path) -> Path | None:
     Raises:
         SurgeryError: it is neither, or no checkpoint.
     """
-    path = Path(source).expanduser()
+    path = existing(source)
+    if path is None:
+        if is_hub_id(str(source)):
+            return None
+        raise SurgeryError(f"{source}: no such folder; give a checkpoint's folder or a hub id such as org/name")
     if path.is_dir():
         check_folder(path)
         return path
-    if path.exists():
-        if path.suffix == GGUF:
-            return path
-        raise SurgeryError(f"{path}: is a file; give the folder of the checkpoint, or a {GGUF} file")
-    if is_hub_id(str(source)):
+    if path.suffix == GGUF:
+        return path
+    raise SurgeryError(f"{path}: is a file; give the folder of the checkpoint, or a {GGUF} file")
+
+
+def existing(name: str | Path) -> Path | None:
+    """What lies there; None where nothing does, or nothing can: names are too long, hold zeros or unknown users."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError):
         return None
-    raise SurgeryError(f"{path}: no such folder; give a checkpoint's folder or a hub id such as org/name")
 
 
 def check_folder(path: Path) -> None:

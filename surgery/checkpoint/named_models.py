@@ -64,7 +64,11 @@ def model_named(name: str) -> str:
 
 
 def output_of(name: str, out: Path | None, ending: str) -> Path | None:
-    """Where an output goes: as asked for, in the working folder for a named model; None for beside the source."""
+    """Where an output goes: as asked for, in the working folder for a named model; None for beside the source.
+
+    Args:
+        ending: what it is, behind a dash, or the suffix of a file.
+    """
     if out is None and name in _OUTPUT_NAMES:
-        return Path(f"{_OUTPUT_NAMES[name]}-{ending}")
+        return Path(f"{_OUTPUT_NAMES[name]}{'' if ending.startswith('.') else '-'}{ending}")
     return out

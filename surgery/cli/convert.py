@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -125,7 +126,7 @@ def convert(
         return
     chosen = dict(planned.settings) if planned else {}
     settings = target.settings({**chosen, **given.of(target.settings_class, f"--to {to}")}, config)
-    checkpoint, out = model_named(checkpoint), output_of(checkpoint, out, to)
+    called, checkpoint, out = checkpoint, model_named(checkpoint), output_of(checkpoint, out, to)
     target.check_places(checkpoint, out, settings, overwrite=overwrite)
 
     if wandb_mode not in ("online", "offline"):
@@ -170,4 +171,4 @@ def convert(
 
         folder = conversion.path.with_name(f"{conversion.path.name}.tracking")
         log_conversion(conversion.report, conversion.path.name, project=wandb, mode=wandb_mode, folder=folder)
-    show_conversion(conversion, address, as_json=as_json)
+    show_conversion(replace(conversion, source=called), address, as_json=as_json)

@@ -65,7 +65,9 @@ def export(
         surgery export ckpt-mla/ --engine llama.cpp --tokenizer-from source.gguf
     """
     from surgery.checkpoint.location import find_local
+    from surgery.checkpoint.named_models import model_named, output_of
 
+    checkpoint, out = model_named(checkpoint), output_of(checkpoint, out, ".gguf")
     find_local(checkpoint)
 
     from surgery.console.conversion import show_export

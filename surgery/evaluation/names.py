@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from surgery.checkpoint.location import existing
 from surgery.common.errors import SurgeryError
 
 
 def name_and_path(given: str) -> tuple[str, str]:
     """Row name and path of an argument; ``name=path``, unless there is a path with that sign in it."""
     name, sign, path = given.partition("=")
-    if not sign or Path(given).exists():
+    if not sign or existing(given):
         name, path = Path(given.rstrip("/")).name or given, given
     if not name or not path:
         raise SurgeryError(f"{given!r}: give a checkpoint folder or hub id, or NAME=PATH")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from surgery.checkpoint.location import find_local
+from surgery.checkpoint.location import existing, find_local
 from surgery.checkpoint.named_models import BUILTIN, SMOLLM2
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean
@@ -55,7 +55,7 @@ def check_names(path: Path, steps: Sequence[Step]) -> None:
                     raise SurgeryError(f"{where}: {_why(name, made, later) or error}") from None
         for what, settings, makers in (("pattern", PATTERNS, MAKE_PATTERNS), ("plan", PLANS, MAKE_PLANS)):
             for name in _named(step, settings):
-                if not (made.get(name) in makers or Path(name).expanduser().is_file()):
+                if not (made.get(name) in makers or ((path := existing(name)) and path.is_file())):
                     raise SurgeryError(f"{where}: {_why(name, made, later) or f'{name}: no such {what} file'}")
         made[step.name] = step.verb
 

@@ -3,8 +3,10 @@
     python run_llama_cpp.py REQUEST ANSWER
 
 The request holds the GGUF (``model``), each prompt as text or as token ids (``prompts``), ``new_tokens``, the
-``context`` and the cache's type (``cache``, "f32" or "f16"). The answer holds by prompt the new tokens, their
-log-probabilities, how many were generated and how many tokens the prompt has.
+``context``, the cache's type (``cache``, "f32" or "f16"), whether attention is flash (``flash``), and token ids whose
+losses are asked for (``text``, with the size of the ``vocabulary``), if any. The answer holds by prompt the new tokens,
+their log-probabilities, how many were generated and how many tokens the prompt has; and the negative log-probability of
+each token of the text but the first.
 """
 
 import json
@@ -20,8 +22,9 @@ def main(request_path: str, answer_path: str) -> None:
     params.model.path = request["model"]
     params.n_ctx, params.n_parallel, params.warmup = request["context"], 1, False
     params.n_gpu_layers, params.cpuparams.n_threads, params.cpuparams_batch.n_threads = 0, 1, 1
-    # Its flash attention rounds on the CPU: 5e-3 in log-probabilities of float32 weights.
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if not request.get("flash"):
+        # It rounds on the CPU: 5e-3 in log-probabilities of float32 weights.
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     kind = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{request['cache'].upper()}")
     params.cache_type_k = params.cache_type_v = kind
     server = xllamacpp.Server(params)
@@ -42,8 +45,27 @@ def main(request_path: str, answer_path: str) -> None:
         answer["logprobs"].append([step["logprob"] for step in steps])
         answer["prompt_tokens"].append(said["usage"]["prompt_tokens"])
         answer["counts"].append(said["usage"]["completion_tokens"])
+    answer["losses"] = losses(server, request.get("text", []), request.get("vocabulary"))
     with open(answer_path, "w", encoding="utf-8") as file:
         json.dump(answer, file)
+
+
+def losses(server: xllamacpp.Server, text: list[int], vocabulary: int) -> list[float]:
+    """Of every token but the first, given those before it, which the cache holds from one request to the next."""
+    found = []
+    for place in range(1, len(text)):
+        asked = {
+            "prompt": text[:place],
+            "n_predict": 1,
+            "n_probs": vocabulary,
+            "cache_prompt": True,
+            "temperature": 0.0,
+        }
+        said = server.handle_completions({**asked, "ignore_eos": False})
+        (step,) = said["choices"][0]["logprobs"]["content"]
+        (found_here,) = (each["logprob"] for each in step["top_logprobs"] if each["id"] == text[place])
+        found.append(-found_here)
+    return found
 
 
 if __name__ == "__main__":

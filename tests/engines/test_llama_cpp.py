@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 from engine_cases import NEW_TOKENS, PROMPTS, TEXT, Case, assert_same, demo, greedy, run
-from transformers import AutoTokenizer
+from tiny_models import HELD_OUT
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.engines.trials import LLAMA_CPP
 from surgery.export import export_checkpoint
 from surgery.structures import converter
+from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
 
 pytestmark = pytest.mark.engines
@@ -52,6 +57,26 @@ def test_the_same_tokens_as_transformers(case, tmp_path, request):
 
 def test_every_kind_that_is_said_to_load_has_a_case():
     assert {case.kind for case in CASES if str(case) not in DIFFERENT} == LLAMA_CPP.kinds
+
+
+@pytest.mark.parametrize("to", ["mla", "gqa"])
+def test_perplexity_is_transformers(to, tmp_path):
+    """On held-out text, with llama.cpp's own defaults: flash attention and a cache in f16."""
+    kinds = {
+        "mla": ConvertSettings(engine="llama.cpp", calibration="none", kv_ratio=0.5),
+        "gqa": KVHeadsSettings(kv_heads=2, calibration="none"),
+    }
+    path = converter.convert(demo(tmp_path), tmp_path / "small", kinds[to]).path
+    exported = export_checkpoint(path, "llama.cpp", weights="bf16")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    text = tokenizer(HELD_OUT.read_text(encoding="utf-8")[:4000])["input_ids"][:256]
+    asked = {**request(exported.path, [], "f16"), "flash": True, "text": text, "vocabulary": len(tokenizer)}
+    got = run("llama.cpp", "run_llama_cpp.py", asked, tmp_path)["losses"]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([text]), labels=torch.tensor([text])).loss
+    assert len(got) == len(text) - 1
+    assert math.exp(sum(got) / len(got)) == pytest.approx(math.exp(float(expected)), rel=0.005)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "f16", "q8_0"])

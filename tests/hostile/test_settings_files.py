@@ -75,6 +75,9 @@ def test_the_recipe_and_the_plan_without_changes_are_taken(file):
 
 
 @given(mutated(RECIPE))
+@example({"steps": [{"slice": {"source": "a" * 5000, "name": "sliced", "kv_ratio": 0.25}}]})
+@example({"steps": [{"compare-heads": {"patterns": ["~nobody/x", "a\0"], "name": "both"}}]})
+@example({"steps": [{"eval": {"name": "report", "baseline": "b=" + "a" * 5000, "checkpoints": []}}]})
 @cases(20)
 def test_recipes(file, recipe):
     file.write_text(yaml.safe_dump(recipe, allow_unicode=True), errors="replace")

@@ -1,0 +1,55 @@
+"""Decoding in llama.cpp: tokens a second of GGUF files side by side, by context and threads.
+
+python tools/llama_cpp_speed.py source.gguf small.gguf --contexts 512 2048 8192 --threads 1 2
+
+Runs in an environment with xllamacpp (`python tests/engines/environments.py llama.cpp` makes one). Files take turns,
+and each number is the best of three: what else a machine does only slows it down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+
+import xllamacpp
+
+NEW_TOKENS, TURNS = 48, 3
+
+
+def opened(path: str, context: int, threads: int) -> xllamacpp.Server:
+    """A server of one row, with llama.cpp's defaults."""
+    params = xllamacpp.CommonParams()
+    params.model.path = path
+    params.n_ctx, params.n_parallel, params.warmup, params.n_gpu_layers = context + 2 * NEW_TOKENS, 1, False, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    return xllamacpp.Server(params)
+
+
+def tokens_a_second(server: xllamacpp.Server, prompt: list[int]) -> float:
+    """Of new tokens behind the prompt, which stays in the cache from one call to the next."""
+    asked = {"prompt": prompt, "n_predict": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True, "cache_prompt": True}
+    return server.handle_completions(asked)["timings"]["predicted_per_second"]
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", metavar="GGUF")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[512, 2048, 8192])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    asked = parser.parse_args()
+    print("| context | threads | " + " | ".join(Path(file).stem for file in asked.files) + " |")
+    print("|---:|---:|" + "---:|" * len(asked.files))
+    for context in asked.contexts:
+        drawn = random.Random(context)
+        prompt = [drawn.randrange(100, 4000) for _ in range(context)]
+        for threads in asked.threads:
+            servers = [opened(path, context, threads) for path in asked.files]
+            turns = [[tokens_a_second(server, prompt) for server in servers] for _ in range(TURNS)]
+            best = [max(column) for column in zip(*turns, strict=True)]
+            print(f"| {context} | {threads} | " + " | ".join(f"{each:.1f}" for each in best) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
