@@ -125,7 +125,7 @@ def test_stock_frequencies_are_the_sources_bit_for_bit(converted, tmp_path):
     ("name", "settings", "kind"),
     [
         ("llama", {}, "tiny"),
-        ("llama", {"latent_norm": "constant"}, "constant"),
+        pytest.param("llama", {"latent_norm": "constant"}, "constant", marks=pytest.mark.slow),
         pytest.param("llama3", {}, "constant", marks=pytest.mark.slow),
         ("mistral", {"rope_frequencies": "grid"}, "tiny"),
         ("qwen2", {"latent_norm": "constant"}, "constant"),

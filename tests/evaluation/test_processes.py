@@ -8,8 +8,19 @@ from command_line import run_main
 from processes import two_forks
 from tiny_models import make_checkpoint
 
-ARGUMENTS = ["--tasks", "loss,needle", "--variants", "int8", "--windows", "3", "--length", "64", "--batch-size", "1"]
-NEEDLE = ["--needle-lengths", "128", "--needle-trials", "1", "--seed", "3", "--device", "cpu"]
+ARGUMENTS = ["--tasks", "loss,needle", "--variants", "none", "--windows", "3", "--length", "64", "--batch-size", "1"]
+NEEDLE = [
+    "--needle-lengths",
+    "128",
+    "--needle-depths",
+    "0,100",
+    "--needle-trials",
+    "1",
+    "--seed",
+    "3",
+    "--device",
+    "cpu",
+]
 
 
 def test_two_processes_give_the_results_of_one(tmp_path, monkeypatch, capsys):

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVER = """
 import atexit, json, os, runpy, sys
 import torch, torch._dynamo, safetensors.torch
-import accelerate, transformers
+import accelerate, matplotlib.figure, matplotlib.pyplot, transformers, typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 def become(request):
