@@ -171,7 +171,9 @@ def load_tokenizer(path):
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer("a")  # some damaged ones load, and fail when they are used
+        return tokenizer
     except Exception as error:
         if not is_of_loading(error):
             raise

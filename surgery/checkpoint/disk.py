@@ -49,7 +49,8 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        # numpy writes what it can and has no number for the rest: "360448 requested and 197216 written".
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) or " requested and " in str(error):
             raise SurgeryError(f"{path}: no space left on the disk; free some or choose another --out") from error
         raise SurgeryError(f"{error.filename or path}: {error.strerror or error}") from error
 

@@ -77,10 +77,10 @@ def _measured(folder: Path) -> Cutting | None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return Cutting(type(tokenizer).__name__, [tokenizer(text).input_ids for text in SAMPLES])
     except Exception:
         # Whatever a damaged or foreign tokenizer raises: it is copied as it is, and calibration says what is wrong.
         return None
-    return Cutting(type(tokenizer).__name__, [tokenizer(text).input_ids for text in SAMPLES])
 
 
 def _key(folder: Path) -> str:

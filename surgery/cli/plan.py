@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -62,6 +63,9 @@ def plan_(
     find_local(source)  # refuses what is none before torch is loaded for it
     if out is not None and out.exists() and not overwrite:
         raise SurgeryError(f"{out}: exists already; give another --out, or --overwrite")
+    for file in (out, plot):
+        if file is not None and not os.access(file.parent, os.W_OK):
+            raise SurgeryError(f"{file}: cannot be written there; is the folder missing, or read-only?")
 
     from surgery.common.progress import Progress
     from surgery.console.planning import show_plan_of_budget

@@ -107,9 +107,11 @@ class Checkpoint:
             SurgeryError: there is none that transformers can read.
         """
         with loading(self.given):
-            return AutoTokenizer.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 self.reader.path, local_files_only=True, trust_remote_code=self.trust_remote_code
             )
+            tokenizer("a")  # some damaged ones load, and fail when they are used
+            return tokenizer
 
     def conversion(self) -> dict[str, Any] | None:
         """What the report of this package's own conversions says, as far as evaluation reports show it."""

@@ -31,9 +31,14 @@ QUICK = "--calibration-tokens 2048 --calibration-length 256 --held-out 1"
     [
         ("size=300k", f"plan builtin --allow lowrank {QUICK} --out {{other}}/plan.yaml", "small", "temporary file"),
         ("size=3m", "convert builtin --calibration none --out {small}/out", "other", "needs"),
+        ("size=3m", "export builtin --engine llama.cpp --out {small}/m.gguf", "other", "no space left"),
         ("ro", "convert builtin --calibration none --out {small}/out", "other", "Read-only file system"),
+        ("ro", "plan builtin --out {small}/plan.yaml", "other", "cannot be written there"),
+        ("ro", "eval builtin --tasks loss --limit 1 --variants none --out {small}/r", "other", "Read-only file system"),
+        ("ro", "heads builtin --method induction --out {small}/p.safetensors", "other", "Read-only file system"),
+        ("ro", "heal builtin --teacher builtin --max-steps 1 --out {small}/h", "other", "Read-only file system"),
     ],
-    ids=["statistics on a full disk", "an output that does not fit", "an output on a disk that is read only"],
+    ids=["statistics", "convert, full", "export, full", "convert", "plan", "eval", "heads", "heal"],
 )
 def test_one_line_and_nothing_left(options, verb, temporary, words, tmp_path):
     folders = {name: tmp_path / name for name in ("small", "other")}

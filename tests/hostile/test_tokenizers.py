@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from hostile import cases, damaged, mutated, taken_or_refused
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_models import DEMO, make_checkpoint
 
@@ -33,6 +33,7 @@ def folder(tmp_path_factory):
 
 
 @given(mutated(TOKENIZER), mutated(CONFIG))
+@example(TOKENIZER, CONFIG | {"model_max_length": []})
 @cases(10)
 def test_tokenizers(folder, tokenizer, config):
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -50,6 +51,7 @@ def test_bytes(folder, data):
 
 
 @given(mutated(TOKENIZER), mutated(CONFIG))
+@example(TOKENIZER, CONFIG | {"model_max_length": []})
 @cases(2, most=1000)
 def test_copies_stay_in_the_output(folder, tmp_path_factory, tokenizer, config):
     """Whatever a tokenizer says, it is copied as it is, and nothing is written elsewhere."""
