@@ -9,7 +9,8 @@ from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, 
 from vllm.model_executor.models.utils import WeightsMapper, extract_layer_index
 
 from surgery_vllm.attention import LatentAttention
-from surgery_vllm.structure import Latent, attention_of_layers
+from surgery_vllm.heads import SplitAttention
+from surgery_vllm.structure import Latent, SplitHeads, attention_of_layers
 
 _FUSED_MLP = {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
 
@@ -22,6 +23,8 @@ def _attention(
     said = {"cache_config": cache_config, "bias": bias, "bias_o_proj": bias_o_proj, "prefix": prefix}
     if isinstance(layer, Latent):
         return LatentAttention(config, layer, **said)
+    if isinstance(layer, SplitHeads):
+        return SplitAttention(config, more["max_position_embeddings"], **said)
     return LlamaAttention(config, num_kv_heads=layer.kv_heads, **said, **more)
 
 

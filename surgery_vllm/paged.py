@@ -1,4 +1,4 @@
-"""Attention over latents in pages, in plain PyTorch."""
+"""Attention over latents, or over keys and values, in pages, in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -52,3 +52,60 @@ def paged_latent_attention(
         )
         out.append(mixed[..., :rank])
     return torch.cat(out, dim=2).transpose(1, 2).flatten(0, 1)
+
+
+def paged_head_attention(
+    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, sinks: int, recent: int | None
+) -> Tensor:
+    """Causal attention of the newest tokens of some requests over their keys and values.
+
+    Args:
+        query: [B·T, H, d], the T newest tokens of each of B requests, one request after another.
+        cache: [pages, G, tokens of a page, 2d], keys and values behind them; the new tokens' are in it.
+        block_table: [B, ·] pages of every request, in order; those that no query sees may be any.
+        seq_lens: [B] tokens of every request, the new ones included.
+        scale: of the scores.
+        sinks: first tokens that every query sees.
+        recent: last tokens that a query sees, its own among them; None: all.
+
+    Returns:
+        [B·T, H, d].
+    """
+    query = query.unflatten(0, (len(seq_lens), -1)).transpose(1, 2)  # [B, H, T, d]
+    places = (seq_lens - query.shape[2])[:, None] + torch.arange(query.shape[2], device=seq_lens.device)  # [B, T]
+    out = []
+    for tile, place in zip(query.split(QUERY_TILE, 2), places.split(QUERY_TILE, 1), strict=True):
+        columns = seen_columns(place, cache.shape[2], sinks, recent)
+        at = (columns[..., None] * cache.shape[2] + torch.arange(cache.shape[2], device=place.device)).flatten(1)
+        # Of a column past the table any page does: its tokens are none of the request's.
+        pages = block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))
+        keys, values = cache[pages].transpose(1, 2).flatten(2, 3).to(tile.dtype).chunk(2, dim=-1)  # [B, G, S, d]
+        key_at, query_at = at[:, None, None], place[:, None, :, None]
+        seen = key_at <= query_at
+        if recent is not None:
+            seen &= (query_at - key_at < recent) | (key_at < sinks)
+        out.append(scaled_dot_product_attention(tile, keys, values, attn_mask=seen, scale=scale, enable_gqa=True))
+    return torch.cat(out, dim=2).transpose(1, 2).flatten(0, 1)
+
+
+def seen_columns(places: Tensor, page: int, sinks: int, recent: int | None) -> Tensor:
+    """Columns of the block table that hold what queries see: sinks' first, then the window's, none twice.
+
+    Args:
+        places: [B, T] positions of the queries, neighbours in order.
+        page: tokens of one.
+        sinks: first tokens that are seen.
+        recent: last tokens that are seen; None: all.
+
+    Returns:
+        [B, ·] int64; columns behind a request's last query may be among them.
+    """
+    first = torch.zeros_like(places[:, 0])
+    sink_columns = 0
+    if recent is not None:
+        sink_columns = -(-sinks // page)
+        first = ((places[:, 0] - recent + 1) // page).clamp(min=sink_columns)
+    count = int((places[:, -1] // page + 1 - first).max().clamp(min=0))
+    window = first[:, None] + torch.arange(count, device=places.device)
+    sink = torch.arange(sink_columns, device=places.device).expand(len(places), -1)
+    return torch.cat((sink, window), dim=1)

@@ -52,7 +52,24 @@ class Grouped:
     kv_heads: int
 
 
-def attention_of_layers(config: Any) -> list[Latent | Grouped]:
+@dataclass(frozen=True)
+class SplitHeads:
+    """The family's own attention whose last KV heads see the first tokens and the last ones only.
+
+    Attributes:
+        full_heads: KV heads that see all tokens.
+        streaming_heads: the others.
+        sinks: first tokens that those see.
+        recent: last tokens that those see, a query's own among them.
+    """
+
+    full_heads: int
+    streaming_heads: int
+    sinks: int
+    recent: int
+
+
+def attention_of_layers(config: Any) -> list[Latent | Grouped | SplitHeads]:
     """The attention of every layer of a :class:`~surgery_vllm.config.SurgeryConfig`.
 
     Raises:
@@ -67,11 +84,30 @@ def attention_of_layers(config: Any) -> list[Latent | Grouped]:
         raise NotServed("a cache quantised by kv_cache")
     if windowed(config):
         raise NotServed("attention windows")
-    return [_attention(config, layer, entry) for layer, entry in enumerate(config.attention_layers)]
+    split = any(entry and entry["kind"] == "hybrid" for entry in config.attention_layers)
+    layers = [_attention(config, layer, entry, split) for layer, entry in enumerate(config.attention_layers)]
+    if split:
+        _check_split(layers)
+    return layers
 
 
-def _attention(config: Any, layer: int, entry: dict[str, Any] | None) -> Latent | Grouped:
+def _check_split(layers: list[Latent | Grouped | SplitHeads]) -> None:
+    """The streaming heads of all layers are one group of vLLM's cache, which holds keys and values."""
+    if any(isinstance(layer, Latent) for layer in layers):
+        raise NotServed("hybrid heads beside MLA")
+    if len({(layer.sinks, layer.recent) for layer in layers if layer.streaming_heads}) > 1:
+        raise NotServed("hybrid heads of several windows")
+
+
+def _attention(config: Any, layer: int, entry: dict[str, Any] | None, split: bool) -> Latent | Grouped | SplitHeads:
     kind = "grouped" if entry is None else entry["kind"]
+    if kind == "hybrid":
+        if entry["compensated_heads"]:
+            raise NotServed(f"compensated heads (layer {layer})")
+        full = entry["full_heads"]
+        return SplitHeads(full, entry["kv_heads"] - full, entry["sinks"], entry["recent"])
+    if kind == "grouped" and split:
+        return SplitHeads(config.num_key_value_heads if entry is None else entry["kv_heads"], 0, 0, 0)
     if kind == "grouped":
         if config.base_model_type == "qwen3":
             raise NotServed(f"grouped heads with q/k-norm (layer {layer})")

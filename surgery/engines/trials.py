@@ -64,6 +64,10 @@ VLLM_PLUGIN = Trial(
             "mla of qwen3",
             "KV heads by layer of llama",
             "KV heads by layer of qwen2",
+            "hybrid heads of llama",
+            "hybrid heads of mistral",
+            "hybrid heads of qwen2",
+            "hybrid heads of qwen3",
         }
     ),
 )

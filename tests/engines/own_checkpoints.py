@@ -19,6 +19,12 @@ def latent(rank: int, frequencies: list[float], **changes) -> dict:
     return entry | changes
 
 
+def hybrid(full: int, heads: int = 2, sinks: int = 5, recent: int = 20) -> dict:
+    """An entry of `attention_layers` whose first heads see all tokens."""
+    entry = {"kind": "hybrid", "kv_heads": heads, "full_heads": full, "compensated_heads": 0}
+    return entry | {"sinks": sinks, "recent": recent, "head_order": list(range(heads))}
+
+
 SAME = [latent(20, [1.0, 0.37, 0.021]), latent(20, [0.8, 0.4, 0.3])]
 NORMED = [latent(20, [1.0, 0.1], key_norm_eps=1e-6), latent(24, [0.5], key_norm_eps=1e-6)]
 HEADS = [None, {"kind": "grouped", "kv_heads": 1}]
@@ -32,6 +38,15 @@ SOURCES = {
     # Heads of 32 numbers, the least that vLLM's attention on the CPU takes.
     "llama_heads": (lambda: LlamaConfig(**SHAPE, head_dim=32), HEADS),
     "qwen2_heads": (lambda: Qwen2Config(**SHAPE | {"hidden_size": 128}), HEADS),
+}
+
+
+# Heads that stream, of which all layers together have as many as full ones, more, and fewer.
+HYBRIDS = {
+    "llama_hybrid": (lambda: LlamaConfig(**SHAPE), [hybrid(1), hybrid(1)]),
+    "qwen2_hybrid": (lambda: Qwen2Config(**SHAPE), [hybrid(1), hybrid(0)]),
+    "qwen3_hybrid": (lambda: Qwen3Config(**SHAPE, head_dim=16), [None, hybrid(1, sinks=0, recent=9)]),
+    "mistral_hybrid": (lambda: MistralConfig(**SHAPE, sliding_window=None), [hybrid(0), hybrid(0)]),
 }
 
 
@@ -59,7 +74,7 @@ def changed(path: Path, folder: Path, **fields) -> Path:
 def make(name: str, folder: Path) -> Path:
     """Saves one, with a tokenizer and with biases and norms that are not trivial."""
     torch.manual_seed(0)
-    base, entries = SOURCES[name]
+    base, entries = (SOURCES | HYBRIDS)[name]
     model = SurgeryForCausalLM(SurgeryConfig.from_base(base(), entries)).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
