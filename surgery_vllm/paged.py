@@ -1,5 +1,7 @@
 """Attention over latents, or over keys and values, in pages, in plain PyTorch."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -34,23 +36,55 @@ def paged_latent_attention(
         [B·T, H, r], the mean of the latents by the softmax of the scores.
     """
     query = query.unflatten(0, (len(seq_lens), -1)).transpose(1, 2)  # [B, H, T, r + ρ]
-    new = query.shape[2]
     pages = -(-int(seq_lens.max()) // cache.shape[1])
     vectors = cache[block_table[:, :pages]].flatten(1, 2).unsqueeze(1).to(query.dtype)  # [B, 1, S, r + ρ (+ G)]
     keys = values = vectors[..., : query.shape[-1]]
     if gains is not None:
         keys = keys * vectors[..., query.shape[-1] :][..., gains].transpose(1, 3)  # [B, G, S, r + ρ]
         values = values.expand(-1, keys.shape[1], -1, -1)
+    # Values are whole vectors, rotated keys and all: flash attention wants them as wide as keys.
+    return _causal(query, keys, values, seq_lens, scale)[..., :rank]
+
+
+def paged_rebuilt_attention(
+    query: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    rebuild: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Causal attention of the newest tokens of some requests over keys and values that latents of theirs make.
+
+    Args:
+        query: [B·T, H, d], the T newest tokens of each of B requests, one request after another.
+        cache: [pages, tokens of a page, r], latents; the new tokens' are in it.
+        block_table: [B, ·] pages of every request, in order.
+        seq_lens: [B] tokens of every request, the new ones included.
+        scale: of the scores.
+        rebuild: from latents [B, S, r] of the first S tokens to keys and values [B, G, S, d].
+
+    Returns:
+        [B·T, H, d].
+    """
+    query = query.unflatten(0, (len(seq_lens), -1)).transpose(1, 2)
+    longest = int(seq_lens.max())
+    latents = cache[block_table[:, : -(-longest // cache.shape[1])]].flatten(1, 2)[:, :longest]
+    return _causal(query, *rebuild(latents.to(query.dtype)), seq_lens, scale)
+
+
+def _causal(query: Tensor, keys: Tensor, values: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
+    """Newest queries [B, H, T, w] of requests over all keys [B, ·, S, w] and values → [B·T, H, w]."""
+    new = query.shape[2]
     positions = (seq_lens - new)[:, None] + torch.arange(new, device=seq_lens.device)  # [B, T]
     out = []
     for tile, last in zip(query.split(QUERY_TILE, 2), positions.split(QUERY_TILE, 1), strict=True):
         end = int(last.max()) + 1
         seen = torch.arange(end, device=last.device) <= last[:, None, :, None]  # [B, 1, t, S]
-        # Values are whole vectors, rotated keys and all: flash attention wants them as wide as keys.
         mixed = scaled_dot_product_attention(
             tile, keys[:, :, :end], values[:, :, :end], attn_mask=seen, scale=scale, enable_gqa=True
         )
-        out.append(mixed[..., :rank])
+        out.append(mixed)
     return torch.cat(out, dim=2).transpose(1, 2).flatten(0, 1)
 
 

@@ -97,10 +97,10 @@ def test_hybrid_heads_are_served_at_no_price_per_token():
 
 
 def test_what_the_plugin_does_not_serve_is_refused_by_name():
-    entries = [{"kind": "low_rank"}, None]
+    entries = [{"kind": "cross_layer"}, None]
     for change, told in (
         ({"base_model_type": "mixtral"}, "the family mixtral"),
-        ({"attention_layers": entries}, "attention of kind 'low_rank' (layer 0)"),
+        ({"attention_layers": entries}, "attention of kind 'cross_layer' (layer 0)"),
         ({"sliding_window": 16, "max_position_embeddings": 64}, "attention windows"),
     ):
         for engine in ("vLLM on CPU", "vLLM on CUDA"):

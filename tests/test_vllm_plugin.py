@@ -8,9 +8,9 @@ import torch
 from surgery_vllm import config as plugin_config
 from surgery_vllm import paged, spans
 from surgery_vllm.block_sizes import WASTED, block_sizes
-from surgery_vllm.paged import paged_head_attention, paged_latent_attention
+from surgery_vllm.paged import paged_head_attention, paged_latent_attention, paged_rebuilt_attention
 from surgery_vllm.spans import spans_of
-from surgery_vllm.structure import Grouped, Latent, SplitHeads, attention_of_layers
+from surgery_vllm.structure import Block, Grouped, Latent, LowRank, SplitHeads, attention_of_layers
 
 RANK, ROPE, HEADS, PAGE = 6, 4, 6, 8
 
@@ -78,6 +78,15 @@ def test_heads_see_sinks_and_a_window(lengths, new, tile, sinks, recent, monkeyp
     torch.testing.assert_close(got, torch.cat(expected), atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.parametrize("new", [1, 5])
+def test_rebuilt_keys_are_read_like_cached_ones(new):
+    torch.manual_seed(0)
+    cache, table = torch.randn(6, PAGE, 2 * RANK), torch.randperm(6).view(2, 3)
+    query, lengths = torch.randn(2 * new, HEADS, RANK), torch.tensor([7, 20])
+    got = paged_rebuilt_attention(query, cache, table, lengths, 0.7, lambda x: x.unsqueeze(1).chunk(2, dim=-1))
+    torch.testing.assert_close(got, paged_head_attention(query, cache.unsqueeze(1), table, lengths, 0.7, 0, None))
+
+
 @pytest.mark.parametrize(
     ("heads", "tokens", "sizes"),
     [
@@ -117,8 +126,12 @@ def config(**changes):
 
 HYBRID = {"kind": "hybrid", "kv_heads": 2, "full_heads": 1, "compensated_heads": 0, "sinks": 4, "recent": 8}
 
+LOW_RANK = {"kind": "low_rank", "blocks": [{"rank": 5, "keys": [1, 0], "values": []}], "shared_layers": 0, "window": 0}
+
 
 def test_structures_that_it_serves():
+    (low_rank,) = attention_of_layers(config(attention_layers=[LOW_RANK]))
+    assert low_rank == LowRank((Block(5, (1, 0), ()),)) and low_rank.width == 5
     assert attention_of_layers(config(attention_layers=[None, HYBRID])) == [
         SplitHeads(2, 0, 0, 0),
         SplitHeads(1, 1, 4, 8),
@@ -140,9 +153,13 @@ def test_structures_that_it_serves():
         ({"kv_cache": {"format": "int4"}}, "quantised by kv_cache"),
         ({"sliding_window": 32}, "attention windows"),
         ({"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}, "attention windows"),
-        ({"entry": {"kind": "low_rank"}}, "kind 'low_rank' .layer 1."),
+        ({"entry": {"kind": "cross_layer"}}, "kind 'cross_layer' .layer 1."),
+        ({"attention_layers": [LOW_RANK | {"shared_layers": 1}]}, "low rank with latents of earlier layers"),
+        ({"attention_layers": [LOW_RANK | {"window": 4}]}, "low rank with a window of exact tokens"),
+        ({"attention_layers": [LOW_RANK | {"streaming": {"blocks": [0]}}]}, "low rank with streaming .layer 0."),
+        ({"attention_layers": [LOW_RANK, HYBRID]}, "hybrid heads beside latents"),
         ({"base_model_type": "qwen3"}, "grouped heads with q/k-norm"),
-        ({"entry": HYBRID}, "hybrid heads beside MLA"),
+        ({"entry": HYBRID}, "hybrid heads beside latents"),
         ({"attention_layers": [HYBRID | {"compensated_heads": 1}]}, "compensated heads .layer 0."),
         ({"attention_layers": [HYBRID, HYBRID | {"sinks": 5}]}, "hybrid heads of several windows"),
         ({"entry": {"streaming": {"sinks": 4, "recent": 8}}}, "MLA with streaming"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from surgery_vllm.structure import Latent, NotServed, SplitHeads, attention_of_layers, windowed
+from surgery_vllm.structure import Grouped, Latent, LowRank, NotServed, SplitHeads, attention_of_layers, windowed
 
 MLA, HEADS, DECILM, OWN = "deepseek_v3", "heads", "nemotron-nas", "surgery"
 
@@ -109,6 +109,9 @@ def _own(config: dict[str, Any]) -> dict[str, Any]:
     family = config.get("base_model_type", "llama")
     if SplitHeads in kinds:
         return {"cached_numbers": None, "served": f"hybrid heads of {family}"}
-    widths = [layer.width if isinstance(layer, Latent) else 2 * layer.kv_heads * head_dim for layer in layers]
-    name = "mla beside full attention" if len(kinds) > 1 else "mla" if kinds == {Latent} else "KV heads by layer"
+    widths = [2 * layer.kv_heads * head_dim if isinstance(layer, Grouped) else layer.width for layer in layers]
+    names = [name for kind, name in ((Latent, "mla"), (LowRank, "low rank")) if kind in kinds]
+    if Grouped in kinds:
+        names.append("full attention" if names else "KV heads by layer")
+    name = " beside ".join(names)
     return {"cached_numbers": sum(widths), "served": f"{name} of {family}"}

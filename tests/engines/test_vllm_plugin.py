@@ -36,6 +36,7 @@ MANY = [[first, *range(50, 89)] for first in range(20, 28)]
 BUDGET = 2**20
 # 27 pages: room for four of MANY with what is generated, one of them is no page's.
 TIGHT = 27 * PAGE * NUMBER_BYTES * cached_numbers("llama")
+TIGHT_LOW_RANK = 27 * PAGE * NUMBER_BYTES * cached_numbers("llama_low_rank")
 
 
 def requests(folders: dict[str, Path]) -> dict[str, dict]:
@@ -49,6 +50,8 @@ def requests(folders: dict[str, Path]) -> dict[str, dict]:
         "chunked": of("llama", [[*PROMPTS, LONG]], max_num_batched_tokens=16, max_num_seqs=4),
         "prefix": of("llama", [[LONG], SHARED]),
         "preempted": of("llama", [MANY], kv_cache_memory_bytes=TIGHT),
+        "low_rank_chunked": of("qwen3_low_rank", [[*PROMPTS, LONG], SHARED], max_num_batched_tokens=16, max_num_seqs=4),
+        "low_rank_preempted": of("llama_low_rank", [MANY], kv_cache_memory_bytes=TIGHT_LOW_RANK),
         "window": of("window"),
         "codes": of("codes"),
         "fp8": of("llama", kv_cache_dtype="fp8"),
@@ -98,6 +101,14 @@ def test_a_shared_prefix_is_read_from_the_cache(answers, folders):
 def test_preempted_requests_are_computed_again(answers, folders):
     assert answers["preempted"]["preemptions"] > 0
     assert_as_transformers(answers["preempted"], 0, folders["llama"], MANY)
+
+
+def test_low_rank_in_pieces_with_a_prefix_and_preempted(answers, folders):
+    assert_as_transformers(answers["low_rank_chunked"], 0, folders["qwen3_low_rank"], [*PROMPTS, LONG])
+    assert answers["low_rank_chunked"]["rounds"][1]["found"] == [64]
+    assert_as_transformers(answers["low_rank_chunked"], 1, folders["qwen3_low_rank"], SHARED)
+    assert answers["low_rank_preempted"]["preemptions"] > 0
+    assert_as_transformers(answers["low_rank_preempted"], 0, folders["llama_low_rank"], MANY)
 
 
 @pytest.mark.parametrize(
