@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import (
     MLAAttentionImpl,
 )
 
-from surgery_vllm.paged import paged_latent_attention
+from surgery_vllm.paged import paged_latent_attention, write_slots
 from surgery_vllm.spans import Span, spans_of
 
 
@@ -127,11 +127,7 @@ class PagedLatentImpl(MLAAttentionImpl[PagedMetadata]):
         k_scale: Tensor,
     ) -> None:
         """Writes latents [T, r] and what stands behind them, [T, 1, ρ (+ G)], to slots; a negative one is padding."""
-        slots = slot_mapping.flatten()
-        vectors = torch.cat((kv_c_normed, k_pe.squeeze(1)), dim=-1)[: len(slots)].to(kv_cache.dtype)
-        kept = slots >= 0
-        slots, vectors = slots[kept], vectors[kept]
-        kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = vectors
+        write_slots(kv_cache, torch.cat((kv_c_normed, k_pe.squeeze(1)), dim=-1), slot_mapping.flatten())
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, metadata: PagedMetadata, layer: Any

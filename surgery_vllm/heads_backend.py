@@ -8,7 +8,7 @@ from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
 
 from surgery_vllm.backend import PagedBuilder, PagedMetadata
-from surgery_vllm.paged import paged_head_attention
+from surgery_vllm.paged import paged_head_attention, write_slots
 
 
 class PagedHeadsBackend(AttentionBackend):
@@ -77,12 +77,7 @@ class PagedHeadsImpl(AttentionImpl[PagedMetadata]):
         if attn_metadata is None:  # vLLM measures the memory of a pass
             return output.zero_()
         cache = kv_cache[:, self.place]
-        page = cache.shape[2]
-        slots = attn_metadata.slot_mapping
-        vectors = torch.cat((key, value), dim=-1)[: len(slots)].to(cache.dtype)
-        kept = slots >= 0  # the others are padding
-        slots, vectors = slots[kept], vectors[kept]
-        cache[slots // page, :, slots % page] = vectors
+        write_slots(cache.transpose(1, 2), torch.cat((key, value), dim=-1), attn_metadata.slot_mapping)
         for span in attn_metadata.spans:
             output[span.tokens] = paged_head_attention(
                 query[span.tokens],

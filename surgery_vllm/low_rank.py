@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from surgery_vllm.backend import PagedMetadata
 from surgery_vllm.heads_backend import PagedHeadsBackend
-from surgery_vllm.paged import paged_rebuilt_attention
+from surgery_vllm.paged import paged_rebuilt_attention, write_slots
 from surgery_vllm.structure import attention_of_layers
 
 
@@ -72,15 +72,12 @@ class LowRankImpl(AttentionImpl[PagedMetadata]):
         """Writes the latents `key` [T, 1, r] to their slots, and to output [T, H, d] what queries [T, H, d] see."""
         if attn_metadata is None:  # vLLM measures the memory of a pass
             return output.zero_()
-        page, slots = kv_cache.shape[2], attn_metadata.slot_mapping
-        vectors = key[: len(slots)].to(kv_cache.dtype)
-        kept = slots >= 0  # the others are padding
-        slots, vectors = slots[kept], vectors[kept]
-        kv_cache[slots // page, :, slots % page] = vectors
+        cache = kv_cache[:, 0]
+        write_slots(cache, key.squeeze(1), attn_metadata.slot_mapping)
         for span in attn_metadata.spans:
             output[span.tokens] = paged_rebuilt_attention(
                 query[span.tokens],
-                kv_cache[:, 0],
+                cache,
                 attn_metadata.block_table[span.requests],
                 attn_metadata.seq_lens[span.requests],
                 self.scale,

@@ -10,6 +10,16 @@ from torch.nn.functional import scaled_dot_product_attention
 QUERY_TILE = 512
 
 
+def write_slots(cache: Tensor, vectors: Tensor, slots: Tensor) -> None:
+    """Writes a vector for every slot, cache [pages, tokens of a page, …], vectors [T, …]; a negative slot is padding.
+
+    More vectors than slots are padding too.
+    """
+    kept = slots >= 0
+    slots, vectors = slots[kept], vectors[: len(slots)][kept]
+    cache[slots // cache.shape[1], slots % cache.shape[1]] = vectors.to(cache.dtype)
+
+
 def paged_latent_attention(
     query: Tensor,
     cache: Tensor,
