@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Kinds of `attention_layers` that cache latents, and what of theirs an entry may have that is not served.
 NAMES = {"latent": "MLA", "low_rank": "low rank"}
 LOW_RANK_FEATURES = (("shared_layers", "latents of earlier layers"), ("window", "a window of exact tokens"))
 
