@@ -19,17 +19,18 @@ from vllm.v1.attention.backend import (
     MLAAttentionImpl,
 )
 
-from surgery_vllm.paged import paged_latent_attention
+from surgery_vllm.paged import paged_latent_attention, write_slots
 from surgery_vllm.spans import Span, spans_of
 
 
 @dataclass
-class PagedLatentMetadata(AttentionMetadata):
+class PagedMetadata(AttentionMetadata):
     """One batch. ``num_*`` are what ``MLAAttention`` asks for to hand every token to ``forward_mqa``."""
 
     spans: list[Span]
     block_table: Tensor
     seq_lens: Tensor
+    slot_mapping: Tensor
     num_actual_tokens: int
     num_decodes: int
     num_decode_tokens: int
@@ -37,11 +38,11 @@ class PagedLatentMetadata(AttentionMetadata):
     prefill: None = None
 
     @property
-    def decode(self) -> "PagedLatentMetadata":
+    def decode(self) -> "PagedMetadata":
         return self
 
 
-class PagedLatentBuilder(AttentionMetadataBuilder[PagedLatentMetadata]):
+class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
     """Requests that decode come first in a batch, so that they make one span."""
 
     reorder_batch_threshold = 1
@@ -51,13 +52,14 @@ class PagedLatentBuilder(AttentionMetadataBuilder[PagedLatentMetadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> PagedLatentMetadata:
+    ) -> PagedMetadata:
         common = common_attn_metadata
         query_lens = common.query_start_loc_cpu.diff().tolist()
-        return PagedLatentMetadata(
+        return PagedMetadata(
             spans=spans_of(query_lens, common.seq_lens.tolist()),
             block_table=common.block_table_tensor,
             seq_lens=common.seq_lens,
+            slot_mapping=common.slot_mapping,
             num_actual_tokens=common.num_actual_tokens,
             num_decodes=common.num_reqs,
             num_decode_tokens=common.num_actual_tokens,
@@ -82,11 +84,11 @@ class PagedLatentBackend(AttentionBackend):
         return PagedLatentImpl
 
     @staticmethod
-    def get_builder_cls() -> type[PagedLatentBuilder]:
-        return PagedLatentBuilder
+    def get_builder_cls() -> type[PagedBuilder]:
+        return PagedBuilder
 
 
-class PagedLatentImpl(MLAAttentionImpl[PagedLatentMetadata]):
+class PagedLatentImpl(MLAAttentionImpl[PagedMetadata]):
     """The attention of one layer; up-projections are `MLAAttention`'s.
 
     Args:
@@ -125,14 +127,10 @@ class PagedLatentImpl(MLAAttentionImpl[PagedLatentMetadata]):
         k_scale: Tensor,
     ) -> None:
         """Writes latents [T, r] and what stands behind them, [T, 1, ρ (+ G)], to slots; a negative one is padding."""
-        slots = slot_mapping.flatten()
-        vectors = torch.cat((kv_c_normed, k_pe.squeeze(1)), dim=-1)[: len(slots)].to(kv_cache.dtype)
-        kept = slots >= 0
-        slots, vectors = slots[kept], vectors[kept]
-        kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = vectors
+        write_slots(kv_cache, torch.cat((kv_c_normed, k_pe.squeeze(1)), dim=-1), slot_mapping.flatten())
 
     def forward_mqa(
-        self, q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, metadata: PagedLatentMetadata, layer: Any
+        self, q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, metadata: PagedMetadata, layer: Any
     ) -> tuple[Tensor, None]:
         """q [T, H, r] and [T, H, ρ (+ G)], or both joined → [T, H, r]."""
         query = (torch.cat(q, dim=-1) if isinstance(q, tuple) else q)[..., : self.query_width]

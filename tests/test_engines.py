@@ -90,11 +90,17 @@ def test_the_own_class_is_served_by_the_plugin():
     assert narrow["status"] == REFUSED and narrow["remedy"] == "convert with --carrier own"
 
 
+def test_hybrid_heads_are_served_at_no_price_per_token():
+    hybrid = {"kind": "hybrid", "kv_heads": 2, "full_heads": 1, "compensated_heads": 0, "sinks": 4, "recent": 8}
+    on_cpu = said({**OWN, "attention_layers": [hybrid, None]}, "vLLM on CPU")
+    assert (on_cpu["status"], on_cpu["cache_bytes_per_token"]) == (LOADS_WITH, None)
+
+
 def test_what_the_plugin_does_not_serve_is_refused_by_name():
-    entries = [{"kind": "low_rank"}, None]
+    entries = [{"kind": "cross_layer"}, None]
     for change, told in (
         ({"base_model_type": "mixtral"}, "the family mixtral"),
-        ({"attention_layers": entries}, "attention of kind 'low_rank' (layer 0)"),
+        ({"attention_layers": entries}, "attention of kind 'cross_layer' (layer 0)"),
         ({"sliding_window": 16, "max_position_embeddings": 64}, "attention windows"),
     ):
         for engine in ("vLLM on CPU", "vLLM on CUDA"):

@@ -7,9 +7,10 @@ import torch
 
 from surgery_vllm import config as plugin_config
 from surgery_vllm import paged, spans
-from surgery_vllm.paged import paged_latent_attention
+from surgery_vllm.block_sizes import WASTED, block_sizes
+from surgery_vllm.paged import paged_head_attention, paged_latent_attention, paged_rebuilt_attention
 from surgery_vllm.spans import spans_of
-from surgery_vllm.structure import Grouped, Latent, attention_of_layers
+from surgery_vllm.structure import Block, Grouped, Latent, LowRank, SplitHeads, attention_of_layers
 
 RANK, ROPE, HEADS, PAGE = 6, 4, 6, 8
 
@@ -48,6 +49,64 @@ def test_pages_change_nothing(lengths, new, tile, gains, monkeypatch):
     torch.testing.assert_close(got, expected, atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.parametrize("lengths", [(5, 17, 40), (1, 8)])
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("tile", [512, 2])
+@pytest.mark.parametrize(("sinks", "recent"), [(0, None), (0, 1), (3, 9), (8, 16), (60, 1)])
+def test_heads_see_sinks_and_a_window(lengths, new, tile, sinks, recent, monkeypatch):
+    """Pages that no query sees are not there."""
+    monkeypatch.setattr(paged, "QUERY_TILE", tile)
+    lengths = [max(length, new) for length in lengths]
+    torch.manual_seed(0)
+    cache = torch.full((20, 2, PAGE, 2 * RANK), 1e3, dtype=torch.float64)
+    free = iter(torch.randperm(19).tolist())
+    table = torch.full((len(lengths), 6), 19)
+    query = torch.randn(len(lengths) * new, HEADS, RANK, dtype=torch.float64)
+    expected = []
+    for request, (length, q) in enumerate(zip(lengths, query.split(new), strict=True)):
+        rows = torch.randn(2, length, 2 * RANK, dtype=torch.float64)
+        at, place = torch.arange(length), torch.arange(length - new, length)[:, None]
+        seen = (at <= place) & ((place - at < (recent or length)) | (at < sinks))
+        for number, piece in enumerate(rows.split(PAGE, dim=1)):
+            if seen[:, number * PAGE : (number + 1) * PAGE].any():
+                table[request, number] = next(free)
+                cache[table[request, number], :, : piece.shape[1]] = piece
+        keys, values = rows.repeat_interleave(HEADS // 2, dim=0).split(RANK, dim=-1)
+        scores = (torch.einsum("thd,hsd->hts", q, keys) * 0.7).masked_fill(~seen, -torch.inf)
+        expected.append(torch.einsum("hts,hsd->thd", scores.softmax(-1), values))
+    got = paged_head_attention(query, cache, table, torch.tensor(lengths), 0.7, sinks, recent)
+    torch.testing.assert_close(got, torch.cat(expected), atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_rebuilt_keys_are_read_like_cached_ones(new):
+    torch.manual_seed(0)
+    cache, table = torch.randn(6, PAGE, 2 * RANK), torch.randperm(6).view(2, 3)
+    query, lengths = torch.randn(2 * new, HEADS, RANK), torch.tensor([7, 20])
+    got = paged_rebuilt_attention(query, cache, table, lengths, 0.7, lambda x: x.unsqueeze(1).chunk(2, dim=-1))
+    torch.testing.assert_close(got, paged_head_attention(query, cache.unsqueeze(1), table, lengths, 0.7, 0, None))
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "sizes"),
+    [
+        ((4, 4), 16, (16, 16)),
+        ((1, 3), 16, (15, 5)),
+        ((6, 10), 16, (15, 9)),
+        ((0, 4), 16, (16, 16)),
+        ((1, 40), 16, (40, 1)),
+    ],
+)
+def test_blocks_of_both_groups_weigh_the_same(heads, tokens, sizes):
+    assert block_sizes(*heads, tokens) == sizes
+
+
+def test_blocks_of_hard_ratios_waste_little():
+    for full in range(1, 97, 5):
+        weights = [count * tokens for count, tokens in zip((full, 97), block_sizes(full, 97, 128), strict=True)]
+        assert min(weights) >= (1 - WASTED) * max(weights)
+
+
 def test_a_batch_is_cut_where_new_tokens_or_room_end(monkeypatch):
     cut = [(s.requests, s.tokens) for s in spans_of([1, 1, 7, 0, 7], [9, 4, 7, 3, 30])]
     assert cut == [(slice(0, 2), slice(0, 2)), (slice(2, 3), slice(2, 9)), (slice(4, 5), slice(9, 16))]
@@ -65,7 +124,18 @@ def config(**changes):
     return SimpleNamespace(**said | changes)
 
 
+HYBRID = {"kind": "hybrid", "kv_heads": 2, "full_heads": 1, "compensated_heads": 0, "sinks": 4, "recent": 8}
+
+LOW_RANK = {"kind": "low_rank", "blocks": [{"rank": 5, "keys": [1, 0], "values": []}], "shared_layers": 0, "window": 0}
+
+
 def test_structures_that_it_serves():
+    (low_rank,) = attention_of_layers(config(attention_layers=[LOW_RANK]))
+    assert low_rank == LowRank((Block(5, (1, 0), ()),)) and low_rank.width == 5
+    assert attention_of_layers(config(attention_layers=[None, HYBRID])) == [
+        SplitHeads(2, 0, 0, 0),
+        SplitHeads(1, 1, 4, 8),
+    ]
     assert attention_of_layers(config()) == [Latent(4, (1.0, 0.1)), Grouped(2)]
     assert attention_of_layers(config(entry={"kind": "grouped", "kv_heads": 1}))[1] == Grouped(1)
     normed = config(base_model_type="qwen3", entry={"key_norm_eps": 1e-6})
@@ -83,8 +153,15 @@ def test_structures_that_it_serves():
         ({"kv_cache": {"format": "int4"}}, "quantised by kv_cache"),
         ({"sliding_window": 32}, "attention windows"),
         ({"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}, "attention windows"),
-        ({"entry": {"kind": "low_rank"}}, "kind 'low_rank' .layer 1."),
+        ({"entry": {"kind": "cross_layer"}}, "kind 'cross_layer' .layer 1."),
+        ({"attention_layers": [LOW_RANK | {"shared_layers": 1}]}, "low rank with latents of earlier layers"),
+        ({"attention_layers": [LOW_RANK | {"window": 4}]}, "low rank with a window of exact tokens"),
+        ({"attention_layers": [LOW_RANK | {"streaming": {"blocks": [0]}}]}, "low rank with streaming .layer 0."),
+        ({"attention_layers": [LOW_RANK, HYBRID]}, "hybrid heads beside latents"),
         ({"base_model_type": "qwen3"}, "grouped heads with q/k-norm"),
+        ({"entry": HYBRID}, "hybrid heads beside latents"),
+        ({"attention_layers": [HYBRID | {"compensated_heads": 1}]}, "compensated heads .layer 0."),
+        ({"attention_layers": [HYBRID, HYBRID | {"sinks": 5}]}, "hybrid heads of several windows"),
         ({"entry": {"streaming": {"sinks": 4, "recent": 8}}}, "MLA with streaming"),
     ],
 )

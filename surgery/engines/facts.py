@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from surgery_vllm.structure import Latent, NotServed, attention_of_layers, windowed
+from surgery_vllm.structure import Grouped, Latent, LowRank, NotServed, SplitHeads, attention_of_layers, windowed
 
 MLA, HEADS, DECILM, OWN = "deepseek_v3", "heads", "nemotron-nas", "surgery"
 
@@ -21,7 +21,7 @@ class Facts:
         structure: MLA (stock ``deepseek_v3``), HEADS (a family's own class), DECILM, or OWN, this package's class.
         family: model_type of the config.
         cached_numbers: per token, all layers, at an infinite window; None for structures of the own class whose cost
-            is no such number, or that no engine but transformers runs.
+            is no such number (hybrid heads), or that no engine but transformers runs.
         number_bytes: of a weight.
         head_sizes: of MLA, (nope, rope, value) numbers of a head.
         width: of MLA, numbers that a layer caches per token, rank and rope.
@@ -105,7 +105,13 @@ def _own(config: dict[str, Any]) -> dict[str, Any]:
         layers = attention_of_layers(SimpleNamespace(**defaults | config))
     except NotServed as error:
         return {"cached_numbers": None, "not_served": error.what}
-    widths = [layer.width if isinstance(layer, Latent) else 2 * layer.kv_heads * head_dim for layer in layers]
     kinds = {type(layer) for layer in layers}
-    name = "mla beside full attention" if len(kinds) > 1 else "mla" if kinds == {Latent} else "KV heads by layer"
-    return {"cached_numbers": sum(widths), "served": f"{name} of {config.get('base_model_type', 'llama')}"}
+    family = config.get("base_model_type", "llama")
+    if SplitHeads in kinds:
+        return {"cached_numbers": None, "served": f"hybrid heads of {family}"}
+    widths = [2 * layer.kv_heads * head_dim if isinstance(layer, Grouped) else layer.width for layer in layers]
+    names = [name for kind, name in ((Latent, "mla"), (LowRank, "low rank")) if kind in kinds]
+    if Grouped in kinds:
+        names.append("full attention" if names else "KV heads by layer")
+    name = " beside ".join(names)
+    return {"cached_numbers": sum(widths), "served": f"{name} of {family}"}

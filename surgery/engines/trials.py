@@ -64,6 +64,16 @@ VLLM_PLUGIN = Trial(
             "mla of qwen3",
             "KV heads by layer of llama",
             "KV heads by layer of qwen2",
+            "low rank of llama",
+            "low rank of mistral",
+            "low rank of qwen2",
+            "low rank of qwen3",
+            "low rank beside full attention of llama",
+            "mla beside low rank of qwen2",
+            "hybrid heads of llama",
+            "hybrid heads of mistral",
+            "hybrid heads of qwen2",
+            "hybrid heads of qwen3",
         }
     ),
 )

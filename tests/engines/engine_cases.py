@@ -118,6 +118,16 @@ def run(engine: str, script: str, request: dict, folder: Path) -> dict:
     return json.loads(answered.read_text())
 
 
+def assert_as_transformers(answer: dict, number: int, path: Path, prompts: list[list[int]]) -> None:
+    """A round of run_vllm.py gave transformers' tokens, with nearly their log-probabilities."""
+    assert "error" not in answer, answer["error"]
+    tokens, logprobs = greedy(path, prompts)
+    answer = answer["rounds"][number]
+    assert answer["tokens"] == tokens
+    for got, wanted in zip(answer["logprobs"], logprobs, strict=True):
+        assert got == pytest.approx(wanted, abs=1e-3)
+
+
 def assert_same(got: dict, reference: Path, prompts: list, tolerance: float, dtype=torch.float32) -> None:
     """The tokens of transformers, with nearly their log-probabilities.
 

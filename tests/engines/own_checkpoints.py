@@ -19,6 +19,19 @@ def latent(rank: int, frequencies: list[float], **changes) -> dict:
     return entry | changes
 
 
+def hybrid(full: int, heads: int = 2, sinks: int = 5, recent: int = 20) -> dict:
+    """An entry of `attention_layers` whose first heads see all tokens."""
+    entry = {"kind": "hybrid", "kv_heads": heads, "full_heads": full, "compensated_heads": 0}
+    return entry | {"sinks": sinks, "recent": recent, "head_order": list(range(heads))}
+
+
+def low_rank(*blocks: tuple[int, list[int], list[int]]) -> dict:
+    """An entry of `attention_layers`: of every block its rank and the heads of keys and of values."""
+    named = [{"rank": rank, "keys": keys, "values": values} for rank, keys, values in blocks]
+    return {"kind": "low_rank", "blocks": named, "shared_layers": 0, "shared_rank": 0, "sinks": 0, "window": 0}
+
+
+JOINT, APART = low_rank((11, [0, 1], [0, 1])), low_rank((5, [1], []), (6, [0], [1]), (4, [], [0]))
 SAME = [latent(20, [1.0, 0.37, 0.021]), latent(20, [0.8, 0.4, 0.3])]
 NORMED = [latent(20, [1.0, 0.1], key_norm_eps=1e-6), latent(24, [0.5], key_norm_eps=1e-6)]
 HEADS = [None, {"kind": "grouped", "kv_heads": 1}]
@@ -29,9 +42,24 @@ SOURCES = {
     "qwen2": (lambda: Qwen2Config(**SHAPE), SAME),
     "mistral": (lambda: MistralConfig(**SHAPE, sliding_window=None), SAME),
     "qwen3": (lambda: Qwen3Config(**SHAPE, head_dim=16), NORMED),
+    "llama_low_rank": (lambda: LlamaConfig(**SHAPE), [JOINT, APART]),
+    "mistral_low_rank": (lambda: MistralConfig(**SHAPE, sliding_window=None), [APART, JOINT]),
+    "qwen2_low_rank": (lambda: Qwen2Config(**SHAPE), [JOINT, JOINT]),
+    "qwen3_low_rank": (lambda: Qwen3Config(**SHAPE, head_dim=16), [APART, APART]),
+    "qwen2_low_rank_and_mla": (lambda: Qwen2Config(**SHAPE), [JOINT, latent(20, [0.8, 0.4, 0.3])]),
+    "llama_low_rank_heads": (lambda: LlamaConfig(**SHAPE, head_dim=32), [JOINT, None]),
     # Heads of 32 numbers, the least that vLLM's attention on the CPU takes.
     "llama_heads": (lambda: LlamaConfig(**SHAPE, head_dim=32), HEADS),
     "qwen2_heads": (lambda: Qwen2Config(**SHAPE | {"hidden_size": 128}), HEADS),
+}
+
+
+# Heads that stream, of which all layers together have as many as full ones, more, and fewer.
+HYBRIDS = {
+    "llama_hybrid": (lambda: LlamaConfig(**SHAPE), [hybrid(1), hybrid(1)]),
+    "qwen2_hybrid": (lambda: Qwen2Config(**SHAPE), [hybrid(1), hybrid(0)]),
+    "qwen3_hybrid": (lambda: Qwen3Config(**SHAPE, head_dim=16), [None, hybrid(1, sinks=0, recent=9)]),
+    "mistral_hybrid": (lambda: MistralConfig(**SHAPE, sliding_window=None), [hybrid(0), hybrid(0)]),
 }
 
 
@@ -40,7 +68,9 @@ def cached_numbers(name: str) -> int:
     base, entries = SOURCES[name][0](), SOURCES[name][1]
     numbers = 0
     for entry in entries:
-        if entry in HEADS:
+        if entry in (JOINT, APART):
+            numbers += sum(block["rank"] for block in entry["blocks"])
+        elif entry in HEADS:
             numbers += 2 * 32 * (base.num_key_value_heads if entry is None else entry["kv_heads"])
         else:
             gains = 0 if entry["key_norm_eps"] is None else base.num_key_value_heads
@@ -59,7 +89,7 @@ def changed(path: Path, folder: Path, **fields) -> Path:
 def make(name: str, folder: Path) -> Path:
     """Saves one, with a tokenizer and with biases and norms that are not trivial."""
     torch.manual_seed(0)
-    base, entries = SOURCES[name]
+    base, entries = (SOURCES | HYBRIDS)[name]
     model = SurgeryForCausalLM(SurgeryConfig.from_base(base(), entries)).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():

@@ -30,7 +30,8 @@ def run(request: dict) -> dict:
     llm = LLM(request["model"], **{**COMMON, **request["engine"]})
     sampling = SamplingParams(temperature=0.0, max_tokens=request["new_tokens"], ignore_eos=True, logprobs=0)
     cache = llm.llm_engine.vllm_config.cache_config
-    answer = {"rounds": [], "cached_tokens": cache.num_gpu_blocks * cache.block_size}
+    answer = {"rounds": [], "cached_tokens": cache.num_gpu_blocks * cache.block_size, "blocks": cache.num_gpu_blocks}
+    answer["tokens_of_longest"] = cache.kv_cache_size_tokens  # in requests of max_model_len, by all groups
     before = preemptions(llm)
     for prompts in request["rounds"]:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)

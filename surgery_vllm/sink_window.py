@@ -1,0 +1,88 @@
+"""Blocks of heads that keep the first tokens of a request and the last ones: those in between are freed."""
+
+from dataclasses import dataclass
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkWindowSpec(SlidingWindowSpec):
+    """A window of ``sliding_window`` tokens, a query's own among them, and the first ``sinks``."""
+
+    sinks: int
+
+    def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
+        """Blocks that a request holds at most, with so many tokens of it under way."""
+        window = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
+        return min(cdiv(self.sinks, self.block_size) + window, cdiv(max_model_len, self.block_size))
+
+
+class SinkWindowManager(SlidingWindowManager):
+    """Which blocks of the requests are kept, freed, and found again for a request with the same prefix."""
+
+    def __init__(self, kv_cache_spec: SinkWindowSpec, **more):
+        super().__init__(kv_cache_spec, **more)
+        self.sink_blocks = cdiv(kv_cache_spec.sinks, self.block_size)
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """None from the start on: the sinks are there."""
+        return 0
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Frees the blocks between the sinks and the window of the next token."""
+        seen = super().get_num_skipped_tokens(processed_computed_tokens)
+        self._remove_blocks_in_range(request_id, self.sink_blocks, seen // self.block_size)
+
+    @classmethod
+    def reachable_block_mask(cls, *args, **more) -> None:
+        """Every block that is held may be found again."""
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: BlockHashList,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: BlockPool,
+        kv_cache_spec: KVCacheSpec,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """The longest prefix whose sinks and whose window are in the cache; blocks between are null blocks."""
+        assert isinstance(kv_cache_spec, SinkWindowSpec)
+        assert not drop_eagle_block and dcp_world_size == pcp_world_size == 1
+        size = kv_cache_spec.block_size
+        hashes = resolve_block_hashes(
+            block_hashes,
+            block_pool.hash_block_size,
+            size,
+            supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup,
+            alignment_tokens=alignment_tokens,
+        )
+        found = [block_pool.get_cached_block(hashes[i], kv_cache_group_ids) for i in range(max_length // size)]
+        sinks = cdiv(kv_cache_spec.sinks, size)
+        for end in range(len(found), 0, -1):
+            window = max(end * size - kv_cache_spec.sliding_window + 1, 0) // size
+            needed = {*range(min(sinks, end)), *range(window, end)}
+            if end * size % alignment_tokens == 0 and all(found[i] for i in needed):
+                blocks = [found[i] if i in needed else None for i in range(end)]
+                groups = range(len(kv_cache_group_ids))
+                hit = tuple([block[g] if block else block_pool.null_block for block in blocks] for g in groups)
+                return hit, end * size
+        return tuple([] for _ in kv_cache_group_ids), 0
+
+
+def register() -> None:
+    """Makes this process's vLLM know the manager; safe to call more than once."""
+    # vLLM registers its own only as long as there are none.
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager)
