@@ -101,4 +101,4 @@ def _dropped(facts: Facts) -> str:
 
 
 def _remedy(facts: Facts) -> str | None:
-    return REMEDY if facts.structure == MLA else None
+    return REMEDY if facts.structure == MLA and not facts.real_experts else None

@@ -142,13 +142,14 @@ LATENT_CONFIGS = {
     "deepseek_v3": lambda: DeepseekV3Config(
         **LATENT,
         **LATENT_EXPERTS,
-        **{"q_lora_rank": 20, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "attention_bias": True},
+        **{"q_lora_rank": 20, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+        rope_parameters=LATENT_YARN,
     ),
     "glm4_moe_lite": lambda: Glm4MoeLiteConfig(
         **LATENT, **LATENT_EXPERTS, q_lora_rank=20, mlp_layer_types=["dense", "sparse", "dense"]
     ),
     "minicpm3": lambda: MiniCPM3Config(**LATENT, q_lora_rank=20, scale_emb=3, scale_depth=1.4, dim_model_base=16),
-    "youtu": lambda: YoutuConfig(**{**LATENT, "initializer_range": 0.2}, q_lora_rank=20),
+    "youtu": lambda: YoutuConfig(**{**LATENT, "initializer_range": 0.2}, q_lora_rank=20, attention_bias=True),
 }
 """Models whose attention is MLA, which structures but MLA itself do not convert."""
 LATENT_FAMILIES = tuple(LATENT_CONFIGS)
