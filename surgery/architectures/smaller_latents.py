@@ -64,7 +64,7 @@ class SmallerLatents:
         """Why the class is what it is, and what of the source is not there."""
         found = ["the source's own class holds another rank"]
         if further := {name.split(".")[2] for name in self.reader.names() if self._is_further(name)}:
-            found.append(f"{len(further)} layers that predict further tokens are left out")
+            found.append(f"layers that predict further tokens are left out ({len(further)})")
         return found
 
     def tensors(self, layer: int, smaller: LatentAnatomy) -> dict[str, Tensor]:

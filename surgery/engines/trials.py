@@ -34,6 +34,7 @@ TRANSFORMERS = Trial(
             "mla with biases",
             "mla with a frequency list",
             "mla with biases with a frequency list",
+            "mla with experts",
             "mla with YaRN with experts",
             "deepseek_v2",
             "glm4_moe_lite",

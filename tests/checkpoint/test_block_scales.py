@@ -77,7 +77,9 @@ def test_a_conversion_dequantises_and_says_so(checkpoint, tmp_path):
 def test_scales_that_do_not_fit_are_refused(checkpoint, tmp_path):
     tensors, name = load_file(checkpoint / "model.safetensors"), "model.layers.0.self_attn.o_proj.weight"
     save_file(tensors | {name + "_scale_inv": torch.ones(1, 1)}, checkpoint / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SurgeryError, match=r"o_proj.weight: float8_e4m3fn .* does not fit its scales, float32 \[1, 1\]"):
+    with pytest.raises(
+        SurgeryError, match=r"o_proj.weight: float8_e4m3fn .* does not fit its scales, float32 \[1, 1\]"
+    ):
         converter.convert(checkpoint, tmp_path / "out", ConvertSettings(calibration="none"))
     del tensors[name + "_scale_inv"]
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})

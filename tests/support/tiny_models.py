@@ -135,6 +135,10 @@ LATENT_YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.7,
 }
+LATENT_LONG = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 128, "factor": 2.0},
+    **{"short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.0, 2.0, 3.0, 4.0]},
+}
 LATENT_CONFIGS = {
     "deepseek_v2": lambda: DeepseekV2Config(
         **LATENT, **LATENT_EXPERTS, q_lora_rank=None, first_k_dense_replace=1, rope_parameters=LATENT_YARN
@@ -148,11 +152,15 @@ LATENT_CONFIGS = {
     "glm4_moe_lite": lambda: Glm4MoeLiteConfig(
         **LATENT, **LATENT_EXPERTS, q_lora_rank=20, mlp_layer_types=["dense", "sparse", "dense"]
     ),
-    "minicpm3": lambda: MiniCPM3Config(**LATENT, q_lora_rank=20, scale_emb=3, scale_depth=1.4, dim_model_base=16),
+    "moonlight": lambda: DeepseekV3Config(
+        **LATENT, **LATENT_EXPERTS, q_lora_rank=None, first_k_dense_replace=1, n_group=1, topk_group=1
+    ),
+    "minicpm3": lambda: MiniCPM3Config(
+        **LATENT, q_lora_rank=20, scale_emb=3, scale_depth=1.4, dim_model_base=16, rope_parameters=LATENT_LONG
+    ),
     "youtu": lambda: YoutuConfig(**{**LATENT, "initializer_range": 0.2}, q_lora_rank=20, attention_bias=True),
 }
 """Models whose attention is MLA, which structures but MLA itself do not convert."""
-LATENT_FAMILIES = tuple(LATENT_CONFIGS)
 
 CONFIGS |= LATENT_CONFIGS
 FAMILIES = ALL[: ALL.index("falcon3")]
