@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from surgery.calibration.kept_statistics import WITH_LAGS, KeptStatistics
+from surgery.calibration.latent_weights import latent_weight_statistics
 from surgery.calibration.library import StatisticsLibrary, prior_lags, weight_statistics
 from surgery.calibration.sequences import token_hash
 from surgery.calibration.settings import ConversionSettings
@@ -17,6 +18,7 @@ from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_swe
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.running.source import Source
 
 if TYPE_CHECKING:
@@ -118,7 +120,8 @@ def _from_weights(opened: Source, library: StatisticsLibrary, progress: Progress
     with progress.phase("statistics of weights", opened.layers) as advance:
         for index in range(opened.layers):
             anatomy = opened.anatomy(index).to(torch.float64)
-            statistics = weight_statistics(anatomy, opened.input_scale(index).double())
+            of_weights = latent_weight_statistics if isinstance(anatomy, LatentAnatomy) else weight_statistics
+            statistics = of_weights(anatomy, opened.input_scale(index).double())
             lags = None
             if basis_of is not None:
                 lags = prior_lags(anatomy, basis_of(anatomy, statistics), statistics, context)

@@ -14,6 +14,7 @@ from torch import Tensor
 from surgery.calibration.kronecker import KroneckerFactors, kronecker_factors, weighted_moment
 from surgery.families.anatomy import AttentionAnatomy, Projection
 from surgery.families.attention import attention_weights
+from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.rope import phases, to_complex
 
 
@@ -80,7 +81,7 @@ class MomentAccumulator:
     With gradients it holds keys, values, outputs and their gradients of all tokens, on the CPU, until :meth:`result`.
     """
 
-    def __init__(self, anatomy: AttentionAnatomy, *, gradients: bool):
+    def __init__(self, anatomy: AttentionAnatomy | LatentAnatomy, *, gradients: bool):
         width = anatomy.kv_width
         self._key_norm = anatomy.k_norm
         self.moment = torch.zeros(width, width, dtype=torch.float64)
@@ -93,7 +94,7 @@ class MomentAccumulator:
         self.raw_gradient = torch.zeros_like(self.moment) if gradients and anatomy.k_norm is not None else None
         self.input_scale = torch.zeros(anatomy.hidden, dtype=torch.float64)
         self.input_energy = torch.zeros(anatomy.hidden, dtype=torch.float64)
-        self._device = anatomy.k.device
+        self._device = anatomy.o.device
         self._rows: list[Tensor] = []
         self._gradients: list[Tensor] = []
         self._raw_gradients: list[Tensor] = []

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.checkpoint.block_scales import BlockScaleStore, block_of
 from surgery.checkpoint.config_file import read_config
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.gguf_folder import open_gguf, temporary_folder
@@ -34,7 +35,8 @@ class CheckpointReader:
         path: the local folder with config.json and tokenizer; of a GGUF file a temporary one that stands in for it.
         source: what `open` takes again, in any process: the folder, or the GGUF file.
         config: config.json, parsed.
-        dequantised_from: the type that most numbers of a GGUF file are stored in, such as Q4_1; None for other weights.
+        dequantised_from: the type that most numbers of a GGUF file are stored in, such as Q4_1, or FP8 (see
+            `dequantised`); None for weights that are read as they are stored.
     """
 
     def __init__(
@@ -108,17 +110,38 @@ class CheckpointReader:
         Its ``path`` is a temporary folder with that config and links to the sidecars, but for remote code, which is
         that of the stored names.
         """
+        return self._view(config, RowSliceStore(self._store, parts), code=False)
+
+    def dequantised(self) -> CheckpointReader:
+        """The same weights without quantisation, if they are fp8 with scales by block; otherwise itself.
+
+        Raises:
+            SurgeryError: a matrix and its scales do not fit each other.
+        """
+        quantised = self.config.get("quantization_config")
+        block = block_of(quantised) if isinstance(quantised, dict) else None
+        if block is None:
+            return self
+        config = {name: value for name, value in self.config.items() if name != "quantization_config"}
+        return self._view(config, BlockScaleStore(self._store, block), code=True, dequantised_from="FP8")
+
+    def _view(
+        self, config: dict[str, Any], store: Store, *, code: bool, dequantised_from: str | None = None
+    ) -> CheckpointReader:
+        """The same checkpoint with another config and tensors; with its remote code, or without."""
         folder = temporary_folder() / self.name
         with disk_errors(folder):
             folder.mkdir()
             (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             for path in self._sidecars:
-                if path.suffix != ".py":
+                if code or path.suffix != ".py":
                     link = folder / path.relative_to(self.path)
                     link.parent.mkdir(parents=True, exist_ok=True)
                     link.symlink_to(path.absolute())
-        store = RowSliceStore(self._store, parts)
-        return CheckpointReader(folder, config, store, find_sidecars(folder), source=self.source, behind=self)
+        sidecars = find_sidecars(folder)
+        return CheckpointReader(
+            folder, config, store, sidecars, source=self.source, dequantised_from=dequantised_from, behind=self
+        )
 
     @property
     def name(self) -> str:

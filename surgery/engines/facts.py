@@ -26,8 +26,9 @@ class Facts:
         head_sizes: of MLA, (nope, rope, value) numbers of a head.
         width: of MLA, numbers that a layer caches per token, rank and rope.
         biases: of MLA, on the attention's projections.
-        frequency_list: of MLA, rotation by frequencies that are no grid of default RoPE.
-        real_experts: of MLA, some layers are mixtures of experts: DeepSeek's own models, not ours.
+        frequency_list: of MLA, rotation by frequencies that are no grid of default RoPE, and none of YaRN.
+        yarn: of MLA, rotation by YaRN: DeepSeek's own models, and what was made of them.
+        real_experts: of MLA, some layers are mixtures of experts: such models again.
         windowed: some layers have an attention window.
         served: of the own class, the name under which trials of our plugin for vLLM are kept.
         not_served: of the own class, what that plugin has no code for; None if it has.
@@ -42,6 +43,7 @@ class Facts:
     width: int | None = None
     biases: bool = False
     frequency_list: bool = False
+    yarn: bool = False
     real_experts: bool = False
     windowed: bool = False
     served: str | None = None
@@ -63,16 +65,20 @@ class Facts:
             return cls(**_own(config), **common)
         if structure == MLA:
             rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-            width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            width = _latent_width(config)
             return cls(
                 cached_numbers=layers * width,
                 head_sizes=(config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]),
                 width=width,
                 biases=bool(config.get("attention_bias")),
-                frequency_list=rope.get("rope_type", rope.get("type", "default")) != "default",
+                frequency_list=kind not in ("default", "yarn"),
+                yarn=kind == "yarn",
                 real_experts=config.get("first_k_dense_replace", 0) < layers,
                 **common,
             )
+        if config.get("kv_lora_rank"):  # MLA in a class of its own
+            return cls(cached_numbers=layers * _latent_width(config), **common)
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         if structure == DECILM:
@@ -85,7 +91,8 @@ class Facts:
     def kind(self) -> str:
         """The name under which trials of such checkpoints are kept."""
         if self.structure == MLA:
-            return "mla" + " with biases" * self.biases + " with a frequency list" * self.frequency_list
+            rotation = " with a frequency list" * self.frequency_list + " with YaRN" * self.yarn
+            return "mla" + " with biases" * self.biases + rotation + " with experts" * self.real_experts
         if self.structure == HEADS:
             return f"{self.family} with a window" if self.windowed else self.family
         return self.structure
@@ -93,6 +100,11 @@ class Facts:
     def cache_bytes(self, number_bytes: int) -> int | None:
         """Bytes per token of all layers at so many bytes a number."""
         return None if self.cached_numbers is None else self.cached_numbers * number_bytes
+
+
+def _latent_width(config: dict[str, Any]) -> int:
+    """Numbers that an MLA layer caches per token."""
+    return config["kv_lora_rank"] + config["qk_rope_head_dim"]
 
 
 def _own(config: dict[str, Any]) -> dict[str, Any]:

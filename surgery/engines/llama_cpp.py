@@ -18,6 +18,7 @@ def obstacle(facts: Facts) -> str | None:
     if facts.structure == MLA:
         found = ["it has no biases in deepseek2"] * facts.biases
         found += ["it ignores the frequency list"] * facts.frequency_list
+        found += ["surgery export does not write YaRN: use llama.cpp's converter"] * facts.yarn
         found += [f"it takes SiLU only, not {facts.activation}"] * (facts.activation != "silu")
         found += ["a mixture of experts of DeepSeek's own: use llama.cpp's converter"] * facts.real_experts
         return " and ".join(found) or None
@@ -31,7 +32,8 @@ def verdict(facts: Facts, path: str) -> Verdict:
     said = {"engine": NAME, "version": LLAMA_CPP.version, "device": LLAMA_CPP.device}
     found = obstacle(facts)
     if found:
-        remedy = "convert with --engine llama.cpp" if facts.structure in (MLA, OWN) else None
+        ours = facts.structure in (MLA, OWN) and not facts.real_experts
+        remedy = "convert with --engine llama.cpp" if ours else None
         return Verdict(**said, status=REFUSED, command=None, reason=found, remedy=remedy)
     said["cache_bytes_per_token"] = facts.cache_bytes(2)
     if facts.structure not in (MLA, DECILM) and facts.family not in LLAMAS:

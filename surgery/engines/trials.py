@@ -1,7 +1,8 @@
 """What was tried: the kinds of checkpoints that tests ran in each engine.
 
-transformers, without this package, in tests/test_convert*.py; llama.cpp in tests/engines, greedy tokens and
-log-probabilities compared with transformers'. vLLM's CPU build is installed by tests/engines for its check alone.
+transformers, without this package, in tests/test_convert*.py and tests/families; llama.cpp in tests/engines, greedy
+tokens and log-probabilities compared with transformers'. vLLM's CPU build is installed by tests/engines for its check
+alone.
 
 A kind is :attr:`surgery.engines.facts.Facts.kind`. Nothing gets in here without a test; a test fails if a kind that is
 in here has no case of its own.
@@ -33,6 +34,12 @@ TRANSFORMERS = Trial(
             "mla with biases",
             "mla with a frequency list",
             "mla with biases with a frequency list",
+            "mla with experts",
+            "mla with YaRN with experts",
+            "deepseek_v2",
+            "glm4_moe_lite",
+            "minicpm3",
+            "youtu",
             "llama",
             "mistral",
             "mistral with a window",

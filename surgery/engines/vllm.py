@@ -60,7 +60,8 @@ def cpu(facts: Facts, path: str) -> Verdict:
     if obstacle is None and facts.structure == MLA and facts.width != FAST_WIDTH:
         obstacle = f"its CPU kernel is built for r + rope of {FAST_WIDTH}, this is {facts.width}"
     if obstacle:
-        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy="convert with --carrier own")
+        remedy = None if facts.real_experts else "convert with --carrier own"
+        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=remedy)
     said["cache_bytes_per_token"] = facts.cache_bytes(NUMBER_BYTES)
     code = " --trust-remote-code" if facts.structure == DECILM else ""
     dropped = _dropped(facts)
@@ -101,4 +102,4 @@ def _dropped(facts: Facts) -> str:
 
 
 def _remedy(facts: Facts) -> str | None:
-    return REMEDY if facts.structure == MLA else None
+    return REMEDY if facts.structure == MLA and not facts.real_experts else None

@@ -1,13 +1,19 @@
 """Model families: one short declarative file each, and the registry that finds one for a config."""
 
+from collections.abc import Mapping
+
 from surgery.common.errors import SurgeryError
 from surgery.common.plugins import Registry
 from surgery.families.base import Family, head_shape
 from surgery.families.cohere import COHERE, COHERE2
+from surgery.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from surgery.families.gemma3 import GEMMA3_TEXT
 from surgery.families.glm import GLM, GLM4
+from surgery.families.glm4_moe_lite import GLM4_MOE_LITE
 from surgery.families.granite import GRANITE
+from surgery.families.latent_family import LatentFamily
 from surgery.families.llama import LLAMA
+from surgery.families.minicpm3 import MINICPM3
 from surgery.families.ministral import MINISTRAL
 from surgery.families.mistral import MISTRAL
 from surgery.families.mixtral import MIXTRAL
@@ -18,6 +24,7 @@ from surgery.families.qwen3_moe import QWEN3_MOE
 from surgery.families.seed_oss import SEED_OSS
 from surgery.families.smollm3 import SMOLLM3
 from surgery.families.stablelm import STABLELM
+from surgery.families.youtu import YOUTU
 
 BUILT_IN = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
@@ -26,6 +33,13 @@ BUILT_IN = (
 
 FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})
 """By ``model_type``, those of installed packages among them."""
+
+LATENT_FAMILIES: dict[str, LatentFamily] = {
+    family.model_type: family for family in (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU)
+}
+"""Those whose attention is MLA already, by ``model_type``."""
+
+LATENTS = "it caches latents already"
 
 WHY_NOT = {
     **dict.fromkeys(("gemma2", "gemma2_text"), "its attention caps logits, which none of the structures does"),
@@ -36,7 +50,10 @@ WHY_NOT = {
     ),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"), "its attention has a gate on its output"),
     **dict.fromkeys(("llama4", "llama4_text"), "it attends in chunks, with queries that are scaled by position"),
-    **dict.fromkeys(("deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu", "mistral4"), "it caches latents already"),
+    "mistral4": f"{LATENTS}, and its queries are scaled by position",
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), f"{LATENTS}, and an indexer chooses which of them are read"),
+    **dict.fromkeys(("longcat_flash", "kimi_linear"), f"{LATENTS}, in a layer of two attentions or beside a state"),
+    "kimi_k2": "transformers has no class of that name; its weights are DeepSeek-V3's, so say deepseek_v3 there",
     **dict.fromkeys(
         ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "mistral3"),
         "a model of pictures and text, whose text tower is not converted",
@@ -48,7 +65,17 @@ WHY_NOT = {
 }
 """What people ask for and is not there, by ``model_type``."""
 
-__all__ = ["FAMILIES", "Family", "family_of", "head_shape", "key_gains"]
+__all__ = [
+    "FAMILIES",
+    "LATENT_FAMILIES",
+    "Family",
+    "LatentFamily",
+    "family_around",
+    "family_of",
+    "head_shape",
+    "key_gains",
+    "latent_family_of",
+]
 
 
 def key_gains(base_model_type: str, kv_heads: int) -> int:
@@ -64,18 +91,42 @@ def family_of(config: dict) -> Family:
         SurgeryError: an unknown model type, or weights that are quantised.
     """
     model_type = config.get("model_type")
-    if model_type not in FAMILIES and model_type in WHY_NOT:
+    if model_type not in FAMILIES and model_type in LATENT_FAMILIES:
+        raise SurgeryError(
+            f"config.json: model_type {model_type!r} caches latents already, which --to mla makes smaller; "
+            "other structures start from keys and values of heads"
+        )
+    return _found(config, FAMILIES)
+
+
+def latent_family_of(config: dict) -> LatentFamily:
+    """The family of MLA models of a parsed config.json.
+
+    Raises:
+        SurgeryError: an unknown model type, or weights that are quantised.
+    """
+    return _found(config, LATENT_FAMILIES)
+
+
+def family_around(model_type: str) -> Family | None:
+    """What a model of that type has around its attention, whichever kind that is of."""
+    return FAMILIES.get(model_type) or LATENT_FAMILIES.get(model_type)
+
+
+def _found(config: dict, families: Mapping[str, Family]) -> Family:
+    model_type = config.get("model_type")
+    if model_type not in families and model_type in WHY_NOT:
         raise SurgeryError(
             f"config.json: model_type {model_type!r} is not supported: {WHY_NOT[model_type]}; what makes its cache "
             "smaller is its engine's own 8-bit cache"
         )
-    if model_type not in FAMILIES:
+    if model_type not in families:
         raise SurgeryError(
-            f"config.json: model_type {model_type!r} is not supported (supported: {', '.join(FAMILIES)})"
+            f"config.json: model_type {model_type!r} is not supported (supported: {', '.join(families)})"
         )
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
         raise SurgeryError(
             f"config.json: the weights are quantised ({method}); convert the unquantised checkpoint instead"
         )
-    return FAMILIES[model_type]
+    return families[model_type]

@@ -10,9 +10,13 @@ Conventions, whatever the checkpoint's own: a rotary pair is ``(i, i + d/2)``, r
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,39 @@ class Projection:
 
 
 @dataclass(frozen=True)
-class AttentionAnatomy:
+class LayerAnatomy:
+    """What the anatomies of all kinds of attention have in common."""
+
+    PROJECTIONS: ClassVar[tuple[tuple[str, str], ...]]
+    """Fields of weights, and what they are called in checkpoints."""
+
+    def to(self, *args, **kwargs) -> Self:
+        """A copy with every tensor but ``inv_freq`` and ``order`` moved or cast, as :meth:`torch.Tensor.to`."""
+        changed = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("inv_freq", "order"):
+                continue
+            if isinstance(value, Tensor):
+                changed[field.name] = value.to(*args, **kwargs)
+            elif isinstance(value, HeadNorm):
+                changed[field.name] = replace(value, weight=value.weight.to(*args, **kwargs))
+        return replace(self, **changed)
+
+    def damaged(self) -> str | None:
+        """The checkpoint's name of a projection that holds NaN or infinity; None if all are finite."""
+        for field, name in self.PROJECTIONS:
+            weight = getattr(self, field)
+            if weight is not None and not weight.isfinite().all():
+                return name
+        return None
+
+
+@dataclass(frozen=True)
+class AttentionAnatomy(LayerAnatomy):
     """One attention layer: weights, norms, rotary frequencies and softmax scale. Tensors share dtype and device."""
+
+    PROJECTIONS = (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("o", "o_proj"))
 
     q: Tensor  # [H, d, D]
     k: Tensor  # [G, d, D]
@@ -103,19 +138,6 @@ class AttentionAnatomy:
     def kv_width(self) -> int:
         """Numbers that the layer caches per token."""
         return self.kv_heads * (self.head_dim + self.value_dim)
-
-    def to(self, *args, **kwargs) -> AttentionAnatomy:
-        """A copy with every tensor but ``inv_freq`` and ``order`` moved or cast, as :meth:`torch.Tensor.to`."""
-        changed = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("inv_freq", "order"):
-                continue
-            if isinstance(value, Tensor):
-                changed[field.name] = value.to(*args, **kwargs)
-            elif isinstance(value, HeadNorm):
-                changed[field.name] = replace(value, weight=value.weight.to(*args, **kwargs))
-        return replace(self, **changed)
 
     def stored(self, heads: Tensor) -> Tensor:
         """What belongs to rows of queries or keys, [heads, d] or [heads, d, ...], in the checkpoint's order of rows."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from surgery.families.anatomy import AttentionAnatomy, Projection
+from surgery.families.anatomy import AttentionAnatomy, LayerAnatomy, Projection
+from surgery.families.latent_anatomy import LatentAnatomy, LatentProjection
 from surgery.families.rope import phases, rotate
 from surgery.kernels.mla_decode.reference import causal_mask
 
@@ -23,10 +24,22 @@ def rotated_heads(anatomy: AttentionAnatomy, projection: Projection) -> tuple[Te
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def attend(anatomy: AttentionAnatomy, projection: Projection) -> Tensor:
+def attend(anatomy: LayerAnatomy, projection: Projection) -> Tensor:
     """Mixed head values [B, T, H, e] of a causal prompt."""
+    if isinstance(anatomy, LatentAnatomy):
+        return _attend_latents(anatomy, projection)
     q, k, v = rotated_heads(anatomy, projection)
     return causal_attention(q, k, v, anatomy.scale, anatomy.window).transpose(1, 2)
+
+
+def _attend_latents(anatomy: LatentAnatomy, projection: LatentProjection) -> Tensor:
+    positions = torch.arange(projection.q.shape[1], device=projection.q.device)
+    phase = phases(anatomy.inv_freq, positions, projection.q.dtype) * anatomy.rope_factor
+    key, value = anatomy.expanded(projection.v[..., 0, :])
+    rotated = rotate(projection.k, phase).expand(*key.shape[:-1], -1)
+    q, k = torch.cat([projection.unrotated, rotate(projection.q, phase)], dim=-1), torch.cat([key, rotated], dim=-1)
+    q, k, value = (x.transpose(1, 2) for x in (q, k, value))
+    return causal_attention(q, k, value, anatomy.scale, None).transpose(1, 2)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
@@ -50,7 +63,7 @@ def attention_weights(anatomy: AttentionAnatomy, projection: Projection) -> Tens
     return (q @ k.mT * anatomy.scale).masked_fill(~visible, -torch.inf).softmax(-1)
 
 
-def output(anatomy: AttentionAnatomy, mixed: Tensor) -> Tensor:
+def output(anatomy: LayerAnatomy, mixed: Tensor) -> Tensor:
     """The output projection of head values [B, T, H, e]: [B, T, D]."""
     return nn.functional.linear(mixed.flatten(2), anatomy.o.flatten(1), anatomy.o_bias)
 
@@ -62,7 +75,7 @@ class CapturedAttention(nn.Module):
     them.
     """
 
-    def __init__(self, anatomy: AttentionAnatomy, *, gradients: bool = False):
+    def __init__(self, anatomy: LayerAnatomy, *, gradients: bool = False):
         super().__init__()
         self.anatomy, self.gradients = anatomy, gradients
         self.inputs: Tensor | None = None

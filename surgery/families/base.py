@@ -80,7 +80,7 @@ class Family:
         beside: what its layers have around the attention that those of stock ``deepseek_v3`` do not, if anything.
         mlp_bias: whether the config gives its feed-forward layers biases.
         experts: whether feed-forward layers are mixtures of experts, which pass through untouched.
-        expert_layers: adapts a one-layer config to the feed-forward kind of the layer that it stands for.
+        expert_layers: adapts a one-layer config to the layer that it stands for, to the feed-forward kind above all.
     """
 
     model_type: str
@@ -99,6 +99,10 @@ class Family:
     mlp_bias: Callable[[object], bool] = lambda config: False
     experts: bool = False
     expert_layers: Callable[[object, object, int], None] = lambda single, config, layer: None
+
+    def shape(self, config) -> tuple[int, int, int]:
+        """Query heads, key/value heads and head dimension, as costs follow from them."""
+        return head_shape(config)
 
     def attention_names(self, reader, layer: int) -> list[str]:
         """The tensors of a layer's attention.

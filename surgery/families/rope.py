@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from surgery.common.errors import SurgeryError
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-def rope_frequencies(config, head_dim: int, layer_type: str | None = None) -> tuple[Tensor, float]:
+def rope_frequencies(
+    config, head_dim: int, layer_type: str | None = None, kinds: Sequence[str] = STATIC_ROPE_TYPES
+) -> tuple[Tensor, float]:
     """The inverse frequencies of a transformers config and the factor on its cosines and sines.
 
     Returns float64 radians per token of shape [n] (the float32 values that transformers computes, so that a conversion
@@ -23,6 +26,7 @@ def rope_frequencies(config, head_dim: int, layer_type: str | None = None) -> tu
 
     Args:
         layer_type: of the layer, where each type has parameters of its own (Gemma 3).
+        kinds: RoPE types that can be carried; of "longrope" the frequencies are those of short texts.
 
     Raises:
         SurgeryError: a RoPE type that the toolkit cannot carry.
@@ -41,10 +45,8 @@ def rope_frequencies(config, head_dim: int, layer_type: str | None = None) -> tu
     theta, part = parameters["rope_theta"], parameters.get("partial_rotary_factor", 1.0)
     if not _is_number(theta) or not _is_number(part) or theta <= 0 or not 0 < part <= 1:
         raise SurgeryError(f"config.json: RoPE of base {theta!r} over {part!r} of each head is impossible")
-    if kind not in STATIC_ROPE_TYPES:
-        raise SurgeryError(
-            f"config.json: RoPE type {kind!r} is not supported (supported: {', '.join(STATIC_ROPE_TYPES)})"
-        )
+    if kind not in kinds:
+        raise SurgeryError(f"config.json: RoPE type {kind!r} is not supported (supported: {', '.join(kinds)})")
     rotated = int(head_dim * part)
     try:
         if kind == "default":

@@ -11,7 +11,7 @@ from surgery.checkpoint.config_file import check_sizes
 from surgery.checkpoint.reader import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.human import per_token
-from surgery.families import FAMILIES, head_shape
+from surgery.families import FAMILIES, LATENT_FAMILIES, head_shape
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.forecast import attention_structures as structures
 from surgery.forecast.speed import batches, speed_against
@@ -62,13 +62,15 @@ def converted_facts(reader: CheckpointReader, gpu: GPU, contexts: tuple[int, ...
 def original(folder: Path, config: Any, windows: structures.Windows, number_bytes: float) -> list[Attention] | None:
     """The attention that a checkpoint had before its first conversion; None where nothing tells.
 
-    The report beside the weights says it, and of the own class its config.
+    The report beside the weights says it, and of the own class its config; of what was MLA at first none does.
     """
     report = previous_report(folder)
     while isinstance(report, dict) and report.get("previous"):
         report = report["previous"]
     try:
         said = report["source"]
+        if said.get("model_type") in LATENT_FAMILIES:
+            return None
         heads, kv_heads, head_dim = (int(said[name]) for name in ("heads", "kv_heads", "head_dim"))
         if not (0 < kv_heads <= heads and heads % kv_heads == 0 and head_dim > 0):
             raise ValueError("heads of no model")

@@ -84,8 +84,8 @@ class SourceShape:
     def of(cls, opened) -> SourceShape:
         """Of a checkpoint of a family."""
         first = opened.anatomy(0)
-        kv_bytes = first.kv_width * opened.layers * first.q.dtype.itemsize
-        return cls(first.heads, first.kv_heads, first.head_dim, first.q.dtype, kv_bytes)
+        kv_bytes = first.kv_width * opened.layers * first.o.dtype.itemsize
+        return cls(first.heads, first.kv_heads, first.head_dim, first.o.dtype, kv_bytes)
 
     @classmethod
     def of_config(cls, config, dtype: torch.dtype, kv_bytes_per_token: float) -> SourceShape:

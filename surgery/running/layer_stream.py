@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.common.errors import SurgeryError
-from surgery.families import FAMILIES, Family
+from surgery.families import Family, family_around
 from surgery.families.base import LAYER_PREFIX, per_layer
 from surgery.families.llama import LLAMA
 from surgery.model.logit_factor import logit_factor
@@ -287,8 +287,8 @@ def _joined(singles: list):
 
 
 def family_behind(config) -> Family:
-    """The family of a config, or that an own-class config was made from; stock MLA is around its attention as Llama."""
-    return FAMILIES.get(getattr(config, "base_model_type", config.model_type), LLAMA)
+    """The family of a config, or that an own-class config was made from; a Llama where there is none."""
+    return family_around(getattr(config, "base_model_type", config.model_type)) or LLAMA
 
 
 def single_layer_config(config, layer: int):

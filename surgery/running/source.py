@@ -50,9 +50,13 @@ class Source:
         return cls.of(unfused(CheckpointReader.open(source, allow_pickle=allow_pickle)), settings)
 
     @classmethod
-    def of(cls, reader: CheckpointReader, settings: RunSettings) -> Source:
-        """The same of a checkpoint whose files are open."""
-        family = family_of(reader.config)
+    def of(cls, reader: CheckpointReader, settings: RunSettings, family: Family | None = None) -> Source:
+        """The same of a checkpoint whose files are open.
+
+        Args:
+            family: None for that of its config, among those of keys and values of heads.
+        """
+        family = family or family_of(reader.config)
         if missing := [name for name in SIZES if reader.config.get(name) is None]:
             raise SurgeryError(f"{reader.path}/config.json: does not say {missing[0]}, which is not to be guessed")
         config = load_config(reader.path)
@@ -79,9 +83,8 @@ class Source:
             SurgeryError: one of its weights is not finite.
         """
         anatomy = self.family.anatomy(self.reader, self.config, layer)
-        for name in "qkvo":
-            if not getattr(anatomy, name).isfinite().all():
-                raise SurgeryError(f"{self.reader.path}: NaN or infinity in {name}_proj of layer {layer}")
+        if name := anatomy.damaged():
+            raise SurgeryError(f"{self.reader.path}: NaN or infinity in {name} of layer {layer}")
         return anatomy
 
     def input_scale(self, layer: int) -> Tensor:

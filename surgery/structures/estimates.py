@@ -98,7 +98,7 @@ class Workload:
     def of(cls, opened: Source | OwnSource, batch_size: int, tokens: dict[str, int], demand: Demand) -> Workload:
         """Of an opened checkpoint, so many sequences at a time and tokens as the dry run counts them."""
         config, stored = opened.config, opened.weight_dtype.itemsize
-        heads, kv_heads, head_dim = head_shape(config)
+        heads, kv_heads, head_dim = opened.family.shape(config) if isinstance(opened, Source) else head_shape(config)
         largest, active = _layer_sizes(opened)
         calibration = tokens["calibration"] if demand.statistics else 0
         if not calibration:

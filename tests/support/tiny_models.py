@@ -10,11 +10,15 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GraniteConfig,
     LlamaConfig,
+    MiniCPM3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
@@ -29,6 +33,7 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
+    YoutuConfig,
 )
 from transformers.utils import logging
 
@@ -116,6 +121,48 @@ CONFIGS = {
     ),
 }
 ALL = tuple(CONFIGS)
+
+LATENT = {
+    **{**SHAPE, "num_key_value_heads": 4, "num_hidden_layers": 3},
+    **{"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10},
+}
+LATENT_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1}
+LATENT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+LATENT_LONG = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 128, "factor": 2.0},
+    **{"short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.0, 2.0, 3.0, 4.0]},
+}
+LATENT_CONFIGS = {
+    "deepseek_v2": lambda: DeepseekV2Config(
+        **LATENT, **LATENT_EXPERTS, q_lora_rank=None, first_k_dense_replace=1, rope_parameters=LATENT_YARN
+    ),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **LATENT,
+        **LATENT_EXPERTS,
+        **{"q_lora_rank": 20, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+        rope_parameters=LATENT_YARN,
+    ),
+    "glm4_moe_lite": lambda: Glm4MoeLiteConfig(
+        **LATENT, **LATENT_EXPERTS, q_lora_rank=20, mlp_layer_types=["dense", "sparse", "dense"]
+    ),
+    "moonlight": lambda: DeepseekV3Config(
+        **LATENT, **LATENT_EXPERTS, q_lora_rank=None, first_k_dense_replace=1, n_group=1, topk_group=1
+    ),
+    "minicpm3": lambda: MiniCPM3Config(
+        **LATENT, q_lora_rank=20, scale_emb=3, scale_depth=1.4, dim_model_base=16, rope_parameters=LATENT_LONG
+    ),
+    "youtu": lambda: YoutuConfig(**{**LATENT, "initializer_range": 0.2}, q_lora_rank=20, attention_bias=True),
+}
+"""Models whose attention is MLA, which structures but MLA itself do not convert."""
+
+CONFIGS |= LATENT_CONFIGS
 FAMILIES = ALL[: ALL.index("falcon3")]
 # What stock deepseek_v3 can carry, and the others.
 STOCK = ("llama", "llama3", "llama_bias", "mistral", "qwen2")

@@ -37,6 +37,7 @@ class ConvertSettings(FittedSettings):
     kv_lora_rank: int | None = setting(
         None,
         "Rank of the latent; with the rotated numbers in place of a ratio, or with a ratio to fix the split.",
+        more="Of a source that is MLA already alone, and half of its rank unless it or a ratio is given.",
         least=1,
         section="Budget",
     )

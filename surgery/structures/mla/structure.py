@@ -17,6 +17,7 @@ from surgery.calibration.layer_statistics import BasisOf
 from surgery.calibration.library import StatisticsLibrary
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.progress import Progress
+from surgery.families import LATENT_FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream
@@ -32,6 +33,7 @@ from surgery.structures.mla.forecast import Forecast, forecast
 from surgery.structures.mla.output import carrier_of, reserved_numbers
 from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerReport, mla_target
 from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.mla.smaller import SmallerMLA
 from surgery.structures.mla.split import SPLIT_SEQUENCES, MLAPlan
 from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.sequential_fit import SequentialFit
@@ -53,6 +55,11 @@ class MLA(Structure[Source, ConvertSettings]):
         self.splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
         if settings.engine is not None:
             forecast(opened, self.splits[0], settings)  # refuses what the engine does not take
+
+    @classmethod
+    def for_source(cls, config: Mapping[str, Any], settings: ConvertSettings) -> type[Structure]:
+        """A model that is MLA already keeps its class."""
+        return SmallerMLA if config.get("model_type") in LATENT_FAMILIES else cls
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:

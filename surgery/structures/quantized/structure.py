@@ -41,8 +41,8 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
         model_type = reader.config.get("model_type")
         if model_type == "deepseek_v3":
             raise SurgeryError(
-                f"{reader.path}: stock deepseek_v3 keeps a plain cache; convert its source again with --carrier own, "
-                "which makes an MLA checkpoint that can be quantised"
+                f"{reader.path}: stock deepseek_v3 keeps a plain cache: use its engine's own 8-bit cache, or if it was "
+                "converted, convert its source again with --carrier own, which makes MLA that can be quantised"
             )
         opened = OwnSource.open(reader, settings) if model_type == MODEL_TYPE else Source.of(reader, settings)
         check_quantizable(reader.path, opened.config)

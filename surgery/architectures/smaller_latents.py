@@ -1,0 +1,106 @@
+"""MLA with fewer latents in its own class: the tensors and fields of config.json that change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.checkpoint import CheckpointReader, TensorSpec
+from surgery.families.base import ATTENTION_PREFIX, LAYER_PREFIX
+from surgery.families.latent_anatomy import LatentAnatomy
+from surgery.families.latent_family import DOWN, NORM, UP
+
+FURTHER = "num_nextn_predict_layers"
+"""What configs call the number of layers that predict further tokens, stored behind the others."""
+
+
+@dataclass(frozen=True)
+class SmallerLatents:
+    """Writes one conversion.
+
+    Attributes:
+        rank: latents of every layer.
+        rope_dim: rotated numbers, which stay.
+    """
+
+    reader: CheckpointReader
+    layers: int
+    rank: int
+    rope_dim: int
+
+    @property
+    def model_type(self) -> str:
+        return self.reader.config["model_type"]
+
+    def config(self) -> dict[str, Any]:
+        """The source's config.json with the new rank."""
+        config = {**self.reader.config, "kv_lora_rank": self.rank}
+        return {**config, FURTHER: 0} if config.get(FURTHER) else config
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes that the caches of all layers hold of one sequence, in the dtype of the weights."""
+        dtype = self.reader.info(ATTENTION_PREFIX.format(layer=0) + "o_proj.weight").dtype
+        return tokens * self.layers * (self.rank + self.rope_dim) * dtype.itemsize
+
+    def plan(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """Names, dtypes and shapes of the result, from those of the source."""
+        changed = {
+            f"{ATTENTION_PREFIX.format(layer=layer)}{module}.{kind}": shape
+            for layer in range(self.layers)
+            for (module, kind), shape in self._shapes(tensors, layer).items()
+        }
+        return {
+            name: TensorSpec(spec.dtype, changed.get(name, spec.shape))
+            for name, spec in tensors.items()
+            if not self._is_further(name)
+        }
+
+    def reasons(self) -> list[str]:
+        """Why the class is what it is, and what of the source is not there."""
+        found = ["the source's own class holds another rank"]
+        if further := {name.split(".")[2] for name in self.reader.names() if self._is_further(name)}:
+            found.append(f"layers that predict further tokens are left out ({len(further)})")
+        return found
+
+    def tensors(self, layer: int, smaller: LatentAnatomy) -> dict[str, Tensor]:
+        """A layer's new tensors by their full names, in the source's dtypes.
+
+        The norm's weight is a power of two, which no dtype rounds, near the source's: what is cached keeps its size.
+        """
+        rank, prefix = smaller.rank, ATTENTION_PREFIX.format(layer=layer)
+        typical = float(self.reader.tensor(f"{prefix}{NORM}.weight").double().abs().mean())
+        weight = 2.0 ** round(math.log2(typical)) if typical else 1.0
+
+        def stored(rows: Tensor) -> Tensor:
+            rotated = rows[rank:] if smaller.order is None else rows[rank:][smaller.order.argsort()]
+            return torch.cat([rows[:rank], rotated])
+
+        found = {
+            f"{DOWN}.weight": stored(smaller.down),
+            f"{NORM}.weight": torch.full((rank,), weight),
+            f"{UP}.weight": smaller.up.flatten(0, 1) / weight,
+        }
+        if smaller.down_bias is not None:
+            found[f"{DOWN}.bias"] = stored(smaller.down_bias)
+        return {
+            prefix + name: tensor.to(self.reader.info(prefix + name).dtype).contiguous()
+            for name, tensor in found.items()
+        }
+
+    def _shapes(self, tensors: Mapping[str, TensorSpec], layer: int) -> dict[tuple[str, str], tuple[int, ...]]:
+        prefix, width = ATTENTION_PREFIX.format(layer=layer), self.rank + self.rope_dim
+        return {
+            (DOWN, "weight"): (width, *tensors[f"{prefix}{DOWN}.weight"].shape[1:]),
+            (DOWN, "bias"): (width,),
+            (NORM, "weight"): (self.rank,),
+            (UP, "weight"): (tensors[f"{prefix}{UP}.weight"].shape[0], self.rank),
+        }
+
+    def _is_further(self, name: str) -> bool:
+        prefix = LAYER_PREFIX.partition("{")[0]
+        return name.startswith(prefix) and int(name.removeprefix(prefix).partition(".")[0]) >= self.layers

@@ -1,0 +1,66 @@
+"""What the weights alone say of an MLA layer, where there is no text to calibrate on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.statistics import LayerStatistics
+from surgery.families.latent_anatomy import LatentAnatomy
+
+
+def latent_weight_statistics(anatomy: LatentAnatomy, input_scale: Tensor) -> LayerStatistics:
+    """Stands in for calibration, as :func:`surgery.calibration.library.weight_statistics` does for other attention.
+
+    Inputs are taken for white noise times the weight of the norm before the attention, and norms for their root mean
+    squares. In place of loss gradients stand the energies that meet a latent: those of the queries for the keys that
+    are made of it, ``W_oᵀ W_o`` for the values, each scaled to the same trace.
+
+    Args:
+        anatomy: float64.
+        input_scale: [D], the norm's weight.
+    """
+    scale, rank, unrotated = input_scale.to(anatomy.down), anatomy.rank, anatomy.unrotated_dim
+    rows = anatomy.down * scale
+    mean = torch.zeros(len(rows), dtype=rows.dtype) if anatomy.down_bias is None else anatomy.down_bias
+    moment = rows @ rows.mT + torch.outer(mean, mean)
+    factor = torch.ones_like(mean)
+    factor[:rank] = (moment.diagonal()[:rank].mean() + anatomy.eps).rsqrt()
+    order = torch.cat([torch.arange(rank, len(rows)), torch.arange(rank)])  # the rotary key first
+    moment, mean = (moment * torch.outer(factor, factor))[order][:, order], (mean * factor)[order]
+
+    query_moment = anatomy.q @ _asked(anatomy, scale) @ anatomy.q.mT  # [H, n + ρ, n + ρ]
+    content, rotated = query_moment[:, :unrotated, :unrotated], query_moment[:, unrotated:, unrotated:]
+    key_up, value_up = anatomy.up[:, :unrotated], anatomy.up[:, unrotated:]
+    out = anatomy.o.permute(1, 0, 2)  # [H, D, e]
+    met = [(up.mT @ energy @ up).sum(0) for up, energy in ((key_up, content), (value_up, out.mT @ out))]
+    tiny = torch.finfo(rows.dtype).tiny
+    gradient = torch.block_diag(rotated.sum(0), sum(part / part.trace().clamp_min(tiny) for part in met))
+
+    query_energy = rotated.diagonal(dim1=-2, dim2=-1)
+    return LayerStatistics(
+        moment,
+        gradient,
+        _pair_norm(query_energy),
+        _pair_norm(moment.diagonal()[None, : anatomy.head_dim]),
+        tokens=0,
+        mean=mean,
+        query_energy=query_energy,
+    )
+
+
+def _asked(anatomy: LatentAnatomy, scale: Tensor) -> Tensor:
+    """The second moment of what queries are made of: inputs [D, D], or the query latent behind its norm [q, q]."""
+    if anatomy.q_down is None:
+        return torch.diag(scale.square())
+    rows = anatomy.q_down * scale
+    moment = rows @ rows.mT
+    if anatomy.q_down_bias is not None:
+        moment = moment + torch.outer(anatomy.q_down_bias, anatomy.q_down_bias)
+    weight = anatomy.q_norm.weight
+    return moment / (moment.diagonal().mean() + anatomy.q_norm.eps) * torch.outer(weight, weight)
+
+
+def _pair_norm(energy: Tensor) -> Tensor:
+    real, imag = energy.clamp_min(0).chunk(2, dim=-1)
+    return (real + imag).sqrt()

@@ -1,0 +1,8 @@
+"""DeepSeek-V2 and V3, Kimi K2 among the latter, and dense models of these classes: experts behind some dense layers."""
+
+from surgery.families.latent_family import LatentFamily, first_dense, mla_scale
+
+DEEPSEEK_V2 = LatentFamily(
+    model_type="deepseek_v2", scale=mla_scale, neighbours=lambda config: True, experts=True, expert_layers=first_dense
+)
+DEEPSEEK_V3 = LatentFamily(model_type="deepseek_v3", scale=mla_scale, experts=True, expert_layers=first_dense)

@@ -1,0 +1,127 @@
+"""What a family file of MLA models declares, and how a declaration becomes the anatomy of a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surgery.common.errors import SurgeryError
+from surgery.families.anatomy import HeadNorm
+from surgery.families.base import ATTENTION_PREFIX, Family, Rotation
+from surgery.families.latent_anatomy import LatentAnatomy
+from surgery.families.rope import STATIC_ROPE_TYPES, half_split_order, rope_frequencies
+
+LATENT_EPS = 1e-6
+"""Of the norms on latents in transformers' MLA classes, whatever ``rms_norm_eps`` says."""
+
+DOWN, NORM, UP = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
+"""Modules that a smaller latent changes."""
+
+
+def first_dense(single, config, layer: int) -> None:
+    """Of configs that say how many first layers are dense, and have experts in the others."""
+    single.first_k_dense_replace = int(layer < config.first_k_dense_replace)
+
+
+@dataclass(frozen=True)
+class LatentFamily(Family):
+    """A family whose attention is MLA under DeepSeek's names.
+
+    Attributes:
+        neighbours: whether rotary pairs are neighbours, (2 i, 2 i + 1), in the checkpoint, by its config.
+    """
+
+    neighbours: Callable[[object], bool] = lambda config: bool(config.rope_interleave)
+
+    def shape(self, config) -> tuple[int, int, int]:
+        """As :meth:`Family.shape`: of one KV head with as many numbers as are cached."""
+        return config.num_attention_heads, 1, (config.kv_lora_rank + config.qk_rope_head_dim) // 2
+
+    def attention_names(self, reader, layer: int) -> list[str]:
+        """As :meth:`Family.attention_names`."""
+        prefix = ATTENTION_PREFIX.format(layer=layer)
+        found = [name for name in reader.names() if name.startswith(prefix)]
+        present = {name.removeprefix(prefix) for name in found}
+        required = {f"{module}.weight" for module in (DOWN, NORM, UP, "o_proj")}
+        dense, low_rank = {"q_proj.weight"}, {"q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"}
+        required |= low_rank if reader.config.get("q_lora_rank") is not None else dense
+        known = required | {f"{module}.bias" for module in (DOWN, "q_a_proj", "o_proj")}
+        if unknown := sorted(present - known - {"rotary_emb.inv_freq"}):
+            raise SurgeryError(f"{prefix}{unknown[0]}: a tensor that MLA of family {self.model_type!r} does not have")
+        if missing := sorted(required - present):
+            raise SurgeryError(f"{prefix}{missing[0]}: missing from the checkpoint")
+        return found
+
+    def anatomy(self, reader, config, layer: int) -> LatentAnatomy:
+        """The anatomy of one layer on the CPU, in the checkpoint's dtype but for ``up``, which is float64.
+
+        Raises:
+            SurgeryError: a tensor does not fit the config.
+        """
+        prefix, names = ATTENTION_PREFIX.format(layer=layer), set(self.attention_names(reader, layer))
+        heads, hidden, rank = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
+        nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        rotation = self.rotation(config, layer)
+
+        def tensor(name: str, *shape: int) -> Tensor | None:
+            if prefix + name not in names:
+                return None
+            found = reader.tensor(prefix + name)
+            if found.numel() != math.prod(shape):
+                raise SurgeryError(
+                    f"{prefix}{name}: shape {tuple(found.shape)} does not fit the config, wanted {shape}"
+                )
+            return found.reshape(shape)
+
+        def half_split(rows: Tensor | None, dim: int, start: int) -> Tensor | None:
+            """With the rotated rows, those from ``start``, in half-split order."""
+            if rows is None or rotation.order is None:
+                return rows
+            return rows.index_select(dim, torch.cat([torch.arange(start), start + rotation.order]))
+
+        low_rank = getattr(config, "q_lora_rank", None)
+        query = tensor(
+            "q_proj.weight" if low_rank is None else "q_b_proj.weight", heads, nope + rope, low_rank or hidden
+        )
+        norm = None if low_rank is None else HeadNorm(tensor("q_a_layernorm.weight", low_rank), LATENT_EPS)
+        up = tensor(f"{UP}.weight", heads, nope + value, rank).double()
+        return LatentAnatomy(
+            q=half_split(query, 1, nope),
+            q_down=None if low_rank is None else tensor("q_a_proj.weight", low_rank, hidden),
+            q_down_bias=None if low_rank is None else tensor("q_a_proj.bias", low_rank),
+            q_norm=norm,
+            down=half_split(tensor(f"{DOWN}.weight", rank + rope, hidden), 0, rank),
+            down_bias=half_split(tensor(f"{DOWN}.bias", rank + rope), 0, rank),
+            up=up * tensor(f"{NORM}.weight", rank).double(),
+            o=tensor("o_proj.weight", hidden, heads, value),
+            o_bias=tensor("o_proj.bias", hidden),
+            inv_freq=rotation.inv_freq,
+            scale=self.scale(config),
+            eps=LATENT_EPS,
+            unrotated_dim=nope,
+            order=rotation.order,
+            rope_factor=rotation.factor,
+        )
+
+    def rotation(self, config, layer: int) -> Rotation:
+        """As :meth:`Family.rotation`, of the rotated part alone.
+
+        The conversion leaves it as it is, so that frequencies may change with lengths beyond the calibration's.
+        """
+        rope = config.qk_rope_head_dim
+        inv_freq, factor = rope_frequencies(config, rope, kinds=(*STATIC_ROPE_TYPES, "longrope"))
+        return Rotation(inv_freq, factor, half_split_order(rope, rope, interleaved=self.neighbours(config)))
+
+
+def mla_scale(config) -> float:
+    """What DeepSeek's classes multiply logits by: of whole heads, and YaRN's ``mscale_all_dim`` twice."""
+    scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    rope = config.rope_parameters
+    factor, mscale = rope.get("factor") or 1.0, rope.get("mscale_all_dim") or 0.0
+    if rope.get("rope_type", "default") == "default" or not mscale or factor <= 1:
+        return scale
+    return scale * (0.1 * mscale * math.log(factor) + 1) ** 2

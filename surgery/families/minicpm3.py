@@ -1,0 +1,18 @@
+"""MiniCPM3: DeepSeek-V2's attention, rotated in half-split pairs; multipliers of embeddings, residuals and logits."""
+
+import math
+
+from surgery.families.latent_family import LatentFamily, mla_scale
+
+
+def _residual_scale(single, config, layer: int) -> None:
+    single.scale_depth = config.scale_depth / math.sqrt(config.num_hidden_layers)  # its class divides by its own layers
+
+
+MINICPM3 = LatentFamily(
+    model_type="minicpm3",
+    scale=mla_scale,
+    neighbours=lambda config: False,
+    embedding_scale=lambda config: config.scale_emb,
+    expert_layers=_residual_scale,
+)

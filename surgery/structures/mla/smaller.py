@@ -1,0 +1,202 @@
+"""``surgery convert --to mla`` of a model that is MLA already: fewer latents in the source's own class.
+
+Rotated numbers, queries and output projection stay. Every layer keeps one subspace of its latents, chosen in the metric
+of the loss, and a norm that is off by what it no longer sees (:mod:`surgery.transforms.smaller_latent`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from surgery.architectures.smaller_latents import SmallerLatents
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
+from surgery.common.errors import SurgeryError
+from surgery.common.human import share
+from surgery.common.progress import Progress
+from surgery.engines import refuse_unless_loadable
+from surgery.families import latent_family_of
+from surgery.families.attention import CapturedAttention
+from surgery.families.latent_anatomy import LatentAnatomy
+from surgery.running.source import Source
+from surgery.structures.base import Foreseen, Outcome, Structure, Work, unchanged_tensors
+from surgery.structures.estimates import Demand
+from surgery.structures.kept_layers import AUTO, NONE
+from surgery.structures.ladder import ERROR_SEQUENCES, Ladder
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.transforms.smaller_latent import norm_error, smaller_latent
+
+EXACT, SMALLER = "rotated", "truncated"
+"""Stages after the source: all latents in another basis, and those that are kept."""
+
+TAKEN = {
+    "method": (("fisher",), "latents are chosen by the loss"),
+    "allocate": (("uniform",), "its class has one rank for all layers"),
+    "keep_layers": ((AUTO, NONE), "its class has one rank for all layers"),
+    "carrier": (("auto", "stock"), "the own class has no norm on latents"),
+    "latent_norm": (("auto",), "its latents keep their own norm"),
+    "freqfold": ((None,), "its rotated numbers stay"),
+    "bits": (
+        (None,),
+        "the own class, which keeps codes, has no norm on latents; its engine's 8-bit cache makes it less",
+    ),
+}
+"""What settings may say for a source that is MLA already, and why."""
+
+
+@dataclass(frozen=True)
+class SmallerLayerReport:
+    """Errors of one layer.
+
+    Attributes:
+        rank: of the latent.
+        latent_error, latent_error_share: predicted squared error of the latents in the metric of the loss, the wrong
+            norm's part included, and relative to all their energy.
+        norm_error: measured, root mean square of how far the norms of tokens are off, relative.
+        energies: of all latents of the source, descending, as ``latent_error`` counts them.
+        measured: relative error of the layer's own output on the source's inputs.
+    """
+
+    layer: int
+    rank: int
+    latent_error: float
+    latent_error_share: float
+    norm_error: float
+    energies: list[float] = field(default_factory=list)
+    measured: dict[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def columns() -> tuple[str, ...]:
+        """Heads of :meth:`cells`."""
+        return "rank", "latent, predicted", "norm off by"
+
+    def cells(self) -> tuple:
+        """For people."""
+        return self.rank, share(self.latent_error_share), share(self.norm_error)
+
+
+class SmallerMLA(Structure[Source, ConvertSettings]):
+    """The latents of an MLA model become fewer."""
+
+    def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
+        super().__init__(opened, settings, progress)
+        config = opened.config
+        rank = wanted_rank(settings, config.kv_lora_rank, config.qk_rope_head_dim)
+        self._writes = SmallerLatents(opened.reader, opened.layers, rank, config.qk_rope_head_dim)
+        if settings.engine is not None:
+            refuse_unless_loadable(settings.engine, self._writes.config())
+        if stored := opened.reader.dequantised_from:
+            progress.note(
+                f"{opened.reader.name}: {stored} weights become {opened.weight_dtype} in the result, all of them"
+            )
+
+    @classmethod
+    def open(cls, reader: CheckpointReader, settings: ConvertSettings) -> Source:
+        """A checkpoint of a family of MLA models, fp8 weights dequantised.
+
+        Raises:
+            SurgeryError: settings ask for what is not for such a source; or as :meth:`Structure.open`.
+        """
+        kind = reader.config["model_type"]
+        for name, (allowed, why) in TAKEN.items():
+            if (asked := getattr(settings, name)) not in allowed:
+                raise SurgeryError(f"{name} {asked}: {reader.path} is MLA already ({kind}), and {why}")
+        reader = reader.dequantised()
+        return Source.of(reader, settings, latent_family_of(reader.config))
+
+    def foresee(self) -> Foreseen:
+        """All of it: nothing is left to the work but numbers."""
+        writes = self._writes
+        return Foreseen(
+            config=writes.config(),
+            tensors=self._tensors(),
+            kv_bytes_per_token=writes.kv_bytes(1),
+            model_type=writes.model_type,
+            reasons=writes.reasons(),
+            demand=Demand(cached=writes.rank + writes.rope_dim, statistics=True, gradients=True, exact=1),
+        )
+
+    def gather(self, work: Work) -> None:
+        """Moments of latents, and of the loss's gradients at them."""
+        work.gather(gradients=True)
+
+    def plan(self, work: Work) -> dict[str, TensorSpec]:
+        """Every tensor, those that read or make latents with fewer."""
+        return self._tensors()
+
+    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+        """Keeps a subspace of every layer's latents."""
+        ladder = work.ladder((EXACT, SMALLER), exact=(EXACT,))
+        layers = work.pass_layers(
+            lambda index: self._convert(index, work, ladder, writer), ladder, None, SmallerLayerReport
+        )
+        work.alternatives.write(SMALLER, self.opened.layers, writer)
+        writes = self._writes
+        return Outcome(
+            config=writes.config(),
+            target={
+                "to": "mla",
+                "method": self.settings.method,
+                "model_type": writes.model_type,
+                "reasons": writes.reasons(),
+                "kv_lora_rank": writes.rank,
+                "kv_lora_ranks": [writes.rank] * self.opened.layers,
+                "rope_dim": writes.rope_dim,
+                "norm_error": max(layer.norm_error for layer in layers),
+            },
+            kv_bytes=writes.kv_bytes,
+            layers=layers,
+            scores=ladder.scores(),
+            simulated=ladder.hidden[SMALLER],
+        )
+
+    def _tensors(self) -> dict[str, TensorSpec]:
+        return self._writes.plan(unchanged_tensors(self.opened.reader, self.opened.config))
+
+    def _convert(self, index: int, work: Work, ladder: Ladder, writer: CheckpointWriter) -> SmallerLayerReport:
+        stream, anatomy = self.opened.stream, self.opened.anatomy(index).to(torch.float64)
+        statistics, _ = work.library.load(index)
+        found = smaller_latent(anatomy, statistics, self._writes.rank)
+
+        def run(layer: LatentAnatomy) -> CapturedAttention:
+            return CapturedAttention(layer.to(stream.device, stream.dtype))
+
+        forms = {
+            EXACT: lambda: run(smaller_latent(anatomy, statistics, anatomy.rank).layer),
+            SMALLER: lambda: run(found.layer),
+        }
+        with stream.layer(index) as layer:
+            inputs = layer.attention_inputs(ladder.hidden["source"][:ERROR_SEQUENCES].to(stream.device, stream.dtype))
+            off = norm_error(anatomy, found.layer, inputs.to("cpu", torch.float64))
+            errors = ladder.advance(layer, anatomy, forms, (SMALLER,))
+        work.alternatives.save(SMALLER, index, self._writes.tensors(index, found.layer))
+        energy = max(float(found.energy.sum()), 1e-300)
+        return SmallerLayerReport(
+            index, found.layer.rank, found.error, found.error / energy, off, found.energy.tolist(), errors
+        )
+
+
+def wanted_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
+    """How many latents are kept: half of them where nothing is asked for.
+
+    Raises:
+        SurgeryError: not fewer than the source has, or none; or the rotated numbers are asked to change.
+    """
+    if settings.rope_dim not in (None, rope_dim):
+        raise SurgeryError(
+            f"rope_dim {settings.rope_dim}: the source is MLA already and keeps its {rope_dim} rotated numbers"
+        )
+    if settings.kv_lora_rank is not None and settings.kv_ratio is not None:
+        raise SurgeryError("give either kv_ratio or kv_lora_rank: the source is MLA already, its rotated numbers stay")
+    wanted = settings.kv_lora_rank
+    if wanted is None:
+        share = rank / 2 if settings.kv_ratio is None else settings.kv_ratio * (rank + rope_dim) + 1e-9 - rope_dim
+        wanted = 2 * math.floor(share / 2)
+    if not 2 <= wanted < rank or wanted % 2:
+        raise SurgeryError(
+            f"{wanted} latents: the source has {rank} beside {rope_dim} rotated numbers, which stay; choose an even "
+            f"kv_lora_rank from 2 to {rank - 1} (transformers' deepseek_v2 reads pairs), or a kv_ratio that leaves some"
+        )
+    return wanted

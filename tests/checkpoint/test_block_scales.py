@@ -1,0 +1,95 @@
+"""fp8 weights with scales by block: against transformers' own arithmetic, and a block at a time."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_checkpoint
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
+from surgery.structures import converter
+from surgery.structures.mla.settings import ConvertSettings
+
+BLOCK = 16
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix as DeepSeek stores it: e4m3, and the scale of every block."""
+    blocks = [list(rows.split(BLOCK, dim=1)) for rows in weight.split(BLOCK)]
+    scales = torch.tensor([[float(block.abs().max()) / LARGEST for block in row] for row in blocks])
+    rows = [torch.cat([b / s for b, s in zip(row, of, strict=True)], 1) for row, of in zip(blocks, scales, strict=True)]
+    return torch.cat(rows).to(torch.float8_e4m3fn), scales
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """DeepSeek-V3 with every matrix of its layers in fp8, but norms, router and vocabulary."""
+    folder = make_checkpoint(tmp_path / "source", "deepseek_v3", torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        if name.endswith("proj.weight") or "kv_a_proj" in name:
+            tensors[name], tensors[name + "_scale_inv"] = quantised(tensor.float())
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": said}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_the_numbers_are_those_of_transformers_and_of_each_block(checkpoint):
+    stored, reader = load_file(checkpoint / "model.safetensors"), CheckpointReader.open(checkpoint).dequantised()
+    assert reader.dequantised_from == "FP8" and "quantization_config" not in reader.config
+    assert not [name for name in reader.names() if "scale" in name]
+    partial = 0
+    for name in reader.names():
+        if name + "_scale_inv" not in stored:
+            assert torch.equal(reader.tensor(name), stored[name])
+            continue
+        weight, scales, found = stored[name].float(), stored[name + "_scale_inv"], reader.tensor(name)
+        want = weight.clone()
+        for row in range(scales.shape[0]):
+            for column in range(scales.shape[1]):
+                block = slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK)
+                want[block] *= scales[row, column]
+        assert found.dtype == torch.bfloat16 and torch.equal(found, want.bfloat16())
+        if weight.shape[0] % BLOCK or weight.shape[1] % BLOCK:
+            partial += 1
+        else:
+            assert torch.equal(found, Fp8Dequantize(None)._dequantize_one(stored[name], scales, torch.bfloat16))
+        rows = torch.tensor([weight.shape[0] - 1, 0, 3])
+        assert torch.equal(reader.rows(name, rows), found[rows])
+    assert partial  # 24 rows of what makes the latent
+
+
+def test_a_conversion_dequantises_and_says_so(checkpoint, tmp_path):
+    report = converter.convert(checkpoint, tmp_path / "out", ConvertSettings(calibration="none")).report.to_dict()
+    assert report["source"]["dequantised_from"] == "FP8"
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    written, reader = load_file(tmp_path / "out" / "model.safetensors"), CheckpointReader.open(checkpoint).dequantised()
+    expert = "model.layers.1.mlp.experts.3.down_proj.weight"
+    assert torch.equal(written[expert], reader.tensor(expert)) and not [name for name in written if "scale" in name]
+
+
+def test_scales_that_do_not_fit_are_refused(checkpoint, tmp_path):
+    tensors, name = load_file(checkpoint / "model.safetensors"), "model.layers.0.self_attn.o_proj.weight"
+    save_file(tensors | {name + "_scale_inv": torch.ones(1, 1)}, checkpoint / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        SurgeryError, match=r"o_proj.weight: float8_e4m3fn .* does not fit its scales, float32 \[1, 1\]"
+    ):
+        converter.convert(checkpoint, tmp_path / "out", ConvertSettings(calibration="none"))
+    del tensors[name + "_scale_inv"]
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SurgeryError, match=r"o_proj.weight: float8_e4m3fn .* without scales"):
+        converter.convert(checkpoint, tmp_path / "out", ConvertSettings(calibration="none"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_quantised_weights_of_mla_models_are_refused(checkpoint, tmp_path):
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "bitnet"}}))
+    with pytest.raises(SurgeryError, match=r"the weights are quantised \(bitnet\)"):
+        converter.convert(checkpoint, tmp_path / "out", ConvertSettings(calibration="none"))

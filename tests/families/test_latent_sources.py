@@ -1,0 +1,245 @@
+"""MLA models as sources: what they compute, fewer latents of theirs, and what is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from loading import run_elsewhere
+from safetensors.torch import load_file, save_file
+from tiny_models import HELD_OUT, LATENT_CONFIGS, make_checkpoint
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from surgery.calibration.statistics import LayerStatistics
+from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
+from surgery.engines import LOADS
+from surgery.families import LATENT_FAMILIES, latent_family_of
+from surgery.families.attention import CapturedAttention, attend, output
+from surgery.running.source import Source
+from surgery.structures import converter
+from surgery.structures.dry_run import plan_conversion
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.registry import TARGETS
+from surgery.transforms.smaller_latent import norm_error, smaller_latent
+
+FIRST = "deepseek_v2", "deepseek_v3", "glm4_moe_lite"
+"""Those that are converted and run by default."""
+
+TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
+
+
+def opened(folder) -> Source:
+    reader = CheckpointReader.open(folder)
+    return Source.of(reader, ConvertSettings(device="cpu"), latent_family_of(reader.config))
+
+
+def inputs(anatomy, count: int = 64) -> torch.Tensor:
+    return torch.randn(4, count, anatomy.hidden, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def statistics_of(anatomy, x: torch.Tensor) -> LayerStatistics:
+    """Of inputs, with a random metric."""
+    projection = anatomy.project(x)
+    rows = torch.cat([projection.k.flatten(2), projection.v.flatten(2)], dim=-1).flatten(0, 1)
+    root = torch.randn(rows.shape[1], rows.shape[1], generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return LayerStatistics(rows.mT @ rows / len(rows), root @ root.mT, torch.empty(0), torch.empty(0), len(rows))
+
+
+def outputs(anatomy, x: torch.Tensor) -> torch.Tensor:
+    return output(anatomy, attend(anatomy, anatomy.project(x)))
+
+
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).abs().max() / want.abs().max())
+
+
+@pytest.mark.parametrize("name", LATENT_CONFIGS)
+@torch.no_grad()
+def test_the_anatomy_is_what_the_class_computes(checkpoints, name):
+    source = opened(checkpoints(name))
+    hidden = source.stream.embed(torch.randint(3, 4096, (2, 40), generator=torch.Generator().manual_seed(0)))
+    for index in range(source.layers):
+        with source.stream.layer(index) as layer:
+            want = layer(hidden)
+            assert off(layer(hidden, CapturedAttention(source.anatomy(index).to(torch.float32))), want) < 5e-6
+            hidden = want
+
+
+@pytest.mark.parametrize("name", LATENT_CONFIGS)
+def test_all_latents_in_another_basis_are_exact(checkpoints, name):
+    anatomy = opened(checkpoints(name)).anatomy(1).to(torch.float64)
+    x = inputs(anatomy)
+    same = smaller_latent(anatomy, statistics_of(anatomy, x), anatomy.rank).layer
+    assert not torch.allclose(same.up, anatomy.up)
+    assert off(outputs(same, x), outputs(anatomy, x)) < 1e-9
+    assert norm_error(anatomy, same, x) < 1e-9
+
+
+def test_latents_that_are_never_used_go_without_loss(checkpoints):
+    """Neither into the attention nor into the norm: half of the latents are combinations of the others."""
+    anatomy = opened(checkpoints("youtu")).anatomy(0).to(torch.float64)
+    half = anatomy.rank // 2
+    mix = torch.randn(half, half, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    down, bias = anatomy.down.clone(), anatomy.down_bias.clone()
+    down[half : anatomy.rank], bias[half : anatomy.rank] = mix @ down[:half], mix @ bias[:half]
+    anatomy = replace(anatomy, down=down, down_bias=bias)
+    x = inputs(anatomy)
+    found = smaller_latent(anatomy, statistics_of(anatomy, x), half)
+    assert found.layer.rank == half and found.error < 1e-9 * float(found.energy.sum())
+    assert norm_error(anatomy, found.layer, x) < 1e-7
+    assert off(outputs(found.layer, x), outputs(anatomy, x)) < 1e-7
+
+
+def test_the_metric_counts_what_a_wrong_norm_costs(checkpoints):
+    """Without the norm's part, the subspace that a flat metric chooses by energy sees less of the norm."""
+    anatomy = opened(checkpoints("minicpm3")).anatomy(1).to(torch.float64)
+    x = inputs(anatomy)
+    statistics = statistics_of(anatomy, x)
+    errors = []
+    for part in (0.0, 1.0, 10.0):
+        rest = statistics.moment * part
+        rest = rest * float((statistics.gradient @ statistics.moment).trace()) / anatomy.rank**2
+        found = smaller_latent(anatomy, replace(statistics, gradient=statistics.gradient + rest), 8)
+        errors.append(norm_error(anatomy, found.layer, x))
+    assert errors[0] > errors[1] > errors[2]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in LATENT_CONFIGS]
+)
+@torch.no_grad()
+def test_fewer_latents(checkpoints, tmp_path, name):
+    source = checkpoints(name)
+    result = converter.convert(source, tmp_path / "out", ConvertSettings(**TEXT, kv_lora_rank=10))
+    report, ladder = result.report, {row["stage"]: row for row in result.report.ladder}
+    kv = report.kv
+    assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == 3 * (10 + 8) * 4
+    assert kv["source_bytes_per_token"] == 3 * (16 + 8) * 4
+    assert ladder["rotated"]["logit_difference"] < 2e-5
+    assert report.verification["logit_difference_to_simulation"] < 1e-5
+    assert report.target["model_type"] == report.source["model_type"] in LATENT_FAMILIES
+    assert 0 < report.target["norm_error"] == max(layer["norm_error"] for layer in report.to_dict()["layers"])
+    assert report.target["engines"]["transformers"]["status"] == LOADS
+
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, result.path))
+    changed = {key for key, tensor in after.items() if not torch.equal(tensor, before[key])}
+    modules = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+    assert before.keys() == after.keys() and changed == {key for key in after if any(part in key for part in modules)}
+
+    model = AutoModelForCausalLM.from_pretrained(result.path).eval()
+    tokens = torch.randint(3, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
+    whole, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
+    pieces = [model(part, past_key_values=cache).logits for part in tokens.split((11, 7, 5, 1), dim=1)]
+    assert off(torch.cat(pieces, dim=1), whole) < 1e-5
+    logits, cached, facts = run_elsewhere(result.path, tokens, tmp_path)
+    assert off(logits, whole) < 1e-5 and off(cached, whole) < 1e-5
+    assert facts["cached_numbers"] == 2 * 24 * 3 * (10 + 8)
+    padded, mask = torch.cat([torch.full((2, 5), 2), tokens], dim=1), torch.ones(2, 29, dtype=torch.long)
+    mask[:, :5] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    assert off(model(padded, attention_mask=mask, position_ids=positions).logits[:, 5:], whole) < 1e-5
+
+
+@torch.no_grad()
+def test_more_latents_are_nearer_to_the_source(checkpoints, tmp_path):
+    """The divergence of what a random model says from what its source says, by rank."""
+    source = checkpoints("minicpm3")
+    tokens = torch.randint(3, 4096, (4, 48), generator=torch.Generator().manual_seed(0))
+
+    def log_probabilities(folder):
+        return AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits.log_softmax(-1)
+
+    want, divergence = log_probabilities(source), []
+    for rank in (4, 8, 12, 14):
+        settings = ConvertSettings(**TEXT, kv_lora_rank=rank)
+        found = log_probabilities(converter.convert(source, tmp_path / str(rank), settings).path)
+        divergence.append(float((want.exp() * (want - found)).sum(-1).mean()))
+    assert divergence == sorted(divergence, reverse=True) and divergence[0] > 5 * divergence[-1]
+
+
+def test_without_text_the_weights_choose(checkpoints, tmp_path):
+    settings = ConvertSettings(calibration="none", kv_ratio=0.8)
+    plan = plan_conversion(checkpoints("deepseek_v3"), tmp_path / "out", settings)
+    report = converter.convert(checkpoints("deepseek_v3"), tmp_path / "out", settings).report
+    assert report.target["kv_lora_rank"] == 10  # the largest even number within 0.8 of 24
+    assert plan.kv["bytes_per_token"] == report.kv["measured_bytes_per_token"] == 3 * 18 * 4
+    assert plan.target["reasons"] == report.target["reasons"]
+
+
+@pytest.mark.parametrize("norm", ["tiny", pytest.param("constant", marks=pytest.mark.slow)])
+def test_what_was_converted_before_becomes_smaller_again(checkpoints, tmp_path, norm):
+    """Whose norms do nothing, by eps or by a channel of a large constant."""
+    settings = {"llama_bias": {"latent_norm": "constant"}, "llama": {"latent_norm": "tiny"}}
+    name = "llama" if norm == "tiny" else "llama_bias"
+    asked = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4, fit_steps=0, **settings[name])
+    first = converter.convert(checkpoints(name), tmp_path / "first", asked)
+    extra = int(norm == "constant")
+    again = converter.convert(first.path, tmp_path / "again", ConvertSettings(**TEXT, kv_lora_rank=12))
+    layers = again.report.to_dict()["layers"]
+    assert max(layer["norm_error"] for layer in layers) < (1e-3 if extra else 1e-9)
+    assert again.report.kv["measured_bytes_per_token"] == 2 * (12 + 4) * 4
+    assert again.report.to_dict()["previous"]["target"]["kv_lora_rank"] == 16
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    folder = make_checkpoint(tmp_path / "source", "deepseek_v3")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.3.eh_proj.weight"] = torch.zeros(4, 8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    result = converter.convert(folder, tmp_path / "out", ConvertSettings(calibration="none"))
+    assert "layers that predict further tokens are left out (1)" in result.report.target["reasons"]
+    assert json.loads((result.path / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert load_file(result.path / "model.safetensors").keys() == tensors.keys() - {"model.layers.3.eh_proj.weight"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"kv_lora_rank": 16}, "16 latents: the source has 16"),
+        ({"kv_lora_rank": 7}, "an even"),
+        ({"kv_ratio": 0.3}, "-2 latents"),
+        ({"kv_ratio": 0.5, "kv_lora_rank": 8}, "either kv_ratio or kv_lora_rank"),
+        ({"rope_dim": 4}, "keeps its 8 rotated numbers"),
+        ({"method": "transmla"}, "chosen by the loss"),
+        ({"allocate": "spectrum"}, "one rank for all layers"),
+        ({"keep_layers": "0"}, "one rank for all layers"),
+        ({"carrier": "own"}, "no norm on latents"),
+        ({"bits": 8}, "no norm on latents"),
+        ({"latent_norm": "tiny"}, "keep their own norm"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_asked_of_an_mla_model(checkpoints, tmp_path, asked, message):
+    with pytest.raises(SurgeryError, match=message) as refused:
+        converter.convert(checkpoints("deepseek_v2"), tmp_path / "out", ConvertSettings(**asked))
+    assert "\n" not in str(refused.value) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", [name for name in TARGETS if name != "mla"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_other_structures_refuse_an_mla_model(checkpoints, tmp_path, name, to):
+    settings = TARGETS[to].settings({"calibration": "none"} | ({"streaming": 1} if to == "hybrid" else {}))
+    with pytest.raises(SurgeryError, match=r"caches latents already|stock (deepseek_v3|MLA)"):
+        converter.convert(checkpoints(name), tmp_path / "out", settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_attention_of_another_kind_is_refused(tmp_path):
+    folder = make_checkpoint(tmp_path / "source", "deepseek_v2")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.layers.1.self_attn.indexer.wk.weight": torch.zeros(2, 2)}, folder / "model.safetensors")
+    with pytest.raises(
+        SurgeryError, match=r"indexer\.wk\.weight: a tensor that MLA of family 'deepseek_v2' does not have"
+    ):
+        converter.convert(folder, tmp_path / "out", ConvertSettings(calibration="none"))
+    shutil.rmtree(folder)
+    folder = make_checkpoint(tmp_path / "source", "deepseek_v2")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.kv_b_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SurgeryError, match="NaN or infinity in kv_b_proj of layer 1"):
+        converter.convert(folder, tmp_path / "out", ConvertSettings(calibration="none"))
