@@ -7,6 +7,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import run_main
 from tiny_models import random_model
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from surgery.engines import LOADS, LOADS_WITH, REFUSED
 from surgery.eval.report.document import read_report
 from surgery.eval.report.tables import columns
+from surgery.heads.pattern import HeadPattern
 
 ROOT = Path(__file__).resolve().parent.parent
 # File, section, report, columns of the table, rows at least.
@@ -108,8 +110,11 @@ def test_models_and_engines_are_what_conversions_say(model, tmp_path, monkeypatc
     asked = [(head, *found) for head, cell in told_by for found in re.findall(r"`(--to .*?)` ([✓○])", cell)]
     assert asked
     for head, options, mark in asked:
-        ratio = [] if "gqa" in options else ["--kv-ratio", "0.5"]
-        call = [*options.replace("N", "4").split(), *ratio, "--calibration", "none", "--dry-run", "--json"]
+        budget = [] if "gqa" in options else ["--kv-ratio", "0.5"]
+        if "hybrid" in options:
+            HeadPattern(torch.rand(1, 8), "needle", 4, 60).save(tmp_path / "heads")
+            budget = ["--heads", tmp_path / "heads", "--streaming", "0.5"]
+        call = [*options.replace("N", "4").split(), *budget, "--calibration", "none", "--dry-run", "--json"]
         code, shown, told = run_main(monkeypatch, capsys, "convert", tmp_path / "ckpt", *call)
         assert code == 0, told
         engines = json.loads(shown)["target"]["engines"]
