@@ -78,7 +78,7 @@ def serve(model: str, load: Load, dtype: str) -> Served:
     cache = config.cache_config
     return Served(
         model,
-        tokens_held=cache.num_gpu_blocks * cache.block_size,
+        tokens_held=cache.kv_cache_size_tokens,  # in requests of `max_model_len`, by all groups of the cache
         preemptions=sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"),
         seconds=round(seconds, 1),
         cpu_seconds=round(cpu_seconds, 1),

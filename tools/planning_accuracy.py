@@ -1,6 +1,7 @@
 """Compares what `surgery plan` expects with what conversions lose, on other text, decoding token by token.
 
 python tools/planning_accuracy.py builtin work/            # plans, converts and measures; goes on where it was stopped
+python tools/planning_accuracy.py --recipe recipes/smollm2.yaml work/   # its conversions, measured by its report
 python tools/planning_accuracy.py --draw docs/planning-accuracy.svg work/*.csv
 
 Every candidate of plans for a half, a quarter, an eighth and a sixteenth of the KV bytes is converted without a fit,
@@ -11,13 +12,24 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
 import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import yaml
+
 import surgery
+from surgery.calibration.texts import load_texts
+from surgery.checkpoint.named_models import model_named
+from surgery.common.progress import Progress
+from surgery.planning.candidates import Candidates
+from surgery.planning.measure import measure
+from surgery.planning.plan import opened_work
+from surgery.planning.settings import PlanSettings
+from surgery.running.source import Source
 from surgery.structures.registry import find_target
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)
@@ -61,28 +73,78 @@ def measured(model: str, row: Any, work: Path) -> dict[str, float]:
     return {"measured": mean, "measured_low": mean - spread, "measured_high": mean + spread}
 
 
+def of_recipe(recipe: Path, work: Path) -> list[dict[str, Any]]:
+    """What is expected of a recipe's conversions and plain caches, beside what its published report measured."""
+    steps = yaml.safe_load(recipe.read_text())["steps"]
+    report = next(step["eval"] for step in steps if "eval" in step)
+    rows = {row["name"]: row for row in json.loads(Path(report["publish"], "report.json").read_text())["rows"]}
+    asked = {step["convert"]["name"]: step["convert"] for step in steps if "convert" in step}
+    asked |= {f"{name} KV": {"to": "quantized", "bits": int(name[3:])} for name in report["variants"]}
+    source = next(step["convert"] for step in steps if "convert" in step)
+    settings = PlanSettings(
+        calibration=source["calibration"], held_out=8, context="1k", keep_statistics=str(work / "statistics")
+    )
+    progress, model = Progress(), model_named(source["source"])
+    opened = Source.open(model, settings)
+    texts = load_texts(opened, settings, progress, planted=False)
+    named = {"source", "name", "to", "keep_statistics", "held_out", "calibration", "fit_steps"}
+    with opened_work(opened, settings, texts, progress) as made:
+        candidates = Candidates(opened, made, settings)
+        sized = {
+            name: candidates.sized(find_target(each["to"]), {k: v for k, v in each.items() if k not in named}, None)
+            for name, each in asked.items()
+        }
+        expected, scored = measure(list(sized.values()), made, texts.held_out)
+    lines = []
+    for (name, each), score in zip(sized.items(), scored, strict=True):
+        increase, found = score.beyond(expected), rows[name]["comparison"]["loss"]
+        values = rows[name]["kv"]["ratio"], increase.mean, increase.low, increase.high
+        values += found["difference"], found["low"], found["high"]
+        lines.append(dict(zip(NAMES, (source["source"], f"surgery convert {each.name}", *values), strict=True)))
+    return lines
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> None:
+    """A line a conversion."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, NAMES)
+        writer.writeheader()
+        writer.writerows(lines)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", type=Path, metavar="FILE")
-    parser.add_argument("given", nargs="+", metavar="MODEL WORK | CSV")
+    parser.add_argument("--recipe", type=Path, metavar="FILE")
+    parser.add_argument("given", nargs="+", metavar="MODEL WORK | WORK | CSV")
     asked = parser.parse_args()
     if asked.draw:
         draw([line for path in asked.given for line in read(Path(path))], asked.draw)
         return
-    model, work = asked.given[0], Path(asked.given[1])
+    work = Path(asked.given[-1])
     work.mkdir(parents=True, exist_ok=True)
+    if asked.recipe:
+        write(work / f"{asked.recipe.stem}.csv", of_recipe(asked.recipe, work))
+        return
+    model = asked.given[0]
     path = work / f"{Path(model).name}.csv"
-    done = {line["command"] for line in read(path)} if path.exists() else set()
-    with path.open("a", newline="") as file:
+    done = {_asked(line["command"]): line for line in read(path)} if path.exists() else {}
+    rows = sorted(plan_rows(model, work), key=lambda row: _asked(row.command) not in done)
+    with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, NAMES)
-        if not done:
-            writer.writeheader()
-        for row in plan_rows(model, work):
-            if row.command not in done:
-                expected = {"kv_ratio": row.kv_ratio, "predicted": row.loss_increase, "low": row.low, "high": row.high}
-                writer.writerow({"model": model, "command": row.command, **expected, **measured(model, row, work)})
-                file.flush()
+        writer.writeheader()
+        for row in rows:  # those that were measured first, beside what is expected of them now
+            expected = {"kv_ratio": row.kv_ratio, "predicted": row.loss_increase, "low": row.low, "high": row.high}
+            found = done.get(_asked(row.command)) or measured(model, row, work)
+            found = {name: found[name] for name in NAMES[-3:]}
+            writer.writerow({"model": model, "command": row.command, **expected, **found})
+            file.flush()
+
+
+def _asked(command: str) -> str:
+    """A command without the place of its source."""
+    return command.partition(" --to ")[2]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -93,7 +155,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def facts(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """How good predictions were: rank correlation, median error, errors within the bounds that are asked for."""
+    """How good predictions were: rank correlation, median error, those within a fifth or 0.01 nats, and intervals."""
     predicted, found = [line["predicted"] for line in lines], [line["measured"] for line in lines]
     errors = [abs(p - m) for p, m in zip(predicted, found, strict=True)]
     # An increase of less than 0.01 nats is within the noise of the texts.
@@ -105,6 +167,7 @@ def facts(lines: list[dict[str, Any]]) -> dict[str, float]:
         "median_error": median(errors),
         "median_relative_error": median(relative),
         "within": sum(near) / len(near),
+        "held": sum(line["low"] <= m <= line["high"] for line, m in zip(lines, found, strict=True)) / len(lines),
     }
 
 

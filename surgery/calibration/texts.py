@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,11 +41,15 @@ class Texts:
         return {"calibration": calibration, "held_out": token_hash(self.held_out.tokens)}
 
 
-def load_texts(opened, settings: ConversionSettings, progress: Progress, *, run_source: bool = True) -> Texts:
+def load_texts(
+    opened, settings: ConversionSettings, progress: Progress, *, run_source: bool = True, planted: bool = True
+) -> Texts:
     """Tokenises what the settings name, and measures how well the source knows it.
 
     Args:
         run_source: without it nothing is measured, and prose stands in the place of the source's own conversations.
+        planted: whether held-out text has facts planted as calibration text has. A loss of text alone is what an
+            evaluation measures; what is lost of facts the recall prompts say.
 
     Raises:
         SurgeryError: there is no tokenizer, or the text cannot be read or is too short.
@@ -61,13 +65,16 @@ def load_texts(opened, settings: ConversionSettings, progress: Progress, *, run_
         build = _with_held_out(build, tokenizer, settings, opened.config.max_position_embeddings)
     built = build(settings.recall)
     # The prompts plant facts of their own: the text between them must hold no others.
-    filler = built.held_out if settings.recall == 0 else build(0.0).held_out
+    plain = built if settings.recall == 0 else build(0.0)
+    if not planted:
+        told = {**built.description, "held_out_sha256": plain.description["held_out_sha256"]}
+        built = replace(built, held_out=plain.held_out, description=told)
     held_out, note = HeldOut.of_text(built.held_out), "recall prompts in held-out text"
     length = built.held_out.shape[1]
     try:
         prompts = recall_prompts(
             tokenizer,
-            filler.flatten().tolist(),
+            plain.held_out.flatten().tolist(),
             RECALL_PROMPTS_PER_TEXT * len(built.held_out),
             length,
             settings.seed,

@@ -50,7 +50,8 @@ class Row:
     Attributes:
         command: what asks for it.
         kv_bytes: of all sequences at the plan's context; ``kv_ratio`` the share of the source's.
-        loss_increase: nats per token over the source's; ``low`` and ``high`` its 95% interval by text.
+        loss_increase: nats per token over the source's; ``low`` and ``high`` what it should be within
+            on other text, in 80% of the cases.
         answer_increase: nats per token of the answers in recall prompts; ``recall`` the share answered right.
         cost: what is compared, the loss with the answers' increase in it.
         speedup: of the attention of a decoding step over the source's, predicted for the GPU; None without one.
@@ -128,7 +129,7 @@ def make_plan(
     opened = Source.of(reader, settings)
     share, gain = _share_of(settings, opened), _forecast(settings, opened)
     with progress.step(1, STEPS):
-        texts = load_texts(opened, settings, progress)
+        texts = load_texts(opened, settings, progress, planted=False)
     with opened_work(opened, settings, texts, progress) as work:
         candidates = Candidates(opened, work, settings)
         tried = list(candidates.at(_shares_around(share)))
@@ -245,7 +246,7 @@ def _nearer(
     for sized, score in zip(tried, scored, strict=True):
         if "kv_ratio" in sized.asked:
             fixed = {name: value for name, value in sized.asked.items() if name != "kv_ratio"}
-            point = (sized.kv_bytes / candidates.source_bytes, score.beyond(source).difference, sized)
+            point = (sized.kv_bytes / candidates.source_bytes, score.beyond(source).mean, sized)
             curves.setdefault((sized.target.name, *sorted(fixed.items(), key=str)), []).append(point)
     found = []
     for points in curves.values():
@@ -280,12 +281,12 @@ def _rows(
                 command=f"surgery convert {called} {sized.name}",
                 kv_bytes=sized.kv_bytes,
                 kv_ratio=sized.kv_bytes / source_bytes,
-                loss_increase=increase.difference,
+                loss_increase=increase.mean,
                 low=increase.low,
                 high=increase.high,
                 answer_increase=answers,
                 recall=score.recall,
-                cost=increase.difference + ANSWER_WEIGHT * max(0.0, answers or 0.0),
+                cost=increase.mean + ANSWER_WEIGHT * max(0.0, answers or 0.0),
                 model_type=sized.config["model_type"],
                 engines=sized.engines,
                 speedup=gain(sized),

@@ -59,7 +59,7 @@ Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"
 {markdown.render(ladder_table(report.ladder))}
 
 Losses are nats per token on held-out calibration text ({in_markdown(report.calibration.get("source"))}), recall is the
-share of planted five-digit keys that the model finds again.
+share of planted five-digit keys that the model finds again. {_planted(report.calibration)}
 
 {_healing(report.healing)}## Engines
 
@@ -77,6 +77,13 @@ def _training(healing: dict | None) -> str:
     if healing is None:
         return "It was calibrated, not trained."
     return f"It was healed by distillation: {sum(stage['tokens'] for stage in stages(healing)):,} tokens."
+
+
+def _planted(calibration: dict) -> str:
+    share = calibration.get("recall")
+    if not isinstance(share, float) or not share:
+        return ""
+    return f"{share:.0%} of the text has facts planted and asked for; `surgery eval` measures text alone."
 
 
 def _healing(healing: dict | None) -> str:

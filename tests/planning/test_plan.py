@@ -20,7 +20,7 @@ from surgery.heads.pattern import HeadPattern
 from surgery.kernels.gpus import GPUS
 from surgery.kernels.planner import compare
 from surgery.planning.candidates import Candidates
-from surgery.planning.measure import measure
+from surgery.planning.measure import Increase, measure, student_t
 from surgery.planning.plan import choose, make_plan, opened_work
 from surgery.planning.plan_file import read_plan, write_plan
 from surgery.planning.settings import PlanSettings
@@ -93,6 +93,28 @@ def test_candidates_lose_what_the_written_model_loses_as_it_decodes(checkpoints,
     losses, cache = decoded(model, tokens)
     assert scored.losses == pytest.approx(losses.tolist(), abs=2e-5)
     assert sized.kv_bytes == cache_bytes(cache)
+
+
+def test_losses_are_of_text_alone_whatever_is_planted_in_calibration_text(checkpoints):
+    quiet, texts = Progress(silent=True), {}
+    for recall in (0.0, 1.0):
+        settings = PlanSettings(**{**TEXT, "calibration_length": 128, "recall": recall})
+        opened = Source.open(checkpoints("llama"), settings)
+        texts[recall] = load_texts(opened, settings, quiet, planted=False)
+    conversion = load_texts(opened, settings, quiet)  # with facts in its held-out text
+    alone, other = (each.held_out.tokens[: each.held_out.texts] for each in texts.values())
+    assert torch.equal(alone, other) and not torch.equal(alone, conversion.held_out.tokens[: len(alone)])
+    assert torch.equal(texts[1.0].calibration, conversion.calibration)
+    assert texts[1.0].description["held_out_sha256"] == texts[0.0].description["held_out_sha256"]
+
+
+def test_intervals_are_students():
+    for freedom, tabulated in {2: 1.886, 3: 1.638, 4: 1.533, 7: 1.415, 30: 1.310}.items():
+        assert student_t(freedom) == pytest.approx(tabulated, rel=2e-3)
+    made = Increase.of([0.1, 0.2, 0.3])
+    assert made.mean == pytest.approx(0.2)
+    assert made.high - made.mean == made.mean - made.low == pytest.approx(student_t(2) * 0.1 / 3**0.5)
+    assert Increase.of([0.1]) == Increase(0.1, None, None)
 
 
 def test_rows_are_told_by_bytes_and_the_choice_costs_least_within_them(plan):
