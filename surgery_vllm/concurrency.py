@@ -27,12 +27,14 @@ class Load:
         requests: how many arrive at once.
         prompt: fewest and most tokens of a prompt.
         new_tokens: of every answer.
+        batched_tokens: of all requests in one pass at most, vLLM's own choice if None; streaming heads hold them all.
     """
 
     kv_bytes: int = 8 << 20
     requests: int = 64
     prompt: tuple[int, int] = (256, 768)
     new_tokens: int = 128
+    batched_tokens: int | None = None
     seed: int = 0
 
     def prompts(self, vocabulary: int) -> list[list[int]]:
@@ -64,6 +66,7 @@ def serve(model: str, load: Load, dtype: str) -> Served:
         kv_cache_memory_bytes=load.kv_bytes,
         max_model_len=load.prompt[1] + load.new_tokens,
         max_num_seqs=load.requests,
+        max_num_batched_tokens=load.batched_tokens,
         enable_prefix_caching=False,
         enforce_eager=True,
         disable_log_stats=False,
@@ -101,11 +104,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=Load.requests, help="that arrive at once [%(default)s]")
     parser.add_argument("--prompt", type=int, nargs=2, default=Load.prompt, metavar=("FEWEST", "MOST"))
     parser.add_argument("--new-tokens", type=int, default=Load.new_tokens, help="of every answer [%(default)s]")
+    parser.add_argument("--batched-tokens", type=int, help="of all requests in one pass at most [vLLM's choice]")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and cache [%(default)s]")
     parser.add_argument("--json", action="store_true", help="a row a line in JSON instead of a table")
     said = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # the table is all of standard output
-    load = Load(said.kv_bytes, said.requests, tuple(said.prompt), said.new_tokens)
+    load = Load(said.kv_bytes, said.requests, tuple(said.prompt), said.new_tokens, said.batched_tokens)
     if not said.json:
         print(HEADER)
     for model in said.models:

@@ -74,13 +74,12 @@ def measured(model: str, row: Any, work: Path) -> dict[str, float]:
 
 
 def of_recipe(recipe: Path, work: Path) -> list[dict[str, Any]]:
-    """What is expected of a recipe's conversions and plain caches, beside what its published report measured."""
+    """What is expected of a recipe's conversions, beside what its published report measured."""
     steps = yaml.safe_load(recipe.read_text())["steps"]
     report = next(step["eval"] for step in steps if "eval" in step)
     rows = {row["name"]: row for row in json.loads(Path(report["publish"], "report.json").read_text())["rows"]}
     asked = {step["convert"]["name"]: step["convert"] for step in steps if "convert" in step}
-    asked |= {f"{name} KV": {"to": "quantized", "bits": int(name[3:])} for name in report["variants"]}
-    source = next(step["convert"] for step in steps if "convert" in step)
+    source = next(iter(asked.values()))
     settings = PlanSettings(
         calibration=source["calibration"], held_out=8, context="1k", keep_statistics=str(work / "statistics")
     )

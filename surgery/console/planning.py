@@ -52,8 +52,8 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
     recall = "" if plan.source["recall"] is None else f"; the source's recall {decimal(plan.source['recall'], 2)}"
     page.print(
         f"[dim]Δ loss in nats per token over the source's {with_perplexity(plan.source['loss'])}, before a fit, on "
-        f"{plan.settings['held_out']} texts (±: half of the 80% interval by text){recall}; · beats everything smaller; "
-        "beside transformers: other engines that load it[/dim]",
+        f"{plan.settings['held_out']} texts (±: half of the 80% interval for other text){recall}; · beats everything "
+        "smaller; beside transformers: other engines that load it[/dim]",
         soft_wrap=True,
     )
     lost = cost(chosen.loss_increase)

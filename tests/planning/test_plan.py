@@ -111,9 +111,11 @@ def test_losses_are_of_text_alone_whatever_is_planted_in_calibration_text(checkp
 def test_intervals_are_students():
     for freedom, tabulated in {2: 1.886, 3: 1.638, 4: 1.533, 7: 1.415, 30: 1.310}.items():
         assert student_t(freedom) == pytest.approx(tabulated, rel=2e-3)
-    made = Increase.of([0.1, 0.2, 0.3])
-    assert made.mean == pytest.approx(0.2)
-    assert made.high - made.mean == made.mean - made.low == pytest.approx(student_t(2) * 0.1 / 3**0.5)
+    made = Increase.of([-0.1, 0.0, 0.1])
+    assert made.mean == pytest.approx(0, abs=1e-12)
+    assert made.high == -made.low == pytest.approx(student_t(2) * 0.1 / 3**0.5)
+    alike = Increase.of([0.2, 0.2])
+    assert (alike.low, alike.high) == pytest.approx((0.15, 0.25))
     assert Increase.of([0.1]) == Increase(0.1, None, None)
 
 
