@@ -34,7 +34,7 @@ class Increase:
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> Increase:
-        """Of the differences by text: Student's t, as of so few a bootstrap's interval is too narrow, and `OTHER_TEXT`."""
+        """Of the differences by text: Student's t (of so few a bootstrap is too narrow) and `OTHER_TEXT`."""
         mean, count = fmean(differences), len(differences)
         if count == 1:
             return cls(mean, None, None)
