@@ -4,7 +4,7 @@ python tools/planning_accuracy.py builtin work/            # plans, converts and
 python tools/planning_accuracy.py --recipe recipes/smollm2.yaml work/   # its conversions, measured by its report
 python tools/planning_accuracy.py --draw docs/planning-accuracy.svg work/*.csv
 
-Every candidate of plans for a half, a quarter, an eighth and a sixteenth of the KV bytes is converted without a fit,
+Every candidate of plans for a half to a sixteenth of the KV bytes is converted without a fit,
 and read through its cache on held-out windows that no plan saw. A line a conversion goes to <work>/<model>.csv.
 """
 
@@ -32,7 +32,7 @@ from surgery.planning.settings import PlanSettings
 from surgery.running.source import Source
 from surgery.structures.registry import find_target
 
-SHARES = (0.5, 0.25, 0.125, 0.0625)
+SHARES = (0.5, 0.35, 0.25, 0.18, 0.125, 0.09, 0.0625)
 LENGTH, WINDOWS = 512, 24
 TEXT = {"calibration_length": LENGTH, "held_out": 8}
 NAMES = ("model", "command", "kv_ratio", "predicted", "low", "high", "measured", "measured_low", "measured_high")
