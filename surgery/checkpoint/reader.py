@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.block_scales import BlockScaleStore, block_of
 from surgery.checkpoint.config_file import read_config
+from surgery.checkpoint.dequantised_store import DequantisedStore
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.gguf_folder import open_gguf, temporary_folder
 from surgery.checkpoint.gguf_store import GgufStore
 from surgery.checkpoint.layout import CONFIG, check_index, check_links, find_sidecars, find_weights
 from surgery.checkpoint.location import find_gguf, locate
+from surgery.checkpoint.quantised import quantisation_of
 from surgery.checkpoint.row_slices import RowSliceStore
 from surgery.checkpoint.stores import PickleStore, SafetensorsStore, Store
 from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes, describe
@@ -29,14 +30,16 @@ class CheckpointReader:
     """A checkpoint's config, tensors and sidecar files; made by `open`, which finds every fault of the files.
 
     Each call holds no more than the tensor it returns, and no safetensors file stays open or mapped after it. Of
-    pickled weights the last shard read stays mapped. Tensors of a GGUF file are dequantised as they are read.
+    pickled weights the last shard read stays mapped. Tensors of a GGUF file, and of formats that
+    :mod:`surgery.checkpoint.quantised` knows, are dequantised as they are read.
 
     Attributes:
-        path: the local folder with config.json and tokenizer; of a GGUF file a temporary one that stands in for it.
+        path: the local folder with config.json and tokenizer; of a GGUF file, and of quantised weights, a temporary
+            one that stands in for it.
         source: what `open` takes again, in any process: the folder, or the GGUF file.
         config: config.json, parsed.
-        dequantised_from: the type that most numbers of a GGUF file are stored in, such as Q4_1, or FP8 (see
-            `dequantised`); None for weights that are read as they are stored.
+        dequantised_from: what quantised weights are stored in, of a GGUF file most of them, such as Q4_1; None for
+            weights that are read as they are stored.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class CheckpointReader:
                 raise SurgeryError(f"{path}: its weight files hold no tensors; give a whole checkpoint")
             sidecars = find_sidecars(path)
             check_links(path, sidecars)
-            return cls(path, config, store, sidecars)
+            return cls(path, config, store, sidecars)._dequantised()
 
     @classmethod
     def _of_gguf(cls, path: Path, files: list[Path]) -> CheckpointReader:
@@ -110,23 +113,18 @@ class CheckpointReader:
         Its ``path`` is a temporary folder with that config and links to the sidecars, but for remote code, which is
         that of the stored names.
         """
-        return self._view(config, RowSliceStore(self._store, parts), code=False)
+        return self._view(config, RowSliceStore(self._store, parts), self.dequantised_from, code=False)
 
-    def dequantised(self) -> CheckpointReader:
-        """The same weights without quantisation, if they are fp8 with scales by block; otherwise itself.
-
-        Raises:
-            SurgeryError: a matrix and its scales do not fit each other.
-        """
-        quantised = self.config.get("quantization_config")
-        block = block_of(quantised) if isinstance(quantised, dict) else None
-        if block is None:
+    def _dequantised(self) -> CheckpointReader:
+        """A view of quantised weights without quantisation; itself, where there are none that can be read."""
+        found = quantisation_of(self.config, self._store)
+        if found is None:
             return self
         config = {name: value for name, value in self.config.items() if name != "quantization_config"}
-        return self._view(config, BlockScaleStore(self._store, block), code=True, dequantised_from="FP8")
+        return self._view(config, DequantisedStore(self._store, found.matrices), found.name, code=True)
 
     def _view(
-        self, config: dict[str, Any], store: Store, *, code: bool, dequantised_from: str | None = None
+        self, config: dict[str, Any], store: Store, dequantised_from: str | None, *, code: bool
     ) -> CheckpointReader:
         """The same checkpoint with another config and tensors; with its remote code, or without."""
         folder = temporary_folder() / self.name
@@ -154,21 +152,19 @@ class CheckpointReader:
         return None if self._behind is None else self._behind.config.get("model_type")
 
     def model_folder(self) -> Path:
-        """A folder that transformers can load: ``path``, or for a GGUF file a temporary dequantised copy.
+        """A folder that transformers can load: ``path``, or of quantised weights a temporary dequantised copy.
 
-        The copy takes 2 bytes a parameter (4 where the file is float32) in the folder for temporary files, and goes
+        The copy takes 2 bytes a parameter (4 where numbers are float32) in the folder for temporary files, and goes
         when the process ends.
 
         Raises:
             SurgeryError: the file cannot be read, or the disk is too full.
         """
-        if self._behind is not None:
-            return self._behind.model_folder()
-        if not isinstance(self._store, GgufStore):
-            return self.path
-        from surgery.checkpoint.gguf_copy import dequantised_copy
+        if isinstance(self._store, GgufStore | DequantisedStore):
+            from surgery.checkpoint.dequantised_copy import dequantised_copy
 
-        return dequantised_copy(self)
+            return dequantised_copy(self)
+        return self.path if self._behind is None else self._behind.model_folder()
 
     def __contains__(self, name: object) -> bool:
         return name in self._store.infos

@@ -77,6 +77,9 @@ def convert(
     """
     progress = progress or Progress(silent=True)
     asked, out = open_request(source, out, settings, progress, overwrite=overwrite, allow_pickle=allow_pickle)
+    if stored := asked.opened.reader.dequantised_from:
+        dtype = str(asked.opened.weight_dtype).removeprefix("torch.")
+        progress.note(f"{stored} weights become {dtype} in the result, all of them")
     with progress.step(1, STEPS):
         texts = load_texts(asked.opened, settings, progress)
     facts = {"source": asked.opened.reader.stamp(), "settings": settings.to_dict(), "texts": texts.hashes()}

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+from quantised_checkpoints import BLOCK, make_quantised
 from safetensors.torch import load_file, save_file
-from tiny_models import make_checkpoint
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from surgery.checkpoint import CheckpointReader
@@ -13,35 +13,15 @@ from surgery.common.errors import SurgeryError
 from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
 
-BLOCK = 16
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
-
-
-def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix as DeepSeek stores it: e4m3, and the scale of every block."""
-    blocks = [list(rows.split(BLOCK, dim=1)) for rows in weight.split(BLOCK)]
-    scales = torch.tensor([[float(block.abs().max()) / LARGEST for block in row] for row in blocks])
-    rows = [torch.cat([b / s for b, s in zip(row, of, strict=True)], 1) for row, of in zip(blocks, scales, strict=True)]
-    return torch.cat(rows).to(torch.float8_e4m3fn), scales
-
 
 @pytest.fixture
 def checkpoint(tmp_path):
     """DeepSeek-V3 with every matrix of its layers in fp8, but norms, router and vocabulary."""
-    folder = make_checkpoint(tmp_path / "source", "deepseek_v3", torch.bfloat16)
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in list(tensors.items()):
-        if name.endswith("proj.weight") or "kv_a_proj" in name:
-            tensors[name], tensors[name + "_scale_inv"] = quantised(tensor.float())
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": said}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return make_quantised(tmp_path / "source", "deepseek_v3", "FP8")
 
 
 def test_the_numbers_are_those_of_transformers_and_of_each_block(checkpoint):
-    stored, reader = load_file(checkpoint / "model.safetensors"), CheckpointReader.open(checkpoint).dequantised()
+    stored, reader = load_file(checkpoint / "model.safetensors"), CheckpointReader.open(checkpoint)
     assert reader.dequantised_from == "FP8" and "quantization_config" not in reader.config
     assert not [name for name in reader.names() if "scale" in name]
     partial = 0
@@ -69,7 +49,7 @@ def test_a_conversion_dequantises_and_says_so(checkpoint, tmp_path):
     report = converter.convert(checkpoint, tmp_path / "out", ConvertSettings(calibration="none")).report.to_dict()
     assert report["source"]["dequantised_from"] == "FP8"
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    written, reader = load_file(tmp_path / "out" / "model.safetensors"), CheckpointReader.open(checkpoint).dequantised()
+    written, reader = load_file(tmp_path / "out" / "model.safetensors"), CheckpointReader.open(checkpoint)
     expert = "model.layers.1.mlp.experts.3.down_proj.weight"
     assert torch.equal(written[expert], reader.tensor(expert)) and not [name for name in written if "scale" in name]
 

@@ -87,14 +87,10 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         self._writes = SmallerLatents(opened.reader, opened.layers, rank, config.qk_rope_head_dim)
         if settings.engine is not None:
             refuse_unless_loadable(settings.engine, self._writes.config())
-        if stored := opened.reader.dequantised_from:
-            progress.note(
-                f"{opened.reader.name}: {stored} weights become {opened.weight_dtype} in the result, all of them"
-            )
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: ConvertSettings) -> Source:
-        """A checkpoint of a family of MLA models, fp8 weights dequantised.
+        """A checkpoint of a family of MLA models.
 
         Raises:
             SurgeryError: settings ask for what is not for such a source; or as :meth:`Structure.open`.
@@ -103,7 +99,6 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         for name, (allowed, why) in TAKEN.items():
             if (asked := getattr(settings, name)) not in allowed:
                 raise SurgeryError(f"{name} {asked}: {reader.path} is MLA already ({kind}), and {why}")
-        reader = reader.dequantised()
         return Source.of(reader, settings, latent_family_of(reader.config))
 
     def foresee(self) -> Foreseen:

@@ -1,4 +1,4 @@
-"""The dequantised copy of a GGUF file, for what reads ordinary folders only."""
+"""The dequantised copy of a checkpoint with quantised weights, for what reads ordinary folders only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def dequantised_copy(reader: CheckpointReader) -> Path:
-    """The folder of the copy, beside the reader's temporary one; the first call for a file writes it.
+    """The folder of the copy, beside the reader's temporary one; the first call for a checkpoint writes it.
 
     Raises:
         SurgeryError: the file cannot be read, or the disk is too full.

@@ -1,0 +1,78 @@
+"""Tensors of a checkpoint with quantised matrices, which are dequantised while they are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from surgery.checkpoint.stores import ByteRanges, Store
+from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes
+
+ReadRows = Callable[[str, int, int], Tensor]
+"""Rows [first, after) of a stored tensor of one or two dimensions."""
+
+
+class Matrix(Protocol):
+    """How one matrix is stored: the names of its ``parts``, and what its ``rows`` [first, after) are in float32."""
+
+    @property
+    def parts(self) -> tuple[str, ...]: ...
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def rows(self, read: ReadRows, first: int, after: int) -> Tensor: ...
+
+
+class DequantisedStore:
+    """A store in which matrices stand where their first parts are stored; at most 16 MiB are dequantised at a time.
+
+    Args:
+        store: what holds the parts, and all other tensors.
+        matrices: by name.
+    """
+
+    def __init__(self, store: Store, matrices: Mapping[str, Matrix]):
+        self._store, self._matrices, self.max_readers = store, matrices, store.max_readers
+        names = {part: name for name, matrix in matrices.items() for part in matrix.parts}
+        self.infos: dict[str, TensorInfo] = {}
+        for stored, info in store.infos.items():
+            name = names.get(stored)
+            if name is None:
+                self.infos[stored] = info
+            elif name not in self.infos:
+                matrix = matrices[name]
+                nbytes = math.prod(matrix.shape) * matrix.dtype.itemsize
+                self.infos[name] = TensorInfo(matrix.dtype, matrix.shape, nbytes, info.file)
+
+    def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
+        """As :meth:`Store.read`."""
+        if name not in self._matrices:
+            self._store.read(name, ranges, out)
+            return
+        matrix = self._matrices[name]
+        row_bytes = matrix.shape[1] * matrix.dtype.itemsize
+        step = max(1, CHUNK_BYTES // (4 * matrix.shape[1]))
+        for start, stop in ranges:
+            last = -(-stop // row_bytes)
+            for first in range(start // row_bytes, last, step):
+                after = min(first + step, last)
+                rows = as_bytes(matrix.rows(self._rows, first, after).to(matrix.dtype))
+                begin = max(0, start - first * row_bytes)
+                wanted = rows[begin : min(stop, after * row_bytes) - first * row_bytes]
+                out[: len(wanted)] = wanted
+                out = out[len(wanted) :]
+
+    def _rows(self, name: str, first: int, after: int) -> Tensor:
+        info = self._store.infos[name]
+        row_bytes = info.nbytes // max(info.shape[0], 1) if info.shape else info.nbytes
+        raw = torch.empty((after - first) * row_bytes, dtype=torch.uint8)
+        self._store.read(name, [(first * row_bytes, after * row_bytes)], raw)
+        return raw.view(info.dtype).view(after - first, *info.shape[1:])

@@ -1,0 +1,109 @@
+"""Weights of compressed-tensors are dequantised as they are read: against that package, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from quantised_checkpoints import FORMATS, edit_config, make_quantised
+from safetensors.torch import load_file, save_file
+from tiny_models import make_checkpoint
+from transformers import AutoModelForCausalLM
+
+from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
+from surgery.structures import converter
+from surgery.structures.registry import find_target
+
+KINDS = [kind for kind in FORMATS if kind != "FP8"]
+COMPRESSED = {"quant_method": "compressed-tensors"}
+TOKENS = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_codes_times_scales(tmp_path, kind):
+    exact = load_file(make_checkpoint(tmp_path / "exact", "llama", torch.bfloat16) / "model.safetensors")
+    reader = CheckpointReader.open(make_quantised(tmp_path / "small", "llama", kind))
+    assert set(reader.names()) == set(exact) and reader.dequantised_from == kind.removesuffix(" plain")
+    stored, rounded = load_file(tmp_path / "small" / "model.safetensors"), 0
+    for name, weight in exact.items():
+        found, scale = reader.tensor(name), stored.get(name + "_scale")
+        assert found.dtype == torch.bfloat16 and found.shape == weight.shape
+        if scale is None:
+            assert torch.equal(found, weight)
+            continue
+        # Half a step; e4m3 has steps of a sixteenth of a number. bfloat16 rounds what comes of it.
+        step = scale.float().view(scale.shape[0], -1, 1) if scale.numel() > 1 else scale.float()
+        half = (weight.float().abs() / 16 if "fp8" in kind else 0) + 0.51 * step.expand_as(
+            weight.float().view(scale.shape[0], scale.shape[1] if scale.ndim == 2 else 1, -1)
+        ).reshape_as(weight)
+        assert ((found.float() - weight.float()).abs() <= half + weight.float().abs() / 128).all()
+        assert torch.equal(reader.rows(name, torch.tensor([5, 0])), found[[5, 0]])
+        rounded += not torch.equal(found, weight)
+    assert rounded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_is_that_of_compressed_tensors(tmp_path, kind):
+    pytest.importorskip("compressed_tensors")
+    folder = make_quantised(tmp_path / "small", "llama", kind)
+    edit_config(folder, dtype="float32")  # what ours are rounded to
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours = AutoModelForCausalLM.from_pretrained(CheckpointReader.open(folder).model_folder(), dtype=torch.float32)
+    with torch.no_grad():
+        logits, wanted = ours(TOKENS).logits, theirs(TOKENS).logits
+    assert (logits - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+def test_a_conversion_dequantises_everything(tmp_path, capsys):
+    folder = make_quantised(tmp_path / "small", "llama", "int4")
+    settings = find_target("lowrank").settings({"calibration": "none", "kv_ratio": 0.5})
+    report = converter.convert(folder, tmp_path / "out", settings).report.to_dict()
+    assert report["source"]["dequantised_from"] == "int4"
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    written, reader = load_file(tmp_path / "out" / "model.safetensors"), CheckpointReader.open(folder)
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"):
+        assert torch.equal(written[name], reader.tensor(name))
+    assert not [name for name in written if "packed" in name or "scale" in name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("int4", {"weight_zero_point": torch.zeros(1)}, "weight_zero_point: codes that need it are not read"),
+        (
+            "int4",
+            {"weight_scale": torch.ones(3, 1)},
+            r"q_proj.weight: int32 .* does not fit its scales, float32 \[3, 1\]",
+        ),
+        ("int4", {"weight_shape": torch.tensor([7, 7])}, r"int32 .* does not hold \[7, 7\] numbers of 4 bits"),
+        ("fp8", {"weight_scale": None}, "q_proj.weight: float8_e4m3fn .* without scales"),
+        ("int4", {"weight_scale": None}, "q_proj.weight_scale: missing"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(tmp_path, kind, change, message):
+    folder = make_quantised(tmp_path / "small", "llama", kind)
+    module = "model.layers.0.self_attn.q_proj."
+    tensors = load_file(folder / "model.safetensors") | {module + part: value for part, value in change.items()}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SurgeryError, match=message):
+        CheckpointReader.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, r"the weights are quantised \(gptq\)"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 3}}}},
+            "'3'.* bits, 4 or 8",
+        ),
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
+    ],
+)
+def test_other_formats_are_refused_by_name(tmp_path, said, message):
+    folder = make_quantised(tmp_path / "small", "llama", "int4")
+    edit_config(folder, quantization_config=said)
+    with pytest.raises(SurgeryError, match=message):
+        converter.convert(folder, tmp_path / "out", find_target("gqa").settings({"calibration": "none"}))
+    assert not (tmp_path / "out").exists()
