@@ -149,7 +149,8 @@ class CheckpointReader:
     @property
     def stored_as(self) -> str | None:
         """The model type of the files, where this is a view of them as another (see :meth:`seen_as`)."""
-        return None if self._behind is None else self._behind.config.get("model_type")
+        kind = None if self._behind is None else self._behind.config.get("model_type")
+        return kind if kind != self.config.get("model_type") else None
 
     def model_folder(self) -> Path:
         """A folder that transformers can load: ``path``, or of quantised weights a temporary dequantised copy.

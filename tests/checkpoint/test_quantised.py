@@ -24,6 +24,7 @@ def test_numbers_are_codes_times_scales(tmp_path, kind):
     exact = load_file(make_checkpoint(tmp_path / "exact", "llama", torch.bfloat16) / "model.safetensors")
     reader = CheckpointReader.open(make_quantised(tmp_path / "small", "llama", kind))
     assert set(reader.names()) == set(exact) and reader.dequantised_from == kind.removesuffix(" plain")
+    assert reader.stored_as is None
     stored, rounded = load_file(tmp_path / "small" / "model.safetensors"), 0
     for name, weight in exact.items():
         found, scale = reader.tensor(name), stored.get(name + "_scale")
