@@ -53,6 +53,8 @@ TRANSFORMERS = Trial(
             "cohere2 with a window",
             "ministral with a window",
             "stablelm",
+            "gemma2",
+            "gemma2 with a window",
             "surgery",
         }
     ),

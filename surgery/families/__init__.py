@@ -7,6 +7,7 @@ from surgery.common.plugins import Registry
 from surgery.families.base import Family, head_shape
 from surgery.families.cohere import COHERE, COHERE2
 from surgery.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from surgery.families.gemma2 import GEMMA2
 from surgery.families.gemma3 import GEMMA3_TEXT
 from surgery.families.glm import GLM, GLM4
 from surgery.families.glm4_moe_lite import GLM4_MOE_LITE
@@ -28,7 +29,7 @@ from surgery.families.youtu import YOUTU
 
 BUILT_IN = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
-    *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA3_TEXT, OLMO2, OLMO3),
+    *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3),
 )
 
 FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})
@@ -42,7 +43,6 @@ LATENT_FAMILIES: dict[str, LatentFamily] = {
 LATENTS = "it caches latents already"
 
 WHY_NOT = {
-    **dict.fromkeys(("gemma2", "gemma2_text"), "its attention caps logits, which none of the structures does"),
     **dict.fromkeys(("gemma4", "gemma4_text"), "its layers share caches and differ in heads and their widths"),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), "its keys pass a weighted norm behind the rotation"),
     **dict.fromkeys(

@@ -40,6 +40,11 @@ def default_scale(config) -> float:
     return head_shape(config)[2] ** -0.5
 
 
+def no_cap(config) -> float | None:
+    """Logits are what they are."""
+    return None
+
+
 PER_LAYER = ("layer_types", "no_rope_layers")
 
 
@@ -70,6 +75,7 @@ class Family:
         norm_scope: over what the mean of that norm is taken: each head, or all heads together.
         window: the sliding window of a layer, from the config.
         scale: what multiplies logits of attention before the softmax, but for the factor of YaRN.
+        softcap: what bounds logits of attention, if anything.
         rotates: whether a layer rotates at all.
         partial: whether its class rotates only the part of a head that ``partial_rotary_factor`` says.
         interleaved: whether rotary pairs are neighbours, (2 i, 2 i + 1), in the checkpoint.
@@ -88,6 +94,7 @@ class Family:
     norm_scope: Literal["head", "all"] = "head"
     window: Callable[[object, int], int | None] = no_window
     scale: Callable[[object], float] = default_scale
+    softcap: Callable[[object], float | None] = no_cap
     rotates: Callable[[object, int], bool] = lambda config, layer: True
     partial: bool = False
     interleaved: bool = False
@@ -172,6 +179,7 @@ class Family:
             k_norm=norm("k_norm"),
             inv_freq=rotation.inv_freq,
             scale=rotation.factor**2 * self.scale(config),
+            softcap=self.softcap(config),
             window=self.window(config, layer),
             order=rotation.order,
             rope_factor=rotation.factor,

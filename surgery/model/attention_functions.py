@@ -9,7 +9,13 @@ from functools import cache, partial
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+def own_softmax(config: PreTrainedConfig) -> bool:
+    """Whether a model's attention caps its logits, which PyTorch's fused kernels leave out."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
 
 
 def eager_attention(
@@ -20,18 +26,23 @@ def eager_attention(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    softcap: float | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain attention, `softmax(scaling · q kᵀ + mask) v`, with K ≤ H key-value heads.
 
     query [B, H, T, e], key [B, K, S, e], value [B, K, S, v], additive mask [B, 1, T, S]
     → out [B, T, H, v], weights [B, H, T, S].
+
+    With a `softcap` c the scores, before the mask, are `c tanh(scores / c)`.
     """
     batch, num_heads, num_queries, _ = query.shape
     num_kv_heads = key.shape[1]
     # The heads that share a key are stacked as rows of one matrix, so that no key is repeated in memory.
     query = query.reshape(batch, num_kv_heads, -1, query.shape[-1])
     scores = (query @ key.transpose(-1, -2) * scaling).view(batch, num_heads, num_queries, -1)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
     if attention_mask is not None:
         scores = scores + attention_mask
     softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
@@ -51,10 +62,13 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention as the model's configuration has it at this moment; shapes as in `eager_attention`.
 
-    `module` says its `config`, `scaling` and `attention_dropout`. Without eager attention there are no weights.
+    `module` says its `config`, with a cap of logits if there is one, `scaling` and `attention_dropout`. Without eager
+    attention there are no weights.
     """
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention)
     dropout = module.attention_dropout if module.training else 0.0
+    if (cap := getattr(module.config, "attn_logit_softcapping", None)) is not None:
+        kwargs["softcap"] = cap
     return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs)
 
 

@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from transformers import Cache
 from transformers import initialization as init
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_functions import Accelerated, eager_attention, normalise_heads, rotation_of
+from .attention_functions import Accelerated, attend, normalise_heads, rotation_of
 from .group_cache import GroupLayer, Reading
 from .group_stores import GroupStore, MergedPairs, PromptBasis, SharedCodes
 
@@ -164,17 +163,7 @@ class CrossLayerAttention(GroupMember):
         key, value = self._key_value(tokens)
         key = self.rotate(key, cos[:, reading.slots], sin[:, reading.slots])
 
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        out, weights = attention(
-            self,
-            query,
-            key,
-            value,
-            reading.select(attention_mask),
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )  # [B, T, H, d]
+        out, weights = attend(self, query, key, value, reading.select(attention_mask), **kwargs)  # [B, T, H, d]
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
 
     def _query(self, hidden_states: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -68,7 +68,7 @@ def test_the_norm_before_the_attention_is_that_of_the_class(checkpoints, name):
     ("config", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
-        ({"model_type": "gemma2"}, "'gemma2' is not supported: its attention caps logits.* 8-bit cache"),
+        ({"model_type": "gemma4"}, "'gemma4' is not supported: its layers share caches.* 8-bit cache"),
         ({"model_type": "qwen2_5_vl"}, "text tower is not converted"),
         ({}, "model_type None is not supported"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),

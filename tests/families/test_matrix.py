@@ -42,6 +42,8 @@ FIRST = {
     "cohere": ("crosslayer",),
     "cohere2_window": ("lowrank",),
     "stablelm": ("quantized",),
+    "gemma2": ("crosslayer", "hybrid", "quantized"),
+    "gemma2_window": ("mla", "gqa", "lowrank"),
     "gemma3_window": ("mla",),
     "phi3": (),
     "phi3_window": ("gqa",),

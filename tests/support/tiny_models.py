@@ -12,6 +12,7 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeLiteConfig,
@@ -65,6 +66,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts_per_tok": 2}
+# Caps that random models reach.
+CAPS = {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 10.0}
 WINDOW_IN_LAYER_0 = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 
 CONFIGS = {
@@ -93,6 +96,8 @@ CONFIGS = {
     "cohere": lambda: CohereConfig(**SHAPE, logit_scale=0.5),
     "cohere2_window": lambda: Cohere2Config(**SHAPE, logit_scale=0.5, head_dim=8, **WINDOW_IN_LAYER_0),
     "stablelm": lambda: StableLmConfig(**SHAPE, use_qkv_bias=True, partial_rotary_factor=0.5),
+    "gemma2": lambda: Gemma2Config(**SHAPE, head_dim=16, **CAPS, layer_types=["full_attention"] * 2),
+    "gemma2_window": lambda: Gemma2Config(**SHAPE, head_dim=16, **CAPS, **WINDOW_IN_LAYER_0),
     "gemma3_window": lambda: Gemma3TextConfig(
         **SHAPE,
         head_dim=16,

@@ -291,11 +291,9 @@ def test_refusals(checkpoints):
 
 
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("window", [None, 9])
-def test_jvp_is_the_derivative_and_vjp_its_transpose(biased, window):
-    layer = replace(
-        merge_kv_heads(random_layer(biased=biased), statistics_of(random_layer()), 2).anatomy, window=window
-    )
+@pytest.mark.parametrize("own", [{}, {"window": 9}, {"softcap": 1.5}])
+def test_jvp_is_the_derivative_and_vjp_its_transpose(biased, own):
+    layer = replace(merge_kv_heads(random_layer(biased=biased), statistics_of(random_layer()), 2).anatomy, **own)
     weights, positions = _Weights.of(layer), torch.arange(2, 28, 3)
     x = torch.cat([inputs_of(layer)[0, :28], torch.ones(28, 1, dtype=torch.float64)], dim=-1)
     phase = phases(layer.inv_freq, torch.arange(28), torch.float64)
