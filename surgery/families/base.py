@@ -76,6 +76,8 @@ class Family:
         window: the sliding window of a layer, from the config.
         scale: what multiplies logits of attention before the softmax, but for the factor of YaRN.
         softcap: what bounds logits of attention, if anything.
+        eager: whether some version of transformers that the package takes leaves a part of its attention out unless it
+            is told to attend eagerly.
         rotates: whether a layer rotates at all.
         partial: whether its class rotates only the part of a head that ``partial_rotary_factor`` says.
         interleaved: whether rotary pairs are neighbours, (2 i, 2 i + 1), in the checkpoint.
@@ -95,6 +97,7 @@ class Family:
     window: Callable[[object, int], int | None] = no_window
     scale: Callable[[object], float] = default_scale
     softcap: Callable[[object], float | None] = no_cap
+    eager: bool = False
     rotates: Callable[[object, int], bool] = lambda config, layer: True
     partial: bool = False
     interleaved: bool = False

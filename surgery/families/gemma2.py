@@ -15,6 +15,7 @@ GEMMA2 = Family(
     norm_offset=1.0,
     scale=lambda config: config.query_pre_attn_scalar**-0.5,
     softcap=_softcap,
+    eager=True,  # transformers 5.19 takes SDPA, which has no cap
     embedding_scale=lambda config: config.hidden_size**0.5,
     window=layer_types_window,
     beside="caps on logits and norms after attention and feed-forward layers",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import BoolTensor, Tensor
+from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from surgery.kernels.mla_decode.reference import causal_mask
@@ -52,25 +52,26 @@ class Softmax:
         sinks = self.sinks.to(logits)[:, None, None].expand(*logits.shape[:-1], 1)
         return torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
 
-    def weights(self, products: Tensor, visible: BoolTensor) -> Tensor:
-        """Weights [..., H, T, S] of products; ``visible`` bool [..., T, S] says which keys a query sees."""
-        return self.normalised(self.logits(products).masked_fill(~visible, -torch.inf))
+    def weights(self, products: Tensor, mask: Tensor) -> Tensor:
+        """Weights [..., H, T, S] of products; ``mask`` [..., T, S] is true where a key is seen, or added to logits."""
+        logits = self.logits(products)
+        return self.normalised(logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, visible: BoolTensor | None = None) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Mixed values [B, H, T, e] of queries [B, H, T, d] over keys and values [B, G, S, ·].
 
-        ``visible`` is as in :meth:`weights`; None is causal attention of a prompt to itself, or of one query to all.
+        ``mask`` is as in :meth:`weights`; None is causal attention of a prompt to itself, or of one query to all.
         """
         heads, groups, width = q.shape[1], k.shape[1], v.shape[-1]
-        causal = visible is None and q.shape[2] > 1
+        causal = mask is None and q.shape[2] > 1
         if self.plain:
             # The fused kernels want keys and values of one width; without them this takes five times as long.
             v = pad(v, (0, max(0, k.shape[-1] - width)))
             mixed = scaled_dot_product_attention(
-                q, k, v, visible, is_causal=causal, scale=self.scale, enable_gqa=groups != heads
+                q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=groups != heads
             )
             return mixed[..., :width]
-        if visible is None:
-            visible = causal_mask(q.shape[2], k.shape[2], None, q.device)
+        if mask is None:
+            mask = causal_mask(q.shape[2], k.shape[2], None, q.device)
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))
-        return self.weights(q @ k.mT, visible) @ v
+        return self.weights(q @ k.mT, mask) @ v
