@@ -76,7 +76,7 @@ def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
     if reason is None and not _takes_functions(model):
         reason = f"{type(model).__name__} does not take attention functions"
     if own_softmax(model.config):
-        reason = "its attention caps logits, which no kernel does"
+        reason = "its attention caps logits or has learned sinks, which no kernel knows"
     if reason is not None:
         logger.warning("the model keeps its own attention: %s", reason)
         return Acceleration((), refused=reason)

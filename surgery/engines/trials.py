@@ -55,6 +55,8 @@ TRANSFORMERS = Trial(
             "stablelm",
             "gemma2",
             "gemma2 with a window",
+            "gpt_oss",
+            "gpt_oss with a window",
             "surgery",
         }
     ),

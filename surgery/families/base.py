@@ -76,6 +76,7 @@ class Family:
         window: the sliding window of a layer, from the config.
         scale: what multiplies logits of attention before the softmax, but for the factor of YaRN.
         softcap: what bounds logits of attention, if anything.
+        sinks: whether each head has a learned logit beside those of keys.
         eager: whether some version of transformers that the package takes leaves a part of its attention out unless it
             is told to attend eagerly.
         rotates: whether a layer rotates at all.
@@ -97,6 +98,7 @@ class Family:
     window: Callable[[object, int], int | None] = no_window
     scale: Callable[[object], float] = default_scale
     softcap: Callable[[object], float | None] = no_cap
+    sinks: bool = False
     eager: bool = False
     rotates: Callable[[object, int], bool] = lambda config, layer: True
     partial: bool = False
@@ -126,6 +128,8 @@ class Family:
         required = {f"{p}_proj.weight" for p in "qkvo"}
         if self.qk_norm:
             required |= {"q_norm.weight", "k_norm.weight"}
+        if self.sinks:
+            required.add("sinks")
         known = required | {f"{p}_proj.bias" for p in "qkvo"}
         present = {name.removeprefix(prefix) for name in found}
         if unknown := sorted(present - known - {"rotary_emb.inv_freq"}):
@@ -183,6 +187,7 @@ class Family:
             inv_freq=rotation.inv_freq,
             scale=rotation.factor**2 * self.scale(config),
             softcap=self.softcap(config),
+            sinks=tensor("sinks", heads),
             window=self.window(config, layer),
             order=rotation.order,
             rope_factor=rotation.factor,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from .attention_functions import LEARNED_SINKS
 from .group_entries import CROSS_LAYER_KEYS, check_groups
 from .hybrid_cache import StreamingLayer
 from .logit_factor import CAPPED
@@ -210,6 +211,8 @@ class SurgeryConfig(PreTrainedConfig):
             return f"{self.num_attention_heads} query heads do not divide over {heads} KV heads"
         if full < 0 or compensated < 0 or full + compensated > heads:
             return f"{full} full and {compensated} compensated heads are not to be had of {heads} KV heads"
+        if self.base_model_type in LEARNED_SINKS:
+            return f"heads of {self.base_model_type}, which has learned sinks, do not stream"
         if sorted(layer["head_order"]) != list(range(heads)):
             return f"head_order is not the {heads} KV heads, each once"
         return _window_problem(layer)

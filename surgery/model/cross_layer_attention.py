@@ -33,11 +33,11 @@ class GroupMember(Accelerated, nn.Module):
     def _join_group(self, entry: dict[str, Any]) -> None:
         self.entry = dict(entry)
         self.place, self.group_size = entry["place"], entry["group_size"]
-        self.block, self.sinks, self.window = entry.get("block"), entry.get("sinks", 0), entry.get("window", 0)
+        self.block, self.exact_sinks, self.window = entry.get("block"), entry.get("sinks", 0), entry.get("window", 0)
 
     def cache_layer(self, store: GroupStore) -> GroupLayer:
         """An empty cache layer of this module's that shares `store` with the others of its group."""
-        return GroupLayer(store, self.place, self.block, self.sinks, self.window)
+        return GroupLayer(store, self.place, self.block, self.exact_sinks, self.window)
 
     def new_store(self) -> GroupStore:
         """An empty store for the group."""
@@ -98,7 +98,7 @@ class CrossLayerAttention(GroupMember):
         self.rotate = rotation_of(stock)
         self.attention_dropout = stock.attention_dropout
         self.is_causal = True
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", *(["sinks"] if hasattr(stock, "sinks") else [])):
             setattr(self, name, getattr(stock, name))
         self.q_norm = getattr(stock, "q_norm", None)
         self.k_norm = getattr(stock, "k_norm", None)

@@ -45,6 +45,8 @@ FIRST = {
     "gemma2": ("crosslayer", "hybrid", "quantized"),
     "gemma2_window": ("mla", "gqa", "lowrank"),
     "gemma3_window": ("mla",),
+    "gpt_oss": (),
+    "gpt_oss_window": ("gqa",),
     "phi3": (),
     "phi3_window": ("gqa",),
     "olmo2": ("lowrank", "hybrid"),
@@ -55,6 +57,7 @@ FIRST = {
 REFUSED = {
     ("stablelm", "crosslayer"): "stablelm layers hand .* convert --to lowrank",
     ("gemma3_window", "gqa"): "behind a q/k-norm",
+    ("gpt_oss", "hybrid"): "learned sinks, .* convert --to gqa",
     ("falcon3", "gqa"): "one KV head already",
     ("olmo2", "gqa"): "behind a q/k-norm",
     ("olmo3_window", "gqa"): "behind a q/k-norm",

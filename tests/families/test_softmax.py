@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_models import OWN_SOFTMAX
 from transformers import AutoModelForCausalLM
 
 from surgery.acceleration.accelerate import accelerate
@@ -12,8 +13,6 @@ from surgery.running.attention_tap import AttentionCall, tapped
 from surgery.running.loading import attention_of
 from surgery.structures import converter
 from surgery.structures.hybrid.settings import HybridSettings
-
-OWN = ("gemma2",)
 
 
 def tokens() -> torch.Tensor:
@@ -29,7 +28,7 @@ def own_class(checkpoint, **how) -> SurgeryForCausalLM:
     return model
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", OWN_SOFTMAX)
 @torch.no_grad()
 def test_layers_that_stay_keep_it(checkpoints, name):
     expected = AutoModelForCausalLM.from_pretrained(checkpoints(name), attn_implementation="eager").eval()(tokens())
@@ -43,13 +42,13 @@ def test_layers_that_stay_keep_it(checkpoints, name):
             own_class(checkpoints(name), attn_implementation=fused)
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", OWN_SOFTMAX)
 def test_kernels_are_refused(checkpoints, name):
     for model in (own_class(checkpoints(name)), AutoModelForCausalLM.from_pretrained(checkpoints(name))):
         assert "which no kernel" in accelerate(model).refused
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", OWN_SOFTMAX)
 @torch.no_grad()
 def test_taps_see_it(checkpoints, name):
     model = AutoModelForCausalLM.from_pretrained(checkpoints(name), **attention_of(checkpoints(name))).eval()

@@ -17,6 +17,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MiniCPM3Config,
@@ -66,6 +67,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts_per_tok": 2}
+SINKS = {
+    **{**SHAPE, **EXPERTS, "head_dim": 16, "num_local_experts": 4},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0},
+        **{"truncate": False, "original_max_position_embeddings": 32},
+    },
+}
 # Caps that random models reach.
 CAPS = {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 10.0}
 WINDOW_IN_LAYER_0 = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
@@ -108,6 +116,8 @@ CONFIGS = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "gpt_oss": lambda: GptOssConfig(**SINKS, layer_types=["full_attention"] * 2),
+    "gpt_oss_window": lambda: GptOssConfig(**SINKS, **WINDOW_IN_LAYER_0),
     "phi3": lambda: Phi3Config(**SHAPE),
     "phi3_window": lambda: Phi3Config(**SHAPE, sliding_window=16),
     "olmo2": lambda: Olmo2Config(**SHAPE),
@@ -126,6 +136,8 @@ CONFIGS = {
     ),
 }
 ALL = tuple(CONFIGS)
+# Families that cap logits of attention or have learned sinks.
+OWN_SOFTMAX = ("gemma2", "gpt_oss")
 
 LATENT = {
     **{**SHAPE, "num_key_value_heads": 4, "num_hidden_layers": 3},
@@ -183,6 +195,8 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
                 parameter.normal_(0, 0.5)
             elif "norm" in key:
                 parameter.uniform_(0.5, 1.5)
+            elif key.endswith("sinks"):
+                parameter.normal_(0, 3)
     return model
 
 

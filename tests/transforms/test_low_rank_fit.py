@@ -107,7 +107,12 @@ CASES = {
 }
 
 
-LINEARISED = {**CASES, "normed over all heads": {"normed": True, "over_all": True}, "capped": {"softcap": 1.5}}
+LINEARISED = {
+    **CASES,
+    "normed over all heads": {"normed": True, "over_all": True},
+    "capped": {"softcap": 1.5},
+    "with sinks": {"sinks": random(H, seed=9)},
+}
 
 
 @pytest.mark.parametrize("case", LINEARISED)

@@ -307,7 +307,7 @@ class SimulatedLatents(SimulatedMember):
         if own.key_norm_eps is not None:
             gain = beside[..., own.rope_dim :].mT  # [B, G, K]
             logits = logits * gain.repeat_interleave(own.num_key_value_groups, dim=1)[:, :, None]
-        softmax = Softmax(own.scaling, getattr(own.config, "attn_logit_softcapping", None))
-        weights = softmax.weights(logits, visible)
+        cap, sinks = (getattr(at, name, None) for at, name in ((own.config, "attn_logit_softcapping"), (own, "sinks")))
+        weights = Softmax(own.scaling, cap, sinks).weights(logits, visible)
         out = torch.einsum("bhtk,bkr,hvr->bthv", weights, read, own.value_up)
         return own.o_proj(out.flatten(2)), None
