@@ -130,7 +130,7 @@ def _found(config: dict, families: Mapping[str, Family]) -> Family:
         if method == "mxfp4":  # which is all that gpt-oss is published in
             remedy = (
                 "load them in transformers with quantization_config=Mxfp4Config(dequantize=True) and dtype bfloat16, "
-                "save_pretrained, and convert that"
+                "save_pretrained(folder, save_original_format=False), and convert that"
             )
         raise SurgeryError(f"config.json: the weights are quantised ({method}); {remedy}")
     return families[model_type]
