@@ -69,6 +69,7 @@ def test_taps_see_it(checkpoints, name):
         torch.testing.assert_close(rows.transpose(1, 2), call.output())
 
 
+@pytest.mark.slow
 def test_compensation_tokens_are_capped(checkpoints, tmp_path):
     """The simulation and the class are written apart, and the conversion compares them."""
     settings = HybridSettings(calibration="none", streaming=1.0, sinks=1, recent=4, compensated=0.5)
