@@ -70,7 +70,7 @@ def compensated_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
         count = dropped.sum(-1)
         share = dropped.float() / count.clamp(min=1)[:, None]
         mean_key, mean_value = (share @ key)[:, :, None], (share @ value)[:, :, None]  # [B, G, 1, n, ·]
-        softmax = call.softmax  # without sinks, which hybrids refuse
+        softmax = call.softmax  # without learned sinks, which hybrids refuse
         logits = softmax.logits(query @ key[:, :, None].mT).masked_fill(dropped | (places > queries), -torch.inf)
         extra = softmax.logits((query * mean_key).sum(-1)) + count.log()
         weights = torch.cat((logits, extra[..., None]), dim=-1).softmax(-1)

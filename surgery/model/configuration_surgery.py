@@ -183,6 +183,8 @@ class SurgeryConfig(PreTrainedConfig):
                 raise ValueError(f"attention_layers[{index}]: {problem}")
             if layer.get("codes") and (problem := _codes_problem(layer)):
                 raise ValueError(f"attention_layers[{index}]: {problem}")
+            if self.base_model_type in LEARNED_SINKS and (layer["kind"] == "hybrid" or layer.get("streaming")):
+                raise ValueError(f"attention_layers[{index}]: heads with learned sinks do not stream")
             # A cache layer with an empty key tensor reports length 0, so a rank of 0 would decode garbage.
             if layer["kind"] == "latent" and layer["kv_lora_rank"] < 1:
                 raise ValueError(f"attention_layers[{index}]: kv_lora_rank must be at least 1")
@@ -211,8 +213,6 @@ class SurgeryConfig(PreTrainedConfig):
             return f"{self.num_attention_heads} query heads do not divide over {heads} KV heads"
         if full < 0 or compensated < 0 or full + compensated > heads:
             return f"{full} full and {compensated} compensated heads are not to be had of {heads} KV heads"
-        if self.base_model_type in LEARNED_SINKS:
-            return f"heads of {self.base_model_type}, which has learned sinks, do not stream"
         if sorted(layer["head_order"]) != list(range(heads)):
             return f"head_order is not the {heads} KV heads, each once"
         return _window_problem(layer)

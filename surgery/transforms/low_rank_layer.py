@@ -143,9 +143,8 @@ class SimulatedLowRank(nn.Module):
             exact_keys = exact.k if exact.key_gain is None else exact.k * exact.key_gain[..., None]
             keys = torch.cat([keys, rotate(exact_keys, phase)], dim=1)
             values = torch.cat([values, exact.v], dim=1)
-        return self._output(
-            source.softmax.mix(*(part.transpose(1, 2) for part in (queries, keys, values)), visible)
-        ), None
+        heads = (part.transpose(1, 2) for part in (queries, keys, values))
+        return self._output(source.softmax.mix(*heads, visible)), None
 
     def _from_codes(self, queries: Tensor, exact: tuple[Tensor, Tensor], latents: Tensor, phase: Tensor) -> Tensor:
         """The output of queries that read keys and values rebuilt from codes, or from latents as they came."""

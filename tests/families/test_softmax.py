@@ -6,6 +6,8 @@ from tiny_models import OWN_SOFTMAX
 from transformers import AutoModelForCausalLM
 
 from surgery.acceleration.accelerate import accelerate
+from surgery.engines.in_transformers import EAGER
+from surgery.families import FAMILIES
 from surgery.heads.attention_rows import attention_rows
 from surgery.heads.streaming import mixed_output
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
@@ -67,6 +69,10 @@ def test_taps_see_it(checkpoints, name):
         torch.testing.assert_close(mixed_output(call, ~none, 0, 40), call.output())
         rows = attention_rows(call, torch.arange(40)) @ call.value.repeat_interleave(2, dim=1)
         torch.testing.assert_close(rows.transpose(1, 2), call.output())
+
+
+def test_what_has_to_be_told_is_said():
+    assert sorted(EAGER) == sorted(name for name, family in FAMILIES.items() if family.eager)
 
 
 @pytest.mark.slow
