@@ -112,6 +112,14 @@ def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
     torch.testing.assert_close(shifted, whole, **close)
 
 
+@pytest.mark.parametrize("name", [name for name in NEW if "window" in name])
+def test_codes_beside_windows_are_refused_before_any_work(checkpoints, monkeypatch, tmp_path, name):
+    monkeypatch.setattr(converter, "load_texts", None)
+    with pytest.raises(SurgeryError, match="quantised KV cache needs full attention"):
+        converter.convert(checkpoints(name), tmp_path / "out", ConvertSettings(**TEXT, kv_ratio=0.5, bits=8))
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("name", "to", "reason"),
     [
