@@ -312,8 +312,8 @@ def test_sliding_windows_and_unknown_families_are_refused(checkpoints, source, t
         scored(checkpoints("mistral_window"), tmp_path / "a.safetensors")
     shutil.copytree(source, tmp_path / "other")
     config = json.loads((source / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "model_type": "gemma2"}))
-    with pytest.raises(SurgeryError, match="model_type 'gemma2' is not supported"):
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "model_type": "gemma4"}))
+    with pytest.raises(SurgeryError, match="model_type 'gemma4' is not supported"):
         scored(tmp_path / "other", tmp_path / "a.safetensors")
 
 

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.disk import disk_errors
 from surgery.common.errors import SurgeryError
-from surgery.running.loading import loading
+from surgery.running.loading import attention_of, loading
 from surgery.training.settings import HealSettings
 from surgery.training.trainable import add_adapters
 
@@ -33,7 +33,11 @@ def load_model(reader: CheckpointReader, settings: HealSettings, dtype: torch.dt
     logging.disable_progress_bar()
     with loading(str(reader.path)):
         return AutoModelForCausalLM.from_pretrained(
-            reader.model_folder(), dtype=dtype, local_files_only=True, trust_remote_code=settings.trust_remote_code
+            reader.model_folder(),
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=settings.trust_remote_code,
+            **attention_of(reader.model_folder()),
         )
 
 

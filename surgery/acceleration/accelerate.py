@@ -19,6 +19,7 @@ from surgery.acceleration.hybrid import hybrid_kernel
 from surgery.acceleration.latent import latent_kernel, why_not_latent
 from surgery.acceleration.low_rank import low_rank_kernel, why_not_low_rank
 from surgery.kernels.backend import refusal
+from surgery.model.attention_functions import own_softmax
 from surgery.model.cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
 from surgery.model.cross_layer_latent_attention import CrossLayerLatentAttention
 from surgery.model.hybrid_attention import HybridAttention
@@ -74,6 +75,8 @@ def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
     reason = refusal(parameter)
     if reason is None and not _takes_functions(model):
         reason = f"{type(model).__name__} does not take attention functions"
+    if own_softmax(model.config):
+        reason = "its attention caps logits or has learned sinks, which no kernel knows"
     if reason is not None:
         logger.warning("the model keeps its own attention: %s", reason)
         return Acceleration((), refused=reason)

@@ -70,7 +70,7 @@ def low_rank_kernel(
         if module.value_bias is not None:
             value = value - module.value_bias.view(module.num_kv_heads, 1, module.head_dim)
         beside = {"exact_key": key, "exact_value": value, "exact_slots": filled}
-        beside |= {"window": module.window, "sinks": module.sinks}
+        beside |= {"window": module.window, "sinks": module.exact_sinks}
     elif isinstance(layer, QuantizedKVLayer):
         if not layer.of_one_format:
             return None

@@ -56,10 +56,11 @@ class Checkpoint:
         """
         from transformers import AutoModelForCausalLM
 
-        from surgery.running.loading import loading
+        from surgery.running.loading import attention_of, loading
 
         with loading(str(self.path)):
-            model = AutoModelForCausalLM.from_pretrained(self.path, dtype="auto", local_files_only=True)
+            told = attention_of(self.path)
+            model = AutoModelForCausalLM.from_pretrained(self.path, dtype="auto", local_files_only=True, **told)
         return model.to(self._device or "cpu").eval()
 
     @cached_property

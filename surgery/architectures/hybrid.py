@@ -16,6 +16,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families import key_gains
 from surgery.families.base import ATTENTION_PREFIX, head_shape
+from surgery.model.attention_functions import LEARNED_SINKS
 from surgery.transforms.head_order import permute_heads
 
 REASON = "no stock class keeps some heads of a layer whole and a window of the others"
@@ -69,6 +70,8 @@ class StreamableModel:
             raise SurgeryError(
                 f"{path}: its KV cache is quantised; make the checkpoint that it was made of hybrid first"
             )
+        if config.get("base_model_type", config["model_type"]) in LEARNED_SINKS:
+            raise SurgeryError(f"{path}: it has learned sinks, which streaming heads do not know; convert --to gqa")
         _, kv_heads, head_dim = head_shape(loaded)
         entries = layer_entries(config)
         units = []

@@ -87,7 +87,8 @@ class OwnLowRank:
 
     def copied(self, names: Sequence[str]) -> list[str]:
         """Which of the source's attention tensors of a layer are kept as they are."""
-        kept = ("q_proj.bias", "q_norm.", "k_norm.", "o_proj.bias", *(("k_proj.", "v_proj.") if self.window else ()))
+        kept = "q_proj.bias", "q_norm.", "k_norm.", "o_proj.bias", "sinks"
+        kept += ("k_proj.", "v_proj.") if self.window else ()
         return [name for name in names if name.rpartition("self_attn.")[2].startswith(kept)]
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:

@@ -51,7 +51,7 @@ class OwnMLA:
 
     def copied(self, names: list[str]) -> list[str]:
         """Which of the source's attention tensors of a layer are kept as they are."""
-        kept = ["q_proj.", "q_norm.", "o_proj.bias"]
+        kept = ["q_proj.", "q_norm.", "o_proj.bias", "sinks"]
         if self.spec.key_norm_eps is not None:
             kept.append("k_proj.")  # gives the exact key norm its inverse RMS
         return [name for name in names if name.rpartition("self_attn.")[2].startswith(tuple(kept))]

@@ -88,7 +88,7 @@ def planned_attention(
 ) -> dict[str, TensorSpec]:
     """Dtype and shape of a layer's attention tensors with that many heads, by the source's names."""
     prefix = ATTENTION_PREFIX.format(layer=layer)
-    rows = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+    rows = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim, "sinks": heads}
     plan = {}
     for name in names:
         info, (module, _, kind) = reader.info(name), name.removeprefix(prefix).partition(".")
@@ -98,7 +98,7 @@ def planned_attention(
 
 
 def attention_tensors(anatomy: AttentionAnatomy, layer: int) -> dict[str, Tensor]:
-    """A layer's projections and biases under their names."""
+    """A layer's projections, biases and learned sinks under their names."""
     parts = {
         "q_proj.weight": anatomy.stored(anatomy.q).flatten(0, 1),
         "k_proj.weight": anatomy.stored(anatomy.k).flatten(0, 1),
@@ -108,6 +108,7 @@ def attention_tensors(anatomy: AttentionAnatomy, layer: int) -> dict[str, Tensor
         "k_proj.bias": None if anatomy.k_bias is None else anatomy.stored(anatomy.k_bias),
         "v_proj.bias": anatomy.v_bias,
         "o_proj.bias": anatomy.o_bias,
+        "sinks": anatomy.sinks,
     }
     prefix = ATTENTION_PREFIX.format(layer=layer)
     return {

@@ -20,7 +20,7 @@ from surgery.architectures.spec import MLASpec
 from surgery.bench.convert import SHAPES
 from surgery.common.errors import SurgeryError
 from surgery.families import head_shape
-from surgery.running.loading import loading
+from surgery.running.loading import attention_of, loading
 
 TINY = {
     "tiny": {
@@ -136,7 +136,9 @@ def load_folder(path: Path, device: torch.device) -> PreTrainedModel:
     """
     own_model.register()
     with loading(str(path)):
-        return AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True).to(device).eval()
+        told = attention_of(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True, **told)
+    return model.to(device).eval()
 
 
 def _own(config: PreTrainedConfig, entry: dict[str, Any]) -> PreTrainedConfig:

@@ -7,6 +7,9 @@ from surgery.engines.trials import TRANSFORMERS
 from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict
 
 NAME = "transformers"
+EAGER = ("gemma2",)
+"""Families that some version computes otherwise by its own choice of attention: 5.19 takes SDPA, which has no cap."""
+EAGERLY = ', attn_implementation="eager"'
 
 
 def verdict(facts: Facts, path: str) -> Verdict:
@@ -16,10 +19,11 @@ def verdict(facts: Facts, path: str) -> Verdict:
         reason, remedy = "it has no such class", "convert with --carrier own"
         return Verdict(**said, status=REFUSED, command=None, reason=reason, remedy=remedy)
     own = facts.structure == OWN
-    code = ", trust_remote_code=True" if own else ""
+    code = ", trust_remote_code=True" * own + EAGERLY * (facts.family in EAGER)
     said["command"] = f'AutoModelForCausalLM.from_pretrained("{path}", dtype="auto"{code})'
     said["cache_bytes_per_token"] = facts.cache_bytes(facts.number_bytes)
     if facts.kind not in TRANSFORMERS.kinds:
         return Verdict(**said, status=NOT_TRIED, reason="a class of its own")
     reason = f"ran in {TRANSFORMERS}" + ", from the code beside the weights" * own
-    return Verdict(**said, status=LOADS_WITH if own else LOADS, reason=reason)
+    reason += "; without eager attention 5.19 leaves its cap out" * (facts.family in EAGER)
+    return Verdict(**said, status=LOADS_WITH if code else LOADS, reason=reason)

@@ -18,10 +18,11 @@ def verdict(facts: Facts, path: str) -> Verdict:
         reason = "it does not read the frequency list"
     if reason:
         return Verdict(**said, status=REFUSED, command=None, reason=reason, remedy="convert with --engine mlx")
+    longer = ", which attends to all tokens where this model has windows" * (facts.kind == "gemma2 with a window")
     return Verdict(
         **said,
         status=NOT_TRIED,
         command=f"mlx_lm.server --model {path}",
-        reason="read in its source, never run",
+        reason=f"read in its source{longer}, never run",
         cache_bytes_per_token=facts.cache_bytes(facts.number_bytes),
     )

@@ -53,6 +53,10 @@ TRANSFORMERS = Trial(
             "cohere2 with a window",
             "ministral with a window",
             "stablelm",
+            "gemma2",
+            "gemma2 with a window",
+            "gpt_oss",
+            "gpt_oss with a window",
             "surgery",
         }
     ),

@@ -19,7 +19,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import origin
 from surgery.common.lineage import REPORT, lineage
 from surgery.evaluation.names import name_and_path
-from surgery.running.loading import loading
+from surgery.running.loading import attention_of, loading
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Checkpoint:
                 dtype="auto",
                 local_files_only=True,
                 trust_remote_code=self.trust_remote_code,
+                **attention_of(self.reader.model_folder()),
             )
             try:
                 return model.to(device).eval()

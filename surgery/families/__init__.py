@@ -7,9 +7,11 @@ from surgery.common.plugins import Registry
 from surgery.families.base import Family, head_shape
 from surgery.families.cohere import COHERE, COHERE2
 from surgery.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from surgery.families.gemma2 import GEMMA2
 from surgery.families.gemma3 import GEMMA3_TEXT
 from surgery.families.glm import GLM, GLM4
 from surgery.families.glm4_moe_lite import GLM4_MOE_LITE
+from surgery.families.gpt_oss import GPT_OSS
 from surgery.families.granite import GRANITE
 from surgery.families.latent_family import LatentFamily
 from surgery.families.llama import LLAMA
@@ -28,7 +30,7 @@ from surgery.families.youtu import YOUTU
 
 BUILT_IN = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
-    *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA3_TEXT, OLMO2, OLMO3),
+    *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GPT_OSS),
 )
 
 FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})
@@ -42,7 +44,6 @@ LATENT_FAMILIES: dict[str, LatentFamily] = {
 LATENTS = "it caches latents already"
 
 WHY_NOT = {
-    **dict.fromkeys(("gemma2", "gemma2_text"), "its attention caps logits, which none of the structures does"),
     **dict.fromkeys(("gemma4", "gemma4_text"), "its layers share caches and differ in heads and their widths"),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), "its keys pass a weighted norm behind the rotation"),
     **dict.fromkeys(
@@ -60,7 +61,6 @@ WHY_NOT = {
     ),
     "glm4_moe": "its checkpoints hold layers that predict further tokens, which the own class has no place for",
     "granitemoehybrid": "most of its layers keep a state, no keys and values",
-    "gpt_oss": "its softmax has learned sinks, which none of the structures has",
     "ministral3": "its queries are scaled by position",
 }
 """What people ask for and is not there, by ``model_type``."""
@@ -126,7 +126,11 @@ def _found(config: dict, families: Mapping[str, Family]) -> Family:
         )
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
-        raise SurgeryError(
-            f"config.json: the weights are quantised ({method}); convert the unquantised checkpoint instead"
-        )
+        remedy = "convert the unquantised checkpoint instead"
+        if method == "mxfp4":  # which is all that gpt-oss is published in
+            remedy = (
+                "load them in transformers with quantization_config=Mxfp4Config(dequantize=True) and dtype bfloat16, "
+                "save_pretrained(folder, save_original_format=False), and convert that"
+            )
+        raise SurgeryError(f"config.json: the weights are quantised ({method}); {remedy}")
     return families[model_type]

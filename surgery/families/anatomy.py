@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from surgery.families.softmax import Softmax
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -58,12 +60,21 @@ class Projection:
     key_gain: Tensor | None  # [..., G]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerAnatomy:
     """What the anatomies of all kinds of attention have in common."""
 
     PROJECTIONS: ClassVar[tuple[tuple[str, str], ...]]
     """Fields of weights, and what they are called in checkpoints."""
+
+    scale: float  # multiplies q.k before the softmax
+    softcap: float | None = None  # bounds logits, see `Softmax`
+    sinks: Tensor | None = None  # [H], learned logits beside those of keys, see `Softmax`
+
+    @property
+    def softmax(self) -> Softmax:
+        """How products of queries and keys become weights."""
+        return Softmax(self.scale, self.softcap, self.sinks)
 
     def to(self, *args, **kwargs) -> Self:
         """A copy with every tensor but ``inv_freq`` and ``order`` moved or cast, as :meth:`torch.Tensor.to`."""
@@ -98,7 +109,6 @@ class AttentionAnatomy(LayerAnatomy):
     v: Tensor  # [G, e, D]
     o: Tensor  # [D, H, e]
     inv_freq: Tensor  # [d/2], float64, radians per token
-    scale: float  # multiplies q.k before the softmax
     q_bias: Tensor | None = None  # [H, d]
     k_bias: Tensor | None = None  # [G, d]
     v_bias: Tensor | None = None  # [G, e]

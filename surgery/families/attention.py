@@ -28,8 +28,7 @@ def attend(anatomy: LayerAnatomy, projection: Projection) -> Tensor:
     """Mixed head values [B, T, H, e] of a causal prompt."""
     if isinstance(anatomy, LatentAnatomy):
         return _attend_latents(anatomy, projection)
-    q, k, v = rotated_heads(anatomy, projection)
-    return causal_attention(q, k, v, anatomy.scale, anatomy.window).transpose(1, 2)
+    return causal_attention(anatomy, *rotated_heads(anatomy, projection)).transpose(1, 2)
 
 
 def _attend_latents(anatomy: LatentAnatomy, projection: LatentProjection) -> Tensor:
@@ -39,28 +38,21 @@ def _attend_latents(anatomy: LatentAnatomy, projection: LatentProjection) -> Ten
     rotated = rotate(projection.k, phase).expand(*key.shape[:-1], -1)
     q, k = torch.cat([projection.unrotated, rotate(projection.q, phase)], dim=-1), torch.cat([key, rotated], dim=-1)
     q, k, value = (x.transpose(1, 2) for x in (q, k, value))
-    return causal_attention(q, k, value, anatomy.scale, None).transpose(1, 2)
+    return anatomy.softmax.mix(q, k, value).transpose(1, 2)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """Softmax attention [B, H, T, ·] of a prompt to itself, within ``window`` latest tokens if given."""
-    tokens, width = q.shape[2], v.shape[-1]
-    # The fused kernels of PyTorch want keys and values of one width; without them this takes five times as long.
-    if width < k.shape[-1]:
-        v = nn.functional.pad(v, (0, k.shape[-1] - width))
-    if window is None or window >= tokens:
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    else:
-        mask = causal_mask(tokens, tokens, window, q.device)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return mixed[..., :width]
+def causal_attention(anatomy: AttentionAnatomy, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Mixed values [B, H, T, e] of a prompt's queries over its own keys and values [B, G, T, ·], within the window."""
+    tokens, window = q.shape[2], anatomy.window
+    windowed = window is not None and window < tokens
+    return anatomy.softmax.mix(q, k, v, causal_mask(tokens, tokens, window, q.device) if windowed else None)
 
 
 def attention_weights(anatomy: AttentionAnatomy, projection: Projection) -> Tensor:
     """Softmax weights [B, H, T, T] of a causal prompt; quadratic memory, for calibration one sequence at a time."""
     q, k, _ = rotated_heads(anatomy, projection)
     visible = causal_mask(q.shape[2], q.shape[2], anatomy.window, q.device)
-    return (q @ k.mT * anatomy.scale).masked_fill(~visible, -torch.inf).softmax(-1)
+    return anatomy.softmax.weights(q @ k.mT, visible)
 
 
 def output(anatomy: LayerAnatomy, mixed: Tensor) -> Tensor:

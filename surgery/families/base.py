@@ -40,6 +40,11 @@ def default_scale(config) -> float:
     return head_shape(config)[2] ** -0.5
 
 
+def no_cap(config) -> float | None:
+    """Logits are what they are."""
+    return None
+
+
 PER_LAYER = ("layer_types", "no_rope_layers")
 
 
@@ -70,6 +75,10 @@ class Family:
         norm_scope: over what the mean of that norm is taken: each head, or all heads together.
         window: the sliding window of a layer, from the config.
         scale: what multiplies logits of attention before the softmax, but for the factor of YaRN.
+        softcap: what bounds logits of attention, if anything.
+        sinks: whether each head has a learned logit beside those of keys.
+        eager: whether some version of transformers that the package takes leaves a part of its attention out unless it
+            is told to attend eagerly.
         rotates: whether a layer rotates at all.
         partial: whether its class rotates only the part of a head that ``partial_rotary_factor`` says.
         interleaved: whether rotary pairs are neighbours, (2 i, 2 i + 1), in the checkpoint.
@@ -88,6 +97,9 @@ class Family:
     norm_scope: Literal["head", "all"] = "head"
     window: Callable[[object, int], int | None] = no_window
     scale: Callable[[object], float] = default_scale
+    softcap: Callable[[object], float | None] = no_cap
+    sinks: bool = False
+    eager: bool = False
     rotates: Callable[[object, int], bool] = lambda config, layer: True
     partial: bool = False
     interleaved: bool = False
@@ -116,6 +128,8 @@ class Family:
         required = {f"{p}_proj.weight" for p in "qkvo"}
         if self.qk_norm:
             required |= {"q_norm.weight", "k_norm.weight"}
+        if self.sinks:
+            required.add("sinks")
         known = required | {f"{p}_proj.bias" for p in "qkvo"}
         present = {name.removeprefix(prefix) for name in found}
         if unknown := sorted(present - known - {"rotary_emb.inv_freq"}):
@@ -172,6 +186,8 @@ class Family:
             k_norm=norm("k_norm"),
             inv_freq=rotation.inv_freq,
             scale=rotation.factor**2 * self.scale(config),
+            softcap=self.softcap(config),
+            sinks=tensor("sinks", heads),
             window=self.window(config, layer),
             order=rotation.order,
             rope_factor=rotation.factor,

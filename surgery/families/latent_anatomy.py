@@ -49,7 +49,6 @@ class LatentAnatomy(LayerAnatomy):
     up: Tensor  # [H, n + e, r], the norm's weight included
     o: Tensor  # [D, H, e]
     inv_freq: Tensor  # [ρ/2], float64, radians per token
-    scale: float  # multiplies q.k before the softmax
     eps: float  # of the latent's norm
     unrotated_dim: int  # n
     down_bias: Tensor | None = None  # [r + ρ]

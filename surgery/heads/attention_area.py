@@ -56,7 +56,7 @@ def _areas(session: ScoringSession, tokens: LongTensor) -> Tensor:
         last = _rotate(query[:, None], angles[:, POSITIONS - 1 : POSITIONS])
         keys = _rotate(key[:, None].expand(-1, POSITIONS, -1), angles[:, :POSITIONS])
         keys = keys.repeat_interleave(len(query) // len(key), dim=0)
-        attention = (last @ keys.transpose(-1, -2) * call.scaling)[:, 0].double().softmax(-1)
+        attention = call.softmax.normalised(call.softmax.logits(last @ keys.mT).double())[:, 0]
         areas[call.layer] = attention.cumsum(-1).mean(-1).cpu()
         return call.output()
 

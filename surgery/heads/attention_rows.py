@@ -27,7 +27,7 @@ def attention_rows(call: AttentionCall, rows: LongTensor, keys: LongTensor | Non
         keys: [m] int64, places of keys; the softmax is over these alone. None for all S.
 
     Returns:
-        [B, H, n, m] float32; a row sums to 1, or 0 if its query sees none of the keys.
+        [B, H, n, m] float32; a row and a learned sink sum to 1, or 0 if its query sees none of the keys.
     """
     rows = rows.to(call.query.device)
     key, query = call.key, call.query[:, :, rows]
@@ -42,5 +42,5 @@ def attention_rows(call: AttentionCall, rows: LongTensor, keys: LongTensor | Non
         seen = (places <= rows[:, None] + call.key.shape[2] - call.query.shape[2])[None, None]
     else:
         seen = call.mask[:, :, rows][..., places]
-    scores = scores.mul_(call.scaling).masked_fill_(~seen, torch.finfo(torch.float32).min).softmax(-1)
-    return scores.masked_fill_(~seen, 0)  # also of queries that see none of the keys
+    scores = call.softmax.logits(scores).masked_fill_(~seen, torch.finfo(torch.float32).min)
+    return call.softmax.normalised(scores).masked_fill_(~seen, 0)  # also of queries that see none of the keys

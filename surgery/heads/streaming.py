@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import BoolTensor, Tensor, nn
@@ -46,7 +47,7 @@ def streaming_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
         mask = mask[None, None]
         if call.mask is not None:
             mask = mask & call.mask[:, :, start:stop][..., places]
-        part = AttentionCall(call.layer, call.query[:, :, start:stop], key, value, mask, call.scaling)
+        part = replace(call, query=call.query[:, :, start:stop], key=key, value=value, mask=mask)
         parts.append(part.output())
     return torch.cat(parts, dim=1)
 
@@ -69,8 +70,9 @@ def compensated_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
         count = dropped.sum(-1)
         share = dropped.float() / count.clamp(min=1)[:, None]
         mean_key, mean_value = (share @ key)[:, :, None], (share @ value)[:, :, None]  # [B, G, 1, n, ·]
-        logits = (query @ key[:, :, None].mT * call.scaling).masked_fill(dropped | (places > queries), -torch.inf)
-        extra = (query * mean_key).sum(-1) * call.scaling + count.log()
+        softmax = call.softmax  # without learned sinks, which hybrids refuse
+        logits = softmax.logits(query @ key[:, :, None].mT).masked_fill(dropped | (places > queries), -torch.inf)
+        extra = softmax.logits((query * mean_key).sum(-1)) + count.log()
         weights = torch.cat((logits, extra[..., None]), dim=-1).softmax(-1)
         out = weights[..., :-1] @ value[:, :, None] + weights[..., -1:] * mean_value
         parts.append(out.flatten(1, 2).transpose(1, 2).to(call.value.dtype))
@@ -120,7 +122,7 @@ class StreamingAttention(nn.Module):
         if found.key_gain is not None:
             keys = keys * found.key_gain[..., None]
         queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, found.v))
-        call = AttentionCall(0, queries, keys, values, None, anatomy.scale)
+        call = AttentionCall(0, queries, keys, values, None, anatomy.scale, anatomy.softcap, anatomy.sinks)
         return output(anatomy, mixed_output(call, self.streams, self.sinks, self.recent, self.compensated)), None
 
 

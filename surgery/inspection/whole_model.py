@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.running.loading import loading
+from surgery.running.loading import attention_of, loading
 from surgery.running.source import OwnSource, Source
 from surgery.verification.again import run_layers
 from surgery.verification.written import QUANTIZED_TOLERANCE
@@ -32,7 +32,11 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     """
     with loading(str(reader.path)):
         model = AutoModelForCausalLM.from_pretrained(
-            reader.model_folder(), dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            reader.model_folder(),
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            **attention_of(reader.model_folder()),
         )
     model = model.to(opened.stream.device).eval()
     generator = torch.Generator().manual_seed(seed)

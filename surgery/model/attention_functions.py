@@ -9,7 +9,17 @@ from functools import cache, partial
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+LEARNED_SINKS = ("gpt_oss",)
+"""Families whose attention has `sinks`, a logit of each head beside those of keys."""
+
+
+def own_softmax(config: PreTrainedConfig) -> bool:
+    """Whether a model's attention caps its logits or has learned sinks, which PyTorch's fused kernels leave out."""
+    family = getattr(config, "base_model_type", config.model_type)
+    return family in LEARNED_SINKS or getattr(config, "attn_logit_softcapping", None) is not None
 
 
 def eager_attention(
@@ -20,24 +30,35 @@ def eager_attention(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain attention, `softmax(scaling · q kᵀ + mask) v`, with K ≤ H key-value heads.
 
     query [B, H, T, e], key [B, K, S, e], value [B, K, S, v], additive mask [B, 1, T, S]
     → out [B, T, H, v], weights [B, H, T, S].
+
+    With a `softcap` c the scores, before the mask, are `c tanh(scores / c)`. `s_aux` [H] are scores of learned sinks,
+    whose weight in the softmax goes to no value.
     """
     batch, num_heads, num_queries, _ = query.shape
     num_kv_heads = key.shape[1]
     # The heads that share a key are stacked as rows of one matrix, so that no key is repeated in memory.
     query = query.reshape(batch, num_kv_heads, -1, query.shape[-1])
     scores = (query @ key.transpose(-1, -2) * scaling).view(batch, num_heads, num_queries, -1)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
     if attention_mask is not None:
         scores = scores + attention_mask
+    if s_aux is not None:
+        scores = torch.cat((scores, s_aux.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)), dim=-1)
     softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
     weights = nn.functional.softmax(scores, dim=-1, dtype=softmax_dtype).to(query.dtype)
+    if s_aux is not None:
+        weights = weights[..., :-1]
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    out = weights.view(batch, num_kv_heads, -1, weights.shape[-1]) @ value
+    out = weights.reshape(batch, num_kv_heads, -1, weights.shape[-1]) @ value
     return out.view(batch, num_heads, num_queries, -1).transpose(1, 2).contiguous(), weights
 
 
@@ -51,10 +72,15 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention as the model's configuration has it at this moment; shapes as in `eager_attention`.
 
-    `module` says its `config`, `scaling` and `attention_dropout`. Without eager attention there are no weights.
+    `module` says its `config`, with a cap of logits if there is one, `scaling` and `attention_dropout`, and has its
+    family's learned `sinks`. Without eager attention there are no weights.
     """
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention)
     dropout = module.attention_dropout if module.training else 0.0
+    if (cap := getattr(module.config, "attn_logit_softcapping", None)) is not None:
+        kwargs["softcap"] = cap
+    if module.config.model_type in LEARNED_SINKS:
+        kwargs["s_aux"] = module.sinks
     return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs)
 
 
@@ -90,18 +116,19 @@ def rotation_of(stock: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch
     Pairs are where the family has them; numbers behind the first ρ, and layers without rotation, stay.
     """
     windows_rotate = stock.config.model_type == "cohere2"
+    one_angle_a_pair = stock.config.model_type == "gpt_oss"
     if not getattr(stock, "use_rope", True) or (windows_rotate and stock.sliding_window is None):
         return _unrotated
     family = next(cls for cls in type(stock).__mro__ if hasattr(sys.modules[cls.__module__], "apply_rotary_pos_emb"))
-    return partial(_rotated, sys.modules[family.__module__].apply_rotary_pos_emb)
+    return partial(_rotated, sys.modules[family.__module__].apply_rotary_pos_emb, 2 if one_angle_a_pair else 1)
 
 
 def _unrotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _rotated(apply: Callable, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    width = cos.shape[-1]
+def _rotated(apply: Callable, numbers: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    width = numbers * cos.shape[-1]  # a cosine is of one number of a head, or of both of a pair
     whole = width == x.shape[-1]
     turned = x if whole else x[..., :width]
     turned, _ = apply(turned, turned[:, :0], cos, sin)  # takes queries and keys, and these may be of different tokens

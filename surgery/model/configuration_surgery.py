@@ -8,13 +8,19 @@ from typing import Any, ClassVar
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from .attention_functions import LEARNED_SINKS
 from .group_entries import CROSS_LAYER_KEYS, check_groups
 from .hybrid_cache import StreamingLayer
+from .logit_factor import CAPPED
 from .quantized_cache import QuantizedKVLayer
 from .token_codes import TokenCodes
 
-# What a base config may say that the classes here would silently leave out: capped logits, and chunks.
-_OTHER_ATTENTION = ("attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size")
+# What a base config may say that the classes here would silently leave out, unless its family is one of these.
+_OTHER_ATTENTION = {
+    "attn_logit_softcapping": ("gemma2",),
+    "final_logit_softcapping": CAPPED,
+    "attention_chunk_size": (),
+}
 
 # What a base config says about itself rather than about the model: never carried from one config to the other.
 _IDENTITY_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version")
@@ -106,8 +112,8 @@ class SurgeryConfig(PreTrainedConfig):
         # The family's own class fills in its defaults and translates legacy fields such as rope_theta and rope_scaling.
         source = {name: value for name, value in kwargs.items() if name not in _IDENTITY_FIELDS}
         base = CONFIG_MAPPING[self.base_model_type](**source).to_dict()
-        for name in _OTHER_ATTENTION:
-            if base.get(name) is not None:
+        for name, families in _OTHER_ATTENTION.items():
+            if base.get(name) is not None and self.base_model_type not in families:
                 raise ValueError(f"base_model_type {self.base_model_type!r} has {name}, which is not carried here")
         own = {field.name for field in fields(self)} | set(_IDENTITY_FIELDS)
         inherited = {name: value for name, value in base.items() if name not in own}
@@ -177,6 +183,8 @@ class SurgeryConfig(PreTrainedConfig):
                 raise ValueError(f"attention_layers[{index}]: {problem}")
             if layer.get("codes") and (problem := _codes_problem(layer)):
                 raise ValueError(f"attention_layers[{index}]: {problem}")
+            if self.base_model_type in LEARNED_SINKS and (layer["kind"] == "hybrid" or layer.get("streaming")):
+                raise ValueError(f"attention_layers[{index}]: heads with learned sinks do not stream")
             # A cache layer with an empty key tensor reports length 0, so a rank of 0 would decode garbage.
             if layer["kind"] == "latent" and layer["kv_lora_rank"] < 1:
                 raise ValueError(f"attention_layers[{index}]: kv_lora_rank must be at least 1")

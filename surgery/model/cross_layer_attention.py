@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from transformers import Cache
 from transformers import initialization as init
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_functions import Accelerated, eager_attention, normalise_heads, rotation_of
+from .attention_functions import Accelerated, attend, normalise_heads, rotation_of
 from .group_cache import GroupLayer, Reading
 from .group_stores import GroupStore, MergedPairs, PromptBasis, SharedCodes
 
@@ -34,11 +33,11 @@ class GroupMember(Accelerated, nn.Module):
     def _join_group(self, entry: dict[str, Any]) -> None:
         self.entry = dict(entry)
         self.place, self.group_size = entry["place"], entry["group_size"]
-        self.block, self.sinks, self.window = entry.get("block"), entry.get("sinks", 0), entry.get("window", 0)
+        self.block, self.exact_sinks, self.window = entry.get("block"), entry.get("sinks", 0), entry.get("window", 0)
 
     def cache_layer(self, store: GroupStore) -> GroupLayer:
         """An empty cache layer of this module's that shares `store` with the others of its group."""
-        return GroupLayer(store, self.place, self.block, self.sinks, self.window)
+        return GroupLayer(store, self.place, self.block, self.exact_sinks, self.window)
 
     def new_store(self) -> GroupStore:
         """An empty store for the group."""
@@ -99,7 +98,7 @@ class CrossLayerAttention(GroupMember):
         self.rotate = rotation_of(stock)
         self.attention_dropout = stock.attention_dropout
         self.is_causal = True
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", *(["sinks"] if hasattr(stock, "sinks") else [])):
             setattr(self, name, getattr(stock, name))
         self.q_norm = getattr(stock, "q_norm", None)
         self.k_norm = getattr(stock, "k_norm", None)
@@ -164,17 +163,7 @@ class CrossLayerAttention(GroupMember):
         key, value = self._key_value(tokens)
         key = self.rotate(key, cos[:, reading.slots], sin[:, reading.slots])
 
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        out, weights = attention(
-            self,
-            query,
-            key,
-            value,
-            reading.select(attention_mask),
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )  # [B, T, H, d]
+        out, weights = attend(self, query, key, value, reading.select(attention_mask), **kwargs)  # [B, T, H, d]
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
 
     def _query(self, hidden_states: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from transformers import Cache
 from transformers import initialization as init
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_functions import eager_attention, rotate_pairs
+from .attention_functions import attend, rotate_pairs
 from .cross_layer_attention import GroupMember
 from .latent_attention import LatentAttention
 
@@ -71,18 +70,7 @@ class CrossLayerLatentAttention(GroupMember, LatentAttention):
         if self.key_norm_eps is not None:
             positional = torch.cat((positional, self._key_irms(hidden_states)), dim=-1)
         reading, latent, positional = self._exchange(latent, positional, past_key_values, real_tokens)
-        key, value = self._latent_key_value(latent, positional[:, :, reading.slots])
-
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        out, weights = attention(
-            self,
-            query,
-            key,
-            value,
-            reading.select(attention_mask),
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )  # [B, T, H, r]
+        key_value = self._latent_key_value(latent, positional[:, :, reading.slots])
+        out, weights = attend(self, query, *key_value, reading.select(attention_mask), **kwargs)  # [B, T, H, r]
         out = torch.einsum("bthr,hvr->bthv", out, self.value_up)
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights

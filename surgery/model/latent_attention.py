@@ -86,6 +86,8 @@ class LatentAttention(Accelerated, nn.Module):
 
         self.q_proj = stock.q_proj
         self.o_proj = stock.o_proj
+        if hasattr(stock, "sinks"):
+            self.sinks = stock.sinks
         self.q_norm = getattr(stock, "q_norm", None)
         if self.key_norm_eps is not None:
             if not hasattr(stock, "k_norm"):

@@ -84,10 +84,12 @@ class LowRankAttention(Accelerated, nn.Module):
         blocks = entry["blocks"]
         self.ranks = [block["rank"] for block in blocks]
         self.shared_layers, shared_rank = entry["shared_layers"], entry["shared_rank"]
-        self.sinks, self.window = entry["sinks"], entry["window"]
+        self.exact_sinks, self.window = entry["sinks"], entry["window"]
 
         self.q_proj = stock.q_proj
         self.o_proj = stock.o_proj
+        if hasattr(stock, "sinks"):
+            self.sinks = stock.sinks
         self.q_norm = getattr(stock, "q_norm", None)
         self.k_norm = getattr(stock, "k_norm", None)
         if self.window:
@@ -189,7 +191,7 @@ class LowRankAttention(Accelerated, nn.Module):
         exact = visible = layer = None
         if self.window:
             exact = self._exact(hidden_states)
-            new = ExactWindowLayer(self.sinks, self.window)
+            new = ExactWindowLayer(self.exact_sinks, self.window)
             layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
         if self.kernel is not None:
             out = self.kernel(self, query, latent, exact, attention_mask, past_key_values)
@@ -298,7 +300,7 @@ class LowRankAttention(Accelerated, nn.Module):
     def _is_exact(self, slots: torch.Tensor, places: torch.Tensor, padding: list[int]) -> torch.Tensor:
         """Which keys are read exactly, bool [B or 1, 1, T, S]."""
         start = torch.tensor(padding, device=slots.device)[:, None, None]
-        return ((slots[:, None] - places < self.window) | (places - start < self.sinks))[:, None]
+        return ((slots[:, None] - places < self.window) | (places - start < self.exact_sinks))[:, None]
 
 
 def _places(heads: list[int]) -> list[int] | None:

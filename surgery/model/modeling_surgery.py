@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .attention_functions import family_attention_class
+from .attention_functions import family_attention_class, own_softmax
 from .blockwise_decoder import BlockwiseDecoder
 from .cache_layer import Call, CompactLayer, check_full_attention, hook_calls, own_cache
 from .cache_prediction import CachedLayer, footprint, peak_bytes
@@ -29,7 +29,7 @@ from .grouped_attention import GroupedAttention
 from .hybrid_attention import HybridAttention
 from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer
 from .latent_attention import LatentAttention
-from .logit_factor import logit_factor
+from .logit_factor import logit_cap, logit_factor
 from .low_rank_attention import LowRankAttention
 from .sink_window_cache import set_padding
 from .straight_through import StraightThroughCodes, StraightThroughLayer
@@ -71,6 +71,7 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: SurgeryConfig):
         if config.attention_layers is None:
             raise ValueError("the configuration has no attention_layers: it describes no converted model")
+        self._supports_sdpa = not own_softmax(config)
         # Before super() fills in defaults: whether there are experts to run, only the base model knows.
         base_config = config.base_config()
         super().__init__(config)
@@ -258,6 +259,8 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
         if (factor := logit_factor(self.config)) != 1.0:
             logits = logits * factor
+        if (cap := logit_cap(self.config)) is not None:
+            logits = (logits / cap).tanh() * cap
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)

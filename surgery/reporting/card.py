@@ -6,6 +6,7 @@ from surgery.common.human import in_code, in_markdown, origin
 from surgery.common.tables import markdown
 from surgery.common.tables.table import Column, Table
 from surgery.engines import spoken
+from surgery.engines.in_transformers import EAGER, EAGERLY
 from surgery.reporting.front_matter import front_matter
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts, stages
 from surgery.reporting.quality import before_and_after, healed_table, ladder_table
@@ -14,7 +15,7 @@ LOADING = {
     "stock": """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
+model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto"{eagerly})
 tokenizer = AutoTokenizer.from_pretrained("{name}")""",
     "surgery": """\
 import surgery  # registers the model class; without the package pass trust_remote_code=True
@@ -36,7 +37,9 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
     called = target.get("called", target["to"])
     held = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
     engines = markdown.render(Table.of(["engine", "loads"], spoken(target["engines"]).items()))
-    loading = LOADING.get(target["model_type"], LOADING["stock"]).format(name=in_code(name).replace('"', "'"))
+    model_type = target["model_type"]
+    eagerly = EAGERLY if model_type in EAGER else ""
+    loading = LOADING.get(model_type, LOADING["stock"]).format(name=in_code(name).replace('"', "'"), eagerly=eagerly)
     made_from = origin(base_model or source.get("hub") or source["path"], source.get("dequantised_from"))
     return f"""{front_matter(report, name, base_model=base_model, inherited=inherited)}
 # {in_markdown(name)}

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import BoolTensor, Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from surgery.common.errors import SurgeryError
+from surgery.families.softmax import Softmax
 
 NAME = "surgery_tap"
 
@@ -32,6 +32,7 @@ class AttentionCall:
         key, value: [B, G, S, d] and [B, G, S, v], the tokens of the cache and the new ones.
         mask: which keys each query sees, bool [B or 1, 1, T, S]; None for causal attention with T = S.
         scaling: factor of the scores before the softmax.
+        softcap, sinks: as in :class:`surgery.families.softmax.Softmax`.
     """
 
     layer: int
@@ -40,11 +41,18 @@ class AttentionCall:
     value: Tensor
     mask: BoolTensor | None
     scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def kv_heads(self) -> int:
         """G."""
         return self.key.shape[1]
+
+    @property
+    def softmax(self) -> Softmax:
+        """How products of queries and keys become weights."""
+        return Softmax(self.scaling, self.softcap, self.sinks)
 
     def visible(self) -> BoolTensor:
         """The mask, spelled out where it is causal: [B or 1, 1, T, S]."""
@@ -57,21 +65,18 @@ class AttentionCall:
     def of_heads(self, start: int, stop: int) -> AttentionCall:
         """The same call for KV heads ``start`` to ``stop`` - 1 and their query heads."""
         group = self.query.shape[1] // self.kv_heads
-        query = self.query[:, start * group : stop * group]
-        return replace(self, query=query, key=self.key[:, start:stop], value=self.value[:, start:stop])
+        queries = slice(start * group, stop * group)
+        return replace(
+            self,
+            query=self.query[:, queries],
+            key=self.key[:, start:stop],
+            value=self.value[:, start:stop],
+            sinks=None if self.sinks is None else self.sinks[queries],
+        )
 
     def output(self) -> Tensor:
         """What attention gives, [B, T, H, v]."""
-        out = scaled_dot_product_attention(
-            self.query,
-            self.key,
-            self.value,
-            self.mask,
-            is_causal=self.mask is None and self.query.shape[2] > 1,
-            scale=self.scaling,
-            enable_gqa=self.kv_heads != self.query.shape[1],
-        )
-        return out.transpose(1, 2)
+        return self.softmax.mix(self.query, self.key, self.value, self.mask).transpose(1, 2)
 
 
 AttentionFunction = Callable[[AttentionCall], Tensor]
@@ -110,10 +115,12 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(module.layer_idx, query, key, value, attention_mask, scaling)
+    call = AttentionCall(module.layer_idx, query, key, value, attention_mask, scaling, softcap, s_aux)
     return module.surgery_tap(call).contiguous(), None
 
 

@@ -19,7 +19,8 @@ from surgery.common.errors import SurgeryError
 from surgery.families import Family, family_around
 from surgery.families.base import LAYER_PREFIX, per_layer
 from surgery.families.llama import LLAMA
-from surgery.model.logit_factor import logit_factor
+from surgery.model.attention_functions import own_softmax
+from surgery.model.logit_factor import logit_cap, logit_factor
 from surgery.running.loading import loading
 
 SMALL = 2**26
@@ -160,11 +161,16 @@ class LayerStream:
             ids = torch.arange(start, min(start + VOCABULARY_SLICE, vocabulary))
             yield start, self.reader.rows(self.output_name, ids).to(self.device, self.dtype)
 
+    def _slice_logits(self, normed: Tensor, weight: Tensor) -> Tensor:
+        """Logits [..., n] of normed states [..., D] for a slice of the output projection, below the family's cap."""
+        logits, cap = normed @ weight.T, logit_cap(self.config)
+        return logits if cap is None else (logits / cap).tanh() * cap
+
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of final hidden states [..., D] before the norm; meant for few tokens."""
         normed = self.final_norm(hidden)
-        return torch.cat([normed @ weight.T for _, weight in self.output_slices()], dim=-1)
+        return torch.cat([self._slice_logits(normed, weight) for _, weight in self.output_slices()], dim=-1)
 
     @torch.no_grad()
     def loss(self, hidden: Tensor, tokens: Tensor) -> float:
@@ -180,7 +186,7 @@ class LayerStream:
         chosen = torch.zeros(len(labels), device=self.device)
         for first, weight in self.output_slices():
             for rows in torch.arange(len(labels), device=self.device).split(TOKEN_SLICE):
-                logits = (normed[rows] @ weight.T).float()
+                logits = self._slice_logits(normed[rows], weight).float()
                 normaliser[rows] = torch.logaddexp(normaliser[rows], logits.logsumexp(-1))
                 local = labels[rows] - first
                 inside = (local >= 0) & (local < len(weight))
@@ -202,22 +208,25 @@ class LayerStream:
         flat = normed.detach().flatten(0, 1)
         places = torch.arange(len(flat), device=self.device).split(TOKEN_SLICE)
         slices = [
-            torch.cat([(flat[rows] @ weight.T).float().logsumexp(-1) for rows in places])
+            torch.cat([self._slice_logits(flat[rows], weight).float().logsumexp(-1) for rows in places])
             for _, weight in self.output_slices()
         ]
         normaliser = torch.stack(slices).logsumexp(0)
         below = torch.stack([(part - normaliser).double().exp() for part in slices]).cumsum(0)  # up to a slice's end
         drawn = torch.rand(len(flat), generator=generator, dtype=torch.float64).to(self.device)
         chosen = (drawn >= below).sum(0).clamp_max(len(slices) - 1)
-        gradient = torch.zeros_like(flat)
+        gradient, cap = torch.zeros_like(flat), logit_cap(self.config)
         for place, (_, weight) in enumerate(self.output_slices()):
             for rows in places:
-                probability = ((flat[rows] @ weight.T).float() - normaliser[rows, None]).exp()
+                logits = self._slice_logits(flat[rows], weight).float()
+                probability = (logits - normaliser[rows, None]).exp()
                 own = (chosen[rows] == place).nonzero()[:, 0]
                 rest = drawn[rows[own]] - (below[place - 1, rows[own]] if place else 0)
                 cumulative = probability[own].double().cumsum(-1)
                 label = torch.searchsorted(cumulative, rest[:, None], right=True)[:, 0].clamp_max(len(weight) - 1)
                 probability[own, label] -= 1
+                if cap is not None:
+                    probability *= 1 - (logits / cap).square()
                 gradient[rows] += probability.to(weight) @ weight
         normed.backward(gradient.view_as(normed))
         return leaf.grad
@@ -312,7 +321,12 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
         causal_class = AutoModelForCausalLM._model_mapping[type(config)]
         with loading("a layer by its config.json"):
             causal, info = causal_class.from_pretrained(
-                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, attn_implementation="sdpa"
+                None,
+                config=config,
+                state_dict=state,
+                dtype=dtype,
+                output_loading_info=True,
+                attn_implementation="eager" if own_softmax(config) else "sdpa",
             )
     finally:
         if bars:

@@ -9,6 +9,7 @@ from pathlib import Path
 from huggingface_hub.errors import StrictDataclassError
 
 from surgery.common.errors import SurgeryError
+from surgery.families import FAMILIES
 
 LOADING = (
     ValueError,
@@ -43,6 +44,15 @@ def loading(what: str, remedy: str = "") -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:300]
         raise SurgeryError(f"{what}: transformers cannot load it ({reason}){remedy and f'; {remedy}'}") from error
+
+
+def attention_of(path: Path) -> dict[str, str]:
+    """What transformers has to be told for a folder's model to attend as its family does; mostly nothing."""
+    from transformers import PreTrainedConfig
+
+    config, _ = PreTrainedConfig.get_config_dict(path, local_files_only=True)
+    family = FAMILIES.get(config.get("model_type"))
+    return {"attn_implementation": "eager"} if family is not None and family.eager else {}
 
 
 def load_config(path: Path):

@@ -16,6 +16,7 @@ import torch
 
 from surgery.calibration.layer_statistics import LAG_SEQUENCES
 from surgery.families.base import LAYER_PREFIX, head_shape
+from surgery.model.attention_functions import own_softmax
 from surgery.running.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
 from surgery.running.source import OwnSource, Source
 from surgery.structures.ladder import EXACT_TOKENS
@@ -92,6 +93,7 @@ class Workload:
     stored: int  # s
     compute: int  # c
     on_host: bool
+    own_softmax: bool
     demand: Demand
 
     @classmethod
@@ -122,6 +124,7 @@ class Workload:
             stored=stored,
             compute=opened.stream.dtype.itemsize,
             on_host=opened.stream.device.type == "cpu",
+            own_softmax=own_softmax(config),
             demand=replace(demand, fit_queries=min(demand.fit_queries, tokens["length"])),
         )
 
@@ -159,7 +162,8 @@ class Workload:
                                 conversion: one M T D c per stage of the ladder, and 4 N T D c for the fit
         one batch               calibration: B T (16 D + 6 H d + 6 I) c for autograd; conversion: 3 B T H n c, queries
                                 of the merged stage; one slice of the vocabulary beside it
-        attention weights       4 H T² c of one sequence, for lag statistics
+        attention weights       4 H T² c of one sequence, for lag statistics; 5 B H T² c where logits have a cap or
+                                learned sinks beside them, which no fused attention knows
         fit                     N H Q (T + 5 k) c: the linearised attention of Q sampled queries, k numbers cached
         statistics              8 matrices [n, n] in float64
         float64 forms           the attention in float64, three times, and two merged stages, H d n numbers each
@@ -219,8 +223,9 @@ class Workload:
         }
         one_batch = max(batch * width * self.compute, self._vocabulary_bytes())
         device = {"one layer": self._layer_bytes(), "one batch": one_batch}
-        if self.demand.lags:
-            device["attention weights"] = 4 * self.heads * self.length**2 * self.compute
+        weights = max(4 * self.demand.lags, 5 * self.own_softmax * min(self.batch, self.calibration))
+        if weights:
+            device["attention weights"] = weights * self.heads * self.length**2 * self.compute
         return host, device
 
     def _conversion_memory(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -239,6 +244,9 @@ class Workload:
             "one layer": self._layer_bytes() + 2 * merged * self.compute,
             "one batch": max(queries, self._vocabulary_bytes()),
         }
+        if self.own_softmax:
+            rows = min(self.batch, sequences) * self.heads * self.length
+            device["attention weights"] = 5 * rows * self.length * self.compute
         if self.demand.fit_steps:
             rows = self.calibration * self.heads * self.demand.fit_queries
             device["fit"] = rows * (self.length + 5 * self.demand.cached) * self.compute

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from surgery.architectures.cached import check_quantizable
 from surgery.calibration.settings import ConversionSettings
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.output_place import settle_output
@@ -30,5 +31,7 @@ def open_request(
     reader, target = unfused(CheckpointReader.open(source, allow_pickle=allow_pickle)), target_of(settings)
     structure = target.structure().for_source(reader.config, settings)
     opened = structure.open(reader, settings)
+    if getattr(settings, "quantizes", False):
+        check_quantizable(reader.path, opened.config)
     out = settle_output(source, reader.source, out, target.ending_of(settings), overwrite=overwrite)
     return structure(opened, settings, progress), out

@@ -11,6 +11,7 @@ structure's own (:mod:`surgery.transforms.kv_heads_fit`, :mod:`surgery.transform
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -58,14 +59,15 @@ class LinearisedMixing:
     Legend: M positions, T tokens up to the last of them, G KV heads, H query heads, R of them to a KV head.
 
     Args:
-        source: for its window and softmax scale.
+        source: for its window and softmax.
         q: [H, M, d] queries of the positions. k: [G, T, d]. v: [G, T, e].
         phase: complex [T, n]: the last 2 n numbers of queries and keys rotate.
         positions: [M], ascending; the last one is T - 1.
-        gain: [H, 1, T] factors of the logits, if there are any.
+        gain: [H, 1, T] factors of the products of queries and keys, if there are any.
 
     Attributes:
         mixed: [G, R, M, e].
+        gain: factors of changes of the products, the slope of a cap among them, [G, R, M or 1, T].
     """
 
     def __init__(
@@ -84,8 +86,13 @@ class LinearisedMixing:
         self.q = self._queries(q)  # [G, R, M, d]
         self.k, self.v = _turned(k, phase)[:, None], v[:, None]  # [G, 1, T, ·]
         visible = causal_mask(len(phase), len(phase), source.window, q.device)[positions]
-        logits = self._with_gain(self.q @ self.k.mT)
-        self.weights = logits.masked_fill_(~visible, -torch.inf).softmax(-1)  # [G, R, M, T]
+        softmax = replace(source.softmax, scale=1.0)  # queries are scaled already
+        logits = softmax.logits(self._with_gain(self.q @ self.k.mT))
+        if softmax.softcap is not None:
+            slope = softmax.slope(logits)
+            self.gain = slope if self.gain is None else slope.mul_(self.gain)
+        logits = logits.masked_fill_(~visible, -torch.inf).flatten(0, 1)
+        self.weights = softmax.normalised(logits).unflatten(0, self.groups)  # [G, R, M, T]
         self.weights.masked_fill_(self.weights < SMALLEST_WEIGHT, 0)
         self.mixed = self.weights @ self.v
 

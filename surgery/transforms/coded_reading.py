@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import output
 from surgery.families.rope import phases, rotate
+from surgery.families.softmax import Softmax
 from surgery.model.quantized_cache import QuantizedKVLayer
 
 
@@ -49,27 +50,20 @@ class CodedAttention(nn.Module):
             keys = keys * found.key_gain[..., None]
         queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, found.v))
         coded = as_codes(self.cache, keys, values)
-        mixed = attend_coded(self.cache, queries, (keys, values), coded, anatomy.scale)
+        mixed = attend_coded(self.cache, anatomy.softmax, queries, (keys, values), coded)
         return output(anatomy, mixed.transpose(1, 2)), None
 
 
 def attend_coded(
-    cache: QuantizedKVLayer, queries: Tensor, exact: tuple[Tensor, Tensor], coded: tuple[Tensor, Tensor], scale: float
+    cache: QuantizedKVLayer,
+    softmax: Softmax,
+    queries: Tensor,
+    exact: tuple[Tensor, Tensor],
+    coded: tuple[Tensor, Tensor],
 ) -> Tensor:
     """Mixed values [B, H, T, e] of queries [B, H, T, d] that read keys and values [B, G, T, ·] in either form."""
     tokens, device = queries.shape[-2], queries.device
     place = torch.arange(tokens, device=device)
     seen, as_it_came = place[:, None] >= place, seen_as_they_came(cache, tokens, device)
     keys, values = (torch.cat(both, dim=-2) for both in zip(coded, exact, strict=True))
-    width = values.shape[-1]
-    if width < keys.shape[-1]:  # the fused kernels want one width
-        values = nn.functional.pad(values, (0, keys.shape[-1] - width))
-    mixed = nn.functional.scaled_dot_product_attention(
-        queries,
-        keys,
-        values,
-        attn_mask=torch.cat([seen & ~as_it_came, seen & as_it_came], dim=-1),
-        scale=scale,
-        enable_gqa=queries.shape[1] != keys.shape[1],
-    )
-    return mixed[..., :width]
+    return softmax.mix(queries, keys, values, torch.cat([seen & ~as_it_came, seen & as_it_came], dim=-1))

@@ -234,12 +234,8 @@ class SimulatedKeysValues(SimulatedMember):
         keys, values = self._key_value(read)
         phase = phases(source.inv_freq, place, keys.dtype)
         queries = rotate(source.project_queries(hidden_states), phase[-hidden_states.shape[1] :])
-        out = nn.functional.scaled_dot_product_attention(
-            *(part.transpose(1, 2) for part in (queries, rotate(keys, phase), values)),
-            attn_mask=visible,
-            scale=source.scale,
-            enable_gqa=True,
-        )
+        heads = (part.transpose(1, 2) for part in (queries, rotate(keys, phase), values))
+        out = source.softmax.mix(*heads, visible)
         out = torch.einsum("bhte,xhe->btx", out, source.o)
         return (out if source.o_bias is None else out + source.o_bias), None
 

@@ -166,8 +166,8 @@ def reorder_kv_heads(anatomy: AttentionAnatomy, order: Group) -> AttentionAnatom
     kv = torch.tensor(order, device=anatomy.k.device)
     query = (kv[:, None] * repeat + torch.arange(repeat, device=kv.device)).flatten()
 
-    def pick(bias: Tensor | None, index: Tensor) -> Tensor | None:
-        return None if bias is None else bias[index]
+    def pick(part: Tensor | None, index: Tensor) -> Tensor | None:
+        return None if part is None else part[index]
 
     return replace(
         anatomy,
@@ -178,6 +178,7 @@ def reorder_kv_heads(anatomy: AttentionAnatomy, order: Group) -> AttentionAnatom
         q_bias=pick(anatomy.q_bias, query),
         k_bias=pick(anatomy.k_bias, kv),
         v_bias=pick(anatomy.v_bias, kv),
+        sinks=pick(anatomy.sinks, query),
     )
 
 
@@ -199,7 +200,7 @@ def apply_maps(anatomy: AttentionAnatomy, groups: tuple[Group, ...], maps: list[
         name + "_bias": part[..., -1] for name, part in parts.items() if getattr(anatomy, name + "_bias") is not None
     }
     weights = {name: part[..., : anatomy.hidden].contiguous() for name, part in parts.items()}
-    return replace(anatomy, **weights, **biases, o=out.flatten(1, 3))
+    return replace(ordered, **weights, **biases, o=out.flatten(1, 3))
 
 
 def affine(weight: Tensor, bias: Tensor | None) -> Tensor:

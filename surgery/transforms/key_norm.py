@@ -79,4 +79,5 @@ def pad_groups(anatomy: AttentionAnatomy, counts: Sequence[int], size: int) -> A
         q=spread(anatomy.q, 0),
         o=spread(anatomy.o, 1),
         q_bias=None if anatomy.q_bias is None else spread(anatomy.q_bias, 0),
+        sinks=None if anatomy.sinks is None else spread(anatomy.sinks, 0),
     )

@@ -85,11 +85,12 @@ class LatentLayer:
         if gain is not None:
             positional = torch.cat([positional, gain], dim=-1)
         held = latent[:, None], positional[:, None]
-        queries, scale, exact = self.queries(x).transpose(1, 2), self.source.scale, self._keys_and_values(*held)
+        queries, exact, source = self.queries(x).transpose(1, 2), self._keys_and_values(*held), self.source
         if cache is None:
-            mixed = causal_attention(queries, *exact, scale, self.source.window)
+            mixed = causal_attention(source, queries, *exact)
         else:
-            mixed = attend_coded(cache, queries, exact, self._keys_and_values(*as_codes(cache, *held)), scale)
+            coded = self._keys_and_values(*as_codes(cache, *held))
+            mixed = attend_coded(cache, source.softmax, queries, exact, coded)
         return torch.einsum("bhtr,her->bthe", mixed, self.value_up)
 
     def _keys_and_values(self, latent: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:

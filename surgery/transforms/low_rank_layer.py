@@ -143,20 +143,15 @@ class SimulatedLowRank(nn.Module):
             exact_keys = exact.k if exact.key_gain is None else exact.k * exact.key_gain[..., None]
             keys = torch.cat([keys, rotate(exact_keys, phase)], dim=1)
             values = torch.cat([values, exact.v], dim=1)
-        out = nn.functional.scaled_dot_product_attention(
-            *(part.transpose(1, 2) for part in (queries, keys, values)),
-            attn_mask=visible,
-            scale=source.scale,
-            enable_gqa=True,
-        )
-        return self._output(out), None
+        heads = (part.transpose(1, 2) for part in (queries, keys, values))
+        return self._output(source.softmax.mix(*heads, visible)), None
 
     def _from_codes(self, queries: Tensor, exact: tuple[Tensor, Tensor], latents: Tensor, phase: Tensor) -> Tensor:
         """The output of queries that read keys and values rebuilt from codes, or from latents as they came."""
         held, _ = as_codes(self.cache, latents[:, None], latents[:, None, :, :0])
         coded = self.layer.rebuilt(held[:, 0])
         forms = [(rotate(keys, phase).transpose(1, 2), values.transpose(1, 2)) for keys, values in (exact, coded)]
-        return self._output(attend_coded(self.cache, queries.transpose(1, 2), *forms, self.layer.source.scale))
+        return self._output(attend_coded(self.cache, self.layer.source.softmax, queries.transpose(1, 2), *forms))
 
     def _output(self, mixed: Tensor) -> Tensor:
         """The output projection of mixed values [B, H, T, e]."""

@@ -68,10 +68,14 @@ def test_the_norm_before_the_attention_is_that_of_the_class(checkpoints, name):
     ("config", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
-        ({"model_type": "gemma2"}, "'gemma2' is not supported: its attention caps logits.* 8-bit cache"),
+        ({"model_type": "gemma4"}, "'gemma4' is not supported: its layers share caches.* 8-bit cache"),
         ({"model_type": "qwen2_5_vl"}, "text tower is not converted"),
         ({}, "model_type None is not supported"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            "mxfp4.*save_original_format=False",
+        ),
     ],
 )
 def test_refused_configs(config, message):

@@ -42,7 +42,11 @@ FIRST = {
     "cohere": ("crosslayer",),
     "cohere2_window": ("lowrank",),
     "stablelm": ("quantized",),
+    "gemma2": (),
+    "gemma2_window": ("mla",),
     "gemma3_window": ("mla",),
+    "gpt_oss": (),
+    "gpt_oss_window": ("gqa",),
     "phi3": (),
     "phi3_window": ("gqa",),
     "olmo2": ("lowrank", "hybrid"),
@@ -53,6 +57,7 @@ FIRST = {
 REFUSED = {
     ("stablelm", "crosslayer"): "stablelm layers hand .* convert --to lowrank",
     ("gemma3_window", "gqa"): "behind a q/k-norm",
+    ("gpt_oss", "hybrid"): "learned sinks, .* convert --to gqa",
     ("falcon3", "gqa"): "one KV head already",
     ("olmo2", "gqa"): "behind a q/k-norm",
     ("olmo3_window", "gqa"): "behind a q/k-norm",
@@ -105,6 +110,14 @@ def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     shifted = model(padded, attention_mask=mask, position_ids=positions).logits[:, 5:]
     torch.testing.assert_close(shifted, whole, **close)
+
+
+@pytest.mark.parametrize("name", [name for name in NEW if "window" in name])
+def test_codes_beside_windows_are_refused_before_any_work(checkpoints, monkeypatch, tmp_path, name):
+    monkeypatch.setattr(converter, "load_texts", None)
+    with pytest.raises(SurgeryError, match="quantised KV cache needs full attention"):
+        converter.convert(checkpoints(name), tmp_path / "out", ConvertSettings(**TEXT, kv_ratio=0.5, bits=8))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

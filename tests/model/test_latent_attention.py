@@ -143,7 +143,8 @@ def test_legacy_fields_are_translated():
 
 LAYER = {"kind": "latent", "kv_lora_rank": 4, "rope_inv_freq": [], "key_norm_eps": None}
 REFUSED = {
-    "gemma2": {"base_model_type": "gemma2", "attention_layers": [LAYER]},
+    "has attn_logit_softcapping": {"attn_logit_softcapping": 50.0},
+    "has final_logit_softcapping": {"final_logit_softcapping": 30.0},
     "entries for 3 layers": {"num_hidden_layers": 3, "attention_layers": [LAYER] * 2},
     "at least 1": {"num_hidden_layers": 1, "attention_layers": [{**LAYER, "kv_lora_rank": 0}]},
     "has keys": {"num_hidden_layers": 1, "attention_layers": [{"kind": "latent", "kv_lora_rank": 4}]},

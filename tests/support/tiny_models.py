@@ -12,10 +12,12 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MiniCPM3Config,
@@ -65,6 +67,15 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts_per_tok": 2}
+SINKS = {
+    **{**SHAPE, **EXPERTS, "head_dim": 16, "num_local_experts": 4},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0},
+        **{"truncate": False, "original_max_position_embeddings": 32},
+    },
+}
+# Caps that random models reach.
+CAPS = {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 10.0}
 WINDOW_IN_LAYER_0 = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 
 CONFIGS = {
@@ -93,6 +104,8 @@ CONFIGS = {
     "cohere": lambda: CohereConfig(**SHAPE, logit_scale=0.5),
     "cohere2_window": lambda: Cohere2Config(**SHAPE, logit_scale=0.5, head_dim=8, **WINDOW_IN_LAYER_0),
     "stablelm": lambda: StableLmConfig(**SHAPE, use_qkv_bias=True, partial_rotary_factor=0.5),
+    "gemma2": lambda: Gemma2Config(**SHAPE, head_dim=16, **CAPS, layer_types=["full_attention"] * 2),
+    "gemma2_window": lambda: Gemma2Config(**SHAPE, head_dim=16, **CAPS, **WINDOW_IN_LAYER_0),
     "gemma3_window": lambda: Gemma3TextConfig(
         **SHAPE,
         head_dim=16,
@@ -103,6 +116,8 @@ CONFIGS = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "gpt_oss": lambda: GptOssConfig(**SINKS, layer_types=["full_attention"] * 2),
+    "gpt_oss_window": lambda: GptOssConfig(**SINKS, **WINDOW_IN_LAYER_0),
     "phi3": lambda: Phi3Config(**SHAPE),
     "phi3_window": lambda: Phi3Config(**SHAPE, sliding_window=16),
     "olmo2": lambda: Olmo2Config(**SHAPE),
@@ -121,6 +136,8 @@ CONFIGS = {
     ),
 }
 ALL = tuple(CONFIGS)
+# Families that cap logits of attention or have learned sinks.
+OWN_SOFTMAX = ("gemma2", "gpt_oss")
 
 LATENT = {
     **{**SHAPE, "num_key_value_heads": 4, "num_hidden_layers": 3},
@@ -178,6 +195,8 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
                 parameter.normal_(0, 0.5)
             elif "norm" in key:
                 parameter.uniform_(0.5, 1.5)
+            elif key.endswith("sinks"):
+                parameter.normal_(0, 3)
     return model
 
 

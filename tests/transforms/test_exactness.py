@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import ALL
+from tiny_models import ALL, OWN_SOFTMAX
 
 from surgery.families import attention
 from surgery.kernels.mla_decode.reference import latent_attention
@@ -57,7 +57,7 @@ def test_a_full_rank_latent_is_exact(case):
     torch.testing.assert_close(same.forward(x), form.forward(x), atol=1e-8, rtol=1e-8)
 
 
-@pytest.mark.parametrize("case", ALL, indirect=True)
+@pytest.mark.parametrize("case", [name for name in ALL if not name.startswith(OWN_SOFTMAX)], indirect=True)
 def test_simulation_equals_the_kernel_reference(case):
     anatomy, x, _ = case
     basis = bases(anatomy.kv_heads, anatomy.head_dim)["fisher"]

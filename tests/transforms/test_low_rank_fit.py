@@ -37,9 +37,7 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def source(
-    *, biased: bool = False, normed: bool = False, over_all: bool = False, window: int | None = None
-) -> AttentionAnatomy:
+def source(*, biased: bool = False, normed: bool = False, over_all: bool = False, **own) -> AttentionAnatomy:
     wide = {"q": (H, HEAD), "k": (G, HEAD)} if over_all else {"q": (HEAD,), "k": (HEAD,)}
     return AttentionAnatomy(
         q=random(H, HEAD, D, seed=1),
@@ -53,7 +51,7 @@ def source(
         v_bias=random(G, HEAD, seed=7) if biased else None,
         q_norm=HeadNorm(random(*wide["q"], seed=8), 1e-3) if normed else None,
         k_norm=HeadNorm(random(*wide["k"], seed=9), 1e-3) if normed else None,
-        window=window,
+        **own,
     )
 
 
@@ -109,7 +107,12 @@ CASES = {
 }
 
 
-LINEARISED = {**CASES, "normed over all heads": {"normed": True, "over_all": True}}
+LINEARISED = {
+    **CASES,
+    "normed over all heads": {"normed": True, "over_all": True},
+    "capped": {"softcap": 1.5},
+    "with sinks": {"sinks": random(H, seed=9)},
+}
 
 
 @pytest.mark.parametrize("case", LINEARISED)

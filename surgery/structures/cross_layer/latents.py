@@ -21,6 +21,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.families import key_gains
 from surgery.families.base import ATTENTION_PREFIX
+from surgery.families.softmax import Softmax
 from surgery.model.attention_functions import normalise_heads, rotate_pairs
 from surgery.reporting.report import SourceShape
 from surgery.running.source import OwnSource
@@ -306,6 +307,7 @@ class SimulatedLatents(SimulatedMember):
         if own.key_norm_eps is not None:
             gain = beside[..., own.rope_dim :].mT  # [B, G, K]
             logits = logits * gain.repeat_interleave(own.num_key_value_groups, dim=1)[:, :, None]
-        weights = (logits * own.scaling).masked_fill(~visible, -torch.inf).softmax(-1)
+        cap, sinks = (getattr(at, name, None) for at, name in ((own.config, "attn_logit_softcapping"), (own, "sinks")))
+        weights = Softmax(own.scaling, cap, sinks).weights(logits, visible)
         out = torch.einsum("bhtk,bkr,hvr->bthv", weights, read, own.value_up)
         return own.o_proj(out.flatten(2)), None

@@ -90,11 +90,11 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
                 "let all stream with --streaming 1"
             )
         reader = opened.reader
-        model = StreamableModel.of(reader.path, reader.config, opened.config)
         try:
             check_full_attention(opened.config, "a hybrid of full and streaming heads")
         except ValueError as error:
             raise SurgeryError(f"{reader.path}: {error}") from None
+        model = StreamableModel.of(reader.path, reader.config, opened.config)
         self._pattern = None if settings.heads is None else read_pattern(settings.heads)
         self._context = settings.context or opened.config.max_position_embeddings
         if self._pattern is not None and self._pattern.model.get("sha256") not in (None, reader.fingerprint()):

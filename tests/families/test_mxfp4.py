@@ -1,0 +1,57 @@
+"""The way from gpt-oss in MXFP4, as it is published, to a checkpoint that converts: the one that the refusal names."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import CONFIGS, DEMO, random_model
+from transformers import AutoModelForCausalLM, Mxfp4Config
+
+from surgery.common.errors import SurgeryError
+from surgery.structures import converter
+from surgery.structures.kv_heads.settings import KVHeadsSettings
+
+BLOCK = 32
+SETTINGS = KVHeadsSettings(calibration="none")
+
+
+def mxfp4_checkpoint(folder):
+    """Random codes and scales in the place of a tiny model's experts."""
+    config = CONFIGS["gpt_oss_window"]()
+    config.intermediate_size = 2 * BLOCK  # blocks are along the inputs of a projection
+    random_model(config).to(torch.bfloat16).save_pretrained(folder)
+    tensors, file = {}, folder / "model.safetensors"
+    for name, tensor in load_file(file).items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = tensor.shape
+            blocks = experts, outputs, inputs // BLOCK
+            tensors[f"{name}_blocks"] = torch.randint(256, (*blocks, BLOCK // 2), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(122, 126, blocks, dtype=torch.uint8)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, file, {"format": "pt"})
+    said = json.loads((folder / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    said["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (folder / "config.json").write_text(json.dumps(said))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_experts_in_mxfp4_become_bfloat16(tmp_path):
+    packed, plain = tmp_path / "mxfp4", tmp_path / "bf16"
+    mxfp4_checkpoint(packed)
+    with pytest.raises(SurgeryError, match=r"Mxfp4Config\(dequantize=True\).*save_original_format=False"):
+        converter.convert(packed, tmp_path / "out", SETTINGS)
+    model = AutoModelForCausalLM.from_pretrained(
+        packed, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16
+    )
+    model.save_pretrained(plain, save_original_format=False)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, plain / file)
+    tokens = torch.randint(3, 4096, (1, 30), generator=torch.Generator().manual_seed(0))
+    again = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    converter.convert(plain, tmp_path / "out", SETTINGS)
