@@ -199,6 +199,8 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
         axes.set(xscale="log", yscale="log", xlabel="predicted increase, nats per token", ylabel="measured")
         limits = [min(axes.get_xlim()[0], axes.get_ylim()[0]), max(axes.get_xlim()[1], axes.get_ylim()[1])]
         axes.plot(limits, limits, color=INK, linewidth=0.8, linestyle=":")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
         axes.legend()
         figure.savefig(path)
     print({name: round(value, 4) for name, value in facts(lines).items()})
