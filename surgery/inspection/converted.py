@@ -75,7 +75,7 @@ def original(folder: Path, config: Any, windows: structures.Windows, number_byte
         if not (0 < kv_heads <= heads and heads % kv_heads == 0 and head_dim > 0):
             raise ValueError("heads of no model")
         check_sizes({"num_attention_heads": heads, "head_dim": head_dim}, REPORT)
-    except (TypeError, KeyError, ValueError, OverflowError, SurgeryError):
+    except (AttributeError, TypeError, KeyError, ValueError, OverflowError, SurgeryError):
         if not hasattr(config, "base_model_type"):
             return None
         heads, kv_heads, head_dim = head_shape(config)

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 from hostile import MARKUP, OUTSIDE, cases, damaged, mutated, taken_or_refused
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sample_report import sample_report
 
@@ -175,6 +175,7 @@ def test_cards_escape_every_text(texts):
 
 
 @given(mutated({**CONVERSION, "previous": CONVERSION}))
+@example({**CONVERSION, "previous": {**CONVERSION, "source": None}})
 @cases(12)
 def test_conversions(folder, report):
     (folder / "surgery_report.json").write_text(json.dumps(report))
