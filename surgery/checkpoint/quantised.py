@@ -27,6 +27,8 @@ UNKNOWN = ("weight_zero_point", "weight_g_idx", "weight_global_scale", "input_sc
 """What asymmetric, reordered and two-level formats store besides, and those of activations in fixed steps."""
 
 PACKED_BITS = (4, 8)
+FORMATS = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
+"""Of compressed-tensors, by its name; mixed: each group says its own."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,7 @@ def quantisation_of(config: Mapping[str, Any], store: Store) -> Quantisation | N
         return Quantisation("FP8", _complete(matrices, store))
     if said.get("quant_method") != "compressed-tensors":
         return None
-    if (said.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        raise SurgeryError("config.json: compressed-tensors of sparse weights are not read; dequantise the checkpoint")
+    _check_compressed(said)
     packed = _modules(store, PACKED)
     bits = _bits(said) if packed else 0
     matrices = {name: _packed(name, store, bits, dtype) for name in packed}
@@ -184,6 +185,24 @@ def _block(said: dict[str, Any]) -> tuple[int, int] | None:
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         return None
     return block[0], block[1]
+
+
+def _check_compressed(said: dict[str, Any]) -> None:
+    """Refuses what compressed-tensors may say besides of how numbers are stored, or how the model is to be changed.
+
+    Raises:
+        SurgeryError: names it.
+    """
+    groups = said.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, dict) else []
+    found = {str(each.get("format")) for each in (said, *groups) if isinstance(each, dict) and each.get("format")}
+    sparsity = said.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        found.add("sparse weights")
+    if said.get("transform_config"):
+        found.add("rotated weights (transform_config)")
+    if unknown := sorted(found - FORMATS):
+        raise SurgeryError(f"config.json: compressed-tensors, {unknown[0]}: not read; dequantise the checkpoint first")
 
 
 def _bits(said: dict[str, Any]) -> int:

@@ -152,6 +152,11 @@ class CheckpointReader:
         kind = None if self._behind is None else self._behind.config.get("model_type")
         return kind if kind != self.config.get("model_type") else None
 
+    @property
+    def as_stored(self) -> CheckpointReader:
+        """The same without dequantisation, but of a GGUF file, whose numbers are read in no other way."""
+        return self._behind if isinstance(self._store, DequantisedStore) and self._behind is not None else self
+
     def model_folder(self) -> Path:
         """A folder that transformers can load: ``path``, or of quantised weights a temporary dequantised copy.
 

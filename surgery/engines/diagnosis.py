@@ -32,7 +32,7 @@ def diagnose(checkpoint: str | Path) -> Diagnosis:
     Raises:
         SurgeryError: there is no checkpoint, or its config does not say what engines want to know.
     """
-    reader = CheckpointReader.open(checkpoint)
+    reader = CheckpointReader.open(checkpoint).as_stored
     try:
         return Diagnosis(str(checkpoint), Facts.of(reader.config), tuple(verdicts(reader.config, str(checkpoint))))
     except KeyError as error:

@@ -30,6 +30,7 @@ class Facts:
         yarn: of MLA, rotation by YaRN: DeepSeek's own models, and what was made of them.
         real_experts: of MLA, some layers are mixtures of experts: such models again.
         windowed: some layers have an attention window.
+        quantised: the weights are stored as codes, which took no part in any trial.
         served: of the own class, the name under which trials of our plugin for vLLM are kept.
         not_served: of the own class, what that plugin has no code for; None if it has.
     """
@@ -46,6 +47,7 @@ class Facts:
     yarn: bool = False
     real_experts: bool = False
     windowed: bool = False
+    quantised: bool = False
     served: str | None = None
     not_served: str | None = None
 
@@ -59,6 +61,7 @@ class Facts:
             "family": family,
             "number_bytes": BYTES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), 2),
             "activation": config.get("hidden_act", "silu"),
+            "quantised": bool(config.get("quantization_config")),
         }
         layers = config["num_hidden_layers"]
         if structure == OWN:
@@ -90,6 +93,10 @@ class Facts:
     @property
     def kind(self) -> str:
         """The name under which trials of such checkpoints are kept."""
+        return f"{self._kind}, quantised" if self.quantised else self._kind
+
+    @property
+    def _kind(self) -> str:
         if self.structure == MLA:
             rotation = " with a frequency list" * self.frequency_list + " with YaRN" * self.yarn
             return "mla" + " with biases" * self.biases + rotation + " with experts" * self.real_experts

@@ -23,7 +23,8 @@ def verdict(facts: Facts, path: str) -> Verdict:
     said["command"] = f'AutoModelForCausalLM.from_pretrained("{path}", dtype="auto"{code})'
     said["cache_bytes_per_token"] = facts.cache_bytes(facts.number_bytes)
     if facts.kind not in TRANSFORMERS.kinds:
-        return Verdict(**said, status=NOT_TRIED, reason="a class of its own")
+        reason = "its quantised weights took no part in a test" if facts.quantised else "a class of its own"
+        return Verdict(**said, status=NOT_TRIED, reason=reason)
     reason = f"ran in {TRANSFORMERS}" + ", from the code beside the weights" * own
     reason += "; without eager attention 5.19 leaves its cap out" * (facts.family in EAGER)
     return Verdict(**said, status=LOADS_WITH if code else LOADS, reason=reason)

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
+from surgery.engines.diagnosis import diagnose
+from surgery.engines.verdict import NOT_TRIED
 from surgery.structures import converter
 from surgery.structures.registry import find_target
 
@@ -67,6 +69,11 @@ def test_a_conversion_dequantises_everything(tmp_path, capsys):
     assert not [name for name in written if "packed" in name or "scale" in name]
 
 
+def test_no_engine_is_said_to_have_run_codes(tmp_path):
+    folder = make_quantised(tmp_path / "small", "llama", "int4")
+    assert {verdict.status for verdict in diagnose(folder).verdicts} == {NOT_TRIED}
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
@@ -99,7 +106,10 @@ def test_parts_that_do_not_fit_are_refused(tmp_path, kind, change, message):
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 3}}}},
             "'3'.* bits, 4 or 8",
         ),
-        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
+        ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights: not read"),
+        ({**COMPRESSED, "sparsity_config": ["dense"]}, "sparse weights: not read"),
+        ({**COMPRESSED, "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, "rotated weights"),
+        ({**COMPRESSED, "format": "marlin-24"}, "marlin-24: not read"),
     ],
 )
 def test_other_formats_are_refused_by_name(tmp_path, said, message):
