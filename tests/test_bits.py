@@ -38,11 +38,11 @@ def convert(to, source, out, **settings):
     ("to", "bits", "hadamard"),
     [
         ("mla", 4, False),
-        ("mla", "fp8", True),
         ("gqa", "fp8", True),
-        ("lowrank", 4, False),
         ("lowrank", "fp8", True),
         ("hybrid", 4, False),
+        pytest.param("mla", "fp8", True, marks=pytest.mark.slow),
+        pytest.param("lowrank", 4, False, marks=pytest.mark.slow),
         pytest.param("gqa", 4, False, marks=pytest.mark.slow),
         pytest.param("hybrid", "fp8", True, marks=pytest.mark.slow),
     ],

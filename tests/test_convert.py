@@ -149,7 +149,7 @@ def test_grid_of_a_model_without_biases_loads_everywhere(converted):
     assert result.report.target["residual_rescale"] == pytest.approx(0.1**0.5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_low_precision_weights_stay_within_their_own_floor(converted, dtype, tmp_path):
     """KL of the written model to the simulation, against KL of the source rounded to the same dtype to itself."""
     result, ladder = converted("llama", dtype)

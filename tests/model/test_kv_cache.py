@@ -101,7 +101,7 @@ def test_generates_in_all_modes(make, kv_cache):
 
 
 @each_model
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(
     "kv_cache",
     [None, INT4 | {"group": 32}, WINDOW | {"format": "fp8", "group": 20}],

@@ -69,7 +69,7 @@ ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with
     ("family", "case"),
     [
         *(pytest.param("llama_bias", case, marks=() if case in ALWAYS else pytest.mark.slow) for case in CASES),
-        ("qwen3", "mla, 8 bits"),
+        pytest.param("qwen3", "mla, 8 bits", marks=pytest.mark.slow),
         pytest.param("qwen3", "quantized", marks=pytest.mark.slow),
     ],
 )
