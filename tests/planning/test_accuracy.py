@@ -1,0 +1,24 @@
+"""The figures of docs/planning.md are those of the conversions that were measured."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(("model", "row"), [("builtin", "demo model"), ("smollm2", "SmolLM2-135M-Instruct")])
+def test_the_table_is_what_was_measured(model, row):
+    spec = importlib.util.spec_from_file_location("planning_accuracy", ROOT / "tools" / "planning_accuracy.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    lines = [line for line in tool.read(ROOT / "docs" / "planning-accuracy.csv") if line["model"] == model]
+    found = tool.facts(lines)
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8").splitlines()
+    cells = next(line for line in page if line.startswith(f"| {row},")).strip("| ").split(" | ")[1:]
+    assert cells == [
+        str(found["conversions"]),
+        f"{found['rank_correlation']:.2f}",
+        *(f"{found[name]:.0%}" for name in ("median_relative_error", "within", "held")),
+    ]
