@@ -90,10 +90,13 @@ def test_the_own_class_is_served_by_the_plugin():
     assert narrow["status"] == REFUSED and narrow["remedy"] == "convert with --carrier own"
 
 
-def test_hybrid_heads_are_served_at_no_price_per_token():
+def test_hybrid_heads_have_bytes_per_token_and_per_request():
     hybrid = {"kind": "hybrid", "kv_heads": 2, "full_heads": 1, "compensated_heads": 0, "sinks": 4, "recent": 8}
     on_cpu = said({**OWN, "attention_layers": [hybrid, None]}, "vLLM on CPU")
-    assert (on_cpu["status"], on_cpu["cache_bytes_per_token"]) == (LOADS_WITH, None)
+    keys_and_values = 2 * 8 * 2  # heads of 8, in bfloat16
+    assert on_cpu["status"] == LOADS_WITH
+    assert on_cpu["cache_bytes_per_token"] == 3 * keys_and_values
+    assert on_cpu["cache_bytes_per_request"] == (4 + 8) * keys_and_values
 
 
 def test_what_the_plugin_does_not_serve_is_refused_by_name():

@@ -12,6 +12,7 @@ from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.console.verdicts import of_conversion, show_next, where_it_loads
 from surgery.engines import spoken
+from surgery.engines.verdict import Verdict
 from surgery.reporting.quality import before_and_after, ladder_table
 
 OWN_CLASS = "surgery"
@@ -114,8 +115,8 @@ def show_doctor(diagnosis, *, as_json: bool = False) -> None:
     rows = []
     for verdict in diagnosis.verdicts:
         why = f"{verdict.reason}; {verdict.remedy}" if verdict.remedy else verdict.reason
-        rows.append((verdict.engine, verdict.version, verdict.status, verdict.cache_bytes_per_token or None, why))
-    held = Column("KV cache per token", "", per_token)
+        rows.append((verdict.engine, verdict.version, verdict.status, _held(verdict), why))
+    held = Column("KV cache per token", align="right")
     page.print(make_table(["engine", Column("version", align="left"), "", held, "because"], rows))
     _show_commands(page, {verdict.engine: verdict.to_dict() for verdict in diagnosis.verdicts})
 
@@ -245,3 +246,11 @@ def _parts(parts: dict[str, int]) -> str:
     """The three largest parts of an amount of memory."""
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
     return ", ".join(f"{name} {size(amount)}" for name, amount in largest)
+
+
+def _held(verdict: Verdict) -> str | None:
+    """What an engine allocates for a token, and for a request beside its tokens."""
+    if verdict.cache_bytes_per_token is None:
+        return None
+    once = verdict.cache_bytes_per_request
+    return per_token(verdict.cache_bytes_per_token) + (f" + {size(once)} a request" if once else "")

@@ -20,8 +20,9 @@ class Facts:
     Attributes:
         structure: MLA (stock ``deepseek_v3``), HEADS (a family's own class), DECILM, or OWN, this package's class.
         family: model_type of the config.
-        cached_numbers: per token, all layers, at an infinite window; None for structures of the own class whose cost
-            is no such number (hybrid heads), or that no engine but transformers runs.
+        cached_numbers: per token, all layers, at an infinite window; None for structures of the own class that no
+            engine but transformers runs.
+        streamed_numbers: per request beside them, once it is longer than what streaming heads see.
         number_bytes: of a weight.
         head_sizes: of MLA, (nope, rope, value) numbers of a head.
         width: of MLA, numbers that a layer caches per token, rank and rope.
@@ -40,6 +41,7 @@ class Facts:
     cached_numbers: int | None
     number_bytes: int
     activation: str
+    streamed_numbers: int = 0
     head_sizes: tuple[int, int, int] | None = None
     width: int | None = None
     biases: bool = False
@@ -104,9 +106,12 @@ class Facts:
             return f"{self.family} with a window" if self.windowed else self.family
         return self.structure
 
-    def cache_bytes(self, number_bytes: int) -> int | None:
-        """Bytes per token of all layers at so many bytes a number."""
-        return None if self.cached_numbers is None else self.cached_numbers * number_bytes
+    def cache(self, number_bytes: int) -> dict[str, int | None]:
+        """What a verdict says of the cache of all layers at so many bytes a number."""
+        if self.cached_numbers is None:
+            return {}
+        per_token, streamed = (count * number_bytes for count in (self.cached_numbers, self.streamed_numbers))
+        return {"cache_bytes_per_token": per_token, "cache_bytes_per_request": streamed or None}
 
 
 def _latent_width(config: dict[str, Any]) -> int:
@@ -127,7 +132,10 @@ def _own(config: dict[str, Any]) -> dict[str, Any]:
     kinds = {type(layer) for layer in layers}
     family = config.get("base_model_type", "llama")
     if SplitHeads in kinds:
-        return {"cached_numbers": None, "served": f"hybrid heads of {family}"}
+        full = sum(layer.full_heads for layer in layers)
+        streamed = sum(layer.streaming_heads * (layer.sinks + layer.recent) for layer in layers)
+        numbers = {"cached_numbers": 2 * full * head_dim, "streamed_numbers": 2 * streamed * head_dim}
+        return {**numbers, "served": f"hybrid heads of {family}"}
     widths = [2 * layer.kv_heads * head_dim if isinstance(layer, Grouped) else layer.width for layer in layers]
     names = [name for kind, name in ((Latent, "mla"), (LowRank, "low rank")) if kind in kinds]
     if Grouped in kinds:

@@ -21,7 +21,7 @@ def verdict(facts: Facts, path: str) -> Verdict:
     own = facts.structure == OWN
     code = ", trust_remote_code=True" * own + EAGERLY * (facts.family in EAGER)
     said["command"] = f'AutoModelForCausalLM.from_pretrained("{path}", dtype="auto"{code})'
-    said["cache_bytes_per_token"] = facts.cache_bytes(facts.number_bytes)
+    said |= facts.cache(facts.number_bytes)
     if facts.kind not in TRANSFORMERS.kinds:
         reason = "its quantised weights took no part in a test" if facts.quantised else "a class of its own"
         return Verdict(**said, status=NOT_TRIED, reason=reason)

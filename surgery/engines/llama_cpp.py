@@ -35,7 +35,7 @@ def verdict(facts: Facts, path: str) -> Verdict:
         ours = facts.structure in (MLA, OWN) and not facts.real_experts
         remedy = "convert with --engine llama.cpp" if ours else None
         return Verdict(**said, status=REFUSED, command=None, reason=found, remedy=remedy)
-    said["cache_bytes_per_token"] = facts.cache_bytes(2)
+    said |= facts.cache(2)
     if facts.structure not in (MLA, DECILM) and facts.family not in LLAMAS:
         command = f"convert_hf_to_gguf.py {path} --outfile {path}.gguf && llama-server -m {path}.gguf"
         reason = "surgery export writes Llama-class models only; llama.cpp's own converter was not tried"

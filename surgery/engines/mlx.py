@@ -24,5 +24,5 @@ def verdict(facts: Facts, path: str) -> Verdict:
         status=NOT_TRIED,
         command=f"mlx_lm.server --model {path}",
         reason=f"read in its source{longer}, never run",
-        cache_bytes_per_token=facts.cache_bytes(facts.number_bytes),
+        **facts.cache(facts.number_bytes),
     )

@@ -31,5 +31,5 @@ def verdict(facts: Facts, path: str) -> Verdict:
         status=NOT_TRIED,
         command=f"python -m sglang.launch_server --model-path {path}{triton}",
         reason="read in its source, never run",
-        cache_bytes_per_token=facts.cache_bytes(2),
+        **facts.cache(2),
     )

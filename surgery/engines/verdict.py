@@ -19,6 +19,8 @@ class Verdict:
         command: what serves the checkpoint there; None where nothing does.
         reason: who says so: the trial behind a yes, what stands in the way of it.
         cache_bytes_per_token: that the engine allocates for all layers, unless told to store other numbers.
+        cache_bytes_per_request: beside them, whatever its length: the first and last tokens of streaming heads; None if
+            there are none. Engines round up to whole blocks, and add the tokens under way.
         remedy: flag of a conversion that changes a refusal.
     """
 
@@ -29,6 +31,7 @@ class Verdict:
     command: str | None
     reason: str
     cache_bytes_per_token: int | None = None
+    cache_bytes_per_request: int | None = None
     remedy: str | None = None
 
     @property

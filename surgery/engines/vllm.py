@@ -30,7 +30,7 @@ def cuda(facts: Facts, path: str) -> Verdict:
         obstacle = f"its prefill takes heads of {facts.head_sizes} (nope, rope, value) on no such GPU"
     if obstacle:
         return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=_remedy(facts))
-    said["cache_bytes_per_token"] = facts.cache_bytes(NUMBER_BYTES)
+    said |= facts.cache(NUMBER_BYTES)
     if facts.structure != MLA:
         code = " --trust-remote-code" if facts.structure == DECILM else ""
         return Verdict(**said, status=NOT_TRIED, command=f"vllm serve {path}{code}", reason="no GPU was run")
@@ -62,7 +62,7 @@ def cpu(facts: Facts, path: str) -> Verdict:
     if obstacle:
         remedy = None if facts.real_experts else "convert with --carrier own"
         return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=remedy)
-    said["cache_bytes_per_token"] = facts.cache_bytes(NUMBER_BYTES)
+    said |= facts.cache(NUMBER_BYTES)
     code = " --trust-remote-code" if facts.structure == DECILM else ""
     dropped = _dropped(facts)
     if dropped:
@@ -81,7 +81,7 @@ def _plugin(facts: Facts, path: str, said: dict[str, str]) -> Verdict:
         reason = f"our plugin for it does not serve {facts.not_served}"
         return Verdict(**said, status=REFUSED, command=None, reason=reason)
     said |= {"command": f"pip install model-surgery && {SERVE[said['engine']]} {path}"}
-    said |= {"cache_bytes_per_token": facts.cache_bytes(NUMBER_BYTES)}
+    said |= facts.cache(NUMBER_BYTES)
     if said["device"] != VLLM_PLUGIN.device:
         return Verdict(**said, status=NOT_TRIED, reason="our plugin was run on the CPU only")
     if facts.served not in VLLM_PLUGIN.kinds:
