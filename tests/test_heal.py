@@ -1,6 +1,9 @@
 """`surgery heal`, end to end on tiny models: trained, of the same form, verified, and on record."""
 
 import json
+import os
+import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from surgery.healing.launchers import (
     count_processes,
     find_launcher,
     is_sharded,
+    keeps_freed_memory,
     launch_command,
     outside,
     run_to_its_end,
@@ -230,6 +234,21 @@ def test_launchers_have_names(tmp_path, monkeypatch):
     inside = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1", "ACCELERATE_USE_FSDP": "true", "PATH": "x"}
     assert outside(inside) == {"PATH": "x"}
     assert outside({"ACCELERATE_USE_CPU": "1"}) == {"ACCELERATE_USE_CPU": "1"}
+
+
+def test_trainings_on_a_cpu_keep_freed_memory():
+    # Resident memory after 64 MB were freed: glibc takes what it is told, or this would say nothing of it.
+    probe = "import psutil; x = bytearray(1 << 26); del x; print(psutil.Process().memory_info().rss >> 20)"
+
+    def resident(environment: dict[str, str]) -> int:
+        done = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, check=True)
+        return int(done.stdout)
+
+    plain = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("no glibc")
+    assert resident(keeps_freed_memory(plain)) > 64 > resident(plain)
+    assert keeps_freed_memory({"GLIBC_TUNABLES": "x"}) == {"GLIBC_TUNABLES": "x"}
 
 
 def test_a_recipe_says_how_a_training_is_launched(made, tmp_path, monkeypatch):

@@ -35,7 +35,14 @@ from surgery.common.progress import Progress
 from surgery.engines import engine_table
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
-from surgery.healing.launchers import count_processes, is_sharded, launch_command, outside, run_to_its_end
+from surgery.healing.launchers import (
+    count_processes,
+    is_sharded,
+    keeps_freed_memory,
+    launch_command,
+    outside,
+    run_to_its_end,
+)
 from surgery.healing.recorded_source import find_source
 from surgery.healing.verification import verify_healed
 from surgery.model import register
@@ -299,6 +306,8 @@ def _train(
     progress.note(f"training: {shlex.join(command)}")
     # The package may be imported from where it lies, not only where it is installed.
     environment = outside(dict(os.environ)) | {"TOKENIZERS_PARALLELISM": "false"}
+    if settings.device == "cpu" or not torch.cuda.is_available():
+        environment = keeps_freed_memory(environment)
     code = run_to_its_end(command, environment)
     if code:
         raise SurgeryError(f"the training {_ended(code)}, see above; the same command goes on")
