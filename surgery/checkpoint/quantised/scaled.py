@@ -1,16 +1,13 @@
-"""Formats of quantised checkpoints that are read: which matrices are stored how, by config.json and the tensors' names.
+"""Symmetric formats, in which a number is its code times a scale.
 
 - fp8 with ``weight_block_size``, DeepSeek's: ``X.weight`` in e4m3, ``X.weight_scale_inv`` a float for each block;
 - compressed-tensors, pack-quantized: ``X.weight_packed``, codes of 4 or 8 bits plus 2^(bits - 1) in int32, the least
   significant first along a row; ``X.weight_scale`` by row and group of columns; ``X.weight_shape``;
 - compressed-tensors, int- and float-quantized: ``X.weight`` in int8 or e4m3, ``X.weight_scale``.
-
-All are symmetric: a number is its code times its scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +15,12 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint.dequantised_store import Matrix, ReadRows
+from surgery.checkpoint.quantised.parts import WEIGHT, Quantisation, beside, misfit, modules
 from surgery.checkpoint.stores import Store
 from surgery.checkpoint.tensors import TensorInfo, describe
 from surgery.common.errors import SurgeryError
 
-CODES, PACKED, SCALE, SHAPE, INVERSE = "weight", "weight_packed", "weight_scale", "weight_shape", "weight_scale_inv"
+PACKED, SCALE, SHAPE, INVERSE = "weight_packed", "weight_scale", "weight_shape", "weight_scale_inv"
 UNKNOWN = ("weight_zero_point", "weight_g_idx", "weight_global_scale", "input_scale", "input_zero_point")
 """What asymmetric, reordered and two-level formats store besides, and those of activations in fixed steps."""
 
@@ -31,42 +29,27 @@ FORMATS = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 """Of compressed-tensors, by its name; mixed: each group says its own."""
 
 
-@dataclass(frozen=True)
-class Quantisation:
-    """How a checkpoint is quantised.
-
-    Attributes:
-        name: of the codes, for people.
-    """
-
-    name: str
-    matrices: dict[str, Matrix]
+def fp8(said: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation | None:
+    """Of block-quantised models; None where the config states no blocks."""
+    if (block := _block(said)) is None:
+        return None
+    matrices = {module + WEIGHT: _by_block(module, store, block) for module in modules(store, INVERSE)}
+    return Quantisation("FP8", _complete(matrices, store))
 
 
-def quantisation_of(config: Mapping[str, Any], store: Store) -> Quantisation | None:
-    """How the matrices of a checkpoint are stored; None where they are not quantised, or in a format not read here.
+def compressed_tensors(said: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
+    """As that package writes them.
 
     Raises:
-        SurgeryError: a format that is read, but tensors that do not fit it.
+        SurgeryError: a format of it that is not read.
     """
-    said = config.get("quantization_config")
-    if not isinstance(said, dict):
-        return None
-    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
-    dtype = dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16
-    if said.get("quant_method") == "fp8" and (block := _block(said)):
-        matrices = {name: _by_block(name, store, block) for name in _modules(store, INVERSE)}
-        return Quantisation("FP8", _complete(matrices, store))
-    if said.get("quant_method") != "compressed-tensors":
-        return None
     _check_compressed(said)
-    packed = _modules(store, PACKED)
+    packed = modules(store, PACKED)
     bits = _bits(said) if packed else 0
-    matrices = {name: _packed(name, store, bits, dtype) for name in packed}
-    matrices |= {name: _plain(name, store, dtype) for name in _modules(store, SCALE) if name not in matrices}
-    if not matrices:
-        return None
-    return Quantisation(" and ".join(sorted({matrix.kind for matrix in matrices.values()})), _complete(matrices, store))
+    matrices = {module: _packed(module, store, bits, dtype) for module in packed}
+    matrices |= {module: _plain(module, store, dtype) for module in modules(store, SCALE) if module not in matrices}
+    name = " and ".join(sorted({matrix.kind for matrix in matrices.values()}))
+    return Quantisation(name, _complete({module + WEIGHT: matrix for module, matrix in matrices.items()}, store))
 
 
 @dataclass(frozen=True)
@@ -111,62 +94,44 @@ class Scaled:
         return (codes - 2 ** (self.bits - 1)).float()
 
 
-def _modules(store: Store, kind: str) -> list[str]:
-    """Names of the matrices that have a part of that kind."""
-    return [name.removesuffix(kind) + CODES for name in store.infos if name.endswith("." + kind)]
-
-
-def _beside(name: str, kind: str, store: Store) -> TensorInfo:
-    part = name.removesuffix(CODES) + kind
-    if part not in store.infos:
-        raise SurgeryError(f"{part}: missing from the checkpoint, whose config says how it is quantised")
-    return store.infos[part]
-
-
-def _by_block(name: str, store: Store, block: tuple[int, int]) -> Scaled:
-    info, scale = _beside(name, CODES, store), _beside(name, INVERSE, store)
+def _by_block(module: str, store: Store, block: tuple[int, int]) -> Scaled:
+    info, scale = beside(module, WEIGHT, store), beside(module, INVERSE, store)
     wanted = tuple(-(-size // of) for size, of in zip(info.shape, block, strict=False))
     if info.dtype != torch.float8_e4m3fn or len(info.shape) != 2 or scale.shape != wanted:
-        raise _misfit(name, info, scale)
-    inverse = name.removesuffix(CODES) + INVERSE
-    return Scaled(name, inverse, info.shape, block, wanted, torch.bfloat16, "fp8")
+        raise misfit(module + WEIGHT, info, scale)
+    return Scaled(module + WEIGHT, module + INVERSE, info.shape, block, wanted, torch.bfloat16, "fp8")
 
 
-def _packed(name: str, store: Store, bits: int, dtype: torch.dtype) -> Scaled:
-    words, scale, shape = (_beside(name, kind, store) for kind in (PACKED, SCALE, SHAPE))
+def _packed(module: str, store: Store, bits: int, dtype: torch.dtype) -> Scaled:
+    words, scale, shape = (beside(module, part, store) for part in (PACKED, SCALE, SHAPE))
     raw = torch.empty(shape.nbytes, dtype=torch.uint8)
-    store.read(name.removesuffix(CODES) + SHAPE, [(0, shape.nbytes)], raw)
+    store.read(module + SHAPE, [(0, shape.nbytes)], raw)
     size = tuple(raw.view(shape.dtype).tolist())
     if len(size) != 2 or words.dtype != torch.int32 or words.shape != (size[0], -(-size[1] * bits // 32)):
-        raise SurgeryError(f"{name}: {describe(words)} does not hold {list(size)} numbers of {bits} bits")
-    module = name.removesuffix(CODES)
-    block, scales = _scales(name, words, size, scale)
+        raise SurgeryError(f"{module}{WEIGHT}: {describe(words)} does not hold {list(size)} numbers of {bits} bits")
+    block, scales = _scales(module, words, size, scale)
     parts = {"codes": module + PACKED, "scale": module + SCALE, "others": (module + SHAPE,)}
     return Scaled(**parts, shape=size, block=block, scales=scales, dtype=dtype, kind=f"int{bits}", bits=bits)
 
 
-def _plain(name: str, store: Store, dtype: torch.dtype) -> Scaled:
-    info, scale = _beside(name, CODES, store), _beside(name, SCALE, store)
+def _plain(module: str, store: Store, dtype: torch.dtype) -> Scaled:
+    info, scale = beside(module, WEIGHT, store), beside(module, SCALE, store)
     if info.dtype not in (torch.int8, torch.float8_e4m3fn) or len(info.shape) != 2:
-        raise _misfit(name, info, scale)
+        raise misfit(module + WEIGHT, info, scale)
     kind = "int8" if info.dtype == torch.int8 else "fp8"
-    block, scales = _scales(name, info, info.shape, scale)
-    return Scaled(name, name.removesuffix(CODES) + SCALE, info.shape, block, scales, dtype, kind)
+    block, scales = _scales(module, info, info.shape, scale)
+    return Scaled(module + WEIGHT, module + SCALE, info.shape, block, scales, dtype, kind)
 
 
 def _scales(
-    name: str, codes: TensorInfo, shape: tuple[int, ...], scale: TensorInfo
+    module: str, codes: TensorInfo, shape: tuple[int, ...], scale: TensorInfo
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """The block of a scale, and how many scales there are: for all, for each row, or for a group in a row."""
     rows, columns = (1, 1) if len(scale.shape) < 2 else scale.shape
     fits = len(scale.shape) == 2 or scale.nbytes == scale.dtype.itemsize
     if not fits or rows not in (1, shape[0]) or shape[1] % columns or not scale.dtype.is_floating_point:
-        raise _misfit(name, codes, scale)
+        raise misfit(module + WEIGHT, codes, scale)
     return (shape[0] // rows, shape[1] // columns), (rows, columns)
-
-
-def _misfit(name: str, codes: TensorInfo, scale: TensorInfo) -> SurgeryError:
-    return SurgeryError(f"{name}: {describe(codes)} does not fit its scales, {describe(scale)}")
 
 
 def _complete(matrices: dict[str, Scaled], store: Store) -> dict[str, Matrix]:

@@ -1,0 +1,38 @@
+"""Formats of quantised checkpoints that are read: how matrices are stored, by config.json and the tensors' names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from surgery.checkpoint.quantised.bitsandbytes_format import bitsandbytes
+from surgery.checkpoint.quantised.packed_columns import awq, gptq
+from surgery.checkpoint.quantised.parts import Quantisation
+from surgery.checkpoint.quantised.scaled import compressed_tensors, fp8
+from surgery.checkpoint.stores import Store
+
+READERS: dict[str, Callable[[dict[str, Any], Store, torch.dtype], Quantisation | None]] = {
+    "awq": awq,
+    "bitsandbytes": bitsandbytes,
+    "compressed-tensors": compressed_tensors,
+    "fp8": fp8,
+    "gptq": gptq,
+}
+"""By ``quant_method``: of ``quantization_config``, the stored tensors and the dtype that numbers are rounded to."""
+
+
+def quantisation_of(config: Mapping[str, Any], store: Store) -> Quantisation | None:
+    """How the matrices of a checkpoint are stored; None where they are not quantised, or in a format not read here.
+
+    Raises:
+        SurgeryError: a format that is read, but tensors that do not fit it.
+    """
+    said = config.get("quantization_config")
+    if not isinstance(said, dict) or (method := said.get("quant_method")) not in tuple(READERS):
+        return None
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    dtype = dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16
+    found = READERS[method](said, store, dtype)
+    return found if found and found.matrices else None

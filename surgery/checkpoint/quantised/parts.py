@@ -1,0 +1,46 @@
+"""What the readers of quantised formats share: the tensors that make up a matrix, and what is wrong with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from surgery.checkpoint.dequantised_store import Matrix
+from surgery.checkpoint.stores import Store
+from surgery.checkpoint.tensors import TensorInfo, describe
+from surgery.common.errors import SurgeryError
+
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How a checkpoint is quantised.
+
+    Attributes:
+        name: of the codes, for people.
+        matrices: by the names that they have in an unquantised checkpoint.
+    """
+
+    name: str
+    matrices: dict[str, Matrix]
+
+
+def modules(store: Store, part: str) -> list[str]:
+    """Names of the modules that have a tensor of that name, each with its last dot."""
+    return [name.removesuffix(part) for name in store.infos if name.endswith("." + part)]
+
+
+def beside(module: str, part: str, store: Store) -> TensorInfo:
+    """A tensor that a module must have.
+
+    Raises:
+        SurgeryError: it has none.
+    """
+    if module + part not in store.infos:
+        raise SurgeryError(f"{module}{part}: missing from the checkpoint, whose config says how it is quantised")
+    return store.infos[module + part]
+
+
+def misfit(name: str, codes: TensorInfo, scale: TensorInfo) -> SurgeryError:
+    """Codes and scales of sizes or dtypes that do not belong together."""
+    return SurgeryError(f"{name}: {describe(codes)} does not fit its scales, {describe(scale)}")
