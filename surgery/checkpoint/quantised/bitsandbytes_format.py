@@ -142,7 +142,7 @@ def _state(module: str, kind: str, store: Store) -> tuple[dict[str, Any], tuple[
 
 def _row_matrix(module: str, store: Store, dtype: torch.dtype) -> ByRow:
     codes, largest = beside(module, WEIGHT, store), beside(module, LARGEST, store)
-    if codes.dtype != torch.int8 or len(codes.shape) != 2 or largest.shape != codes.shape[:1]:
+    if codes.dtype != torch.int8 or len(codes.shape) != 2 or largest.shape != codes.shape[:1] or not codes.nbytes:
         raise misfit(module + WEIGHT, codes, largest)
     others = (module + FORMAT,) if module + FORMAT in store.infos else ()
     return ByRow(module, codes.shape, others, dtype)

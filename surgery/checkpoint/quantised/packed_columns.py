@@ -138,7 +138,7 @@ def _gptq_matrix(module: str, said: dict[str, Any], store: Store, plus: int, dty
     rows, outputs = words.shape if len(words.shape) == 2 else (0, 0)
     # Groups of modules may have bits of their own, which the order of the inputs tells.
     bits = said.get("bits") if order is None else 32 * rows / max(order.nbytes // order.dtype.itemsize, 1)
-    if bits not in BITS or 32 * rows % bits:
+    if bits not in BITS or 32 * rows % bits or not rows or not outputs:
         raise SurgeryError(f"{module}{WORDS}: {describe(words)} of {bits} bits a code; {BITS} are read")
     bits = int(bits)
     inputs, groups = 32 * rows // bits, scales.shape[0] if scales.shape else 0
@@ -149,6 +149,8 @@ def _gptq_matrix(module: str, said: dict[str, Any], store: Store, plus: int, dty
     size = size if isinstance(size, int) and size > 0 else inputs
     if order is None and -(-inputs // size) != groups:
         raise misfit(module + WEIGHT, words, scales)
+    if order is not None and (order.shape != (inputs,) or order.dtype != torch.int32):
+        raise misfit(module + GROUPS, order, words, "codes")
     return PackedColumns(
         module, (outputs, inputs), bits, groups, size, order is not None, True, plus, places=None, dtype=dtype
     )
@@ -158,7 +160,13 @@ def _awq_matrix(module: str, store: Store, dtype: torch.dtype) -> PackedColumns:
     words, scales, zeros = (beside(module, part, store) for part in (WORDS, SCALES, ZEROS))
     inputs, packed = words.shape if len(words.shape) == 2 else (0, 0)
     groups = scales.shape[0] if scales.shape else 0
-    fits = groups and inputs % groups == 0 and scales.shape == (groups, 8 * packed) and zeros.shape == (groups, packed)
+    fits = (
+        words.nbytes
+        and groups
+        and inputs % groups == 0
+        and scales.shape == (groups, 8 * packed)
+        and zeros.shape == (groups, packed)
+    )
     if not fits or words.dtype != torch.int32 or zeros.dtype != torch.int32 or not scales.dtype.is_floating_point:
         raise misfit(module + WEIGHT, words, scales)
     return PackedColumns(

@@ -41,6 +41,6 @@ def beside(module: str, part: str, store: Store) -> TensorInfo:
     return store.infos[module + part]
 
 
-def misfit(name: str, codes: TensorInfo, scale: TensorInfo) -> SurgeryError:
-    """Codes and scales of sizes or dtypes that do not belong together."""
-    return SurgeryError(f"{name}: {describe(codes)} does not fit its scales, {describe(scale)}")
+def misfit(name: str, codes: TensorInfo, beside: TensorInfo, called: str = "scales") -> SurgeryError:
+    """Codes and scales, or what else stands beside them, of sizes or dtypes that do not belong together."""
+    return SurgeryError(f"{name}: {describe(codes)} does not fit its {called}, {describe(beside)}")

@@ -24,7 +24,7 @@ PACKED, SCALE, SHAPE, INVERSE = "weight_packed", "weight_scale", "weight_shape",
 UNKNOWN = ("weight_zero_point", "weight_g_idx", "weight_global_scale", "input_scale", "input_zero_point")
 """What asymmetric, reordered and two-level formats store besides, and those of activations in fixed steps."""
 
-PACKED_BITS = (4, 8)
+PACKED_BITS = ("4", "8")
 FORMATS = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
 """Of compressed-tensors, by its name; mixed: each group says its own."""
 
@@ -127,9 +127,9 @@ def _scales(
     module: str, codes: TensorInfo, shape: tuple[int, ...], scale: TensorInfo
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """The block of a scale, and how many scales there are: for all, for each row, or for a group in a row."""
-    rows, columns = (1, 1) if len(scale.shape) < 2 else scale.shape
-    fits = len(scale.shape) == 2 or scale.nbytes == scale.dtype.itemsize
-    if not fits or rows not in (1, shape[0]) or shape[1] % columns or not scale.dtype.is_floating_point:
+    rows, columns = scale.shape if len(scale.shape) == 2 else (1, 1)
+    fits = scale.nbytes == rows * columns * scale.dtype.itemsize > 0 and scale.dtype.is_floating_point
+    if not fits or 0 in shape or rows not in (1, shape[0]) or shape[1] % columns:
         raise misfit(module + WEIGHT, codes, scale)
     return (shape[0] // rows, shape[1] // columns), (rows, columns)
 
@@ -177,9 +177,9 @@ def _bits(said: dict[str, Any]) -> int:
         SurgeryError: it says several, or others than are read.
     """
     groups = said.get("config_groups")
-    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
-    found = {weight.get("num_bits") for weight in weights if isinstance(weight, dict)}
-    if len(found) != 1 or not found <= set(PACKED_BITS):
-        known = " or ".join(map(str, PACKED_BITS))
-        raise SurgeryError(f"config.json: compressed-tensors of {sorted(map(str, found))} bits, {known} are read")
-    return found.pop()
+    groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    weights = [weight for group in groups if isinstance(weight := group.get("weights"), dict)]
+    found = sorted({str(weight.get("num_bits"))[:100] for weight in weights})
+    if len(found) != 1 or found[0] not in PACKED_BITS:
+        raise SurgeryError(f"config.json: compressed-tensors of {found} bits, {' or '.join(PACKED_BITS)} are read")
+    return int(found[0])

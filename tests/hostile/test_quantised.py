@@ -1,0 +1,72 @@
+"""Quantised matrices whose parts and config do not belong together: read as something of their shape, or refused."""
+
+from functools import partial
+
+import pytest
+import torch
+from hostile import JUNK, cases, mutated, taken_or_refused
+from hypothesis import given
+from hypothesis import strategies as st
+from quantised_checkpoints import FORMATS, KNOWN
+
+from surgery.checkpoint.dequantised_store import DequantisedStore
+from surgery.checkpoint.quantised import quantisation_of
+from surgery.checkpoint.tensors import TensorInfo, as_bytes
+
+WEIGHT = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+MODULE = "model.layers.0.mlp.up_proj."
+DTYPES = (torch.int32, torch.uint8, torch.int8, torch.float32, torch.float16, torch.int64, torch.float8_e4m3fn)
+SHAPES = st.lists(st.sampled_from((0, 1, 2, 3, 4, 8, 16, 32, 64, 256)), max_size=3)
+
+
+class InMemory:
+    """A store of tensors, which reads nothing beyond their ends."""
+
+    max_readers = 1
+
+    def __init__(self, tensors):
+        self._bytes = {name: as_bytes(tensor) for name, tensor in tensors.items()}
+        self.infos = {
+            name: TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.nbytes, "a.safetensors")
+            for name, tensor in tensors.items()
+        }
+
+    def read(self, name, ranges, out):
+        held, at = self._bytes[name], 0
+        for start, stop in ranges:
+            assert 0 <= start <= stop <= len(held), (name, start, stop, len(held))
+            out[at : at + stop - start] = held[start:stop]
+            at += stop - start
+
+
+@st.composite
+def tensors(draw, parts):
+    """Those parts with up to two of them of another dtype, shape or content, or left out."""
+    found = dict(parts)
+    for _ in range(draw(st.integers(0, 2))):
+        name = draw(st.sampled_from(sorted(found) or [""]))
+        if not draw(st.booleans()):
+            found.pop(name, None)
+            continue
+        shape, dtype = draw(SHAPES), draw(st.sampled_from((*DTYPES, getattr(found.get(name), "dtype", torch.uint8))))
+        raw = torch.randint(256, (max(1, torch.Size(shape).numel()) * dtype.itemsize,), dtype=torch.uint8)
+        found[name] = raw.view(dtype)[: torch.Size(shape).numel()].view(shape)
+    return found
+
+
+@pytest.mark.parametrize("kind", [*KNOWN, *FORMATS])
+@given(st.data())
+@cases(15)
+def test_parts_that_do_not_belong_together(kind, data):
+    said, quantise = KNOWN.get(kind) or FORMATS[kind]
+    made = quantise(WEIGHT)
+    parts = data.draw(tensors(made[0] if kind in KNOWN else made))
+    config = {"quantization_config": data.draw(mutated(said, JUNK) | st.just(said)), "dtype": "bfloat16"}
+    store = InMemory({MODULE + part: tensor.contiguous() for part, tensor in parts.items()})
+    found = taken_or_refused(lambda: quantisation_of(config, store))
+    if found is None:
+        return
+    read = DequantisedStore(store, found.matrices)
+    for name, info in read.infos.items():
+        out = torch.empty(info.nbytes, dtype=torch.uint8)
+        taken_or_refused(partial(read.read, name, [(0, info.nbytes)], out))
