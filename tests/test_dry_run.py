@@ -1,9 +1,12 @@
 """A dry run says beforehand what the conversion then writes, whatever the target."""
 
 import json
+import shutil
+from collections import namedtuple
 
 import pytest
 import torch
+from command_line import run_main
 
 from surgery.running.skeleton import skeleton
 from surgery.structures import converter
@@ -52,3 +55,13 @@ def test_the_class_and_the_bytes_are_those_of_the_conversion(case, checkpoints, 
         tokens = asked.get("context", LONG)
         held = skeleton(config, torch.float32).kv_cache_bytes(1, tokens) / tokens
     assert plan.kv["bytes_per_token"] == pytest.approx(held, rel=1e-4)
+
+
+def test_too_small_a_disk_is_told_beside_the_plan(checkpoints, tmp_path, monkeypatch, capsys):
+    verb = ["convert", "--to", "gqa", checkpoints("llama"), "--calibration", "none", "--kv-ratio", "0.5", "--dry-run"]
+    usage = namedtuple("usage", "total used free")(10**9, 10**9 - 1000, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    code, shown, errors = run_main(monkeypatch, capsys, *verb, "--out", tmp_path / "out", "--json")
+    plan = json.loads(shown)
+    assert code == 1 and "the disk has 1.0 KB free" in errors and plan["refusal"] in errors
+    assert plan["memory"]["host_bytes"] > 0 and plan["disk"]["output_free_bytes"] == 1000

@@ -52,6 +52,8 @@ def _llama(hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocabu
 SHAPES = {
     "llama3-8b": _llama(4096, 32, 32, 8, 14_336, 128_256, LLAMA3_ROPE),
     "llama2-7b": _llama(4096, 32, 32, 32, 11_008, 32_000, {"rope_type": "default", "rope_theta": 10_000.0}),
+    "llama3-70b": _llama(8192, 80, 64, 8, 28_672, 128_256, LLAMA3_ROPE),
+    "llama3-405b": _llama(16_384, 126, 128, 8, 53_248, 128_256, LLAMA3_ROPE),
     "llama3-1b": _llama(2048, 16, 32, 8, 8192, 128_256, LLAMA3_ROPE),
 }
 
@@ -98,7 +100,7 @@ def measure_conversion(shape: str, folder: Path, arguments: list[str], progress:
 
 def make_random_checkpoint(out: Path, config: dict, progress: Progress, seed: int = 0) -> None:
     """Writes a Llama checkpoint of random bf16 weights, tensor by tensor."""
-    plan = {name: TensorSpec(torch.bfloat16, shape) for name, shape in _llama_shapes(config)}
+    plan = {name: TensorSpec(torch.bfloat16, shape) for name, shape in llama_shapes(config)}
     generator = torch.Generator().manual_seed(seed)
     with CheckpointWriter(out, plan) as writer:
         with progress.phase("random weights", sum(spec.nbytes for spec in plan.values()), "B") as advance:
@@ -114,7 +116,8 @@ def make_random_checkpoint(out: Path, config: dict, progress: Progress, seed: in
         writer.commit()
 
 
-def _llama_shapes(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
+def llama_shapes(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of all tensors of a Llama with untied embeddings."""
     hidden, mlp = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]

@@ -47,6 +47,10 @@ def check_output(source: Path, out: Path) -> None:
             raise SurgeryError(f"{out}: the output contains its source {source}; choose another --out")
 
 
+class NoSpace(SurgeryError):
+    """A disk has less room than the result needs."""
+
+
 class Staging:
     """The folder ``partial`` on its way to becoming ``out``.
 
@@ -71,12 +75,12 @@ class Staging:
             self._check_leftover()
 
     def check_space(self, needed: int) -> None:
-        """Raises SurgeryError where the disk has no room for ``needed`` bytes and some to spare."""
+        """Raises NoSpace where the disk has no room for ``needed`` bytes and some to spare."""
         with disk_errors(self.out):
             # A leftover goes before anything is written.
             free = free_bytes(self.out.parent) + tree_bytes(self.partial) - tree_bytes(self.partial / UNFINISHED)
         if needed + _SPARE_BYTES > free:
-            raise SurgeryError(
+            raise NoSpace(
                 f"{self.out}: needs {format_size(needed + _SPARE_BYTES)}, the disk has {format_size(free)} free;"
                 " free some or choose another --out"
             )

@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
 @bench.command("convert")
 def bench_convert(
     shape: Annotated[
-        str, typer.Option("--shape", metavar="NAME", help="llama3-8b, llama2-7b or llama3-1b.")
+        str, typer.Option("--shape", metavar="NAME", help="llama3-1b, -8b, -70b or -405b, or llama2-7b.")
     ] = "llama3-8b",
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="Where checkpoints are made; both stay there.")

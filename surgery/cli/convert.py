@@ -147,6 +147,8 @@ def convert(
 
         plan = plan_conversion(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
         show_plan(plan, as_json=as_json)
+        if plan.refusal:
+            raise SurgeryError(plan.refusal)
         return
     if wandb:
         from surgery.eval.report.tracking import require_wandb

@@ -102,7 +102,8 @@ def show_plan(plan, *, as_json: bool = False) -> None:
     )
     kept, where = share(kv["ratio"]), where_it_loads(plan.target["engines"])
     page.print(f"[bold]{plain(plan.out)}[/bold] would keep {kept} of the KV bytes; {plain(where)}", soft_wrap=True)
-    show_next(page, ["the same command without --dry-run"])
+    if not plan.refusal:
+        show_next(page, ["the same command without --dry-run"])
 
 
 def show_doctor(diagnosis, *, as_json: bool = False) -> None:

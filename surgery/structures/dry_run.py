@@ -16,6 +16,7 @@ from surgery.calibration.texts import (
     load_tokenizer,
 )
 from surgery.checkpoint import CheckpointWriter
+from surgery.checkpoint.staging import NoSpace
 from surgery.common.progress import Progress
 from surgery.families.base import head_shape
 from surgery.running.source import OwnSource, Source
@@ -42,6 +43,7 @@ class ConversionPlan:
         disk: bytes of the output and of temporary files, and what is free for each.
         memory: estimated peaks in the host's memory and the device's, with their largest parts.
         work: floating point operations by phase, the measured speed, and the estimated time.
+        refusal: what the conversion would end in here and now, though all that was asked is right: too small a disk.
     """
 
     source: dict
@@ -54,6 +56,7 @@ class ConversionPlan:
     disk: dict
     memory: dict
     work: dict
+    refusal: str | None
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -73,7 +76,7 @@ def plan_conversion(
     are not drawn.
 
     Raises:
-        SurgeryError: whatever the conversion would refuse before it computes.
+        SurgeryError: whatever the conversion would refuse before it computes, but too small a disk.
     """
     silent = Progress(silent=True)
     asked, out = open_request(source, out, settings, silent, overwrite=overwrite, allow_pickle=allow_pickle)
@@ -81,8 +84,11 @@ def plan_conversion(
     if isinstance(opened, Source):
         for layer in range(opened.layers):
             opened.anatomy(layer)  # refuses weights that are not finite
-    # Its constructor refuses what cannot be written (too little space, a size that is none) and writes nothing.
-    CheckpointWriter(out, foreseen.tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite)
+    refusal = None
+    try:  # its constructor refuses what cannot be written and writes nothing
+        CheckpointWriter(out, foreseen.tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite)
+    except NoSpace as error:
+        refusal = str(error)
 
     tokens = _tokens(opened, settings)
     weights = sum(spec.nbytes for spec in foreseen.tensors.values())
@@ -107,6 +113,7 @@ def plan_conversion(
         disk=_disk(opened, out, weights, work),
         memory=work.memory(),
         work=work.estimate(measure_speed(opened.stream.device, opened.stream.dtype)),
+        refusal=refusal,
     )
 
 

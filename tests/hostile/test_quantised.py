@@ -56,7 +56,7 @@ def tensors(draw, parts):
 
 @pytest.mark.parametrize("kind", [*KNOWN, *FORMATS])
 @given(st.data())
-@cases(15)
+@cases(6)
 def test_parts_that_do_not_belong_together(kind, data):
     said, quantise = KNOWN.get(kind) or FORMATS[kind]
     made = quantise(WEIGHT)

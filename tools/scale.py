@@ -1,0 +1,90 @@
+"""What conversions of large models take: `surgery convert --dry-run` on checkpoints of their shapes without weights.
+
+    PYTHONPATH=. python tools/scale.py llama3-8b llama3-70b llama3-405b
+
+The files have headers and holes: gigabytes that no disk holds. Prints the table of docs/scale.md. The disk may be too
+small for the result; the dry run says so, and its numbers all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from surgery.bench.convert import SHAPES, llama_shapes
+from surgery.checkpoint.safetensors_format import encode_header
+from surgery.checkpoint.tensors import TensorSpec
+from surgery.common.human import duration, size
+
+DEMO = Path(__file__).resolve().parent.parent / "surgery" / "assets" / "demo-model"
+FLOPS = 400e12
+"""Of one accelerator in bfloat16: 40% of an H100's 989 TFLOP/s, which NVIDIA states for dense products."""
+DISK = 2e9
+"""Bytes a second of a disk, for all weights once; a conversion reads them several times."""
+
+HEADER = """| shape | to | weights | memory | temporary files | result | TFLOP | at 400 TFLOP/s | weights at 2 GB/s |
+|---|---|---:|---:|---:|---:|---:|---:|---:|"""
+
+
+def make_hollow(folder: Path, config: dict) -> None:
+    """Writes a checkpoint of zeros, which are holes in its files, with the demo model's tokenizer."""
+    folder.mkdir(parents=True)
+    index: dict[str, str] = {}
+    parts: dict[str, dict[str, TensorSpec]] = {}
+    for name, shape in llama_shapes(config):
+        part = name.split(".")[2] if ".layers." in name else "rest"
+        parts.setdefault(part, {})[name] = TensorSpec(torch.bfloat16, shape)
+    for number, tensors in enumerate(parts.values(), 1):
+        file = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        head, _ = encode_header(tensors, {"format": "pt"})
+        (folder / file).write_bytes(head)
+        os.truncate(folder / file, len(head) + sum(spec.nbytes for spec in tensors.values()))
+        index |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, folder / file)
+
+
+def dry_run(source: Path, target: str) -> dict:
+    """The plan of a conversion with the defaults, to a quarter of the bytes."""
+    command = [sys.executable, "-m", "surgery", "convert", "--to", target, source, "--kv-ratio", "0.25", "--dry-run"]
+    command += ["--json", "--out", source.parent / "out"]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if not done.stdout:
+        sys.exit(done.stderr)
+    return json.loads(done.stdout)
+
+
+def line(shape: str, target: str, plan: dict) -> str:
+    """A row of the table."""
+    weights, disk, flops = plan["source"]["weight_bytes"], plan["disk"], plan["work"]["total_flops"]
+    cells = [f"`{shape}`", target, size(weights), size(plan["memory"]["host_bytes"]), size(disk["temporary_bytes"])]
+    cells += [size(disk["output_bytes"]), f"{flops / 1e12:,.0f}", duration(flops / FLOPS)]
+    return "| " + " | ".join([*cells, duration(weights / DISK)]) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("shapes", nargs="+", choices=sorted(SHAPES), metavar="SHAPE")
+    parser.add_argument("--targets", nargs="+", default=["mla", "lowrank"])
+    said = parser.parse_args()
+    print(HEADER)
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in said.shapes:
+            make_hollow(Path(folder) / shape, SHAPES[shape])
+            for target in said.targets:
+                print(line(shape, target, dry_run(Path(folder) / shape, target)), flush=True)
+            shutil.rmtree(Path(folder) / shape)
+
+
+if __name__ == "__main__":
+    main()
