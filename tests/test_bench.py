@@ -5,8 +5,10 @@ import sys
 
 import pytest
 import torch
+from command_line import run_main
 
 from surgery.acceleration.accelerate import Acceleration
+from surgery.bench import convert as bench_convert
 from surgery.bench import models as bench_models
 from surgery.bench.cache import held_bytes, steady_cache
 from surgery.bench.decode import DecodeSettings, _against_source, measure_decoding
@@ -16,6 +18,8 @@ from surgery.common.errors import SurgeryError
 from surgery.console.bench import show_decoding, show_kernels, show_parts
 
 CPU = torch.device("cpu")
+TINY = bench_convert.SHAPES["llama3-1b"] | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 4096}
 
 
 @pytest.fixture(autouse=True)
@@ -166,3 +170,15 @@ def test_parts_can_be_chosen_and_know_their_limit(tmp_path):
     assert decode.environment == {"SURGERY_TUNED": str(tmp_path / "tuned")}
     with pytest.raises(SurgeryError, match="--parts all: choose tests"):
         chosen_parts(tmp_path, "all")
+
+
+@pytest.mark.slow
+def test_a_conversion_with_text_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(bench_convert.SHAPES, "tiny", TINY)
+    text = ["--calibration", "prose", "--calibration-tokens", "128", "--calibration-length", "64", "--held-out", "1"]
+    verb = ["bench", "convert", "--shape", "tiny", "--dir", tmp_path, "--json", "--to", "lowrank", "--device", "cpu"]
+    code, shown, errors = run_main(monkeypatch, capsys, *verb, *text)
+    assert code == 0, errors
+    found = json.loads(shown)
+    assert found["seconds"] > 0 and found["peak_memory_bytes"] > 0
+    assert found["report"]["target"]["model_type"] == "surgery" and "calibrate: backward" in found["report"]["seconds"]

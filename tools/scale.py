@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 
 from surgery.bench.convert import SHAPES, llama_shapes
+from surgery.checkpoint.named_models import asset
 from surgery.checkpoint.safetensors_format import encode_header
 from surgery.checkpoint.tensors import TensorSpec
 from surgery.common.human import duration, size
 
-DEMO = Path(__file__).resolve().parent.parent / "surgery" / "assets" / "demo-model"
 FLOPS = 400e12
 """Of one accelerator in bfloat16: 40% of an H100's 989 TFLOP/s, which NVIDIA states for dense products."""
 DISK = 2e9
@@ -51,7 +51,7 @@ def make_hollow(folder: Path, config: dict) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (folder / "config.json").write_text(json.dumps(config))
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, folder / file)
+        shutil.copy(asset("demo-model") / file, folder / file)
 
 
 def dry_run(source: Path, target: str) -> dict:

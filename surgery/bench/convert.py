@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from surgery.checkpoint import CheckpointWriter, TensorSpec
+from surgery.checkpoint.named_models import asset
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 
@@ -58,6 +59,9 @@ SHAPES = {
 }
 
 
+DEFAULTS = ("--to", "mla", "--kv-ratio", "0.28125", "--calibration", "none")
+
+
 @dataclass(frozen=True)
 class ConvertBench:
     """Measured seconds and bytes of one conversion."""
@@ -73,7 +77,7 @@ def measure_conversion(shape: str, folder: Path, arguments: list[str], progress:
     """Makes a random checkpoint of ``shape`` in ``folder`` if it is not there, and converts it.
 
     Args:
-        arguments: further arguments of ``surgery convert``.
+        arguments: of ``surgery convert``; they win over `DEFAULTS`.
 
     Raises:
         SurgeryError: an unknown shape, or the conversion failed.
@@ -83,8 +87,8 @@ def measure_conversion(shape: str, folder: Path, arguments: list[str], progress:
     source = folder / shape
     if not source.exists():
         make_random_checkpoint(source, SHAPES[shape], progress)
-    command = [sys.executable, "-m", "surgery", "convert", "--to", "mla", str(source)]
-    command += ["--out", str(folder / f"{shape}-mla"), "--overwrite", "--json", *arguments]
+    command = [sys.executable, "-m", "surgery", "convert", str(source), "--out", str(folder / f"{shape}-converted")]
+    command += ["--overwrite", "--json", *DEFAULTS, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SurgeryError(f"the conversion failed: {' '.join(command)}")
@@ -99,7 +103,7 @@ def measure_conversion(shape: str, folder: Path, arguments: list[str], progress:
 
 
 def make_random_checkpoint(out: Path, config: dict, progress: Progress, seed: int = 0) -> None:
-    """Writes a Llama checkpoint of random bf16 weights, tensor by tensor."""
+    """Writes a Llama checkpoint of random bf16 weights, tensor by tensor, with the tokenizer of the demo model."""
     plan = {name: TensorSpec(torch.bfloat16, shape) for name, shape in llama_shapes(config)}
     generator = torch.Generator().manual_seed(seed)
     with CheckpointWriter(out, plan) as writer:
@@ -112,6 +116,8 @@ def make_random_checkpoint(out: Path, config: dict, progress: Progress, seed: in
                 writer.write(name, tensor)
                 advance(spec.nbytes)
         writer.write_json("config.json", config)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            writer.copy_file(asset("demo-model") / file, file)
         writer.finish()
         writer.commit()
 

@@ -30,39 +30,32 @@ def register(app: typer.Typer) -> None:
     app.add_typer(bench, name="bench")
 
 
-@bench.command("convert")
+@bench.command("convert", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench_convert(
+    ctx: typer.Context,
     shape: Annotated[
         str, typer.Option("--shape", metavar="NAME", help="llama3-1b, -8b, -70b or -405b, or llama2-7b.")
     ] = "llama3-8b",
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="Where checkpoints are made; both stay there.")
     ] = Path("surgery-bench"),
-    calibration: Annotated[
-        str,
-        typer.Option(
-            "--calibration", metavar="TEXT", help="As of surgery convert: a file, a dataset, builtin or none."
-        ),
-    ] = "none",
-    kv_ratio: Annotated[
-        float, typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep.")
-    ] = 0.28125,
-    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Convert a checkpoint of random weights in a real model's shape; report time and peak memory.
 
-    Example:
+    Other options are those of surgery convert. Without any it is --to mla --kv-ratio 0.28125 --calibration none.
+
+    Examples:
 
         surgery bench convert --shape llama3-8b --dir /data/bench
+
+        surgery bench convert --shape llama3-1b --to lowrank --calibration prose --calibration-tokens 2048
     """
     from surgery.bench.convert import measure_conversion
     from surgery.common.progress import Progress
     from surgery.console.bench import show_bench
 
-    arguments = ["--calibration", calibration, "--kv-ratio", str(kv_ratio)]
-    arguments += ["--device", device] if device else []
-    show_bench(measure_conversion(shape, folder, arguments, Progress()), as_json=as_json)
+    show_bench(measure_conversion(shape, folder, ctx.args, Progress()), as_json=as_json)
 
 
 @bench.command("kernels")
