@@ -104,10 +104,12 @@ def _by_block(module: str, store: Store, block: tuple[int, int]) -> Scaled:
 
 def _packed(module: str, store: Store, bits: int, dtype: torch.dtype) -> Scaled:
     words, scale, shape = (beside(module, part, store) for part in (PACKED, SCALE, SHAPE))
+    if shape.dtype not in (torch.int32, torch.int64) or shape.nbytes != 2 * shape.dtype.itemsize:
+        raise SurgeryError(f"{module}{SHAPE}: {describe(shape)} is no matrix's shape")
     raw = torch.empty(shape.nbytes, dtype=torch.uint8)
     store.read(module + SHAPE, [(0, shape.nbytes)], raw)
     size = tuple(raw.view(shape.dtype).tolist())
-    if len(size) != 2 or words.dtype != torch.int32 or words.shape != (size[0], -(-size[1] * bits // 32)):
+    if words.dtype != torch.int32 or words.shape != (size[0], -(-size[1] * bits // 32)):
         raise SurgeryError(f"{module}{WEIGHT}: {describe(words)} does not hold {list(size)} numbers of {bits} bits")
     block, scales = _scales(module, words, size, scale)
     parts = {"codes": module + PACKED, "scale": module + SCALE, "others": (module + SHAPE,)}
