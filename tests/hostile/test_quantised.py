@@ -49,8 +49,9 @@ def tensors(draw, parts):
             found.pop(name, None)
             continue
         shape, dtype = draw(SHAPES), draw(st.sampled_from((*DTYPES, getattr(found.get(name), "dtype", torch.uint8))))
-        raw = torch.randint(256, (max(1, torch.Size(shape).numel()) * dtype.itemsize,), dtype=torch.uint8)
-        found[name] = raw.view(dtype)[: torch.Size(shape).numel()].view(shape)
+        chance, count = torch.Generator().manual_seed(draw(st.integers(0, 99))), torch.Size(shape).numel()
+        raw = torch.randint(256, (max(1, count) * dtype.itemsize,), dtype=torch.uint8, generator=chance)
+        found[name] = raw.view(dtype)[:count].view(shape)
     return found
 
 
