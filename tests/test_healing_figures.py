@@ -1,4 +1,4 @@
-"""The figures of docs/healing.md and of the README are those of the report of healed testbeds."""
+"""The figures of docs/healing.md and of the README are those of the reports of healed models."""
 
 import json
 import re
@@ -53,3 +53,26 @@ def test_the_readme_is_the_report():
     (trained,), _ = losses_and_recall(found["source-trained"])
     assert re.search(r"the source has ([\d.]+) and finds ([\d.]+)%", text).groups() == (source, found_keys)
     assert re.search(r"Trained likewise, the source itself has ([\d.]+),", text)[1] == trained
+
+
+def test_a_real_model_is_its_report():
+    report = json.loads((ROOT / "docs" / "smollm2" / "healing" / "report.json").read_text(encoding="utf-8"))
+    expected = []
+    for row in report["rows"]:
+        loss, accuracy, kept = row["results"]["loss"], row["results"]["recall"]["accuracy"], row["kv"]["ratio"]
+        change = row["comparison"]["loss"] if row["comparison"] else None
+        increase = f"{change['difference']:+.4f} [{change['low']:.4f}, {change['high']:.4f}]" if change else ""
+        kl = f"{loss['divergence']['kl']:.4f}" if loss.get("divergence") else ""
+        said = (f"{100 * kept:.1f}%", f"{loss['loss']:.4f} ({loss['perplexity']:.2f})", increase, kl)
+        expected.append((row["name"], *said, f"{100 * accuracy:.1f}%"))
+    page = (ROOT / "docs" / "healing.md").read_text(encoding="utf-8").split("## A real model")[1]
+    rows = re.findall(
+        r"^\| `?([\w -]+?)`? \| ([^|]*?) \| ([^|]*?) \| ([^|]*?) ?\| ([^|]*?) ?\| ([^|]*?) \|$", page, re.M
+    )
+    assert rows == expected
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    said = re.search(
+        r"loses ([\d.]+) and finds ([\d.]+%) of the keys;.*?loses ([\d.]+) and finds ([\d.]+%)", readme, re.DOTALL
+    )
+    shown = [each for row in expected[1:] for each in (row[3].split()[0].lstrip("+"), row[5])]
+    assert list(said.groups()) == shown
