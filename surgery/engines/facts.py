@@ -87,7 +87,7 @@ class Facts:
         if structure == DECILM:
             counts = [heads // block["attention"]["n_heads_in_group"] for block in config["block_configs"]]
         else:
-            counts = [config.get("num_key_value_heads") or heads] * layers
+            counts = [config.get("num_key_value_heads") or heads] * _attending(config)
         return cls(cached_numbers=2 * sum(counts) * head_dim, windowed=windowed(SimpleNamespace(**config)), **common)
 
     @property
@@ -107,6 +107,13 @@ class Facts:
     def cache_bytes(self, number_bytes: int) -> int | None:
         """Bytes per token of all layers at so many bytes a number."""
         return None if self.cached_numbers is None else self.cached_numbers * number_bytes
+
+
+def _attending(config: dict[str, Any]) -> int:
+    """Layers that cache keys and values; Qwen3-Next says how often there is one, or the type of each."""
+    if types := config.get("layer_types"):
+        return len(types) - types.count("linear_attention")
+    return config["num_hidden_layers"] // config.get("full_attention_interval", 1)
 
 
 def _latent_width(config: dict[str, Any]) -> int:

@@ -14,7 +14,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families import FAMILIES, Family, family_of
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.families.base import ATTENTION_PREFIX, check_layers
+from surgery.families.base import check_layers, keeps_state
 from surgery.running.layer_stream import LayerStream, single_layer_config
 from surgery.running.loading import load_config
 from surgery.running.processes import Processes
@@ -57,12 +57,15 @@ class Source:
             family: None for that of its config, among those of keys and values of heads.
         """
         family = family or family_of(reader.config)
-        if missing := [name for name in SIZES if reader.config.get(name) is None]:
-            raise SurgeryError(f"{reader.path}/config.json: does not say {missing[0]}, which is not to be guessed")
         config = load_config(reader.path)
+        if missing := [name for name in SIZES if hasattr(config, name) and reader.config.get(name) is None]:
+            raise SurgeryError(f"{reader.path}/config.json: does not say {missing[0]}, which is not to be guessed")
         check_layers(config)
         for layer in range(config.num_hidden_layers):
-            family.attention_names(reader, layer)
+            if not family.attention_names(reader, layer) and not keeps_state(config, layer):
+                raise SurgeryError(f"{reader.path}: layer {layer} has linear attention, config.json says otherwise")
+        if all(keeps_state(config, layer) for layer in range(config.num_hidden_layers)):
+            raise SurgeryError(f"{reader.path}: all layers keep a state, there are no keys and values to convert")
         stream = LayerStream(
             reader,
             config,
@@ -87,6 +90,21 @@ class Source:
             raise SurgeryError(f"{self.reader.path}: NaN or infinity in {name} of layer {layer}")
         return anatomy
 
+    @property
+    def first_layer(self) -> int:
+        """The first that keeps keys and values."""
+        return next(layer for layer in range(self.layers) if layer not in self.stateful)
+
+    @property
+    def first(self) -> AttentionAnatomy:
+        """The anatomy of :attr:`first_layer`, whose shapes are those of all layers that have one."""
+        return self.anatomy(self.first_layer)
+
+    @property
+    def stateful(self) -> frozenset[int]:
+        """Layers that keep a state in place of keys and values; they have no anatomy."""
+        return frozenset(layer for layer in range(self.layers) if keeps_state(self.config, layer))
+
     def input_scale(self, layer: int) -> Tensor:
         """The weight of the norm before a layer's attention, [D]; ones where there is none."""
         norm = self.stream.input_norm(layer)
@@ -95,7 +113,7 @@ class Source:
     @property
     def weight_dtype(self) -> torch.dtype:
         """Dtype of the attention's tensors."""
-        return _weight_dtype(self.reader)
+        return attention_dtype(self.reader)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -125,7 +143,7 @@ class OwnSource:
     @property
     def weight_dtype(self) -> torch.dtype:
         """Dtype of the attention's tensors."""
-        return _weight_dtype(self.reader)
+        return attention_dtype(self.reader)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -134,8 +152,9 @@ class OwnSource:
         return tuple(family.window(self.config, layer) if family else None for layer in range(self.layers))
 
 
-def _weight_dtype(reader: CheckpointReader) -> torch.dtype:
-    return reader.info(ATTENTION_PREFIX.format(layer=0) + "o_proj.weight").dtype
+def attention_dtype(reader: CheckpointReader) -> torch.dtype:
+    """Of the attention's tensors, in the first layer that has them."""
+    return reader.info(next(name for name in reader.names() if name.endswith("self_attn.o_proj.weight"))).dtype
 
 
 def open_any(reader: CheckpointReader, settings: RunSettings) -> Source | OwnSource:

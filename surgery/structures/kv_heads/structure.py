@@ -102,7 +102,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
     def __init__(self, opened: Source, settings: KVHeadsSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         config = opened.reader.config
-        self._budget = wanted_heads(settings, opened.anatomy(0), opened.layers)
+        self._budget = wanted_heads(settings, opened.first, opened.layers)
         if settings.carrier == "decilm" or (settings.engine is not None and settings.allocate == "spectrum"):
             decilm.check(config)
         if settings.method == "key-norm" and self._budget > opened.layers and not has_head_dim(opened.config):
@@ -122,7 +122,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
 
     def foresee(self) -> Foreseen:
         """As if layers that may differ kept alike, but for one."""
-        opened, settings, first = self.opened, self.settings, self.opened.anatomy(0)
+        opened, settings, first = self.opened, self.settings, self.opened.first
         kv_heads = [self._budget // opened.layers] * opened.layers
         if settings.allocate == "spectrum":
             kv_heads[0] += 1
@@ -153,7 +153,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
 
     def plan(self, work: Work) -> dict[str, TensorSpec]:
         """Spends the budget over the layers, and chooses the class that carries it."""
-        opened, settings, first = self.opened, self.settings, self.opened.anatomy(0)
+        opened, settings, first = self.opened, self.settings, self.opened.first
         self._plan = _plan_heads(opened, self._budget, work.library, settings, work.progress)
         config = opened.reader.config
         if self._plan.heads != first.heads:
@@ -173,7 +173,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The merged form and the fitted one, of which the one of less held-out loss is written."""
-        carrier, kv_heads, first = self._carrier, self._plan.kv_heads, self.opened.anatomy(0)
+        carrier, kv_heads, first = self._carrier, self._plan.kv_heads, self.opened.first
         fit = work.fit(self.settings.method == "fisher")
         stages = STAGES if fit else STAGES[:1]
         ladder = work.ladder(stages)
@@ -284,7 +284,7 @@ def _plan_heads(
     opened: Source, budget: int, library: StatisticsLibrary, settings: KVHeadsSettings, progress: Progress
 ) -> _Plan:
     """Spends the budget of KV heads over the layers, or deals query heads to them."""
-    first = opened.anatomy(0)
+    first = opened.first
     if settings.allocate == "spectrum":
         return _Plan(_allocate(opened, budget, library, settings, progress), first.heads)
     uniform = [budget // opened.layers] * opened.layers
