@@ -31,6 +31,7 @@ class Facts:
         real_experts: of MLA, some layers are mixtures of experts: such models again.
         windowed: some layers have an attention window.
         quantised: the weights are stored as codes, which took no part in any trial.
+        pictures: a model of pictures and text, whose language model has the cache.
         served: of the own class, the name under which trials of our plugin for vLLM are kept.
         not_served: of the own class, what that plugin has no code for; None if it has.
     """
@@ -48,6 +49,7 @@ class Facts:
     real_experts: bool = False
     windowed: bool = False
     quantised: bool = False
+    pictures: bool = False
     served: str | None = None
     not_served: str | None = None
 
@@ -55,6 +57,8 @@ class Facts:
     def of(cls, config: dict[str, Any]) -> Facts:
         """Reads a config.json."""
         family = config.get("model_type", "")
+        if isinstance(config.get("text_config"), dict):
+            config = {**config, **config["text_config"]}
         structure = family if family in (MLA, DECILM, OWN) else HEADS
         common = {
             "structure": structure,
@@ -62,6 +66,7 @@ class Facts:
             "number_bytes": BYTES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), 2),
             "activation": config.get("hidden_act", "silu"),
             "quantised": bool(config.get("quantization_config")),
+            "pictures": "vision_config" in config,
         }
         layers = config["num_hidden_layers"]
         if structure == OWN:

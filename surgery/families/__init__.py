@@ -57,8 +57,8 @@ WHY_NOT = {
     **dict.fromkeys(("longcat_flash", "kimi_linear"), f"{LATENTS}, in a layer of two attentions or beside a state"),
     "kimi_k2": "transformers has no class of that name; its weights are DeepSeek-V3's, so say deepseek_v3 there",
     **dict.fromkeys(
-        ("gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "llava", "llava_next", "mistral3"),
-        "a model of pictures and text, whose text tower is not converted",
+        ("gemma3", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        "a model of pictures and text, whose class only --to gqa keeps, and that merges no heads behind a q/k-norm",
     ),
     "glm4_moe": "its checkpoints hold layers that predict further tokens, which the own class has no place for",
     "granitemoehybrid": "most of its layers keep a state, no keys and values",

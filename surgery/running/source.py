@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,7 @@ from surgery.running.loading import load_config
 from surgery.running.processes import Processes
 from surgery.running.unfused import unfused
 
+OUTPUT = re.compile(r"model\.layers\.\d+\.self_attn\.o_proj\.weight")
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 """What a config has to say itself: transformers would take its family's own for what is missing."""
 
@@ -154,7 +156,7 @@ class OwnSource:
 
 def attention_dtype(reader: CheckpointReader) -> torch.dtype:
     """Of the attention's tensors, in the first layer that has them."""
-    return reader.info(next(name for name in reader.names() if name.endswith("self_attn.o_proj.weight"))).dtype
+    return reader.info(next(filter(OUTPUT.fullmatch, reader.names()))).dtype
 
 
 def open_any(reader: CheckpointReader, settings: RunSettings) -> Source | OwnSource:

@@ -31,7 +31,7 @@ def verify_again(reader: CheckpointReader, opened: Source | OwnSource, seed: int
     held_out = HeldOut.random(opened.config.vocab_size, SEQUENCES, LENGTH, seed)
     piece = QUANTIZED_PIECE if reader.config.get("kv_cache") else None
     return verify_by_running(
-        reader.path,
+        reader.source,
         opened.weight_dtype,
         opened.stream,
         run_layers(opened.stream, held_out.tokens, piece),

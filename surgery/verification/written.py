@@ -19,6 +19,7 @@ from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.families.base import keeps_state
 from surgery.running.layer_stream import LayerStream, StreamedLayer, single_layer_config
 from surgery.running.loading import load_config
+from surgery.running.unfused import unfused
 from surgery.verification.flow import Flow, FlowWatch, check_flow
 from surgery.verification.probe import take_probe
 
@@ -91,8 +92,8 @@ def verify_by_running(
         SurgeryError: a layer does not load, decoding differs from one forward pass, logits differ from the
             simulation by more than rounding, or the caches hold, or take on the way, other bytes than predicted.
     """
-    reader = CheckpointReader.open(path)
-    config = load_config(path)
+    reader = unfused(CheckpointReader.open(path))
+    config = load_config(reader.path)
     _check_meta(config, reader)
     stream = LayerStream(reader, config, single_layer_config, device=source_stream.device, dtype=source_stream.dtype)
     hidden = stream.embed(held_out.tokens)

@@ -29,9 +29,10 @@ from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import short
 from surgery.common.progress import Progress
-from surgery.engines import refuse_unless_loadable
+from surgery.engines import engine_table, refuse_unless_loadable
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
+from surgery.families.towers import put_back
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
@@ -99,9 +100,13 @@ class _Plan:
 class KVHeads(Structure[Source, KVHeadsSettings]):
     """Heads are merged; the checkpoint stays in the source's family if all layers are alike."""
 
+    keeps_class = True
+
     def __init__(self, opened: Source, settings: KVHeadsSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         config = opened.reader.config
+        if opened.reader.stored_names:
+            _check_beside_pictures(opened.reader.stored_as, settings)
         self._budget = wanted_heads(settings, opened.first, opened.layers)
         if settings.carrier == "decilm" or (settings.engine is not None and settings.allocate == "spectrum"):
             decilm.check(config)
@@ -129,12 +134,16 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         carrier = choose_carrier(opened.reader.config, kv_heads, _wanted_carrier(settings, kv_heads))
         plan, fits = _Plan(kv_heads, first.heads), settings.method == "fisher"
         width = first.head_dim + first.value_dim
+        stored, engines = opened.reader, None
+        if stored.stored_names:
+            engines = engine_table(put_back(stored.stored_config, stored.config, carrier.config))
         return Foreseen(
             config=carrier.final_config or carrier.config,
             tensors=_planned_tensors(opened, plan, first.head_dim),
             kv_bytes_per_token=self._budget * width * first.q.dtype.itemsize,
-            model_type=carrier.model_type,
+            model_type=stored.stored_as if engines else carrier.model_type,
             reasons=[carrier.reason],
+            engines=engines,
             demand=Demand(
                 cached=-(-self._budget * width // opened.layers),
                 statistics=True,
@@ -225,6 +234,23 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             result = source if kept else merged_form.anatomy.to("cpu", source.q.dtype)
             work.alternatives.save(form, index, attention_tensors(result, index))
         return HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors, queries)
+
+
+def _check_beside_pictures(model_type: str, settings: KVHeadsSettings) -> None:
+    """Raises SurgeryError where a result would be of another class than the source's, which holds its vision too."""
+    spoken = {
+        "--allocate spectrum": settings.allocate == "spectrum",
+        f"--carrier {settings.carrier}": settings.carrier != "auto",
+        "--bits": settings.quantizes,
+        "--method key-norm": settings.method == "key-norm",
+        "--engine": settings.engine is not None,
+    }
+    for option, given in spoken.items():
+        if given:
+            raise SurgeryError(
+                f"{option}: a model of pictures and text ({model_type}) stays in its class, in all layers alike, and "
+                "was tried in transformers alone: leave it out"
+            )
 
 
 def _wanted_carrier(settings: KVHeadsSettings, kv_heads: list[int]) -> str:
