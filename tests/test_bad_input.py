@@ -79,7 +79,7 @@ CASES = {
     "outside path": (index({"x": "../../etc/passwd"}), {}, "passwd"),
     "NaN in attention": (poison("model.layers.1.self_attn.k_proj.weight"), {}, "NaN or infinity in k_proj of layer 1"),
     "NaN elsewhere": (poison("model.layers.0.mlp.up_proj.weight"), {}, "up_proj|layer 0|not finite|NaN"),
-    "unknown model_type": (edit_config(model_type="qwen3_next"), {}, "model_type 'qwen3_next' is not supported"),
+    "unknown model_type": (edit_config(model_type="gemma4"), {}, "model_type 'gemma4' is not supported"),
     "quantised": (edit_config(quantization_config={"quant_method": "awq"}), {}, "quantised .awq."),
     "RoPE type": (edit_config(rope_parameters=YARN_DYNAMIC), {}, "RoPE type 'dynamic' is not supported"),
     "partial rotary": (

@@ -1,14 +1,17 @@
 """Layers that a conversion leaves as they are: by number, or because their windows forget anyway."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
+from surgery.engines.facts import Facts
+from surgery.inspection.inspect import inspect_checkpoint
 from surgery.model import SurgeryConfig
 from surgery.structures import converter
 from surgery.structures.dry_run import plan_conversion
@@ -22,9 +25,13 @@ FULL = 256
 """Bytes of a token in the source: two layers, K and V of two heads of 8 numbers in fp32."""
 
 
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
 def converted(source, out, to, **asked):
     made = converter.convert(source, out, TARGETS[to].settings({**QUICK, **asked}))
-    return made.report.to_dict(), load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
+    return made.report.to_dict(), load_file(out / "model.safetensors"), config_of(out)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +76,29 @@ def test_windowed_layers_stay_beside_full_ones(to, checkpoints, tmp_path):
     assert predicted.layer_types == windows and report["kv"]["ratio"] == 0.75
     every, _, config = converted(source, tmp_path / "every", to, keep_layers="none")
     assert None not in config["attention_layers"] and every["kv"]["ratio"] == 0.5
+
+
+def test_layers_of_a_state_stay_to_the_bit_and_count_nothing(checkpoints, tmp_path):
+    """Beside them a layer that predicts further tokens, as Qwen's checkpoints have one: no class reads it."""
+    source = shutil.copytree(checkpoints("qwen3_5_state"), tmp_path / "source")
+    original = load_file(source / "model.safetensors") | {"mtp.fc.weight": torch.ones(2, 3)}
+    save_file(original, source / "model.safetensors", {"format": "pt"})
+    settings = TARGETS["lowrank"].settings({**QUICK, "keep_layers": "none"})
+    foreseen = plan_conversion(source, tmp_path / "foreseen", settings)
+    report, tensors, config = converted(source, tmp_path / "out", "lowrank", keep_layers="none")
+    kept = [name for name in original if ".self_attn." not in name and name != "lm_head.weight"]
+    assert all(torch.equal(tensors[name], original[name]) for name in kept) and "mtp.fc.weight" in kept
+    assert config["attention_layers"][0] is None and config["attention_layers"][1]["kind"] == "low_rank"
+    of_one = 4 * 2 * 2 * 16  # fp32, K and V, two heads of 16 numbers
+    assert inspect_checkpoint(source).kv["bytes_per_token"] == Facts.of(config_of(source)).cache_bytes(4) == of_one
+    assert foreseen.kv["bytes_per_token"] == report["kv"]["measured_bytes_per_token"] == of_one / 2
+    assert inspect_checkpoint(tmp_path / "out").kv["bytes_per_token"] == of_one / 2
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    with pytest.raises(SurgeryError, match="none is left to convert"):
+        converted(source, tmp_path / "none", "lowrank", keep_layers="1")
+    with pytest.raises(SurgeryError, match="neighbour's latents"):
+        converted(source, tmp_path / "none", "crosslayer", method="cascade")
 
 
 def test_which_layers_are_meant():

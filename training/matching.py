@@ -19,7 +19,7 @@ import torch
 from torch import BoolTensor, Tensor, nn
 
 from surgery.common.errors import SurgeryError
-from surgery.training.recording import Recording, decoder_of, first, recorded, same_layers
+from surgery.training.recording import Recording, attention_of, decoder_of, first, recorded, same_layers
 
 
 def layer_errors(
@@ -114,9 +114,9 @@ def on_teacher_inputs(student: nn.Module, teacher: Recording) -> Iterator[Record
     with recorded(student, attention=True) as record, ExitStack() as stack:
         for index, layer in enumerate(decoder.layers):
             # After those of the recording, which so sees the student's own output.
-            hook = layer.self_attn.register_forward_pre_hook(give_input(index), with_kwargs=True)
+            hook = attention_of(layer).register_forward_pre_hook(give_input(index), with_kwargs=True)
             stack.callback(hook.remove)
-            stack.callback(layer.self_attn.register_forward_hook(give_output(index)).remove)
+            stack.callback(attention_of(layer).register_forward_hook(give_output(index)).remove)
         yield record
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.common.errors import SurgeryError
-from surgery.training.recording import decoder_of
+from surgery.training.recording import attention_of, decoder_of
 
 ALIKE = 0.5
 """How often a step cuts all blocks to one share, as slices are; otherwise each block draws its own."""
@@ -114,7 +114,7 @@ def nested_attentions(student: nn.Module) -> list[nn.Module]:
         raise SurgeryError(
             "nested_ranks: the student's cache is quantised, and slicing comes before that: heal what it was made of"
         )
-    attentions = [layer.self_attn for layer in decoder_of(student).layers]
+    attentions = [attention_of(layer) for layer in decoder_of(student).layers]
     for index, attention in enumerate(attentions):
         if not getattr(attention, "latent_slices", None):
             raise SurgeryError(

@@ -16,7 +16,7 @@ from surgery.common.errors import SurgeryError
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """The decoder of a causal model: the module whose `layers` each have a `self_attn`.
+    """The decoder of a causal model: the module whose `layers` each have attention (`attention_of`).
 
     Looks through what accelerate, DDP, DeepSpeed, torch.compile and PEFT put around a model.
 
@@ -32,7 +32,7 @@ def decoder_of(model: nn.Module) -> nn.Module:
     if hasattr(decoder, "get_decoder"):
         decoder = decoder.get_decoder()
     layers = getattr(decoder, "layers", None)
-    if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
+    if not layers or not all(attention_of(layer) is not None for layer in layers):
         raise SurgeryError(f"{type(model).__name__}: has no layers with a self_attn whose outputs could be matched")
     return decoder
 
@@ -144,12 +144,17 @@ def recorded(
             if hidden:
                 hooks.append(layer.register_forward_hook(taker("hidden", index)))
             if attention:
-                hooks.append(layer.self_attn.register_forward_hook(taker("attention", index)))
+                hooks.append(attention_of(layer).register_forward_hook(taker("attention", index)))
             if inputs:
-                hooks.append(layer.self_attn.register_forward_pre_hook(take_input(index), with_kwargs=True))
+                hooks.append(attention_of(layer).register_forward_pre_hook(take_input(index), with_kwargs=True))
         for hook in hooks:
             stack.callback(hook.remove)
         yield record
+
+
+def attention_of(layer: nn.Module) -> nn.Module | None:
+    """What mixes tokens in a decoder layer: its attention, or linear attention in its place; None if it has neither."""
+    return getattr(layer, "self_attn", None) or getattr(layer, "linear_attn", None)
 
 
 def first(output: Any) -> Tensor:

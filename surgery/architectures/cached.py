@@ -10,6 +10,7 @@ from torch import Tensor
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families.base import ATTENTION_PREFIX, head_shape
+from surgery.model.attention_functions import OUTPUT_GATES
 from surgery.transforms.hadamard import hadamard, rotate_latent, rotate_values
 
 REASON = "no stock class keeps a quantised cache by itself"
@@ -26,6 +27,8 @@ def check_quantizable(path: Path, config) -> None:
         check_full_attention(config, "a quantised KV cache")
     except ValueError as error:
         raise SurgeryError(f"{path}: {error}") from None
+    if getattr(config, "base_model_type", config.model_type) in OUTPUT_GATES:
+        raise SurgeryError(f"{path}: values behind a gate cannot be rotated, which codes ask for: leave --bits out")
     if getattr(config, "kv_cache", None):
         raise SurgeryError(f"{path}: its KV cache is quantised already; convert the checkpoint that it was made of")
     for index, entry in enumerate(getattr(config, "attention_layers", None) or ()):

@@ -31,6 +31,7 @@ class OwnLowRank:
         sinks, window: tokens that are read exactly beside the latents; 0 for none.
         codes: every layer's formats of adjacent latents; None where all have one.
         windows: of every layer's own attention.
+        stateful: layers that keep a state in place of keys and values.
     """
 
     anatomy: AttentionAnatomy
@@ -40,6 +41,7 @@ class OwnLowRank:
     window: int = 0
     codes: tuple[Spans, ...] | None = None
     windows: tuple[int | None, ...] = ()
+    stateful: frozenset[int] = frozenset()
 
     @property
     def kept(self) -> frozenset[int]:
@@ -52,6 +54,8 @@ class OwnLowRank:
 
     def kv_width(self, layer: int) -> int:
         """Numbers that a layer caches of every token, beside exact ones."""
+        if layer in self.stateful:
+            return 0
         return self.anatomy.kv_width if layer in self.kept else self.rank(layer)
 
     def shared_rank(self, layer: int) -> int:
@@ -95,7 +99,7 @@ class OwnLowRank:
         """Names, dtypes and shapes of a layer's new tensors."""
         anatomy = self.anatomy
         shapes = {
-            "q_proj.weight": (anatomy.heads * anatomy.head_dim, anatomy.hidden),
+            "q_proj.weight": tuple(anatomy.stored_queries()[0].shape),
             "kv_down.weight": (self.rank(layer), anatomy.hidden),
             "o_proj.weight": (anatomy.hidden, anatomy.heads * anatomy.value_dim),
         }
@@ -115,7 +119,7 @@ class OwnLowRank:
         """A layer's new tensors, as planned."""
         source, shared = converted.source, converted.shared
         result = {
-            "q_proj.weight": source.stored(source.q).flatten(0, 1),
+            "q_proj.weight": source.stored_queries()[0],
             "kv_down.weight": converted.down,
             "o_proj.weight": source.o.flatten(1),
         }

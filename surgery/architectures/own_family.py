@@ -99,12 +99,13 @@ def planned_attention(
 
 def attention_tensors(anatomy: AttentionAnatomy, layer: int) -> dict[str, Tensor]:
     """A layer's projections, biases and learned sinks under their names."""
+    queries, query_bias = anatomy.stored_queries()
     parts = {
-        "q_proj.weight": anatomy.stored(anatomy.q).flatten(0, 1),
+        "q_proj.weight": queries,
         "k_proj.weight": anatomy.stored(anatomy.k).flatten(0, 1),
         "v_proj.weight": anatomy.v.flatten(0, 1),
         "o_proj.weight": anatomy.o.flatten(1),
-        "q_proj.bias": None if anatomy.q_bias is None else anatomy.stored(anatomy.q_bias),
+        "q_proj.bias": query_bias,
         "k_proj.bias": None if anatomy.k_bias is None else anatomy.stored(anatomy.k_bias),
         "v_proj.bias": anatomy.v_bias,
         "o_proj.bias": anatomy.o_bias,

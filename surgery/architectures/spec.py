@@ -28,6 +28,7 @@ class MLASpec:
     key_norm_eps: float | None  # the source normalises queries and keys per head
     windows: tuple[int | None, ...]
     key_gains: int = 0  # numbers that its keys are divided by, cached beside the latent
+    stateful: frozenset[int] = frozenset()  # layers that keep a state in place of keys and values
 
     @property
     def layers(self) -> int:
@@ -48,6 +49,8 @@ class MLASpec:
 
     def kv_width(self, layer: int) -> int:
         """Numbers cached per token by one layer."""
+        if layer in self.stateful:
+            return 0
         if layer in self.kept:
             return self.kv_heads * (self.head_dim + self.value_dim)
         return self.ranks[layer] + 2 * len(self.inv_freq[layer]) + self.key_gains

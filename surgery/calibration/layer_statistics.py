@@ -84,10 +84,10 @@ def gather(
             gradients=gradients,
             seed=settings.seed,
             snapshots=snapshots,
+            stateful=opened.stateful,
         )
-        for done, layer in enumerate(layers):
-            if not done:
-                advance(stream.num_layers - 1 - layer.index)  # of an earlier run
+        reached = stream.num_layers
+        for layer in layers:
             lags = None
             if basis_of is not None:
                 # Evenly spread, so that text with and without planted recalls is in it.
@@ -95,7 +95,9 @@ def gather(
                 basis = basis_of(layer.anatomy, layer.statistics)
                 lags = lag_statistics(layer.anatomy, basis, layer.inputs[chosen])
             library.save(layer.index, layer.statistics, lags)
-            advance()
+            advance(reached - layer.index)
+            reached = layer.index
+        advance(reached)
     if kept:
         kept.keep(library)
     snapshots.take("statistics", lambda: {"boundaries": store.filled})
@@ -119,6 +121,9 @@ def _from_weights(opened: Source, library: StatisticsLibrary, progress: Progress
     context = opened.config.max_position_embeddings
     with progress.phase("statistics of weights", opened.layers) as advance:
         for index in range(opened.layers):
+            if index in opened.stateful:
+                advance()
+                continue
             anatomy = opened.anatomy(index).to(torch.float64)
             of_weights = latent_weight_statistics if isinstance(anatomy, LatentAnatomy) else weight_statistics
             statistics = of_weights(anatomy, opened.input_scale(index).double())

@@ -7,7 +7,7 @@ one layer and the activations at one boundary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +101,7 @@ def backward_sweep(
     gradients: bool = True,
     seed: int = 0,
     snapshots: Snapshots | None = None,
+    stateful: Collection[int] = (),
 ) -> Iterator[SweptLayer]:
     """Yields every layer's statistics, from last to first.
 
@@ -110,6 +111,7 @@ def backward_sweep(
         gradients: take gradients of the loss (labels drawn from the model itself, ``seed``); without, the sweep
             recomputes activations only.
         snapshots: what a sweep that was killed goes on from; layers that were dealt with are not yielded again.
+        stateful: layers without keys and values, which gradients only pass.
     """
     snapshots = snapshots or Snapshots()
     if state := snapshots.last("backward"):
@@ -117,6 +119,11 @@ def backward_sweep(
     else:
         upstream, end = _upstream(stream, final, batch_size, seed) if gradients else None, stream.num_layers
     for index in reversed(range(end)):
+        if index in stateful:
+            if gradients:
+                _pass_gradients(stream, index, store.load(index), upstream, batch_size)
+            snapshots.take("backward", lambda index=index: {"layer": index, "upstream": upstream})
+            continue
         anatomy = anatomy_of(index).to(stream.device, stream.dtype)
         hidden = store.load(index)
         moments = MomentAccumulator(anatomy, gradients=gradients)
@@ -135,6 +142,18 @@ def backward_sweep(
                 inputs.append(captured.inputs.cpu())
         yield SweptLayer(index, anatomy, moments.result(), torch.cat(inputs))
         snapshots.take("backward", lambda index=index: {"layer": index, "upstream": upstream})
+
+
+def _pass_gradients(stream: LayerStream, index: int, hidden: Tensor, upstream: Tensor, batch_size: int) -> None:
+    """Carries gradients [N, T, D] from what a layer puts out to what enters it, in place."""
+    with stream.layer(index) as layer:
+        for start in range(0, len(hidden), batch_size):
+            rows = slice(start, start + batch_size)
+            leaf = hidden[rows].to(stream.device, stream.dtype).requires_grad_()
+            with torch.enable_grad():
+                out = layer(leaf)
+            out.backward(upstream[rows].to(out))
+            upstream[rows] = leaf.grad.to(upstream)
 
 
 def _upstream(stream: LayerStream, final: Tensor, batch_size: int, seed: int) -> Tensor:

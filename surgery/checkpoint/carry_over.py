@@ -41,7 +41,8 @@ def copy_sidecars(reader: CheckpointReader, code: Iterable[Path], writer: Checkp
             writer.copy_file(path, SOURCE_CARD if relative == CARD else relative)
     for path in code:
         writer.copy_file(path, path.name)
-    keep_tokens(reader, writer)
+    if not reader.stored_names:  # the model type, by which transformers takes a tokenizer's class, stays as it is
+        keep_tokens(reader, writer)
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:

@@ -38,6 +38,7 @@ class CheckpointReader:
             one that stands in for it.
         source: what `open` takes again, in any process: the folder, or the GGUF file.
         config: config.json, parsed.
+        stored_names: of tensors that stand for stored ones under other names, and are written back under those.
         dequantised_from: what quantised weights are stored in, of a GGUF file most of them, such as Q4_1; None for
             weights that are read as they are stored.
     """
@@ -60,6 +61,7 @@ class CheckpointReader:
         self._store = store
         self._sidecars = sidecars
         self._behind = behind
+        self.stored_names: dict[str, str] = {}
 
     @classmethod
     def open(cls, source: str | Path, *, revision: str | None = None, allow_pickle: bool = False) -> CheckpointReader:
@@ -107,13 +109,19 @@ class CheckpointReader:
             dequantised_from=opened.model.dequantised_from,
         )
 
-    def seen_as(self, config: dict[str, Any], parts: Mapping[str, Mapping[str, int]]) -> CheckpointReader:
+    def seen_as(
+        self, config: dict[str, Any], parts: Mapping[str, Mapping[str, int]], *, put_back: bool = False
+    ) -> CheckpointReader:
         """The same weights with another config, some tensors being rows of stored ones (see :class:`RowSliceStore`).
 
         Its ``path`` is a temporary folder with that config and links to the sidecars, but for remote code, which is
-        that of the stored names.
+        that of the stored names. With ``put_back`` each part is a whole tensor under another name, and what is made
+        of it is written as the stored one.
         """
-        return self._view(config, RowSliceStore(self._store, parts), self.dequantised_from, code=False)
+        view = self._view(config, RowSliceStore(self._store, parts), self.dequantised_from, code=False)
+        if put_back:
+            view.stored_names = {name: stored for stored, names in parts.items() for name in names}
+        return view
 
     def _dequantised(self) -> CheckpointReader:
         """A view of quantised weights without quantisation; itself, where there are none that can be read."""
@@ -145,6 +153,11 @@ class CheckpointReader:
     def name(self) -> str:
         """The folder's or the GGUF file's name."""
         return self.source.name if self.source.is_file() else self.source.resolve().name
+
+    @property
+    def stored_config(self) -> dict[str, Any]:
+        """config.json of the files, where this is a view of them with another."""
+        return self.config if self._behind is None else self._behind.config
 
     @property
     def stored_as(self) -> str | None:

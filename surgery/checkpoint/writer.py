@@ -34,6 +34,7 @@ class CheckpointWriter:
         overwrite: replace ``out`` where it is an older checkpoint or empty.
         metadata: of each safetensors file; ``{"format": "pt"}``, which transformers asks for, if not given.
         staging: of ``out``, made by the caller, who discards it too.
+        stored_names: in the files, of tensors that the plan calls otherwise.
 
     Attributes:
         out: where the checkpoint will be.
@@ -54,11 +55,13 @@ class CheckpointWriter:
         overwrite: bool = False,
         metadata: Mapping[str, str] | None = None,
         staging: Staging | None = None,
+        stored_names: Mapping[str, str] | None = None,
     ):
         self.plan = {name: _checked_spec(name, tensor) for name, tensor in plan.items()}
         if not self.plan:
             raise SurgeryError(f"{out}: no tensors are planned for it")
         self._shards = _lay_out(self.plan, parse_size(max_shard_size))
+        self._stored_names = dict(stored_names or {})
         self._metadata = {"format": "pt"} if metadata is None else metadata
         self._lent, self._staging = staging is not None, staging or Staging(Path(out), overwrite=overwrite)
         self.out, self.partial = self._staging.out, self._staging.partial
@@ -175,17 +178,25 @@ class CheckpointWriter:
         files = _shard_names(len(self._shards))
         for file, specs in zip(files, self._shards, strict=True):
             path = self.partial / file
-            header, offsets = encode_header(specs, self._metadata)
+            header, offsets = encode_header({self._stored(n): spec for n, spec in specs.items()}, self._metadata)
             with disk_errors(path), open(path, "wb") as handle:
                 handle.write(header)
                 handle.truncate(len(header) + sum(spec.nbytes for spec in specs.values()))
-            self._places |= {name: (path, offset) for name, offset in offsets.items()}
+            self._places |= {name: (path, offsets[self._stored(name)]) for name in specs}
         if len(files) > 1:
-            weight_map = {name: self._places[name][0].name for name in self.plan}
+            weight_map = {self._stored(name): self._places[name][0].name for name in self.plan}
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             path = self.partial / WEIGHTS_INDEX
             with disk_errors(path):
                 path.write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    @property
+    def stored_plan(self) -> dict[str, TensorSpec]:
+        """The plan by the names in the files."""
+        return {self._stored(name): spec for name, spec in self.plan.items()}
+
+    def _stored(self, name: str) -> str:
+        return self._stored_names.get(name, name)
 
     def _admit(self, name: str, tensor: Described) -> None:
         """Checks a tensor against the plan."""

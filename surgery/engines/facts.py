@@ -32,6 +32,7 @@ class Facts:
         real_experts: of MLA, some layers are mixtures of experts: such models again.
         windowed: some layers have an attention window.
         quantised: the weights are stored as codes, which took no part in any trial.
+        pictures: a model of pictures and text, whose language model has the cache.
         served: of the own class, the name under which trials of our plugin for vLLM are kept.
         not_served: of the own class, what that plugin has no code for; None if it has.
     """
@@ -50,6 +51,7 @@ class Facts:
     real_experts: bool = False
     windowed: bool = False
     quantised: bool = False
+    pictures: bool = False
     served: str | None = None
     not_served: str | None = None
 
@@ -57,6 +59,8 @@ class Facts:
     def of(cls, config: dict[str, Any]) -> Facts:
         """Reads a config.json."""
         family = config.get("model_type", "")
+        if isinstance(config.get("text_config"), dict):
+            config = {**config, **config["text_config"]}
         structure = family if family in (MLA, DECILM, OWN) else HEADS
         common = {
             "structure": structure,
@@ -64,6 +68,7 @@ class Facts:
             "number_bytes": BYTES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), 2),
             "activation": config.get("hidden_act", "silu"),
             "quantised": bool(config.get("quantization_config")),
+            "pictures": "vision_config" in config,
         }
         layers = config["num_hidden_layers"]
         if structure == OWN:
@@ -89,7 +94,7 @@ class Facts:
         if structure == DECILM:
             counts = [heads // block["attention"]["n_heads_in_group"] for block in config["block_configs"]]
         else:
-            counts = [config.get("num_key_value_heads") or heads] * layers
+            counts = [config.get("num_key_value_heads") or heads] * _attending(config)
         return cls(cached_numbers=2 * sum(counts) * head_dim, windowed=windowed(SimpleNamespace(**config)), **common)
 
     @property
@@ -112,6 +117,13 @@ class Facts:
             return {}
         per_token, streamed = (count * number_bytes for count in (self.cached_numbers, self.streamed_numbers))
         return {"cache_bytes_per_token": per_token, "cache_bytes_per_request": streamed or None}
+
+
+def _attending(config: dict[str, Any]) -> int:
+    """Layers that cache keys and values; Qwen3-Next says how often there is one, or the type of each."""
+    if types := config.get("layer_types"):
+        return len(types) - types.count("linear_attention")
+    return config["num_hidden_layers"] // config.get("full_attention_interval", 1)
 
 
 def _latent_width(config: dict[str, Any]) -> int:

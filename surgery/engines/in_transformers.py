@@ -9,6 +9,8 @@ from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdi
 NAME = "transformers"
 EAGER = ("gemma2",)
 """Families that some version computes otherwise by its own choice of attention: 5.19 takes SDPA, which has no cap."""
+PICTURES = "AutoModelForImageTextToText"
+"""What loads a model of pictures and text."""
 EAGERLY = ', attn_implementation="eager"'
 
 
@@ -20,7 +22,8 @@ def verdict(facts: Facts, path: str) -> Verdict:
         return Verdict(**said, status=REFUSED, command=None, reason=reason, remedy=remedy)
     own = facts.structure == OWN
     code = ", trust_remote_code=True" * own + EAGERLY * (facts.family in EAGER)
-    said["command"] = f'AutoModelForCausalLM.from_pretrained("{path}", dtype="auto"{code})'
+    auto = PICTURES if facts.pictures else "AutoModelForCausalLM"
+    said["command"] = f'{auto}.from_pretrained("{path}", dtype="auto"{code})'
     said |= facts.cache(facts.number_bytes)
     if facts.kind not in TRANSFORMERS.kinds:
         reason = "its quantised weights took no part in a test" if facts.quantised else "a class of its own"

@@ -57,6 +57,10 @@ TRANSFORMERS = Trial(
             "gemma2 with a window",
             "gpt_oss",
             "gpt_oss with a window",
+            "llava",
+            "llava_next",
+            "mistral3",
+            "qwen2_5_vl",
             "surgery",
         }
     ),

@@ -22,6 +22,7 @@ from surgery.families.mixtral import MIXTRAL
 from surgery.families.olmo import OLMO2, OLMO3
 from surgery.families.qwen2 import QWEN2
 from surgery.families.qwen3 import QWEN3
+from surgery.families.qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from surgery.families.qwen3_moe import QWEN3_MOE
 from surgery.families.seed_oss import SEED_OSS
 from surgery.families.smollm3 import SMOLLM3
@@ -31,6 +32,7 @@ from surgery.families.youtu import YOUTU
 BUILT_IN = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
     *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GPT_OSS),
+    *(QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
 )
 
 FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})
@@ -49,15 +51,14 @@ WHY_NOT = {
     **dict.fromkeys(
         ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma"), "it keeps a state, no keys and values"
     ),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"), "its attention has a gate on its output"),
     **dict.fromkeys(("llama4", "llama4_text"), "it attends in chunks, with queries that are scaled by position"),
     "mistral4": f"{LATENTS}, and its queries are scaled by position",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), f"{LATENTS}, and an indexer chooses which of them are read"),
     **dict.fromkeys(("longcat_flash", "kimi_linear"), f"{LATENTS}, in a layer of two attentions or beside a state"),
     "kimi_k2": "transformers has no class of that name; its weights are DeepSeek-V3's, so say deepseek_v3 there",
     **dict.fromkeys(
-        ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "mistral3"),
-        "a model of pictures and text, whose text tower is not converted",
+        ("gemma3", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        "a model of pictures and text, whose class only --to gqa keeps, and that merges no heads behind a q/k-norm",
     ),
     "glm4_moe": "its checkpoints hold layers that predict further tokens, which the own class has no place for",
     "granitemoehybrid": "most of its layers keep a state, no keys and values",

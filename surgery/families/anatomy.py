@@ -70,11 +70,21 @@ class LayerAnatomy:
     scale: float  # multiplies q.k before the softmax
     softcap: float | None = None  # bounds logits, see `Softmax`
     sinks: Tensor | None = None  # [H], learned logits beside those of keys, see `Softmax`
+    gate: Tensor | None = None  # [H, e, D], of the factors sigmoid(gate x + gate_bias) on mixed values
+    gate_bias: Tensor | None = None  # [H, e]
 
     @property
     def softmax(self) -> Softmax:
         """How products of queries and keys become weights."""
         return Softmax(self.scale, self.softcap, self.sinks)
+
+    def open_gate(self, x: Tensor) -> Tensor | None:
+        """Factors on mixed values, [..., H, e], of inputs ``x`` [..., D]; None without a gate."""
+        return None if self.gate is None else _heads(x, self.gate, self.gate_bias).sigmoid()
+
+    def gated(self, mixed: Tensor, x: Tensor) -> Tensor:
+        """What the output projection reads, [..., H, e]: mixed values behind the gate, if there is one."""
+        return mixed if self.gate is None else mixed * self.open_gate(x)
 
     def to(self, *args, **kwargs) -> Self:
         """A copy with every tensor but ``inv_freq`` and ``order`` moved or cast, as :meth:`torch.Tensor.to`."""
@@ -102,7 +112,7 @@ class LayerAnatomy:
 class AttentionAnatomy(LayerAnatomy):
     """One attention layer: weights, norms, rotary frequencies and softmax scale. Tensors share dtype and device."""
 
-    PROJECTIONS = (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("o", "o_proj"))
+    PROJECTIONS = (("q", "q_proj"), ("gate", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("o", "o_proj"))
 
     q: Tensor  # [H, d, D]
     k: Tensor  # [G, d, D]
@@ -152,6 +162,14 @@ class AttentionAnatomy(LayerAnatomy):
     def stored(self, heads: Tensor) -> Tensor:
         """What belongs to rows of queries or keys, [heads, d] or [heads, d, ...], in the checkpoint's order of rows."""
         return heads if self.order is None else heads[:, self.order.argsort().to(heads.device)]
+
+    def stored_queries(self) -> tuple[Tensor, Tensor | None]:
+        """The checkpoint's query projection and its bias, [H d, D] and [H d]; twice that with gates behind heads."""
+        weight, bias = self.stored(self.q), None if self.q_bias is None else self.stored(self.q_bias)
+        if self.gate is not None:
+            weight = torch.cat([weight, self.gate], dim=1)
+            bias = None if bias is None else torch.cat([bias, self.gate_bias], dim=1)
+        return weight.flatten(0, 1), None if bias is None else bias.flatten()
 
     def key_weight(self) -> tuple[Tensor, Tensor | None]:
         """The affine map of :attr:`Projection.k`: weight [G, d, D] and bias [G, d], a key norm's weight included."""

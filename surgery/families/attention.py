@@ -55,9 +55,9 @@ def attention_weights(anatomy: AttentionAnatomy, projection: Projection) -> Tens
     return anatomy.softmax.weights(q @ k.mT, visible)
 
 
-def output(anatomy: LayerAnatomy, mixed: Tensor) -> Tensor:
-    """The output projection of head values [B, T, H, e]: [B, T, D]."""
-    return nn.functional.linear(mixed.flatten(2), anatomy.o.flatten(1), anatomy.o_bias)
+def output(anatomy: LayerAnatomy, mixed: Tensor, inputs: Tensor) -> Tensor:
+    """The output projection [B, T, D] of mixed values [B, T, H, e], whose gate is opened by the inputs [B, T, D]."""
+    return nn.functional.linear(anatomy.gated(mixed, inputs).flatten(2), anatomy.o.flatten(1), anatomy.o_bias)
 
 
 class CapturedAttention(nn.Module):
@@ -80,7 +80,7 @@ class CapturedAttention(nn.Module):
         if self.gradients:
             self.projection.k.retain_grad()
             self.projection.v.retain_grad()
-        self.outputs = output(self.anatomy, attend(self.anatomy, self.projection))
+        self.outputs = output(self.anatomy, attend(self.anatomy, self.projection), hidden_states)
         if self.gradients:
             self.outputs.retain_grad()
         return self.outputs, None

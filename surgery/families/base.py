@@ -35,6 +35,12 @@ def uniform_window(config, layer: int) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
+def keeps_state(config, layer: int) -> bool:
+    """Whether ``layer_types`` gives a layer linear attention: a state of one size, no keys and values."""
+    types = getattr(config, "layer_types", None)
+    return bool(types) and types[layer] == "linear_attention"
+
+
 def default_scale(config) -> float:
     """What most families multiply logits of attention by."""
     return head_shape(config)[2] ** -0.5
@@ -77,6 +83,7 @@ class Family:
         scale: what multiplies logits of attention before the softmax, but for the factor of YaRN.
         softcap: what bounds logits of attention, if anything.
         sinks: whether each head has a learned logit beside those of keys.
+        output_gate: whether ``q_proj`` has, behind each head's query, a gate for what the head puts out.
         eager: whether some version of transformers that the package takes leaves a part of its attention out unless it
             is told to attend eagerly.
         rotates: whether a layer rotates at all.
@@ -99,6 +106,7 @@ class Family:
     scale: Callable[[object], float] = default_scale
     softcap: Callable[[object], float | None] = no_cap
     sinks: bool = False
+    output_gate: bool = False
     eager: bool = False
     rotates: Callable[[object, int], bool] = lambda config, layer: True
     partial: bool = False
@@ -117,7 +125,7 @@ class Family:
         return head_shape(config)
 
     def attention_names(self, reader, layer: int) -> list[str]:
-        """The tensors of a layer's attention.
+        """The tensors of a layer's attention; none of a layer that keeps a state.
 
         Raises:
             SurgeryError: one is missing, or one is there that the family does not know (fused projections,
@@ -125,6 +133,9 @@ class Family:
         """
         prefix = ATTENTION_PREFIX.format(layer=layer)
         found = [name for name in reader.names() if name.startswith(prefix)]
+        state = LAYER_PREFIX.format(layer=layer) + "linear_attn."
+        if not found and any(name.startswith(state) for name in reader.names()):
+            return []
         required = {f"{p}_proj.weight" for p in "qkvo"}
         if self.qk_norm:
             required |= {"q_norm.weight", "k_norm.weight"}
@@ -172,13 +183,25 @@ class Family:
             shape = (head_dim,) if self.norm_scope == "head" else (count, head_dim)
             return HeadNorm(rows(f"{name}.weight", *shape) + self.norm_offset, config.rms_norm_eps)
 
+        def queries(kind: str, *shape: int) -> tuple[Tensor | None, Tensor | None]:
+            """Of queries, in half-split order, and of their gates."""
+            if not self.output_gate:
+                return rows(f"q_proj.{kind}", heads, head_dim, *shape), None
+            both = tensor(f"q_proj.{kind}", heads, 2 * head_dim, *shape)
+            if both is None:
+                return None, None
+            query, gate = both.split(head_dim, dim=1)
+            return query if rotation.order is None else query.index_select(1, rotation.order), gate.contiguous()
+
         hidden = config.hidden_size
+        query, gate = queries("weight", hidden)
+        query_bias, gate_bias = queries("bias")
         return AttentionAnatomy(
-            q=rows("q_proj.weight", heads, head_dim, hidden),
+            q=query,
             k=rows("k_proj.weight", kv_heads, head_dim, hidden),
             v=tensor("v_proj.weight", kv_heads, head_dim, hidden),
             o=tensor("o_proj.weight", hidden, heads, head_dim),
-            q_bias=rows("q_proj.bias", heads, head_dim),
+            q_bias=query_bias,
             k_bias=rows("k_proj.bias", kv_heads, head_dim),
             v_bias=tensor("v_proj.bias", kv_heads, head_dim),
             o_bias=tensor("o_proj.bias", hidden),
@@ -188,6 +211,8 @@ class Family:
             scale=rotation.factor**2 * self.scale(config),
             softcap=self.softcap(config),
             sinks=tensor("sinks", heads),
+            gate=gate,
+            gate_bias=gate_bias,
             window=self.window(config, layer),
             order=rotation.order,
             rope_factor=rotation.factor,

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from surgery.families import FAMILIES, head_shape, key_gains
+from surgery.families import FAMILIES, Family, head_shape, key_gains
+from surgery.families.base import keeps_state
 from surgery.kernels.planner import Attention, Block, Grouped, Latent, LowRank, quantised
 from surgery.model import SurgeryConfig
 
@@ -18,7 +19,7 @@ def of_family(config: Any, windows: Windows, number_bytes: float) -> list[Attent
 
     Args:
         config: of transformers, as loaded.
-        windows: of every layer, tokens; None: all.
+        windows: of every layer with keys and values, tokens; None: all.
         number_bytes: of a cached number.
     """
     heads, kv_heads, head_dim = head_shape(config)
@@ -37,8 +38,13 @@ def of_config(config: dict[str, Any], number_bytes: float) -> list[Attention]:
         return of_own_class(SurgeryConfig(**fields), number_bytes)
     family = FAMILIES.get(config["model_type"])
     loaded = CONFIG_MAPPING[config["model_type"]](**fields)
-    windows = [family.window(loaded, layer) if family else None for layer in range(loaded.num_hidden_layers)]
-    return of_family(loaded, windows, number_bytes)
+    return of_family(loaded, windows_of(family, loaded), number_bytes)
+
+
+def windows_of(family: Family | None, config: Any) -> Windows:
+    """Of every layer with keys and values, tokens; None: all."""
+    layers = [layer for layer in range(config.num_hidden_layers) if not keeps_state(config, layer)]
+    return [family.window(config, layer) if family else None for layer in layers]
 
 
 def of_stock_mla(config: dict[str, Any], number_bytes: float) -> list[Attention]:
@@ -58,10 +64,10 @@ def of_stock_mla(config: dict[str, Any], number_bytes: float) -> list[Attention]
 def of_own_class(config: Any, number_bytes: float) -> list[Attention]:
     """Of a `SurgeryConfig`: any mixture of kinds, quantised or not."""
     family = FAMILIES[config.base_model_type]
-    windows = [family.window(config, layer) for layer in range(config.num_hidden_layers)]
-    stock = of_family(config, windows, number_bytes)
+    stock = of_family(config, windows_of(family, config), number_bytes)
     gains = key_gains(config.base_model_type, config.num_key_value_heads)
-    entries = config.attention_layers or [None] * len(stock)
+    entries = config.attention_layers or [None] * config.num_hidden_layers
+    entries = [entry for layer, entry in enumerate(entries) if not keeps_state(config, layer)]
     return [
         _of_entry(entry or {}, layer, gains, *_cached_bytes(config.kv_cache, entry or {}, number_bytes))
         for entry, layer in zip(entries, stock, strict=True)

@@ -123,7 +123,8 @@ class StreamingAttention(nn.Module):
             keys = keys * found.key_gain[..., None]
         queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, found.v))
         call = AttentionCall(0, queries, keys, values, None, anatomy.scale, anatomy.softcap, anatomy.sinks)
-        return output(anatomy, mixed_output(call, self.streams, self.sinks, self.recent, self.compensated)), None
+        mixed = mixed_output(call, self.streams, self.sinks, self.recent, self.compensated)
+        return output(anatomy, mixed, hidden_states), None
 
 
 @contextmanager

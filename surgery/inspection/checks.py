@@ -78,7 +78,8 @@ def verify_checkpoint(
         report = Recorded.beside(reader.path)
     except SurgeryError as error:
         checks.append(Check("report", FAILED, str(error)))
-    checks.append(_check("files", lambda: _files(reader.path, report, progress)))
+    folder = reader.source if reader.source.is_dir() else reader.path
+    checks.append(_check("files", lambda: _files(folder, report, progress)))
     checks.append(_check("numbers", lambda: _numbers(reader, progress)))
     if reader.config.get("model_type") == ELSEWHERE:
         why = "transformers has no such class; vLLM and llama.cpp have"

@@ -12,7 +12,6 @@ from surgery.checkpoint.reader import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.human import per_token
 from surgery.families import FAMILIES, LATENT_FAMILIES, head_shape
-from surgery.families.base import ATTENTION_PREFIX
 from surgery.forecast import attention_structures as structures
 from surgery.forecast.speed import batches, speed_against
 from surgery.kernels.gpus import GPU
@@ -20,6 +19,7 @@ from surgery.kernels.planner import Attention, Grouped, Latent, LowRank
 from surgery.reporting.report import previous_report
 from surgery.running.loading import load_config
 from surgery.running.skeleton import skeleton
+from surgery.running.source import attention_dtype
 
 MODEL_TYPES = ("surgery", "deepseek_v3")
 
@@ -32,10 +32,10 @@ def converted_facts(reader: CheckpointReader, gpu: GPU, contexts: tuple[int, ...
     """
     said, own = reader.config, reader.config["model_type"] == "surgery"
     config = load_config(reader.path)
-    dtype = reader.info(ATTENTION_PREFIX.format(layer=0) + "o_proj.weight").dtype
+    dtype = attention_dtype(reader)
     layers = _structures(config, said, dtype.itemsize)
     family = FAMILIES.get(getattr(config, "base_model_type", None))
-    windows = [family.window(config, layer) if family else None for layer in range(len(layers))]
+    windows = structures.windows_of(family, config)
     source = original(reader.path, config, windows, dtype.itemsize)
     if own:
         model = skeleton(said, dtype)
@@ -102,7 +102,7 @@ def _architecture(reader: CheckpointReader, config: Any, layers: list[Attention]
     return {
         "model_type": config.model_type + (f" over {base}" if base else ""),
         "attention": [f"{count} layers: {kind}" for kind, count in Counter(map(_kind, layers)).items()],
-        "layers": len(layers),
+        "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
         "heads": config.num_attention_heads,
         "vocabulary": config.vocab_size,

@@ -21,6 +21,7 @@ from surgery.inspection.spectra import LayerSpectrum, spectra_figure
 from surgery.inspection.targets import foreseen_targets
 from surgery.kernels.gpus import GPU, GPUS
 from surgery.running.source import Source
+from surgery.structures.kept_layers import converted_layers
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms import mla
 
@@ -34,7 +35,7 @@ class Inspection:
     Attributes:
         name: the folder's name.
         architecture: facts of the attention and the model around it.
-        windows: of every layer, tokens; None: all.
+        windows: of every layer with keys and values, tokens; None: all.
         kv: bytes per token, and of one sequence by its length, in the checkpoint's dtype.
         targets: what it can be converted to, in which class and why, at how many bytes, and which engines load that;
             with "speed", what decoding's attention gains on a GPU,
@@ -94,7 +95,7 @@ def inspect_checkpoint(
             raise SurgeryError(f"{reader.path}: was converted before; spectra are those of sources, drop --calibration")
         return Inspection(**converted_facts(reader, gpu, CONTEXTS), gpu=asdict(gpu))
     opened = Source.open(source, settings, allow_pickle=allow_pickle)
-    windows = [opened.family.window(opened.config, layer) for layer in range(opened.layers)]
+    windows = [opened.windows[layer] for layer in converted_layers(opened.stateful, opened.layers)]
     layers = structures.of_family(opened.config, windows, _attention_dtype(opened).itemsize)
     rows = batches(layers, sum(opened.reader.info(name).nbytes for name in opened.reader.names()), gpu)
     inspection = Inspection(
@@ -128,7 +129,7 @@ def _architecture(opened: Source) -> dict:
     config, reader = opened.config, opened.reader
     heads, kv_heads, head_dim = head_shape(config)
     rope = getattr(config, "rope_parameters", None) or {}
-    names = {name.rpartition("self_attn.")[2] for name in opened.family.attention_names(reader, 0)}
+    names = {name.rpartition("self_attn.")[2] for name in opened.family.attention_names(reader, opened.first_layer)}
     return {
         "model_type": reader.config["model_type"],
         "layers": opened.layers,
@@ -152,7 +153,7 @@ def _architecture(opened: Source) -> dict:
 
 
 def _attention_dtype(opened: Source):
-    return opened.reader.info(opened.family.attention_names(opened.reader, 0)[0]).dtype
+    return opened.reader.info(opened.family.attention_names(opened.reader, opened.first_layer)[0]).dtype
 
 
 def _parameters(reader: CheckpointReader, *, tied: bool) -> int:
@@ -176,5 +177,9 @@ def _spectra(opened: Source, settings: ConvertSettings, progress: Progress) -> t
             gradients=method.gradients,
             basis_of=mla.lag_basis(method),
         )
-        found = [LayerSpectrum.of(layer, library.load(layer)[0]) for layer in range(opened.layers)]
+        found = [
+            LayerSpectrum.of(layer, library.load(layer)[0])
+            for layer in range(opened.layers)
+            if layer not in opened.stateful
+        ]
     return found, texts.description

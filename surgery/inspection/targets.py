@@ -53,7 +53,7 @@ def _foreseen(opened: Source, target: Target, request: dict[str, Any], speed: Sp
         return {"applies": False, "class": None, "reasons": [str(error)], "engines": {}, "speed": []}
     return {
         "applies": True,
-        "class": config["model_type"],
+        "class": foreseen.model_type if opened.reader.stored_names else config["model_type"],
         "reasons": foreseen.reasons,
         "engines": foreseen.engines_of(config),
         "kv_bytes_per_token": held,

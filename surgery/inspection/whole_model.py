@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
@@ -31,7 +31,8 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
         SurgeryError: transformers does not load it, or logits depend on how the prompt is cut, or on other rows.
     """
     with loading(str(reader.path)):
-        model = AutoModelForCausalLM.from_pretrained(
+        auto = AutoModelForImageTextToText if reader.stored_names else AutoModelForCausalLM
+        model = auto.from_pretrained(
             reader.model_folder(),
             dtype=torch.float32,
             local_files_only=True,

@@ -15,6 +15,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 LEARNED_SINKS = ("gpt_oss",)
 """Families whose attention has `sinks`, a logit of each head beside those of keys."""
 
+OUTPUT_GATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families whose `q_proj` has, behind each head's query, a gate for what the head puts out."""
+
 
 def own_softmax(config: PreTrainedConfig) -> bool:
     """Whether a model's attention caps its logits or has learned sinks, which PyTorch's fused kernels leave out."""
@@ -133,6 +136,19 @@ def _rotated(apply: Callable, numbers: int, x: torch.Tensor, cos: torch.Tensor, 
     turned = x if whole else x[..., :width]
     turned, _ = apply(turned, turned[:, :0], cos, sin)  # takes queries and keys, and these may be of different tokens
     return turned if whole else torch.cat((turned, x[..., width:]), dim=-1)
+
+
+def project_queries(module: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Queries [B, T, H, d] of [B, T, D] through the family's norm, not rotated, and what `gated` takes of its gate."""
+    query, gate = module.q_proj(hidden_states).unflatten(-1, (module.num_heads, -1)), None
+    if module.config.model_type in OUTPUT_GATES:
+        query, gate = query.chunk(2, dim=-1)
+    return normalise_heads(module.q_norm, query), gate
+
+
+def gated(mixed: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    """What the output projection reads, [B, T, H, d], of mixed values behind their gate, if there is one."""
+    return mixed if gate is None else mixed * gate.sigmoid()
 
 
 def normalise_heads(norm: nn.Module | None, heads: torch.Tensor, at: int = -2) -> torch.Tensor:

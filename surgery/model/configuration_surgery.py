@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from .attention_functions import LEARNED_SINKS
+from .attention_functions import LEARNED_SINKS, OUTPUT_GATES
 from .group_entries import CROSS_LAYER_KEYS, check_groups
 from .hybrid_cache import StreamingLayer
 from .logit_factor import CAPPED
@@ -33,6 +33,9 @@ _LAYER_KEYS = {
     "hybrid": {"kind", "kv_heads", "full_heads", "compensated_heads", "sinks", "recent", "head_order"},
     **CROSS_LAYER_KEYS,
 }
+
+# Those with a gate on their output, where the family has one.
+_GATED_KINDS = ("latent", "low_rank", "grouped")
 
 _HEADS = ("keys", "values")
 
@@ -185,6 +188,8 @@ class SurgeryConfig(PreTrainedConfig):
                 raise ValueError(f"attention_layers[{index}]: {problem}")
             if self.base_model_type in LEARNED_SINKS and (layer["kind"] == "hybrid" or layer.get("streaming")):
                 raise ValueError(f"attention_layers[{index}]: heads with learned sinks do not stream")
+            if self.base_model_type in OUTPUT_GATES and layer["kind"] not in _GATED_KINDS:
+                raise ValueError(f"attention_layers[{index}]: {layer['kind']} has no gate on its output")
             # A cache layer with an empty key tensor reports length 0, so a rank of 0 would decode garbage.
             if layer["kind"] == "latent" and layer["kv_lora_rank"] < 1:
                 raise ValueError(f"attention_layers[{index}]: kv_lora_rank must be at least 1")

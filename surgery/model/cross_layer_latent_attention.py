@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Cache
 from transformers import initialization as init
 
-from .attention_functions import attend, rotate_pairs
+from .attention_functions import attend, project_queries, rotate_pairs
 from .cross_layer_attention import GroupMember
 from .latent_attention import LatentAttention
 
@@ -64,7 +64,8 @@ class CrossLayerLatentAttention(GroupMember, LatentAttention):
         """
         batch, num_tokens, _ = hidden_states.shape
         cos, sin = self.rotary(position_ids)
-        query = self._latent_query(hidden_states, cos, sin)
+        query, _ = project_queries(self, hidden_states)
+        query = self._latent_query(query, cos, sin)
         latent, k_rope = self.kv_down(hidden_states).unsqueeze(1).split((self.kv_lora_rank, self.rope_dim), dim=-1)
         positional = rotate_pairs(k_rope, cos, sin)
         if self.key_norm_eps is not None:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import Cache
 from transformers import initialization as init
 
-from .attention_functions import Accelerated, attend, normalise_heads, rotate_pairs, visible_mask
+from .attention_functions import Accelerated, attend, gated, project_queries, rotate_pairs, visible_mask
 from .hybrid_cache import StreamingLayer, layer_of
 
 
@@ -150,7 +150,8 @@ class LatentAttention(Accelerated, nn.Module):
         """
         batch, num_tokens, _ = hidden_states.shape
         cos, sin = self.rotary(position_ids)
-        query = self._latent_query(hidden_states, cos, sin)
+        query, gate = project_queries(self, hidden_states)
+        query = self._latent_query(query, cos, sin)
         latent, k_rope = self.kv_down(hidden_states).unsqueeze(1).split((self.kv_lora_rank, self.rope_dim), dim=-1)
         positional = rotate_pairs(k_rope, cos, sin)
         if self.key_norm_eps is not None:
@@ -170,7 +171,7 @@ class LatentAttention(Accelerated, nn.Module):
                 latent, positional = past_key_values.update(latent, positional, self.layer_idx)
             key_value = self._latent_key_value(latent, positional)
             out, weights = attend(self, query, *key_value, attention_mask, **kwargs)  # [B, T, H, r]
-        out = torch.einsum("bthr,hvr->bthv", out, self.value_up)
+        out = gated(torch.einsum("bthr,hvr->bthv", out, self.value_up), gate)
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
 
     def _streamed(
@@ -184,10 +185,8 @@ class LatentAttention(Accelerated, nn.Module):
             out.append(attend(self, query[:, :, piece.tokens], *key_value, mask, **kwargs)[0])
         return torch.cat(out, dim=1)
 
-    def _latent_query(self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Project to heads, then into the space of the latent key: [B, T, D] → [B, H, T, r + ρ]."""
-        query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
-        query = normalise_heads(self.q_norm, query)
+    def _latent_query(self, query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Heads [B, T, H, d] → in the space of the latent key [B, H, T, r + ρ]."""
         query = torch.einsum("bthd,hdk->bhtk", query, self.query_up)
         content, rope = query.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         return torch.cat((content, rotate_pairs(rope, cos, sin)), dim=-1)

@@ -18,7 +18,15 @@ from torch import nn
 from transformers import Cache
 from transformers import initialization as init
 
-from .attention_functions import Accelerated, attend, normalise_heads, rotation_of, visible_mask
+from .attention_functions import (
+    Accelerated,
+    attend,
+    gated,
+    normalise_heads,
+    project_queries,
+    rotation_of,
+    visible_mask,
+)
 from .exact_window_cache import ExactWindowLayer
 from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer, layer_of
 
@@ -179,14 +187,13 @@ class LowRankAttention(Accelerated, nn.Module):
             seen = past_key_values.get_seq_length(self.layer_idx)
             length, first = past_key_values.get_mask_sizes(num_tokens, self.layer_idx)
         slots = torch.arange(num_tokens, device=latent.device) + seen
-        query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
-        query = normalise_heads(self.q_norm, query).transpose(1, 2)
-        query = self._rotated(query, slots)
+        query, gate = project_queries(self, hidden_states)
+        query = self._rotated(query.transpose(1, 2), slots)
         if self.streaming:
             new = HybridLayer(PlainLayer(), StreamingLayer(self.streaming["sinks"], self.streaming["recent"]))
             layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
             out = self._in_two_parts(query, latent, attention_mask, layer, **kwargs)
-            return self.o_proj(out.reshape(batch, num_tokens, -1)), None
+            return self.o_proj(gated(out, gate).reshape(batch, num_tokens, -1)), None
 
         exact = visible = layer = None
         if self.window:
@@ -196,7 +203,7 @@ class LowRankAttention(Accelerated, nn.Module):
         if self.kernel is not None:
             out = self.kernel(self, query, latent, exact, attention_mask, past_key_values)
             if out is not None:
-                return self.o_proj(out.reshape(batch, num_tokens, -1)), None
+                return self.o_proj(gated(out, gate).reshape(batch, num_tokens, -1)), None
         if self.window:
             visible, exact_slots = layer.visible(num_tokens, latent.device), layer.slots(num_tokens, latent.device)
             latent, exact = layer.update(latent, exact)
@@ -218,7 +225,7 @@ class LowRankAttention(Accelerated, nn.Module):
             attention_mask = visible_mask(self, attention_mask, query.dtype)
 
         out, weights = attend(self, query, key, value, attention_mask, **kwargs)
-        return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
+        return self.o_proj(gated(out, gate).reshape(batch, num_tokens, -1)), weights
 
     def _in_two_parts(
         self, query: torch.Tensor, latent: torch.Tensor, mask: torch.Tensor | None, layer: HybridLayer, **kwargs

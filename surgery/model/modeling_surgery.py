@@ -67,6 +67,8 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
     # Flash attention wants keys and values of one width, at most 256.
     _supports_flash_attn = False
     _supports_flex_attn = False
+    # Layers that predict further tokens, which Qwen's checkpoints hold beside the model.
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^mtp\."]
 
     def __init__(self, config: SurgeryConfig):
         if config.attention_layers is None:
@@ -83,6 +85,7 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
             check_full_attention(config, "a cache that layers share")
             decoder_class = family_attention_class(BlockwiseDecoder, decoder_class)
         self.model = decoder_class(base_config)
+        self._is_stateful = self.model._is_stateful
         config._experts_implementation = base_config._experts_implementation
         for layer, entry in zip(self.model.layers, config.attention_layers, strict=True):
             if entry is not None:
@@ -108,8 +111,7 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
     def _connect(self) -> None:
         """Give the attention modules what they share: the rotary embedding, and latents that are read across layers."""
         handed_on: dict[int, torch.Tensor] = {}
-        for layer in self.model.layers:
-            attention = layer.self_attn
+        for attention in self._attentions():
             if isinstance(attention, LowRankAttention | CrossLayerAttention):
                 # Some families have a RoPE for each type of layer, and say its type.
                 of_type = {"layer_type": kind} if (kind := getattr(attention, "rope_of", None)) else {}
@@ -120,6 +122,10 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
                 for index in range(attention.layer_idx - attention.shared_layers, attention.layer_idx):
                     self.model.layers[index].self_attn.hands_on = True
         self._handed_on = handed_on
+
+    def _attentions(self) -> list[nn.Module]:
+        """Of all layers that keep keys and values, or something in their place."""
+        return [layer.self_attn for layer in self.model.layers if hasattr(layer, "self_attn")]
 
     def init_continuous_batching(self, *args, **kwargs):
         """Refuses continuous batching (`generate_batch`, `transformers serve`).
@@ -151,7 +157,10 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         return _cache_layers(self.config)
 
     def kv_cache_bytes(self, batch: int, tokens: int) -> int:
-        """Bytes that the live cache will hold after `tokens` tokens of each of `batch` rows, in the model's dtype."""
+        """Bytes that the live cache will hold after `tokens` tokens of each of `batch` rows, in the model's dtype.
+
+        Of layers with linear attention nothing is counted: their states do not grow with the tokens.
+        """
         if isinstance(self.model, BlockwiseDecoder):
             return self.model.kv_cache_bytes(batch, tokens)
         return sum(layer.held(tokens) for layer in self._cached_layers(batch))
@@ -172,12 +181,15 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
             steps: tokens decoded after it, one by one.
 
         Raises:
-            ValueError: layers that share a cache, whose peak can only be measured, or sizes below 1, `steps` below 0.
+            ValueError: layers that share a cache or keep a state, whose peak can only be measured, or sizes below 1,
+                `steps` below 0.
         """
         if min(batch, prompt, chunk) < 1 or steps < 0:
             raise ValueError(f"{batch} x {prompt} tokens in chunks of {chunk} and {steps} steps are no generation")
         if isinstance(self.model, BlockwiseDecoder):
             raise ValueError("the peak of a cache that layers share cannot be predicted: measure it")
+        if len(self._attentions()) < len(self.model.layers):
+            raise ValueError("the peak of a cache beside states cannot be predicted: measure it")
         return peak_bytes(self._cached_layers(batch), prompt, chunk, steps)
 
     def kv_footprint(self, prompt: int, steps: int) -> float:
@@ -187,8 +199,8 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         without padding; whatever chunks the prompt comes in. A token that a layer holds twice counts once.
         """
         windows = []
-        for layer, block in zip(self._layers(), self.model.layers, strict=True):
-            attention, heads = block.self_attn, self.config.num_attention_heads
+        heads = self.config.num_attention_heads
+        for layer, attention in zip(self._layers(), self._attentions(), strict=True):
             if isinstance(attention, HybridAttention):
                 windows.append(attention.windows)
             elif isinstance(attention, LatentAttention | LowRankAttention) and attention.streaming:
@@ -201,13 +213,14 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         return footprint(prompt + steps, self.config.num_attention_heads, windows)
 
     def _layers(self) -> list[CacheLayerMixin]:
-        """New, empty layers of the cache, whoever makes it."""
-        return self.cache_layers() or DynamicCache(config=self.config).layers
+        """New, empty layers of the cache, whoever makes it, but for those that keep a state."""
+        layers = self.cache_layers() or DynamicCache(config=self.config).layers
+        return [layer for layer, block in zip(layers, self.model.layers, strict=True) if hasattr(block, "self_attn")]
 
     def _cached_layers(self, batch: int) -> list[CachedLayer]:
         return [
-            CachedLayer(layer, batch, *_cached_shape(block.self_attn), self.dtype)
-            for layer, block in zip(self._layers(), self.model.layers, strict=True)
+            CachedLayer(layer, batch, *_cached_shape(attention), self.dtype)
+            for layer, attention in zip(self._layers(), self._attentions(), strict=True)
         ]
 
     @classmethod

@@ -91,7 +91,10 @@ def measure(candidates: Sequence[Sized], work: Work, held_out: HeldOut) -> tuple
                 for stage, candidate, cache in zip(stages, candidates, caches, strict=True)
             }
             with opened.stream.layer(index) as layer:
-                ladder.advance(layer, opened.anatomy(index).to(torch.float64), forms, lossy=())
+                if index in opened.stateful:
+                    ladder.go_past(layer, None)
+                else:
+                    ladder.advance(layer, opened.anatomy(index).to(torch.float64), forms, lossy=())
             advance()
     scored = {stage: _score(work, held_out, hidden) for stage, hidden in ladder.hidden.items()}
     return scored[SOURCE], [scored[stage] for stage in stages]

@@ -32,6 +32,7 @@ from surgery.planning.candidates import Candidates, Sized, held_bytes
 from surgery.planning.measure import Scored, measure
 from surgery.planning.settings import PlanSettings, parse_size
 from surgery.running.source import Source
+from surgery.running.unfused import unfused
 from surgery.structures.alternatives import Alternatives
 from surgery.structures.base import BasisOf, Work
 from surgery.structures.registry import TARGETS
@@ -125,7 +126,7 @@ def make_plan(
         SurgeryError: the source cannot be read or converted, or nothing meets the budget.
     """
     progress, began, called = progress or Progress(silent=True), time.monotonic(), called or str(source)
-    reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
+    reader = unfused(CheckpointReader.open(source, allow_pickle=allow_pickle))
     opened = Source.of(reader, settings)
     share, gain = _share_of(settings, opened), _forecast(settings, opened)
     with progress.step(1, STEPS):

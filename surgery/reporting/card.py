@@ -6,8 +6,8 @@ from surgery.common.human import in_code, in_markdown, origin
 from surgery.common.tables import markdown
 from surgery.common.tables.table import Column, Table
 from surgery.engines import spoken
-from surgery.engines.in_transformers import EAGER, EAGERLY
-from surgery.reporting.front_matter import front_matter
+from surgery.engines.in_transformers import EAGER, EAGERLY, PICTURES
+from surgery.reporting.front_matter import front_matter, reads_pictures
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts, stages
 from surgery.reporting.quality import before_and_after, healed_table, ladder_table
 
@@ -17,6 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto"{eagerly})
 tokenizer = AutoTokenizer.from_pretrained("{name}")""",
+    PICTURES: """\
+from transformers import {pictures}, AutoProcessor
+
+model = {pictures}.from_pretrained("{name}", dtype="auto")
+processor = AutoProcessor.from_pretrained("{name}")""",
     "surgery": """\
 import surgery  # registers the model class; without the package pass trust_remote_code=True
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -39,7 +44,9 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
     engines = markdown.render(Table.of(["engine", "loads"], spoken(target["engines"]).items()))
     model_type = target["model_type"]
     eagerly = EAGERLY if model_type in EAGER else ""
-    loading = LOADING.get(model_type, LOADING["stock"]).format(name=in_code(name).replace('"', "'"), eagerly=eagerly)
+    way = PICTURES if reads_pictures(target) else model_type
+    places = {"name": in_code(name).replace('"', "'"), "eagerly": eagerly, "pictures": PICTURES}
+    loading = LOADING.get(way, LOADING["stock"]).format(**places)
     made_from = origin(base_model or source.get("hub") or source["path"], source.get("dequantised_from"))
     return f"""{front_matter(report, name, base_model=base_model, inherited=inherited)}
 # {in_markdown(name)}

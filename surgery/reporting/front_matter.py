@@ -13,6 +13,7 @@ import yaml
 
 from surgery.checkpoint.carry_over import SOURCE_CARD
 from surgery.common.human import one_line, perplexity
+from surgery.engines.in_transformers import PICTURES
 
 HERITABLE = ("license", "license_name", "license_link", "language")
 """What a source's card says that holds for what is made of it."""
@@ -28,7 +29,7 @@ def front_matter(report, name: str, *, base_model: str | None = None, inherited:
     base_model = base_model or report.source.get("hub")
     head = {
         "library_name": "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if reads_pictures(report.target) else "text-generation",
         # The hub takes ids only.
         **({"base_model": one_line(base_model)} if base_model else {}),
         **(inherited or {}),
@@ -36,6 +37,11 @@ def front_matter(report, name: str, *, base_model: str | None = None, inherited:
         "model-index": [{"name": one_line(name), "results": _results(report)}],
     }
     return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True, width=math.inf)}---\n"
+
+
+def reads_pictures(target: dict[str, Any]) -> bool:
+    """Whether what a conversion made is a model of pictures and text, by what loads it."""
+    return PICTURES in str(target["engines"].get("transformers"))
 
 
 def of_source(folder: Path) -> dict[str, Any]:

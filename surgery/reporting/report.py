@@ -83,8 +83,8 @@ class SourceShape:
     @classmethod
     def of(cls, opened) -> SourceShape:
         """Of a checkpoint of a family."""
-        first = opened.anatomy(0)
-        kv_bytes = first.kv_width * opened.layers * first.o.dtype.itemsize
+        first = opened.first
+        kv_bytes = first.kv_width * (opened.layers - len(opened.stateful)) * first.o.dtype.itemsize
         return cls(first.heads, first.kv_heads, first.head_dim, first.o.dtype, kv_bytes)
 
     @classmethod

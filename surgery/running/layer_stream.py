@@ -240,14 +240,18 @@ class StreamedLayer:
 
     def __call__(self, hidden: Tensor, attention: nn.Module | None = None) -> Tensor:
         """The layer's output for a causal prompt; ``attention`` stands in for its own attention if given."""
-        block = self.model.layers[0]
-        own = block.self_attn
-        if attention is not None:
-            block.self_attn = attention
+        return self._run(hidden, None if attention is None else [attention])
+
+    def _run(self, hidden: Tensor, attention: Sequence[nn.Module] | None) -> Tensor:
+        layers = self.model.layers if attention is not None else ()
+        own = [layer.self_attn for layer in layers]
+        for layer, module in zip(layers, attention or (), strict=True):
+            layer.self_attn = module
         try:
             return self.model(inputs_embeds=hidden, use_cache=False).last_hidden_state
         finally:
-            block.self_attn = own
+            for layer, module in zip(layers, own, strict=True):
+                layer.self_attn = module
 
     def attention_inputs(self, hidden: Tensor) -> Tensor:
         """What enters the layer's attention, [B, T, D]: normalised, where the family has a norm before it."""
@@ -273,15 +277,7 @@ class StreamedBlock(StreamedLayer):
 
     def __call__(self, hidden: Tensor, attention: Sequence[nn.Module] | None = None) -> Tensor:
         """The last layer's output for a causal prompt [B, T, D]; ``attention`` has a stand-in for every layer."""
-        layers = self.model.layers
-        own = [layer.self_attn for layer in layers]
-        for layer, module in zip(layers, own if attention is None else attention, strict=True):
-            layer.self_attn = module
-        try:
-            return self.model(inputs_embeds=hidden, use_cache=False).last_hidden_state
-        finally:
-            for layer, module in zip(layers, own, strict=True):
-                layer.self_attn = module
+        return self._run(hidden, attention)
 
 
 def _joined(singles: list):

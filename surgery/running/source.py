@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,12 +15,13 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families import FAMILIES, Family, family_of
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.families.base import ATTENTION_PREFIX, check_layers
+from surgery.families.base import check_layers, keeps_state
 from surgery.running.layer_stream import LayerStream, single_layer_config
 from surgery.running.loading import load_config
 from surgery.running.processes import Processes
 from surgery.running.unfused import unfused
 
+OUTPUT = re.compile(r"model\.layers\.\d+\.self_attn\.o_proj\.weight")
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 """What a config has to say itself: transformers would take its family's own for what is missing."""
 
@@ -57,12 +59,15 @@ class Source:
             family: None for that of its config, among those of keys and values of heads.
         """
         family = family or family_of(reader.config)
-        if missing := [name for name in SIZES if reader.config.get(name) is None]:
-            raise SurgeryError(f"{reader.path}/config.json: does not say {missing[0]}, which is not to be guessed")
         config = load_config(reader.path)
+        if missing := [name for name in SIZES if hasattr(config, name) and reader.config.get(name) is None]:
+            raise SurgeryError(f"{reader.path}/config.json: does not say {missing[0]}, which is not to be guessed")
         check_layers(config)
         for layer in range(config.num_hidden_layers):
-            family.attention_names(reader, layer)
+            if not family.attention_names(reader, layer) and not keeps_state(config, layer):
+                raise SurgeryError(f"{reader.path}: layer {layer} has linear attention, config.json says otherwise")
+        if all(keeps_state(config, layer) for layer in range(config.num_hidden_layers)):
+            raise SurgeryError(f"{reader.path}: all layers keep a state, there are no keys and values to convert")
         stream = LayerStream(
             reader,
             config,
@@ -87,6 +92,21 @@ class Source:
             raise SurgeryError(f"{self.reader.path}: NaN or infinity in {name} of layer {layer}")
         return anatomy
 
+    @property
+    def first_layer(self) -> int:
+        """The first that keeps keys and values."""
+        return next(layer for layer in range(self.layers) if layer not in self.stateful)
+
+    @property
+    def first(self) -> AttentionAnatomy:
+        """The anatomy of :attr:`first_layer`, whose shapes are those of all layers that have one."""
+        return self.anatomy(self.first_layer)
+
+    @property
+    def stateful(self) -> frozenset[int]:
+        """Layers that keep a state in place of keys and values; they have no anatomy."""
+        return frozenset(layer for layer in range(self.layers) if keeps_state(self.config, layer))
+
     def input_scale(self, layer: int) -> Tensor:
         """The weight of the norm before a layer's attention, [D]; ones where there is none."""
         norm = self.stream.input_norm(layer)
@@ -95,7 +115,7 @@ class Source:
     @property
     def weight_dtype(self) -> torch.dtype:
         """Dtype of the attention's tensors."""
-        return _weight_dtype(self.reader)
+        return attention_dtype(self.reader)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -125,7 +145,7 @@ class OwnSource:
     @property
     def weight_dtype(self) -> torch.dtype:
         """Dtype of the attention's tensors."""
-        return _weight_dtype(self.reader)
+        return attention_dtype(self.reader)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -134,8 +154,9 @@ class OwnSource:
         return tuple(family.window(self.config, layer) if family else None for layer in range(self.layers))
 
 
-def _weight_dtype(reader: CheckpointReader) -> torch.dtype:
-    return reader.info(ATTENTION_PREFIX.format(layer=0) + "o_proj.weight").dtype
+def attention_dtype(reader: CheckpointReader) -> torch.dtype:
+    """Of the attention's tensors, in the first layer that has them."""
+    return reader.info(next(filter(OUTPUT.fullmatch, reader.names()))).dtype
 
 
 def open_any(reader: CheckpointReader, settings: RunSettings) -> Source | OwnSource:

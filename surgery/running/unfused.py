@@ -1,10 +1,13 @@
-"""A checkpoint of fused projections, seen as one of the family that it is but for that."""
+"""A checkpoint of fused projections, or of a language model beside others, seen as one of the family that it is."""
 
 from __future__ import annotations
 
 from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
 from surgery.families.base import LAYER_PREFIX
 from surgery.families.fused import FUSED
+from surgery.families.towers import TOWERS, text_names
+from surgery.running.loading import load_config
 
 
 def unfused(reader: CheckpointReader) -> CheckpointReader:
@@ -13,7 +16,10 @@ def unfused(reader: CheckpointReader) -> CheckpointReader:
     Raises:
         SurgeryError: the model has something that this family has not.
     """
-    family = FUSED.get(reader.config.get("model_type"))
+    model_type = reader.config.get("model_type")
+    if model_type in TOWERS:
+        return _text_tower(reader, model_type)
+    family = FUSED.get(model_type)
     if family is None:
         return reader
     config, of_layer, parts = family.config(reader.config), family.parts(reader.config), {}
@@ -22,3 +28,20 @@ def unfused(reader: CheckpointReader) -> CheckpointReader:
         for module, names in of_layer.items():
             parts[f"{prefix}{module}.weight"] = {f"{prefix}{name}.weight": rows for name, rows in names.items()}
     return reader.seen_as(config, parts)
+
+
+def _text_tower(reader: CheckpointReader, model_type: str) -> CheckpointReader:
+    """The language model of a model of pictures and text; the other tensors keep their names."""
+    whole = load_config(reader.path)
+    text = whole.get_text_config(decoder=True).to_dict()
+    if not isinstance(text.get("rope_parameters"), dict):
+        raise SurgeryError(f"{reader.path}: its language model has no rotary embedding; it is not supported")
+    config = {
+        **TOWERS[model_type](text),
+        "tie_word_embeddings": bool(whole.tie_word_embeddings),
+        "dtype": str(whole.dtype or "float32").removeprefix("torch."),
+        **{name: reader.config[name] for name in ("quantization_config",) if name in reader.config},
+    }
+    names = text_names(reader.names(), str(reader.path))
+    parts = {stored: {name: reader.info(stored).shape[0]} for stored, name in names.items()}
+    return reader.seen_as(config, parts, put_back=True)

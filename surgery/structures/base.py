@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import Texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.checkpoint.snapshots import Snapshots
+from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -213,9 +214,19 @@ class Structure(ABC, Generic[Opened, Settings]):
     """One conversion to a structure.
 
     Making one refuses what can be refused before any work (SurgeryError).
+
+    Attributes:
+        keeps_class: whether results are of the source's class, which may hold other models beside the language model.
     """
 
+    keeps_class: ClassVar[bool] = False
+
     def __init__(self, opened: Opened, settings: Settings, progress: Progress):
+        if opened.reader.stored_names and not self.keeps_class:
+            raise SurgeryError(
+                f"{opened.reader.stored_as} is a model of pictures and text, and what this target writes is of a class "
+                "that holds a language model alone: convert --to gqa, which keeps the source's class"
+            )
         self.opened, self.settings = opened, settings
 
     @classmethod

@@ -16,12 +16,13 @@ from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import load_texts
-from surgery.checkpoint import CheckpointWriter, TensorSpec, verify_files
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, verify_files
 from surgery.checkpoint.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
+from surgery.families.towers import put_back
 from surgery.model import remote_code_files
 from surgery.reporting.report import Report, build_report
 from surgery.structures.alternatives import Alternatives
@@ -94,7 +95,9 @@ def convert(
             asked.gather(work)
         with progress.step(3, STEPS):
             tensors = asked.plan(work)
-        with CheckpointWriter(out, tensors, max_shard_size=settings.max_shard_size, staging=staging) as writer:
+        written = {"max_shard_size": settings.max_shard_size, "staging": staging}
+        written["stored_names"] = asked.opened.reader.stored_names
+        with CheckpointWriter(out, tensors, **written) as writer:
             with progress.step(4, STEPS):
                 outcome = asked.convert_layers(work, writer)
             with progress.step(5, STEPS):
@@ -120,13 +123,18 @@ def _finish(
     if quantizes:
         outcome = in_own_class(outcome)
     copy_tensors(reader, writer.missing(), outcome.factors, writer, work.progress)
-    writer.write_json("config.json", outcome.config)
+    writer.write_json("config.json", _stored_config(reader, outcome.config))
     copy_sidecars(reader, remote_code_files() if outcome.own_class else (), writer)
     writer.finish()
-    verify_files(writer.partial, tensors)
+    verify_files(writer.partial, writer.stored_plan)
     if quantizes:
         return quantize_written(writer, work, outcome)
     return outcome, asked.verify(work, writer.partial, outcome)
+
+
+def _stored_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the result: of a language model beside others that of them all."""
+    return put_back(reader.stored_config, reader.config, config) if reader.stored_names else config
 
 
 def _conclude(
@@ -136,12 +144,19 @@ def _conclude(
     # A slice stays what it was; the number of KV heads decides between two names of one conversion.
     called = getattr(TARGETS.get(outcome.target["to"]), "called", outcome.target["to"])
     predicted = outcome.kv_bytes(verification.kv_tokens) / verification.kv_tokens
-    engines = engine_table(outcome.final_config or outcome.config, writer.out.name)
+    config = _stored_config(work.opened.reader, outcome.final_config or outcome.config)
+    engines = engine_table(config, writer.out.name)
     report = build_report(
         work.opened,
         work.settings,
         command,
-        {**outcome.target, "called": called, "bytes_per_token": predicted, "engines": engines},
+        {
+            **outcome.target,
+            "model_type": config["model_type"],
+            "called": called,
+            "bytes_per_token": predicted,
+            "engines": engines,
+        },
         outcome.splits,
         work.texts,
         outcome.scores,

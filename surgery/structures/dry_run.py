@@ -21,6 +21,7 @@ from surgery.common.progress import Progress
 from surgery.families.base import head_shape
 from surgery.running.source import OwnSource, Source
 from surgery.structures.estimates import Workload, measure_speed
+from surgery.structures.kept_layers import converted_layers
 from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
 from surgery.structures.registry import target_of
 from surgery.structures.request import open_request
@@ -82,7 +83,7 @@ def plan_conversion(
     asked, out = open_request(source, out, settings, silent, overwrite=overwrite, allow_pickle=allow_pickle)
     opened, foreseen = asked.opened, asked.foresee()
     if isinstance(opened, Source):
-        for layer in range(opened.layers):
+        for layer in converted_layers(opened.stateful, opened.layers):
             opened.anatomy(layer)  # refuses weights that are not finite
     refusal = None
     try:  # its constructor refuses what cannot be written and writes nothing

@@ -16,15 +16,15 @@ def keep_layers() -> Any:
     return setting(
         AUTO,
         "Layers that stay as they are: numbers, negative ones from the end, or auto or none.",
-        more="auto: those with a sliding window where others have none, whose caches stop growing by themselves. A "
-        "ratio is of the layers that are converted.",
+        more="auto: those with a sliding window where others have none, whose caches stop growing by themselves. "
+        "Layers of linear attention always stay. A ratio is of the layers that are converted.",
         metavar="N,N|auto|none",
         section="Budget",
     )
 
 
-def kept_layers(asked: str, windows: Sequence[int | None]) -> frozenset[int]:
-    """The layers that stay, from the setting and the window of every layer.
+def kept_layers(asked: str, windows: Sequence[int | None], stateful: frozenset[int] = frozenset()) -> frozenset[int]:
+    """The layers that stay, from the setting, the window of every layer and those that keep a state, which always do.
 
     Raises:
         SurgeryError: it names no layer of the model, or all of them.
@@ -32,14 +32,14 @@ def kept_layers(asked: str, windows: Sequence[int | None]) -> frozenset[int]:
     layers = len(windows)
     if asked in (AUTO, NONE):
         differ = asked == AUTO and None in windows
-        return frozenset(layer for layer, window in enumerate(windows) if differ and window is not None)
+        return stateful.union(layer for layer, window in enumerate(windows) if differ and window is not None)
     try:
         numbers = [int(part) for part in str(asked).split(",")]
     except ValueError:
         raise SurgeryError(f"keep_layers {asked}: give numbers such as 0,1,-1, or {AUTO} or {NONE}") from None
     if wrong := [number for number in numbers if not -layers <= number < layers]:
         raise SurgeryError(f"keep_layers {wrong[0]}: the model has layers 0 to {layers - 1}")
-    kept = frozenset(number % layers for number in numbers)
+    kept = stateful.union(number % layers for number in numbers)
     if len(kept) == layers:
         raise SurgeryError(f"keep_layers {asked}: these are all layers, none is left to convert")
     return kept

@@ -85,6 +85,11 @@ class Ladder:
         self._stream.run_layer(layer, self.hidden["source"], self._batch_size)
         return errors
 
+    def go_past(self, layer: StreamedLayer, attention: nn.Module | None) -> None:
+        """Runs one layer that all stages leave as it is, with ``attention`` in the place of its own if given."""
+        for name, hidden in self.hidden.items():
+            self._stream.run_layer(layer, hidden, self._batch_size, None if name == "source" else attention)
+
     def scores(self) -> dict[str, Score]:
         """Loss and recall of every stage, once all layers have passed; of exact stages how far logits are off."""
         return {stage: self._score(stage, hidden) for stage, hidden in self.hidden.items()}

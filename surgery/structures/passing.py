@@ -14,8 +14,13 @@ from surgery.structures.sequential_fit import SequentialFit, Solve
 from surgery.transforms.coded_reading import CodedAttention
 
 
-def source_attention(opened: Source, layer: int, cache: QuantizedKVLayer | None = None) -> nn.Module:
-    """A stand-in for a layer's attention that computes what the source does; over codes with a ``cache``."""
+def source_attention(opened: Source, layer: int, cache: QuantizedKVLayer | None = None) -> nn.Module | None:
+    """A stand-in for a layer's attention that computes what the source does; over codes with a ``cache``.
+
+    None of a layer that keeps a state, which runs as it is.
+    """
+    if layer in opened.stateful:
+        return None
     anatomy = opened.anatomy(layer).to(torch.float64).to(opened.stream.device, opened.stream.dtype)
     return CapturedAttention(anatomy) if cache is None else CodedAttention(anatomy, cache)
 
@@ -33,11 +38,11 @@ def pass_kept(
     opened: Source, index: int, fit: SequentialFit | None, ladder: Ladder, alternatives: Alternatives
 ) -> None:
     """Carries all stages and the fit through a layer as it is; nothing of it is new in any form."""
-    anatomy, attention = opened.anatomy(index).to(torch.float64), source_attention(opened, index)
+    attention = source_attention(opened, index)
     stages = [name for name in ladder.hidden if name != "source"]
     with opened.stream.layer(index) as layer:
         if fit:
-            fit.fit(index, layer, anatomy, unchanged(attention))
-        ladder.advance(layer, anatomy, dict.fromkeys(stages, lambda: attention), ())
+            fit.go_past(layer, attention)
+        ladder.go_past(layer, attention)
     for name in stages:
         alternatives.save(name, index, {})

@@ -45,6 +45,10 @@ class SequentialFit:
         self._stream.run_layer(layer, self.hidden, self._batch_size, attention)
         return attention
 
+    def go_past(self, layer: StreamedLayer, attention: nn.Module | None) -> None:
+        """Passes a layer that is not fitted, with ``attention`` in the place of its own if that is given."""
+        self._stream.run_layer(layer, self.hidden, self._batch_size, attention)
+
     @torch.no_grad()
     def _problem(self, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy) -> tuple[Tensor, Tensor]:
         """Inputs in the converted model and wanted outputs."""

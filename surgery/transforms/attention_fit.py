@@ -126,10 +126,15 @@ class LinearisedOutput:
 
     Args:
         root: F^{1/2} [D, D].
+        gate: factors on the heads [H, M, e], which do not change; None without a gate.
+
+    Attributes:
+        heads: what ``o`` reads, behind the gate.
     """
 
-    def __init__(self, heads: Tensor, o: Tensor, root: Tensor):
-        self.heads, self.o, self.root = heads, o, root
+    def __init__(self, heads: Tensor, o: Tensor, root: Tensor, gate: Tensor | None = None):
+        self.o, self.root, self.gate = o, root, gate
+        self.heads = self._gated(heads)
 
     def value(self) -> Tensor:
         """Output at the positions without its bias, times F^{1/2}, [M, D]."""
@@ -137,12 +142,16 @@ class LinearisedOutput:
 
     def jvp(self, heads: Tensor, o: Tensor) -> Tensor:
         """Change of :meth:`value`, [M, D]."""
-        return self._of(heads, self.o) + self._of(self.heads, o)
+        return self._of(self._gated(heads), self.o) + self._of(self.heads, o)
 
     def vjp(self, out: Tensor) -> tuple[Tensor, Tensor]:
         """The transpose of :meth:`jvp`: heads [H, M, e], o [D, H, e]."""
         out = out @ self.root.mT
-        return torch.einsum("mx,xhe->hme", out, self.o), torch.einsum("mx,hme->xhe", out, self.heads)
+        heads = self._gated(torch.einsum("mx,xhe->hme", out, self.o))
+        return heads, torch.einsum("mx,hme->xhe", out, self.heads)
+
+    def _gated(self, heads: Tensor) -> Tensor:
+        return heads if self.gate is None else heads * self.gate
 
     def _of(self, heads: Tensor, o: Tensor) -> Tensor:
         return torch.einsum("hme,xhe->mx", heads, o) @ self.root
@@ -150,6 +159,9 @@ class LinearisedOutput:
 
 class LinearisedAttention:
     """Attention whose mixed values are its heads: :class:`LinearisedMixing`, then :class:`LinearisedOutput`.
+
+    Args:
+        gate: [H, M, e], see the second; the others as the first has them.
 
     Attributes:
         out: the second of them.
@@ -165,9 +177,10 @@ class LinearisedAttention:
         root: Tensor,
         phase: Tensor,
         positions: Tensor,
+        gate: Tensor | None = None,
     ):
         self.mixing = LinearisedMixing(source, q, k, v, phase, positions)
-        self.out = LinearisedOutput(self.mixing.mixed.flatten(0, 1), o, root)
+        self.out = LinearisedOutput(self.mixing.mixed.flatten(0, 1), o, root, gate)
 
     def jvp(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
         """Change of the output in the metric with changes of what it was made from, [M, D]."""
@@ -286,6 +299,11 @@ def _balance(blocks: list[Linearised], gradient: Tensor, whiten: Whiten, kinds: 
         curvature = sum(_energy(block.jvp(raw)) for block in blocks)
         scales.append((_energy(alone) / curvature) ** 0.5 if curvature > 0 else 0.0)
     return scales
+
+
+def gates(source: AttentionAnatomy, x: Tensor) -> Tensor | None:
+    """What a layer's gate lets through [H, M, e] of inputs [M, D]; None without one."""
+    return None if source.gate is None else source.open_gate(x).transpose(0, 1)
 
 
 def flat(weights: Iterable[Tensor]) -> Tensor:

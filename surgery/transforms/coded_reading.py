@@ -51,7 +51,7 @@ class CodedAttention(nn.Module):
         queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, found.v))
         coded = as_codes(self.cache, keys, values)
         mixed = attend_coded(self.cache, anatomy.softmax, queries, (keys, values), coded)
-        return output(anatomy, mixed.transpose(1, 2)), None
+        return output(anatomy, mixed.transpose(1, 2), hidden_states), None
 
 
 def attend_coded(

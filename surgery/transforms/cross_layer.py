@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from surgery.calibration.statistics import LayerStatistics
 from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.attention import output
 from surgery.families.rope import phases, rotate
 from surgery.transforms.algebra import damp, reduced_rank_projection
 
@@ -235,9 +236,7 @@ class SimulatedKeysValues(SimulatedMember):
         phase = phases(source.inv_freq, place, keys.dtype)
         queries = rotate(source.project_queries(hidden_states), phase[-hidden_states.shape[1] :])
         heads = (part.transpose(1, 2) for part in (queries, rotate(keys, phase), values))
-        out = source.softmax.mix(*heads, visible)
-        out = torch.einsum("bhte,xhe->btx", out, source.o)
-        return (out if source.o_bias is None else out + source.o_bias), None
+        return output(source, source.softmax.mix(*heads, visible).transpose(1, 2), hidden_states), None
 
     def _key_value(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, normalised and not yet rotated, and values [B, S, G, ·] of tokens [B, S, n]."""

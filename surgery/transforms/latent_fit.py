@@ -21,6 +21,7 @@ from surgery.transforms.attention_fit import (
     LinearisedOutput,
     fit_attention,
     flat,
+    gates,
     gram,
     heads_moment,
     inverse_root,
@@ -158,7 +159,7 @@ class _Linearisation:
         queries, latent = self.asked @ weights.query_up, cached[..., : self.rank]
         self.mixing = LinearisedMixing(source, queries, cached, latent, phase, positions, gain)
         self.mixed = self.mixing.mixed[0]  # [H, M, r]
-        self.out = LinearisedOutput(self.mixed @ weights.value_up.mT, weights.o, root)
+        self.out = LinearisedOutput(self.mixed @ weights.value_up.mT, weights.o, root, gates(source, x[positions]))
 
     def jvp(self, vector: Tensor) -> Tensor:
         """Change of the output times F^{1/2} with a flat change of the weights, [M, D]."""

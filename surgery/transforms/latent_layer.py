@@ -106,7 +106,7 @@ class LatentLayer:
 
     def forward(self, x: Tensor, cache: QuantizedKVLayer | None = None) -> Tensor:
         """The layer's output [B, T, D] for a causal prompt; ``cache`` as for :meth:`attend`."""
-        out = torch.einsum("bthe,xhe->btx", self.attend(x, cache), self.o)
+        out = torch.einsum("bthe,xhe->btx", self.source.gated(self.attend(x, cache), x), self.o)
         return out if self.source.o_bias is None else out + self.source.o_bias
 
     def _phase(self, x: Tensor, positions: Tensor | None) -> Tensor:

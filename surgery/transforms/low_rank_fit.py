@@ -17,6 +17,7 @@ from surgery.transforms.attention_fit import (
     LinearisedAttention,
     fit_attention,
     flat,
+    gates,
     gram,
     heads_moment,
     inverse_root,
@@ -211,7 +212,15 @@ class _Linearisation:
         v = _biased(self.latents @ weights.value_up.mT, source.v_bias)
         self.q_norm, self.k_norm = _LinearisedNorm(q, source.q_norm), _LinearisedNorm(k, source.k_norm)
         self.attention = LinearisedAttention(
-            source, self.q_norm.output, self.k_norm.output, v, weights.o, root, phase, positions
+            source,
+            self.q_norm.output,
+            self.k_norm.output,
+            v,
+            weights.o,
+            root,
+            phase,
+            positions,
+            gates(source, self.asking),
         )
         self.out = self.attention.out
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.attention import output
 from surgery.families.rope import phases, rotate
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.transforms.coded_reading import as_codes, attend_coded
@@ -136,7 +137,7 @@ class SimulatedLowRank(nn.Module):
         phase = phases(source.inv_freq, torch.arange(keys.shape[1], device=keys.device), keys.dtype)
         queries = rotate(source.project_queries(hidden_states), phase)
         if self.cache is not None:
-            return self._from_codes(queries, (keys, values), latents, phase), None
+            return self._from_codes(hidden_states, queries, (keys, values), latents, phase), None
         keys, visible = rotate(keys, phase), self._visible(keys.shape[1], keys.device)
         if self.sinks or self.window:
             exact = source.project(hidden_states)
@@ -144,19 +145,21 @@ class SimulatedLowRank(nn.Module):
             keys = torch.cat([keys, rotate(exact_keys, phase)], dim=1)
             values = torch.cat([values, exact.v], dim=1)
         heads = (part.transpose(1, 2) for part in (queries, keys, values))
-        return self._output(source.softmax.mix(*heads, visible)), None
+        return self._output(source.softmax.mix(*heads, visible), hidden_states), None
 
-    def _from_codes(self, queries: Tensor, exact: tuple[Tensor, Tensor], latents: Tensor, phase: Tensor) -> Tensor:
+    def _from_codes(
+        self, inputs: Tensor, queries: Tensor, exact: tuple[Tensor, Tensor], latents: Tensor, phase: Tensor
+    ) -> Tensor:
         """The output of queries that read keys and values rebuilt from codes, or from latents as they came."""
         held, _ = as_codes(self.cache, latents[:, None], latents[:, None, :, :0])
         coded = self.layer.rebuilt(held[:, 0])
         forms = [(rotate(keys, phase).transpose(1, 2), values.transpose(1, 2)) for keys, values in (exact, coded)]
-        return self._output(attend_coded(self.cache, self.layer.source.softmax, queries.transpose(1, 2), *forms))
+        mixed = attend_coded(self.cache, self.layer.source.softmax, queries.transpose(1, 2), *forms)
+        return self._output(mixed, inputs)
 
-    def _output(self, mixed: Tensor) -> Tensor:
+    def _output(self, mixed: Tensor, inputs: Tensor) -> Tensor:
         """The output projection of mixed values [B, H, T, e]."""
-        out, bias = torch.einsum("bhte,xhe->btx", mixed, self.layer.source.o), self.layer.source.o_bias
-        return out if bias is None else out + bias
+        return output(self.layer.source, mixed.transpose(1, 2), inputs)
 
     def _visible(self, tokens: int, device: torch.device) -> Tensor:
         """Which keys each query sees, bool [T, T], or [T, 2T] with exact ones behind the rebuilt ones."""

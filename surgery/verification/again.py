@@ -31,7 +31,7 @@ def verify_again(reader: CheckpointReader, opened: Source | OwnSource, seed: int
     held_out = HeldOut.random(opened.config.vocab_size, SEQUENCES, LENGTH, seed)
     piece = QUANTIZED_PIECE if reader.config.get("kv_cache") else None
     return verify_by_running(
-        reader.path,
+        reader.source,
         opened.weight_dtype,
         opened.stream,
         run_layers(opened.stream, held_out.tokens, piece),
@@ -80,10 +80,10 @@ def kv_bytes_of(reader: CheckpointReader, opened: Source | OwnSource) -> Callabl
             return lambda tokens: model.model.kv_cache_bytes(1, tokens, prompt=prompt_of(tokens))
         return lambda tokens: model.kv_cache_bytes(1, tokens)
     if isinstance(opened, Source):
-        width = opened.anatomy(0).kv_width
+        layers, width = opened.layers - len(opened.stateful), opened.first.kv_width
     else:
-        width = reader.config["kv_lora_rank"] + reader.config["qk_rope_head_dim"]
-    return lambda tokens: width * opened.layers * opened.weight_dtype.itemsize * tokens
+        layers, width = opened.layers, reader.config["kv_lora_rank"] + reader.config["qk_rope_head_dim"]
+    return lambda tokens: width * layers * opened.weight_dtype.itemsize * tokens
 
 
 def _blocks(config) -> list[tuple[int, int]] | None:

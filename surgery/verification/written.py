@@ -16,8 +16,10 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
+from surgery.families.base import keeps_state
 from surgery.running.layer_stream import LayerStream, StreamedLayer, single_layer_config
 from surgery.running.loading import load_config
+from surgery.running.unfused import unfused
 from surgery.verification.flow import Flow, FlowWatch, check_flow
 from surgery.verification.probe import take_probe
 
@@ -90,8 +92,8 @@ def verify_by_running(
         SurgeryError: a layer does not load, decoding differs from one forward pass, logits differ from the
             simulation by more than rounding, or the caches hold, or take on the way, other bytes than predicted.
     """
-    reader = CheckpointReader.open(path)
-    config = load_config(path)
+    reader = unfused(CheckpointReader.open(path))
+    config = load_config(reader.path)
     _check_meta(config, reader)
     stream = LayerStream(reader, config, single_layer_config, device=source_stream.device, dtype=source_stream.dtype)
     hidden = stream.embed(held_out.tokens)
@@ -100,13 +102,14 @@ def verify_by_running(
     with progress.phase("verify: reload and run", stream.num_layers) as advance:
         for start, stop in blocks or [(index, index + 1) for index in range(stream.num_layers)]:
             with stream.block(start, stop) as layer:
-                cache = _new_cache(layer)
-                text = hidden[:1, :tokens].to(stream.device, stream.dtype)
-                difference = _decode(layer, text, cache, watch)
-                measured += _bytes_in(weight_dtype, cache, stream.dtype)
-                quantized = quantized or _reads_ahead(cache)
-                if difference is not None:
-                    differences.append(difference)
+                if not keeps_state(config, start):  # which runs as the source has it, in bytes that hang on no tokens
+                    cache = _new_cache(layer)
+                    text = hidden[:1, :tokens].to(stream.device, stream.dtype)
+                    difference = _decode(layer, text, cache, watch)
+                    measured += _bytes_in(weight_dtype, cache, stream.dtype)
+                    quantized = quantized or _reads_ahead(cache)
+                    if difference is not None:
+                        differences.append(difference)
                 if piece is None:
                     stream.run_layer(layer, hidden, batch_size)
                 else:

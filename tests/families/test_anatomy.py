@@ -15,6 +15,7 @@ from surgery.common.errors import SurgeryError
 from surgery.families import BUILT_IN, LATENT_FAMILIES, WHY_NOT, family_of
 from surgery.families.attention import CapturedAttention
 from surgery.families.fused import FUSED
+from surgery.families.towers import TOWERS
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.running.source import Source
 from surgery.running.unfused import unfused
@@ -33,7 +34,8 @@ def test_streamed_anatomy_reproduces_the_model(checkpoints, name):
     for index in range(opened.layers):
         with opened.stream.layer(index) as layer:
             opened.stream.run_layer(layer, own, 2)
-            opened.stream.run_layer(layer, anatomy, 2, CapturedAttention(opened.anatomy(index)))
+            captured = None if index in opened.stateful else CapturedAttention(opened.anatomy(index))
+            opened.stream.run_layer(layer, anatomy, 2, captured)
     torch.testing.assert_close(opened.stream.logits(own), want, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(opened.stream.logits(anatomy), want, atol=1e-4, rtol=1e-4)
 
@@ -69,7 +71,7 @@ def test_the_norm_before_the_attention_is_that_of_the_class(checkpoints, name):
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
         ({"model_type": "gemma4"}, "'gemma4' is not supported: its layers share caches.* 8-bit cache"),
-        ({"model_type": "qwen2_5_vl"}, "text tower is not converted"),
+        ({"model_type": "qwen3_vl"}, "a model of pictures and text.* merges no heads behind a q/k-norm"),
         ({}, "model_type None is not supported"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),
         (
@@ -118,7 +120,7 @@ def test_the_table_of_families_has_all_of_them():
     text = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
     rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")][1:]  # without its head
     assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(
-        [*(family.model_type for family in BUILT_IN), *FUSED, *LATENT_FAMILIES]
+        [*(family.model_type for family in BUILT_IN), *FUSED, *TOWERS, *LATENT_FAMILIES]
     )
     refused = text.partition("Refused by name")[2]
     assert set(re.findall(r"`(\w+)`", refused)) <= WHY_NOT.keys()

@@ -48,7 +48,7 @@ def statistics_of(anatomy, x: torch.Tensor) -> LayerStatistics:
 
 
 def outputs(anatomy, x: torch.Tensor) -> torch.Tensor:
-    return output(anatomy, attend(anatomy, anatomy.project(x)))
+    return output(anatomy, attend(anatomy, anatomy.project(x)), x)
 
 
 def off(got: torch.Tensor, want: torch.Tensor) -> float:

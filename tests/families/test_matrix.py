@@ -29,7 +29,7 @@ STRUCTURES: dict[str, Callable] = {
     "quantized": lambda: QuantizedSettings(calibration="none", bits=8, group=8),
 }
 WINDOWED = "mla", "gqa", "lowrank"
-"""What takes sliding windows."""
+"""What takes sliding windows, and layers that keep a state."""
 
 FIRST = {
     "falcon3": ("mla",),
@@ -51,6 +51,9 @@ FIRST = {
     "phi3_window": ("gqa",),
     "olmo2": ("lowrank", "hybrid"),
     "olmo3_window": (),
+    "qwen3_next_state": ("lowrank",),
+    "qwen3_5_state": ("mla",),
+    "qwen3_5_moe_state": (),
 }
 """What each family is tested in by default: where what is its own meets what a structure does."""
 
@@ -61,17 +64,22 @@ REFUSED = {
     ("falcon3", "gqa"): "one KV head already",
     ("olmo2", "gqa"): "behind a q/k-norm",
     ("olmo3_window", "gqa"): "behind a q/k-norm",
+    ("qwen3_next_state", "gqa"): "behind a q/k-norm",
+    ("qwen3_5_state", "gqa"): "behind a q/k-norm",
+    ("qwen3_5_moe_state", "gqa"): "behind a q/k-norm",
 }
 
 STOCK = "falcon3", "seed_oss", "phi3"
 """What stock ``deepseek_v3`` carries."""
 
 NEW = [name for name in ALL if name not in FAMILIES]
+MIXED = [name for name in NEW if name.endswith(("_window", "_state"))]
+"""Of which some layers do not keep all tokens."""
 CASES = [
     pytest.param(name, to, marks=[] if to in FIRST[name] else pytest.mark.slow)
     for name in NEW
     for to in STRUCTURES
-    if (to in WINDOWED or "window" not in name) and (name, to) not in REFUSED
+    if (to in WINDOWED or name not in MIXED) and (name, to) not in REFUSED
 ]
 
 
@@ -112,7 +120,7 @@ def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
     torch.testing.assert_close(shifted, whole, **close)
 
 
-@pytest.mark.parametrize("name", [name for name in NEW if "window" in name])
+@pytest.mark.parametrize("name", MIXED)
 def test_codes_beside_windows_are_refused_before_any_work(checkpoints, monkeypatch, tmp_path, name):
     monkeypatch.setattr(converter, "load_texts", None)
     with pytest.raises(SurgeryError, match="quantised KV cache needs full attention"):
@@ -122,12 +130,7 @@ def test_codes_beside_windows_are_refused_before_any_work(checkpoints, monkeypat
 
 @pytest.mark.parametrize(
     ("name", "to", "reason"),
-    [
-        (name, to, r"full attention|sliding")
-        for name in NEW
-        for to in STRUCTURES
-        if "window" in name and to not in WINDOWED
-    ]
+    [(name, to, r"full attention|sliding") for name in MIXED for to in STRUCTURES if to not in WINDOWED]
     + [(*case, reason) for case, reason in REFUSED.items()],
 )
 def test_what_a_structure_cannot_do_for_a_family_is_refused(checkpoints, tmp_path, name, to, reason):

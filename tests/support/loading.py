@@ -24,7 +24,7 @@ with torch.no_grad():
     cache = DynamicCache(config=model.config)
     steps = [model(tokens[:, :-4], past_key_values=cache).logits]
     steps += [model(t, past_key_values=cache).logits for t in tokens[:, -4:].split(1, dim=1)]
-held = sum(t.numel() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None)
+held = sum(t.numel() for layer in cache.layers for t in map(vars(layer).get, ("keys", "values")) if t is not None)
 save_file({"logits": logits, "cached": torch.cat(steps, dim=1)}, folder + "/logits.safetensors")
 rotary = model.model.rotary_emb
 inv_freq = rotary.inv_freq.tolist() if hasattr(rotary, "inv_freq") else None

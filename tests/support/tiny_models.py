@@ -30,8 +30,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -78,6 +81,14 @@ SINKS = {
 CAPS = {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 10.0}
 WINDOW_IN_LAYER_0 = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+STATE_IN_LAYER_0 = {
+    **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, **LINEAR},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+}
+SHARED_EXPERT = {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+MROPE = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-6, tie_word_embeddings=True),
     "llama3": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-5, rope_parameters=LLAMA3_ROPE, head_dim=16),
@@ -120,6 +131,14 @@ CONFIGS = {
     "gpt_oss_window": lambda: GptOssConfig(**SINKS, **WINDOW_IN_LAYER_0),
     "phi3": lambda: Phi3Config(**SHAPE),
     "phi3_window": lambda: Phi3Config(**SHAPE, sliding_window=16),
+    "qwen3_next_state": lambda: Qwen3NextConfig(
+        **SHAPE, **SHARED_EXPERT, **STATE_IN_LAYER_0, attention_bias=True, mlp_only_layers=[1]
+    ),
+    "qwen3_5_state": lambda: Qwen3_5TextConfig(
+        **SHAPE,
+        **{**STATE_IN_LAYER_0, "rope_parameters": {**STATE_IN_LAYER_0["rope_parameters"], **MROPE}},
+    ),
+    "qwen3_5_moe_state": lambda: Qwen3_5MoeTextConfig(**SHAPE, **SHARED_EXPERT, **STATE_IN_LAYER_0),
     "olmo2": lambda: Olmo2Config(**SHAPE),
     "olmo3_window": lambda: Olmo3Config(
         **SHAPE,

@@ -122,7 +122,7 @@ def apply(hidden, members):
 
 def exact(sources, hidden):
     for source in sources:
-        hidden = hidden + output(source, attend(source, source.project(hidden)))
+        hidden = hidden + output(source, attend(source, source.project(hidden)), hidden)
     return hidden
 
 

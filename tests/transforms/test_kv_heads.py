@@ -108,7 +108,7 @@ def statistics_of(layer: AttentionAnatomy, *, gradients: bool = True) -> LayerSt
 
 
 def output(layer: AttentionAnatomy, x: Tensor) -> Tensor:
-    return attention.output(layer, attention.attend(layer, layer.project(x)))
+    return attention.output(layer, attention.attend(layer, layer.project(x)), x)
 
 
 def scores(layer: AttentionAnatomy, x: Tensor, positions: Tensor) -> Tensor:

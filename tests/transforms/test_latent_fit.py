@@ -16,7 +16,7 @@ from surgery.transforms.partial_rope import latent_form, latent_rows, truncate
 
 def problem(checkpoints, name: str):
     """A truncated layer, its inputs, and what the whole layer puts out."""
-    anatomy = Source.open(checkpoints(name), ConvertSettings()).anatomy(0).to(torch.float64)
+    anatomy = Source.open(checkpoints(name), ConvertSettings()).first.to(torch.float64)
     x = torch.randn(4, 30, anatomy.hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     projection = anatomy.project(x)
     z = torch.cat([projection.k.flatten(2), projection.v.flatten(2)], dim=-1).flatten(0, 1)
@@ -27,11 +27,12 @@ def problem(checkpoints, name: str):
     rows = latent_rows(anatomy, basis, rotated)
     down, up, _ = reduced_rank_projection(rows @ moment @ rows.T, torch.eye(len(rows), dtype=torch.float64), 8)
     layer = truncate(latent_form(anatomy, basis, rotated), down, up)
-    targets = torch.einsum("bthe,xhe->btx", attention.attend(anatomy, projection), anatomy.o)
+    mixed = anatomy.gated(attention.attend(anatomy, projection), x)
+    targets = torch.einsum("bthe,xhe->btx", mixed, anatomy.o)
     return layer, x, targets
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_5_state"])
 def test_jvp_is_the_derivative_and_vjp_its_transpose(checkpoints, name):
     layer, x, _ = problem(checkpoints, name)
     positions, step = torch.arange(2, 28, 3), 1e-6
@@ -43,7 +44,7 @@ def test_jvp_is_the_derivative_and_vjp_its_transpose(checkpoints, name):
         return _Problem(layer, x, root).linearise(vector, 1, positions)
 
     sequence = linearised(here)
-    wanted = torch.einsum("bthe,xhe->btx", layer.attend(x), layer.o)[1, positions] @ root
+    wanted = torch.einsum("bthe,xhe->btx", layer.source.gated(layer.attend(x), x), layer.o)[1, positions] @ root
     torch.testing.assert_close(sequence.out.value(), wanted, atol=1e-9, rtol=1e-9)
     difference = linearised(here + step * change).out.value() - linearised(here - step * change).out.value()
     product = sequence.jvp(change)

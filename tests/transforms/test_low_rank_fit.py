@@ -112,6 +112,7 @@ LINEARISED = {
     "normed over all heads": {"normed": True, "over_all": True},
     "capped": {"softcap": 1.5},
     "with sinks": {"sinks": random(H, seed=9)},
+    "gated": {"gate": random(H, HEAD, D, seed=8)},
 }
 
 

@@ -27,6 +27,11 @@ class Cascade(LowRank):
         super().__init__(opened, settings, progress)
         self.asked = _of_one_layer(settings)
         self.earlier = _earlier_layers(opened.windows, settings.group_size, self.kept)
+        if opened.stateful and not any(self.earlier):
+            raise SurgeryError(
+                "method cascade: between layers with keys and values stand others that keep a state, so that none can "
+                "read its neighbour's latents: convert --to lowrank instead"
+            )
 
     def gather(self, work: Work) -> None:
         """Moments and the loss gradient's, of text."""

@@ -54,7 +54,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
     def __init__(self, opened: Source, settings: CrossLayerSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         self._groups, self._entries = plan_groups(opened, settings)
-        first = opened.anatomy(0)
+        first = opened.first
         self._writes = OwnCrossLayer(self._groups, self._entries, opened.layers, first.kv_width, first.q.dtype)
 
     @classmethod
@@ -152,9 +152,9 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
             stream = self.opened.stream
             rebuild = basis.to(stream.device, stream.dtype).rebuild
         elif entry is not None and entry["kind"] == "cross_layer_pairs":
-            rebuild = merged_pair(self.opened.anatomy(0).kv_heads, entry["kept"], entry["interpolation"])
+            rebuild = merged_pair(self.opened.first.kv_heads, entry["kept"], entry["interpolation"])
         elif entry is not None:
-            rebuild = prompt_basis(self.opened.anatomy(0).kv_width // 2, entry["key_rank"], entry["value_rank"])
+            rebuild = prompt_basis(self.opened.first.kv_width // 2, entry["key_rank"], entry["value_rank"])
         measured, lost = self._carry(start, stop, rebuild, ladder)
         if entry is None:
             return None, None
@@ -163,7 +163,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
 
     def _numbers(self, entry: Mapping[str, Any]) -> int:
         if entry["kind"] == "cross_layer_pairs":
-            anatomy = self.opened.anatomy(0)
+            anatomy = self.opened.first
             return anatomy.kv_width + 4 * anatomy.kv_heads
         return entry.get("rank") or entry["key_rank"] + entry["value_rank"]
 
@@ -208,8 +208,13 @@ def plan_groups(
             f"{opened.family.model_type} layers hand nothing to their attention that a shared cache could be read by: "
             "convert --to lowrank instead"
         )
-    for layer in range(opened.layers):
-        if opened.family.window(opened.config, layer) is not None:
+    for layer, window in enumerate(opened.windows):
+        if layer in opened.stateful:
+            raise SurgeryError(
+                f"layer {layer} keeps a state: layers share a cache of old tokens, which needs full attention in all; "
+                "convert --to lowrank instead"
+            )
+        if window is not None:
             raise SurgeryError(
                 f"layer {layer} has a sliding window and forgets: layers share a cache of old tokens, which needs full "
                 "attention in all; convert --to lowrank instead"
@@ -229,7 +234,7 @@ def plan_groups(
     groups = tuple((first, min(first + size, layers)) for first in range(0, layers, size))
     entries = []
     for start, stop in groups:
-        rank = _wanted_rank(opened.anatomy(0).kv_width, stop - start, settings)
+        rank = _wanted_rank(opened.first.kv_width, stop - start, settings)
         if settings.method == "xkv":
             entries.append({"kind": "cross_layer", "group_size": stop - start, "rank": rank, **recent})
             continue

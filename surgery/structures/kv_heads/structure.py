@@ -29,9 +29,10 @@ from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import short
 from surgery.common.progress import Progress
-from surgery.engines import refuse_unless_loadable
+from surgery.engines import engine_table, refuse_unless_loadable
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
+from surgery.families.towers import put_back
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
@@ -99,10 +100,14 @@ class _Plan:
 class KVHeads(Structure[Source, KVHeadsSettings]):
     """Heads are merged; the checkpoint stays in the source's family if all layers are alike."""
 
+    keeps_class = True
+
     def __init__(self, opened: Source, settings: KVHeadsSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         config = opened.reader.config
-        self._budget = wanted_heads(settings, opened.anatomy(0), opened.layers)
+        if opened.reader.stored_names:
+            _check_beside_pictures(opened.reader.stored_as, settings)
+        self._budget = wanted_heads(settings, opened.first, opened.layers)
         if settings.carrier == "decilm" or (settings.engine is not None and settings.allocate == "spectrum"):
             decilm.check(config)
         if settings.method == "key-norm" and self._budget > opened.layers and not has_head_dim(opened.config):
@@ -122,19 +127,23 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
 
     def foresee(self) -> Foreseen:
         """As if layers that may differ kept alike, but for one."""
-        opened, settings, first = self.opened, self.settings, self.opened.anatomy(0)
+        opened, settings, first = self.opened, self.settings, self.opened.first
         kv_heads = [self._budget // opened.layers] * opened.layers
         if settings.allocate == "spectrum":
             kv_heads[0] += 1
         carrier = choose_carrier(opened.reader.config, kv_heads, _wanted_carrier(settings, kv_heads))
         plan, fits = _Plan(kv_heads, first.heads), settings.method == "fisher"
         width = first.head_dim + first.value_dim
+        stored, engines = opened.reader, None
+        if stored.stored_names:
+            engines = engine_table(put_back(stored.stored_config, stored.config, carrier.config))
         return Foreseen(
             config=carrier.final_config or carrier.config,
             tensors=_planned_tensors(opened, plan, first.head_dim),
             kv_bytes_per_token=self._budget * width * first.q.dtype.itemsize,
-            model_type=carrier.model_type,
+            model_type=stored.stored_as if engines else carrier.model_type,
             reasons=[carrier.reason],
+            engines=engines,
             demand=Demand(
                 cached=-(-self._budget * width // opened.layers),
                 statistics=True,
@@ -153,7 +162,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
 
     def plan(self, work: Work) -> dict[str, TensorSpec]:
         """Spends the budget over the layers, and chooses the class that carries it."""
-        opened, settings, first = self.opened, self.settings, self.opened.anatomy(0)
+        opened, settings, first = self.opened, self.settings, self.opened.first
         self._plan = _plan_heads(opened, self._budget, work.library, settings, work.progress)
         config = opened.reader.config
         if self._plan.heads != first.heads:
@@ -173,7 +182,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The merged form and the fitted one, of which the one of less held-out loss is written."""
-        carrier, kv_heads, first = self._carrier, self._plan.kv_heads, self.opened.anatomy(0)
+        carrier, kv_heads, first = self._carrier, self._plan.kv_heads, self.opened.first
         fit = work.fit(self.settings.method == "fisher")
         stages = STAGES if fit else STAGES[:1]
         ladder = work.ladder(stages)
@@ -225,6 +234,23 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             result = source if kept else merged_form.anatomy.to("cpu", source.q.dtype)
             work.alternatives.save(form, index, attention_tensors(result, index))
         return HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors, queries)
+
+
+def _check_beside_pictures(model_type: str, settings: KVHeadsSettings) -> None:
+    """Raises SurgeryError where a result would be of another class than the source's, which holds its vision too."""
+    spoken = {
+        "--allocate spectrum": settings.allocate == "spectrum",
+        f"--carrier {settings.carrier}": settings.carrier != "auto",
+        "--bits": settings.quantizes,
+        "--method key-norm": settings.method == "key-norm",
+        "--engine": settings.engine is not None,
+    }
+    for option, given in spoken.items():
+        if given:
+            raise SurgeryError(
+                f"{option}: a model of pictures and text ({model_type}) stays in its class, in all layers alike, and "
+                "was tried in transformers alone: leave it out"
+            )
 
 
 def _wanted_carrier(settings: KVHeadsSettings, kv_heads: list[int]) -> str:
@@ -284,7 +310,7 @@ def _plan_heads(
     opened: Source, budget: int, library: StatisticsLibrary, settings: KVHeadsSettings, progress: Progress
 ) -> _Plan:
     """Spends the budget of KV heads over the layers, or deals query heads to them."""
-    first = opened.anatomy(0)
+    first = opened.first
     if settings.allocate == "spectrum":
         return _Plan(_allocate(opened, budget, library, settings, progress), first.heads)
     uniform = [budget // opened.layers] * opened.layers

@@ -57,7 +57,7 @@ def plan_ranks(
     Raises:
         SurgeryError: the budget is impossible, or the allocation does not go with the method.
     """
-    first = opened.anatomy(0)
+    first = opened.first
     rank, method = wanted_rank(settings, first), settings.method
     layers = converted_layers(kept, opened.layers)
     total, multiple = rank * len(layers), settings.rank_multiple
@@ -101,7 +101,7 @@ def plan_bits(
     Raises:
         SurgeryError: the budget is impossible.
     """
-    first = opened.anatomy(0)
+    first = opened.first
     layers, blocks = converted_layers(kept, opened.layers), blocks_for(settings.method, first, first.kv_width)
     whole = _of_all_layers([blocks] * len(layers), layers, opened.layers)
     trial = _Trial(opened, library, held_out, whole, settings)

@@ -107,9 +107,9 @@ class LowRank(Structure[Source, LowRankSettings]):
     def __init__(self, opened: Source, settings: LowRankSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         self.asked = settings
-        self.kept = kept_layers(settings.keep_layers, opened.windows)
+        self.kept = kept_layers(settings.keep_layers, opened.windows, opened.stateful)
         self.earlier = (0,) * opened.layers
-        wanted_rank(settings, opened.anatomy(0))
+        wanted_rank(settings, opened.first)
         if settings.window and any(window is not None for window in opened.windows):
             raise SurgeryError("--window: layers with a sliding window of their own forget already: leave it out")
         if settings.window and self.kept:
@@ -124,7 +124,7 @@ class LowRank(Structure[Source, LowRankSettings]):
 
     def foresee(self) -> Foreseen:
         """As if all layers had one rank; where bits are chosen too, at all ranks and in the bytes asked for."""
-        opened, asked, first = self.opened, self.asked, self.opened.anatomy(0)
+        opened, asked, first = self.opened, self.asked, self.opened.first
         rank, fits = wanted_rank(asked, first), asked.method == "fisher"
         writes = self._writes
         if writes is None:
@@ -168,7 +168,8 @@ class LowRank(Structure[Source, LowRankSettings]):
     def _writer(self, blocks: tuple[Blocks, ...], codes: tuple[Spans, ...] | None) -> OwnLowRank:
         # Without a window sinks are of the codes.
         sinks, opened = self.asked.sinks if self.asked.window else 0, self.opened
-        return OwnLowRank(opened.anatomy(0), blocks, self.earlier, sinks, self.asked.window, codes, opened.windows)
+        layers = opened.windows, opened.stateful
+        return OwnLowRank(opened.first, blocks, self.earlier, sinks, self.asked.window, codes, *layers)
 
     def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """Latents in the metric of the loss; without an exact window, and of a layer's own."""

@@ -47,7 +47,7 @@ def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> For
         SurgeryError: the wanted carrier cannot hold it, or the engine asked for does not take it.
     """
     config = opened.reader.config
-    method, kept = mla.METHODS[settings.method], kept_layers(settings.keep_layers, opened.windows)
+    method, kept = mla.METHODS[settings.method], kept_layers(settings.keep_layers, opened.windows, opened.stateful)
     outcomes = [
         carrier_of(opened, MLAPlan(method, split, counts, kept=kept), settings)
         for counts in _possible_counts(opened, split, settings)
@@ -77,7 +77,7 @@ def _possible_counts(opened: Source, split: mla.Split, settings: ConvertSettings
     """Components of each frequency that keep RoPE, in the outcomes that engines tell apart: a grid, and no grid."""
     if mla.METHODS[settings.method].folds:
         return [None]  # fixed by the method
-    anatomy = opened.anatomy(0)
+    anatomy = opened.first
     pairs, wanted = anatomy.head_dim // 2, split.rope_dim // 2
     highest = (torch.arange(pairs) < wanted).long()
     if settings.rope_frequencies == "grid":

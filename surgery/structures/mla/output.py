@@ -24,7 +24,7 @@ def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: Attenti
     if settings.engine is not None:
         return 0  # engines take no bias, and so no constant channel
     stock = settings.carrier != "own" and settings.allocate == "uniform" and not opened.family.experts
-    stock = stock and not kept_layers(settings.keep_layers, opened.windows)
+    stock = stock and not kept_layers(settings.keep_layers, opened.windows, opened.stateful)
     eps = opened.reader.config.get("rms_norm_eps", 1e-6)
     constant = settings.latent_norm == "constant" or (
         settings.latent_norm == "auto" and (anatomy.q.dtype == torch.float16 or abs(eps - 1e-6) > 1e-12)
@@ -38,7 +38,7 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
     Raises:
         SurgeryError: the settings ask for one that cannot.
     """
-    anatomy = opened.anatomy(0)
+    anatomy = opened.first
     if plan.counts is None:
         split = plan.split
         pairs = anatomy.head_dim // 2
@@ -46,7 +46,7 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
     else:
         frequency = torch.arange(len(plan.counts)).repeat_interleave(plan.counts)
     layers = opened.layers
-    names = opened.family.attention_names(opened.reader, 0)
+    names = opened.family.attention_names(opened.reader, opened.first_layer)
     spec = MLASpec(
         heads=anatomy.heads,
         kv_heads=anatomy.kv_heads,
@@ -61,7 +61,8 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         output_bias=any(name.endswith("o_proj.bias") for name in names),
         key_norm_eps=anatomy.k_norm.eps if anatomy.k_norm else None,
         key_gains=anatomy.key_gains,
-        windows=tuple(opened.family.window(opened.config, layer) for layer in range(layers)),
+        windows=opened.windows,
+        stateful=opened.stateful,
     )
     return choose_carrier(
         opened.reader.config,

@@ -76,12 +76,13 @@ def plan_for(
     """
     if method.folds:
         return MLAPlan(method, split, None, kept=kept)
-    first = anatomy_of(0)
+    converted = converted_layers(kept, layers)
+    first = anatomy_of(converted[0])
     pairs, count = first.head_dim // 2, split.rope_dim // 2
     if frequencies == "grid":
         return MLAPlan(method, split, (torch.arange(pairs) < count).long(), kept=kept)
     costs = []
-    for layer in converted_layers(kept, layers):
+    for layer in converted:
         statistics, lags = library.load(layer)
         costs.append(mla.component_costs(method, first, statistics, lags))
     frequency = torch.arange(pairs).repeat(first.kv_heads)
@@ -102,7 +103,9 @@ def try_plans(
     hidden = [stream.embed(tokens) for _ in plans]
     with progress.phase("try splits of the budget", stream.num_layers * len(plans), "layer") as advance:
         for index in range(stream.num_layers):
-            anatomy = anatomy_of(index).to(torch.float64)
+            anatomy = None
+            if any(index not in plan.kept for plan in plans):
+                anatomy = anatomy_of(index).to(torch.float64)
             with stream.layer(index) as layer:
                 for plan, states in zip(plans, hidden, strict=True):
                     attention = None

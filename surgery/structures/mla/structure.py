@@ -50,8 +50,8 @@ class MLA(Structure[Source, ConvertSettings]):
 
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         super().__init__(opened, settings, progress)
-        first = opened.anatomy(0)
-        self.kept = kept_layers(settings.keep_layers, opened.windows)
+        first = opened.first
+        self.kept = kept_layers(settings.keep_layers, opened.windows, opened.stateful)
         self.splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
         if settings.engine is not None:
             forecast(opened, self.splits[0], settings)  # refuses what the engine does not take
@@ -188,7 +188,7 @@ def _choose_plan(
     """
     method = mla.METHODS[settings.method]
 
-    kept = kept_layers(settings.keep_layers, opened.windows)
+    kept = kept_layers(settings.keep_layers, opened.windows, opened.stateful)
 
     def planned(splits: list[mla.Split], frequencies: str) -> list[MLAPlan]:
         return [
@@ -199,7 +199,7 @@ def _choose_plan(
     plans, free = planned(splits, settings.rope_frequencies), []
     if settings.engine is not None and held_out.texts:
         unlimited = replace(settings, engine=None, rope_frequencies="free")
-        first = opened.anatomy(0)
+        first = opened.first
         free = candidate_splits(unlimited, first, reserved_numbers(opened, unlimited, first))
     if len(plans) == 1 and not free:
         return plans[0], [(splits[0], None)], {}

@@ -1,0 +1,20 @@
+"""Qwen3-Next and the text models of Qwen3.5: one layer in four attends, with a gate on what each head puts out.
+
+The others keep the state of a gated delta rule, and stay as they are.
+"""
+
+from dataclasses import replace
+
+from surgery.families.base import Family
+from surgery.families.qwen3_moe import QWEN3_MOE
+
+QWEN3_5_TEXT = Family(
+    model_type="qwen3_5_text",
+    qk_norm=True,
+    norm_offset=1.0,
+    partial=True,
+    output_gate=True,
+    beside="a gate on the output of its attention, and layers that keep a state",
+)
+QWEN3_5_MOE_TEXT = replace(QWEN3_5_TEXT, model_type="qwen3_5_moe_text", experts=True)
+QWEN3_NEXT = replace(QWEN3_5_MOE_TEXT, model_type="qwen3_next", expert_layers=QWEN3_MOE.expert_layers)

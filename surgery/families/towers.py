@@ -1,0 +1,67 @@
+"""Models of pictures and text whose language model is another family's.
+
+It is read as a model of that family, and written back in its place: what is beside it stays to the bit.
+
+Qwen2.5-VL turns each rotary pair by one of three positions (time, height, width), the same pair of all heads by the
+same one. So what commutes with the rotation of every pair commutes with it too; text has three equal positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from surgery.common.errors import SurgeryError
+
+PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+"""Of the language model's tensors, as transformers and as published checkpoints have them."""
+
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+
+
+def _same(text: dict[str, Any]) -> dict[str, Any]:
+    return text
+
+
+def _qwen2(text: dict[str, Any]) -> dict[str, Any]:
+    rope = {name: value for name, value in text["rope_parameters"].items() if not name.startswith("mrope")}
+    return {**text, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_parameters": rope}
+
+
+TOWERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "llava": _same,
+    "llava_next": _same,
+    "mistral3": _same,
+    "qwen2_5_vl": _qwen2,
+}
+"""By ``model_type``: from the config of the language model, that of the family that it is read as."""
+
+
+def text_names(names: Collection[str], where: str) -> dict[str, str]:
+    """Of the language model's tensors among ``names``, how the family that it is read as calls them.
+
+    Raises:
+        SurgeryError: there is no language model among them.
+    """
+    prefix = next((prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in names), None)
+    if prefix is None:
+        raise SurgeryError(f"{where}: no embedding of a language model among its tensors")
+    inside = {name: f"model.{name.removeprefix(prefix)}" for name in names if _within(name, prefix)}
+    return inside | {name: HEADS[0] for name in HEADS if name in names}
+
+
+def _within(name: str, prefix: str) -> bool:
+    """Whether a tensor is the language model's; of ``model.`` others may be parts too."""
+    return name.startswith(tuple(prefix + part for part in ("embed_tokens.", "layers.", "norm.")))
+
+
+def put_back(whole: dict[str, Any], text: dict[str, Any], converted: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the whole model with what a conversion changed of its language model.
+
+    Args:
+        whole: of the source. text: of the language model, as it was read. converted: the same as it became.
+    """
+    changed = {name: value for name, value in converted.items() if text.get(name) != value}
+    if not isinstance(whole.get("text_config"), dict):  # early checkpoints of Qwen2.5-VL say it at the top
+        return {**whole, **changed}
+    return {**whole, "text_config": {**whole["text_config"], **changed}}
