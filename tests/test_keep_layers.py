@@ -90,7 +90,11 @@ def test_layers_of_a_state_stay_to_the_bit_and_count_nothing(checkpoints, tmp_pa
     assert all(torch.equal(tensors[name], original[name]) for name in kept) and "mtp.fc.weight" in kept
     assert config["attention_layers"][0] is None and config["attention_layers"][1]["kind"] == "low_rank"
     of_one = 4 * 2 * 2 * 16  # fp32, K and V, two heads of 16 numbers
-    assert inspect_checkpoint(source).kv["bytes_per_token"] == Facts.of(config_of(source)).cache_bytes(4) == of_one
+    assert (
+        inspect_checkpoint(source).kv["bytes_per_token"]
+        == Facts.of(config_of(source)).cache(4)["cache_bytes_per_token"]
+        == of_one
+    )
     assert foreseen.kv["bytes_per_token"] == report["kv"]["measured_bytes_per_token"] == of_one / 2
     assert inspect_checkpoint(tmp_path / "out").kv["bytes_per_token"] == of_one / 2
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
