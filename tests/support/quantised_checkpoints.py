@@ -81,12 +81,16 @@ def with_zeros(weight: Tensor, bits: int, group: Tensor) -> tuple[Tensor, Tensor
 
 
 def gptq(weight: Tensor, bits: int, *, reordered: bool = False, plus: int = 1) -> tuple[dict[str, Tensor], Tensor]:
+    """Zeros less ``plus`` as GPTQModel stores them: of whole words, in which a zero of 0 borrows from the next."""
+    weight = weight.clone()
+    weight[1] = weight[1].abs()  # its zeros are 0
     group = torch.arange(weight.shape[1]) // GROUP
     if reordered:
         group = group[torch.randperm(len(group), generator=torch.Generator().manual_seed(0))]
     codes, scale, zero, numbers = with_zeros(weight, bits, group)
     parts = {"qweight": words(codes.tolist(), bits).T, "scales": scale, "g_idx": group.int()}
-    parts["qzeros"] = words(((zero - plus) % 2**bits).tolist(), bits)
+    ones = words([[plus] * (32 // bits)], bits)
+    parts["qzeros"] = words(zero.tolist(), bits) - ones
     return parts, numbers
 
 

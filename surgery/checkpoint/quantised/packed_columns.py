@@ -102,8 +102,7 @@ class PackedColumns:
             codes = unpacked(words[:, first:after].T, torch.arange(inputs), self.bits).T
         else:
             codes = self._outputs(words, first, after)
-        zeros = self._outputs(read(self.module + ZEROS, 0, self.groups), first, after)
-        zeros = (zeros + self.plus) & (2**self.bits - 1)
+        zeros = self._zeros(read(self.module + ZEROS, 0, self.groups), first, after)
         scales = read(self.module + SCALES, 0, self.groups)[:, first:after].float()
         group = torch.arange(inputs) // self.group_size
         if self.reordered:
@@ -111,6 +110,17 @@ class PackedColumns:
             if group.min() < 0 or group.max() >= self.groups:
                 raise SurgeryError(f"{self.module}{GROUPS}: names groups outside of the {self.groups} that have scales")
         return ((codes - zeros[group]).float() * scales[group]).T.contiguous()
+
+    def _zeros(self, words: Tensor, first: int, after: int) -> Tensor:
+        """Zeros [groups, after - first] of words [groups, outputs · bits / 32].
+
+        GPTQModel took one from each zero by a subtraction from whole words, in which a zero of 0 borrowed from the
+        next: the same addition gives it back. Of 3 bits, which cross words, it took one from each by itself.
+        """
+        if self.plus and 32 % self.bits == 0:
+            ones = sum(self.plus << place for place in range(0, 32, self.bits))
+            return self._outputs(words.long() + ones, first, after)
+        return (self._outputs(words, first, after) + self.plus) & (2**self.bits - 1)
 
     def _outputs(self, words: Tensor, first: int, after: int) -> Tensor:
         """Codes [·, after - first] of words [·, outputs · bits / 32]."""
@@ -123,7 +133,8 @@ class PackedColumns:
 def unpacked(words: Tensor, numbers: Tensor, bits: int) -> Tensor:
     """Codes in int64, of those ``numbers``, [R, N], that lie one behind the other in rows of int32 [R, W].
 
-    The least significant bit is first; a code of 3 bits may begin in one word and end in the next.
+    The least significant bit is first; a code of 3 bits may begin in one word and end in the next. Words in int64 count
+    modulo 2³².
     """
     start = numbers * bits
     word, shift = start // 32, start % 32
