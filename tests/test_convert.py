@@ -201,15 +201,30 @@ def test_same_seed_same_bytes_and_the_source_is_left_alone(converted, checkpoint
     assert all(torch.equal(first.tensor(name), second.tensor(name)) for name in first.names())
 
 
-def test_ranks_per_layer_go_to_the_own_class(converted, tmp_path):
-    result, ladder = converted("llama", allocate="spectrum")
-    ranks = result.report.target["kv_lora_ranks"]
+@pytest.mark.parametrize(
+    "settings", [{"carrier": "own"}, {"allocate": "spectrum", "rope_dim": 4}], ids=["all", "ranks"]
+)
+def test_one_budget_is_spread_over_layers_of_the_own_class(converted, tmp_path, settings):
+    result, ladder = converted("llama", **settings)
+    target, kv = result.report.target, result.report.kv
     logits, _, facts = run_elsewhere(result.path, ladder._held_out.tokens, tmp_path, trust=True)
     assert facts["class"] == "SurgeryForCausalLM"
     assert relative(logits, simulated_logits(result, ladder)) < 1e-4
-    uniform = converted("llama")[0].report
-    assert sum(ranks) == sum(uniform.target["kv_lora_ranks"])
-    assert result.report.kv["measured_bytes_per_token"] == uniform.kv["measured_bytes_per_token"]
+    uniform, _ = converted("llama", carrier="own", allocate="uniform")
+    numbers = [rank + rotated for rank, rotated in zip(target["kv_lora_ranks"], target["rope_dims"], strict=True)]
+    assert len(set(numbers)) > 1
+    assert (len(set(target["rope_dims"])) > 1) == ("rope_dim" not in settings)
+    assert kv["measured_bytes_per_token"] == uniform.report.kv["measured_bytes_per_token"]
+    assert kv["measured_bytes_per_token"] == sum(numbers) * 4
+    model = AutoModelForCausalLM.from_pretrained(result.path, trust_remote_code=True).eval()
+    prompt = ladder._held_out.tokens[:2, :20]
+    cached = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert torch.equal(cached, model.generate(prompt, max_new_tokens=12, do_sample=False, use_cache=False))
+
+
+def test_a_stock_class_has_one_rank():
+    with pytest.raises(SurgeryError, match="stock deepseek_v3 has one rank for all; drop --carrier stock"):
+        ConvertSettings(allocate="spectrum", carrier="stock")
 
 
 def test_calibration_on_the_models_own_samples(checkpoints, tmp_path):

@@ -35,7 +35,7 @@ def show_conversion(conversion, address: str | None = None, *, as_json: bool = F
     _show_ladder(page, report["ladder"])
     _show_layers(page, conversion.report.layers)
     if report["splits"]:
-        _show_splits(page, report["splits"], (target["rope_dim"], target["kv_lora_rank"]))
+        _show_splits(page, report["splits"], tried=True)
     _show_carrier(page, target)
     page.print(f"{duration(sum(report['seconds'].values()))}, peak memory {size(report['peak_memory_bytes'])}")
     page.print(f"[bold]{plain(conversion.path)}[/bold]: {plain(of_conversion(report))}", soft_wrap=True)
@@ -76,7 +76,7 @@ def show_plan(plan, *, as_json: bool = False) -> None:
     names = source["model_type"], plan.target["model_type"]
     weights = ("weights on disk", size(source["weight_bytes"]), size(disk["output_bytes"]))
     page.print(terminal.render(before_and_after(held, (), names, [weights])))
-    _show_splits(page, plan.splits, None)
+    _show_splits(page, plan.splits, tried=False)
     _show_carrier(page, plan.target)
     memory, device = plan.memory, plan.memory["device_bytes"]
     rows = [
@@ -196,22 +196,25 @@ def _show_layers(page: Console, layers: list) -> None:
     page.print(make_table(["layer", *layers[0].columns(), *stages], rows))
 
 
-def _show_splits(page: Console, splits: list[dict], chosen: tuple[int, int] | None) -> None:
+def _show_splits(page: Console, splits: list[dict], *, tried: bool) -> None:
     """The splits of the budget: tried ones with their losses, planned ones with their KV bytes."""
-    if not splits or (len(splits) == 1 and chosen):
+    if not splits or (len(splits) == 1 and tried):
         return
     folds = any(split.get("fold", 1) > 1 for split in splits)
-    last = "held-out loss (perplexity)" if chosen else "KV per token"
+    spread = any("rotation_weight" in split for split in splits)
+    last = "held-out loss (perplexity)" if tried else "KV per token"
     losses = [split["held_out_loss"] for split in splits if split.get("held_out_loss") is not None]
     rows = []
     for split in splits:
         loss = split.get("held_out_loss")
-        value = with_perplexity(loss) if chosen else per_token(split["kv_bytes_per_token"])
-        is_chosen = (split["rope_dim"], split["rank"]) == chosen and loss in (None, min(losses, default=None))
-        fold = (split.get("fold", 1),) if folds else ()
-        rows.append((split["rope_dim"], split["rank"], *fold, value, "chosen" if is_chosen else ""))
-    page.print("splits of the budget" + (" that were tried" if chosen else " that would be tried"))
-    page.print(make_table(["rotated", "latent rank", *(["fold"] if folds else []), last, ""], rows))
+        value = with_perplexity(loss) if tried else per_token(split["kv_bytes_per_token"])
+        is_chosen = tried and loss == min(losses, default=None)
+        more = (split.get("fold", 1),) if folds else (split["rotation_weight"],) if spread else ()
+        sizes = (f"{split[name]:.4g}" for name in ("rope_dim", "rank"))
+        rows.append((*sizes, *more, value, "chosen" if is_chosen else ""))
+    page.print("splits of the budget" + (" that were tried" if tried else " that would be tried"))
+    names = ["rotated", "latent rank"] if not spread else ["rotated, mean", "latent rank, mean", "rotations weigh"]
+    page.print(make_table([*names, *(["fold"] if folds else []), last, ""], rows))
 
 
 def _show_carrier(page: Console, target: dict) -> None:

@@ -128,7 +128,8 @@ def _shape(source: dict, target: dict) -> str:
     if "kv_lora_ranks" not in target:
         return "keys and values"
     rank = _range(target["kv_lora_ranks"])
-    return f"latent rank {rank}, {target['rope_dim']} rotated numbers"
+    rotated = _range(target.get("rope_dims") or [target["rope_dim"]])  # reports of 0.1 have one number
+    return f"latent rank {rank}, {rotated} rotated numbers"
 
 
 def _codes(target: dict) -> str:

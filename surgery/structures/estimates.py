@@ -46,6 +46,7 @@ class Demand:
         results: forms of a layer that are carried through all held-out text, the source's not among them.
         steps: forms that pass its texts only, nearly as wide as the whole cache; ``exact``: that pass a few tokens.
         splits, split_sequences: how many splits of the budget are tried, each on so many held-out sequences.
+        spectra: of a layer's latents that the budget is spread by.
         rescales: whether the residual stream is rescaled, and with it the embeddings.
         quantizes: whether the held-out text is then read through a quantised cache.
     """
@@ -61,6 +62,7 @@ class Demand:
     steps: int = 0
     exact: int = 0
     splits: int = 1
+    spectra: int = 0
     split_sequences: int = 0
     rescales: bool = False
     quantizes: bool = False
@@ -297,7 +299,8 @@ class Workload:
         return 2 * self.heads * self.head_dim * width + 2 * self.length * self.heads * width
 
     def _algebra_flops(self) -> int:
-        return self.demand.statistics * self.layers * (self.demand.splits + 1) * ALGEBRA_CUBES * self.kv_width**3
+        forms = self.demand.splits + 1 + self.demand.spectra / 2  # eigenvalues without eigenvectors
+        return int(self.demand.statistics * self.layers * forms * ALGEBRA_CUBES * self.kv_width**3)
 
 
 def measure_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:

@@ -10,6 +10,8 @@ water_fill      the energies that are dropped        those energies: in a Fisher
                                                      where each is a share of one loss
 proportional    any weights, as Palu's Fisher        the weights
                 information
+choose_widths   the same, and what is spent on       the same
+                numbers beside a latent
 greedy          the loss itself, measured            the loss
 =============== ==================================== ==========================================
 """
@@ -17,6 +19,7 @@ greedy          the loss itself, measured            the loss
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,6 +55,68 @@ def water_fill(spectra: list[Tensor], total: int, minimum: int = 1, multiple: in
     owner = torch.cat([torch.full((len(part),), i) for i, part in enumerate(saved)])
     chosen = owner[torch.cat(saved).argsort(descending=True, stable=True)[: total // multiple - least * len(spectra)]]
     return [(least + int((chosen == i).sum())) * multiple for i in range(len(spectra))]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to spend a layer's numbers: some of them fixed, the others a rank.
+
+    Attributes:
+        width: the fixed ones.
+        cost: of this choice, in the unit of the energies.
+        energies: of the latent beside them, in descending order.
+    """
+
+    width: int
+    cost: float
+    energies: Tensor
+
+
+def choose_widths(layers: Sequence[Sequence[Choice]], total: int) -> list[tuple[int, int]]:
+    """A choice and a rank for every layer, of least cost in all, of those that need no more than ``total`` numbers.
+
+    For a price of a number every layer's best is found by itself; the lowest price at which all fit is sought by
+    bisection (Everett 1963, doi:10.1287/opre.11.3.399: no other spending of the same total costs less). Numbers that
+    are left go to the latents that drop most.
+
+    Returns:
+        Index of the choice and rank, at least 1, of every layer.
+
+    Raises:
+        ValueError: the total is less than what the smallest choices take with a rank of 1.
+    """
+    if total < sum(min(choice.width for choice in choices) + 1 for choices in layers):
+        raise ValueError(f"{total} numbers are too few for {len(layers)} layers")
+    dropped = [[_dropped(choice.energies) for choice in choices] for choices in layers]
+
+    def best(price: float) -> list[tuple[int, int]]:
+        found = []
+        for choices, rests in zip(layers, dropped, strict=True):
+            options = []
+            for index, (choice, rest) in enumerate(zip(choices, rests, strict=True)):
+                costs = rest + price * torch.arange(1, len(rest) + 1)
+                rank = int(costs.argmin())
+                options.append((choice.cost + price * choice.width + float(costs[rank]), index, rank + 1))
+            found.append(min(options)[1:])
+        return found
+
+    def needed(found: list[tuple[int, int]]) -> int:
+        return sum(choices[index].width + rank for choices, (index, rank) in zip(layers, found, strict=True))
+
+    low, high = 0.0, max(choice.cost + float(choice.energies.sum()) for choices in layers for choice in choices) + 1.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (low, middle) if needed(best(middle)) <= total else (middle, high)
+    found = best(high)
+    spectra = [choices[index].energies[rank:] for choices, (index, rank) in zip(layers, found, strict=True)]
+    owner = torch.cat([torch.full((len(part),), layer) for layer, part in enumerate(spectra)])
+    left = owner[torch.cat(spectra).argsort(descending=True, stable=True)[: total - needed(found)]]
+    return [(index, rank + int((left == layer).sum())) for layer, (index, rank) in enumerate(found)]
+
+
+def _dropped(energies: Tensor) -> Tensor:
+    """What ranks of 1, 2, … leave out."""
+    return torch.cat([energies.flip(0).cumsum(0).flip(0)[1:], energies.new_zeros(1)])
 
 
 def proportional(

@@ -128,6 +128,30 @@ def rotated_components(
     return partial_rope.best_components(costs, basis.frequency, counts)
 
 
+def rotation_energies(
+    anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis, lags: LagStatistics
+) -> Tensor:
+    """Twice the loss in nats per token that taking RoPE from each component is expected to cost, [P].
+
+    A component's energy in the Fisher metric is what leaving all of it out would cost; of the attention that meets it
+    the lags say which share of that hangs on its rotation. Costs of rotations and energies of latents are then shares
+    of one loss, and one budget can be spent on both.
+    """
+    every = torch.arange(basis.components)
+    keys = anatomy.kv_heads * anatomy.head_dim
+    moment, metric = (each[:keys, :keys] for each in (statistics.met_moment, statistics.metric))
+    energy = _quadratic(basis.key_rows(every), moment) * _quadratic(basis.dual_rows(every), metric)
+    turned = lags.cost() / lags.energy.sum(-1).clamp_min(torch.finfo(torch.float64).tiny)
+    return energy.view(2, -1).sum(0) * turned
+
+
+def latent_energies(anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis, rotated: Tensor) -> Tensor:
+    """:attr:`ConvertedLayer.energy` of method fisher with the components ``rotated``, all of it, without converting."""
+    moment, metric = _latent_moments(anatomy, statistics, basis, rotated)
+    root = torch.linalg.cholesky(metric)
+    return torch.linalg.eigvalsh(root.mT @ moment @ root).flip(0).clamp_min(0)
+
+
 def convert_layer(
     method: Method,
     anatomy: AttentionAnatomy,
@@ -148,14 +172,12 @@ def convert_layer(
     """
     constant = lags.constant() if method.lags else None
     partial = partial_rope.latent_form(anatomy, basis, rotated, constant)
-    rows = partial_rope.latent_rows(anatomy, basis, rotated)
-    moment = rows @ (statistics.met_moment if method.gradients else statistics.moment) @ rows.mT
-    keys = moment.shape[0] - anatomy.kv_heads * anatomy.value_dim
     if method.gradients:
-        dual = partial_rope.latent_rows(anatomy, basis, rotated, dual=True)
-        metric = damp(dual @ statistics.metric @ dual.mT, METRIC_DAMPING)
+        moment, metric = _latent_moments(anatomy, statistics, basis, rotated)
     elif method.folds:
-        metric = _balance(moment, keys)
+        rows = partial_rope.latent_rows(anatomy, basis, rotated)
+        moment = rows @ statistics.moment @ rows.mT
+        metric = _balance(moment, len(moment) - anatomy.kv_heads * anatomy.value_dim)
     else:
         weight = partial.down[: partial.rank].double().cpu()
         moment, metric = weight @ weight.mT, torch.eye(len(weight), dtype=torch.float64)
@@ -171,6 +193,20 @@ def convert_layer(
         rope_error=rope_error,
         energy=energy,
     )
+
+
+def _latent_moments(
+    anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis, rotated: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Second moment of the untruncated latent, and its Fisher metric."""
+    rows, dual = (partial_rope.latent_rows(anatomy, basis, rotated, dual=dual) for dual in (False, True))
+    moment, metric = rows @ statistics.met_moment @ rows.mT, dual @ statistics.metric @ dual.mT
+    return moment, damp(metric, METRIC_DAMPING)
+
+
+def _quadratic(rows: Tensor, matrix: Tensor) -> Tensor:
+    """``x M xᵀ`` of every row."""
+    return ((rows @ matrix) * rows).sum(-1)
 
 
 def _balance(moment: Tensor, keys: int) -> Tensor:

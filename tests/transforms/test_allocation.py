@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from surgery.common.errors import SurgeryError
-from surgery.transforms.allocation import greedy, proportional, water_fill
+from surgery.transforms.allocation import Choice, choose_widths, greedy, proportional, water_fill
 
 EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
 SPECTRA = st.lists(st.lists(st.integers(0, 40), min_size=2, max_size=6), min_size=1, max_size=3)
@@ -47,6 +47,71 @@ def test_impossible_totals(total, minimum, multiple):
 
 def test_equal_energies_go_to_the_first():
     assert water_fill([torch.ones(6)] * 3, 10, multiple=2) == [6, 2, 2]
+
+
+# Widths of two kinds.
+
+
+def spending(layers, found) -> tuple[int, float]:
+    """Numbers in all, and what they cost."""
+    chosen = [(choices[index], rank) for choices, (index, rank) in zip(layers, found, strict=True)]
+    return (
+        sum(choice.width + rank for choice, rank in chosen),
+        sum(choice.cost + float(choice.energies[rank:].sum()) for choice, rank in chosen),
+    )
+
+
+CHOICES = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(0, 30), st.lists(st.integers(0, 20), min_size=1, max_size=4)),
+    min_size=1,
+    max_size=3,
+)
+
+
+@EXAMPLES
+@given(st.lists(CHOICES, min_size=1, max_size=3), st.integers(1, 24))
+def test_no_spending_on_the_hull_costs_less(drawn, total):
+    """Prices find every total at which another number's worth changes; what is between them is never worse."""
+    layers = [[Choice(width, cost, energies([latent])[0]) for width, cost, latent in choices] for choices in drawn]
+    assume(total >= sum(min(choice.width for choice in choices) + 1 for choices in layers))
+    options = [
+        [(index, rank) for index, choice in enumerate(choices) for rank in range(1, len(choice.energies) + 1)]
+        for choices in layers
+    ]
+    least: dict[int, float] = {}
+    for found in itertools.product(*options):
+        needed, cost = spending(layers, found)
+        least[needed] = min(cost, least.get(needed, cost))
+    hull = [
+        n
+        for n, cost in least.items()
+        if all(cost * (b - a) < least[a] * (b - n) + least[b] * (n - a) for a in least if a < n for b in least if b > n)
+        and all(least[a] > cost for a in least if a < n)
+    ]
+    needed, cost = spending(layers, choose_widths(layers, total))
+    assert needed <= total
+    assert cost <= least[max(n for n in hull if n <= total)] + 1e-9
+
+
+@EXAMPLES
+@given(SPECTRA, st.integers(1, 18))
+def test_without_a_choice_widths_are_ranks(lists, total):
+    spectra = energies(lists)
+    assume(len(spectra) <= total <= sum(map(len, spectra)))
+    found = choose_widths([[Choice(0, 0.0, spectrum)] for spectrum in spectra], total)
+    assert all(index == 0 for index, _ in found)
+    ranks = [rank for _, rank in found]
+    assert sum(ranks) == total
+    assert dropped(spectra, ranks) == pytest.approx(dropped(spectra, water_fill(spectra, total)))
+
+
+def test_a_layer_that_hangs_on_rotations_gets_them():
+    latent = torch.tensor([8.0, 4.0, 2.0, 1.0])
+    turning = [Choice(0, 100.0, latent), Choice(4, 0.0, latent)]
+    still = [Choice(0, 1.0, latent), Choice(4, 0.0, latent)]
+    assert choose_widths([turning, still], 9) == [(1, 3), (0, 2)]
+    with pytest.raises(ValueError, match="1 numbers are too few for 2 layers"):
+        choose_widths([turning, still], 1)
 
 
 # Proportional.

@@ -73,7 +73,9 @@ def _kv_bytes(carrier: Carrier, opened: Source, settings: ConvertSettings) -> fl
     return sum(writer.kv_width(layer) for layer in range(opened.layers)) * writer.spec.dtype.itemsize
 
 
-def _possible_counts(opened: Source, split: mla.Split, settings: ConvertSettings) -> list[torch.Tensor | None]:
+def _possible_counts(
+    opened: Source, split: mla.Split, settings: ConvertSettings
+) -> list[tuple[torch.Tensor, ...] | None]:
     """Components of each frequency that keep RoPE, in the outcomes that engines tell apart: a grid, and no grid."""
     if mla.METHODS[settings.method].folds:
         return [None]  # fixed by the method
@@ -81,10 +83,11 @@ def _possible_counts(opened: Source, split: mla.Split, settings: ConvertSettings
     pairs, wanted = anatomy.head_dim // 2, split.rope_dim // 2
     highest = (torch.arange(pairs) < wanted).long()
     if settings.rope_frequencies == "grid":
-        return [highest]
+        return [(highest,) * opened.layers]
     full, rest = divmod(wanted, anatomy.kv_heads)
     lowest = torch.zeros(pairs, dtype=torch.long)
     lowest[pairs - full :] = anatomy.kv_heads
     if rest:
         lowest[pairs - full - 1] = rest
-    return [highest, lowest] if 0 < wanted <= pairs else [lowest]
+    outcomes = [highest, lowest] if 0 < wanted <= pairs else [lowest]
+    return [(counts,) * opened.layers for counts in outcomes]

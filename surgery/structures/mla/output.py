@@ -23,7 +23,7 @@ def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: Attenti
         return anatomy.key_gains
     if settings.engine is not None:
         return 0  # engines take no bias, and so no constant channel
-    stock = settings.carrier != "own" and settings.allocate == "uniform" and not opened.family.experts
+    stock = settings.carrier != "own" and not opened.family.experts
     stock = stock and not kept_layers(settings.keep_layers, opened.windows, opened.stateful)
     eps = opened.reader.config.get("rms_norm_eps", 1e-6)
     constant = settings.latent_norm == "constant" or (
@@ -39,13 +39,13 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         SurgeryError: the settings ask for one that cannot.
     """
     anatomy = opened.first
-    if plan.counts is None:
-        split = plan.split
-        pairs = anatomy.head_dim // 2
-        frequency = torch.arange(0, pairs, pairs // (split.rope_dim // 2))
-    else:
-        frequency = torch.arange(len(plan.counts)).repeat_interleave(plan.counts)
     layers = opened.layers
+    if plan.counts is None:
+        pairs = anatomy.head_dim // 2
+        frequencies = [torch.arange(0, pairs, pairs // (plan.split.rope_dim // 2))] * layers
+    else:
+        frequencies = [torch.arange(len(counts)).repeat_interleave(counts) for counts in plan.counts]
+    rotations = [opened.family.rotation(opened.config, layer).inv_freq for layer in range(layers)]
     names = opened.family.attention_names(opened.reader, opened.first_layer)
     spec = MLASpec(
         heads=anatomy.heads,
@@ -54,7 +54,7 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         value_dim=anatomy.value_dim,
         hidden=anatomy.hidden,
         ranks=plan.all_ranks(layers),
-        inv_freq=tuple(opened.family.rotation(opened.config, layer).inv_freq[frequency] for layer in range(layers)),
+        inv_freq=tuple(each[chosen] for each, chosen in zip(rotations, frequencies, strict=True)),
         dtype=anatomy.q.dtype,
         query_bias=any(name.endswith("q_proj.bias") for name in names),
         latent_bias=any(name.endswith(("k_proj.bias", "v_proj.bias")) for name in names),

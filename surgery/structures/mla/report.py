@@ -62,7 +62,7 @@ class LayerReport:
 
 def mla_target(carrier: Carrier, method: str, layers: list[LayerReport]) -> dict:
     """The target of :class:`surgery.structures.base.Outcome`."""
-    writer = carrier.writer
+    writer, rotated = carrier.writer, [layer.rope_dim for layer in layers if layer.rank]
     return {
         "to": "mla",
         "method": method,
@@ -70,8 +70,9 @@ def mla_target(carrier: Carrier, method: str, layers: list[LayerReport]) -> dict
         "reasons": list(carrier.reasons),
         "kv_lora_rank": layers[0].rank if writer.spec.uniform else None,
         "kv_lora_ranks": list(writer.spec.ranks),
-        "rope_dim": max(layer.rope_dim for layer in layers),
-        "inverse_frequencies": writer.spec.inv_freq[0].tolist(),
+        "rope_dim": rotated[0] if len(set(rotated)) == 1 else None,
+        "rope_dims": [layer.rope_dim for layer in layers],
+        "inverse_frequencies": writer.spec.inv_freq[0].tolist() if writer.spec.uniform else None,
         "default_rope_theta": writer.theta if carrier.stock else None,
         "latent_norm": writer.norm.kind if carrier.stock else None,
         "residual_rescale": writer.rescale if carrier.stock else None,

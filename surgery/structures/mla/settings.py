@@ -11,7 +11,6 @@ from surgery.common.setting import setting
 from surgery.engines.limits import Engine
 from surgery.structures.kept_layers import keep_layers
 from surgery.structures.settings import (
-    Allocation,
     FittedSettings,
     RopeBits,
     check_more_bits,
@@ -59,10 +58,11 @@ class ConvertSettings(FittedSettings):
     freqfold: int | None = setting(
         None, "Neighbouring frequencies taken for one, in method transmla.", least=1, unset="several are tried"
     )
-    allocate: Allocation = setting(
-        "uniform",
-        "Ranks of layers: uniform, or by spectrum at the same bytes in all.",
-        more="Only the own class holds ranks that differ; method fisher with text only.",
+    allocate: Literal["auto", "uniform", "spectrum"] = setting(
+        "auto",
+        "Rotated numbers and ranks of layers: uniform, or by spectrum at the same bytes in all.",
+        more="Layers that differ need the own class, method fisher and calibration text; auto: spectrum where all three "
+        "are given and no rank is.",
         section="Method",
     )
     keep_layers: str = keep_layers()
@@ -95,18 +95,34 @@ class ConvertSettings(FittedSettings):
         elif self.engine is not None:
             self._check_engine()
         check_more_bits(self, "rope_bits")
+        if self.allocate == "spectrum" and not self.quantizes:
+            if self.carrier == "stock":
+                raise SurgeryError("allocate spectrum: stock deepseek_v3 has one rank for all; drop --carrier stock")
+            object.__setattr__(self, "carrier", "own")
         if self.rope_dim is not None and self.rope_dim % 2:
             raise SurgeryError(f"rope_dim must be even and not negative, not {self.rope_dim}")
         self.check_spectrum()
         if self.calibration == NO_CALIBRATION and self.method == "transmla":
             raise SurgeryError("method transmla needs calibration text: drop --calibration none")
 
+    @property
+    def spreads(self) -> bool:
+        """Whether one budget is spread over layers that may differ, given a class that holds such."""
+        if self.allocate == "auto":
+            compares = self.method == "fisher" and self.calibration != NO_CALIBRATION
+            return compares and self.kv_lora_rank is None and self.rope_frequencies == "free"
+        return self.allocate == "spectrum"
+
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""
         return with_formats(super().kv_cache(), rope_format=self.rope_bits)
 
     def _check_engine(self) -> None:
-        for name, allowed in (("carrier", ("auto", "stock")), ("allocate", ("uniform",)), ("method", ("fisher",))):
+        for name, allowed in (
+            ("carrier", ("auto", "stock")),
+            ("allocate", ("auto", "uniform")),
+            ("method", ("fisher",)),
+        ):
             if getattr(self, name) not in allowed:
                 raise SurgeryError(f"engine {self.engine} takes {name} {allowed[0]}, not {getattr(self, name)}")
         # Frozen; a result for an engine is a model of default RoPE, whatever else is asked for.

@@ -33,7 +33,7 @@ EXACT, SMALLER = "rotated", "truncated"
 
 TAKEN = {
     "method": (("fisher",), "latents are chosen by the loss"),
-    "allocate": (("uniform",), "its class has one rank for all layers"),
+    "allocate": (("auto", "uniform"), "its class has one rank for all layers"),
     "keep_layers": ((AUTO, NONE), "its class has one rank for all layers"),
     "carrier": (("auto", "stock"), "the own class has no norm on latents"),
     "latent_norm": (("auto",), "its latents keep their own norm"),

@@ -1,9 +1,9 @@
-"""Chooses how the KV budget of an MLA conversion is split, by trying the candidates on held-out text."""
+"""Plans of an MLA conversion: what of the KV budget each layer spends on rotated numbers and on its latent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,49 +15,64 @@ from surgery.families.anatomy import AttentionAnatomy
 from surgery.running.layer_stream import LayerStream
 from surgery.structures.kept_layers import converted_layers
 from surgery.transforms import mla
-from surgery.transforms.allocation import water_fill
+from surgery.transforms.allocation import Choice, choose_widths
 from surgery.transforms.latent_layer import SimulatedAttention
-from surgery.transforms.partial_rope import choose_components
+from surgery.transforms.partial_rope import best_components, choose_components
 
-# Held-out sequences that splits are compared on: differences on the same text settle long before losses do.
+# Held-out sequences that plans are compared on: differences on the same text settle long before losses do.
 SPLIT_SEQUENCES = 4
+
+ROTATION_WEIGHTS = (0.25, 0.4, 0.63, 1.0, 1.6, 2.5)
+"""By which predicted losses of dropped rotations are multiplied before they are weighed against latents; all are tried.
+
+Both predictions are too low, not by one factor. SmolLM2-135M wanted 0.5 at a half of its bytes and 1 at a quarter.
+"""
+UNTRIED_WEIGHT = 0.63
+ROTATED_CHOICES = 16
+"""How many numbers of rotated components are weighed in a layer."""
 
 
 @dataclass(frozen=True)
 class MLAPlan:
-    """Everything that has to be settled before layers can be converted one by one."""
+    """Everything that has to be settled before layers can be converted one by one.
+
+    Attributes:
+        split: of every layer that is converted, where ``ranks`` does not say otherwise.
+        counts: per layer [d/2], components of each frequency that keep RoPE; None where the method's order decides.
+        ranks: per layer; None: the split's in all.
+        kept: layers that stay as they are.
+        weight: one of ROTATION_WEIGHTS, by which the budget was spread over the layers; None where it was not.
+    """
 
     method: mla.Method
     split: mla.Split
-    counts: Tensor | None  # [d/2] components of each frequency that keep RoPE; None where the method's order decides
-    ranks: tuple[int, ...] | None = None  # per layer; None: the split's in all
-    kept: frozenset[int] = frozenset()  # layers that stay as they are
+    counts: tuple[Tensor, ...] | None
+    ranks: tuple[int, ...] | None = None
+    kept: frozenset[int] = frozenset()
+    weight: float | None = None
 
     def convert(self, anatomy: AttentionAnatomy, library: StatisticsLibrary, layer: int) -> mla.ConvertedLayer:
         """Converts one layer (float64)."""
         statistics, lags = library.load(layer)
         basis = mla.key_basis(self.method, anatomy, statistics, self.split)
         costs = None if self.method.folds else mla.component_costs(self.method, anatomy, statistics, lags)
-        rotated = mla.rotated_components(self.method, basis, costs, self.counts, self.split)
+        counts = None if self.counts is None else self.counts[layer]
+        rotated = mla.rotated_components(self.method, basis, costs, counts, self.split)
         rank = self.ranks[layer] if self.ranks else self.split.rank
         return mla.convert_layer(self.method, anatomy, statistics, basis, rotated, rank, lags)
-
-    def with_ranks_by_spectrum(
-        self, anatomy_of: Callable[[int], AttentionAnatomy], library: StatisticsLibrary, layers: int, progress: Progress
-    ) -> MLAPlan:
-        """The same plan with the same bytes in all, each layer's rank by the energies of its latent."""
-        spectra = {}
-        with progress.phase("allocate ranks", layers) as advance:
-            for layer in converted_layers(self.kept, layers):
-                spectra[layer] = self.convert(anatomy_of(layer).to(torch.float64), library, layer).energy
-                advance()
-        ranks = water_fill(list(spectra.values()), len(spectra) * self.split.rank)
-        found = dict(zip(spectra, ranks, strict=True))
-        return replace(self, ranks=tuple(found.get(layer, 0) for layer in range(layers)))
 
     def all_ranks(self, layers: int) -> tuple[int, ...]:
         """Of every layer; 0 for those that are kept."""
         return self.ranks or tuple(0 if layer in self.kept else self.split.rank for layer in range(layers))
+
+    def facts(self) -> dict[str, float]:
+        """For the report: rotated numbers and rank of a layer, on average where layers differ."""
+        if self.weight is None:
+            return asdict(self.split)
+        spread = [layer for layer, rank in enumerate(self.ranks) if rank]
+        rotated = sum(2 * int(self.counts[layer].sum()) for layer in spread)
+        ranks = sum(self.ranks[layer] for layer in spread)
+        return {"rope_dim": rotated / len(spread), "rank": ranks / len(spread), "rotation_weight": self.weight}
 
 
 def plan_for(
@@ -68,11 +83,14 @@ def plan_for(
     layers: int,
     frequencies: str,
     kept: frozenset[int],
+    *,
+    one_list: bool = True,
 ) -> MLAPlan:
-    """Fixes the model's list of frequencies for a split: ``free`` by cost over all layers, ``grid`` the highest.
+    """The plan of one split for all layers, with its frequencies: ``free`` by what they cost, ``grid`` the highest.
 
     Args:
         kept: layers that stay as they are, and cost nothing.
+        one_list: whether all layers have the same frequencies, as a stock config says them.
     """
     if method.folds:
         return MLAPlan(method, split, None, kept=kept)
@@ -80,13 +98,88 @@ def plan_for(
     first = anatomy_of(converted[0])
     pairs, count = first.head_dim // 2, split.rope_dim // 2
     if frequencies == "grid":
-        return MLAPlan(method, split, (torch.arange(pairs) < count).long(), kept=kept)
-    costs = []
+        return MLAPlan(method, split, ((torch.arange(pairs) < count).long(),) * layers, kept=kept)
+    costs = {}
     for layer in converted:
         statistics, lags = library.load(layer)
-        costs.append(mla.component_costs(method, first, statistics, lags))
+        costs[layer] = mla.component_costs(method, first, statistics, lags)
     frequency = torch.arange(pairs).repeat(first.kv_heads)
-    return MLAPlan(method, split, choose_components(costs, frequency, pairs, count), kept=kept)
+    if one_list:
+        chosen = choose_components(list(costs.values()), frequency, pairs, count)
+        return MLAPlan(method, split, (chosen,) * layers, kept=kept)
+    counts = {layer: choose_components([cost], frequency, pairs, count) for layer, cost in costs.items()}
+    return MLAPlan(method, split, _of_all(counts, layers, pairs), kept=kept)
+
+
+def spread_plans(
+    splits: list[mla.Split],
+    method: mla.Method,
+    anatomy_of: Callable[[int], AttentionAnatomy],
+    library: StatisticsLibrary,
+    layers: int,
+    frequencies: str,
+    kept: frozenset[int],
+    progress: Progress,
+) -> list[MLAPlan]:
+    """Plans of one budget of all layers, each layer's part, frequencies and rank by what they are worth to the loss.
+
+    Args:
+        splits: of the budget's mean; one: its rotated numbers are every layer's, and ranks alone differ.
+        method: with lags and gradients.
+    """
+    converted = converted_layers(kept, layers)
+    width = splits[0].rope_dim + splits[0].rank
+    options: dict[int, list[tuple[Tensor, Choice]]] = {}
+    with progress.phase("weigh rotations and latents", len(converted)) as advance:
+        for layer in converted:
+            anatomy = anatomy_of(layer).to(torch.float64)
+            pairs = anatomy.head_dim // 2
+            most = pairs if frequencies == "grid" else min(width // 2, anatomy.kv_heads * pairs)
+            sizes = [splits[0].rope_dim // 2]
+            if len(splits) > 1:
+                sizes = sorted({max(1, round(most * step / ROTATED_CHOICES)) for step in range(ROTATED_CHOICES + 1)})
+            options[layer] = _options(method, anatomy, library, layer, frequencies, sizes)
+            advance()
+    plans = []
+    for weight in ROTATION_WEIGHTS if len(splits) > 1 else (1.0,):
+        choices = [
+            [replace(choice, cost=weight * choice.cost) for _, choice in of_layer] for of_layer in options.values()
+        ]
+        found = dict(zip(options, choose_widths(choices, width * len(converted)), strict=True))
+        counts = {layer: options[layer][index][0] for layer, (index, _) in found.items()}
+        ranks = tuple(found[layer][1] if layer in found else 0 for layer in range(layers))
+        plans.append(MLAPlan(method, splits[0], _of_all(counts, layers, pairs), ranks, kept, weight))
+    return plans
+
+
+def _options(
+    method: mla.Method,
+    anatomy: AttentionAnatomy,
+    library: StatisticsLibrary,
+    layer: int,
+    frequencies: str,
+    sizes: list[int],
+) -> list[tuple[Tensor, Choice]]:
+    """Of each number of rotated components of a layer: how many of each frequency, and what that costs and leaves."""
+    statistics, lags = library.load(layer)
+    basis = mla.key_basis(method, anatomy, statistics, None)
+    turned = mla.rotation_energies(anatomy, statistics, basis, lags)
+    pairs, costs = anatomy.head_dim // 2, mla.component_costs(method, anatomy, statistics, lags)
+    found = []
+    for size in sizes:
+        counts = (torch.arange(pairs) < size).long()
+        if frequencies == "free":
+            counts = choose_components([costs], basis.frequency, pairs, size)
+        rotated = best_components(costs, basis.frequency, counts)
+        energies = mla.latent_energies(anatomy, statistics, basis, rotated)
+        cost = float(turned.sum() - turned[rotated].sum())
+        found.append((counts, Choice(2 * size, cost, energies)))
+    return found
+
+
+def _of_all(counts: dict[int, Tensor], layers: int, pairs: int) -> tuple[Tensor, ...]:
+    """Of every layer; nothing of those that are kept."""
+    return tuple(counts.get(layer, torch.zeros(pairs, dtype=torch.long)) for layer in range(layers))
 
 
 def try_plans(

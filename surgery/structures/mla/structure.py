@@ -6,7 +6,7 @@ Candidate splits of the budget are tried on held-out text; then every layer is c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +34,13 @@ from surgery.structures.mla.output import carrier_of, reserved_numbers
 from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerReport, mla_target
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.mla.smaller import SmallerMLA
-from surgery.structures.mla.split import SPLIT_SEQUENCES, MLAPlan
+from surgery.structures.mla.split import (
+    ROTATED_CHOICES,
+    ROTATION_WEIGHTS,
+    SPLIT_SEQUENCES,
+    UNTRIED_WEIGHT,
+    MLAPlan,
+)
 from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.sequential_fit import SequentialFit
 from surgery.transforms import mla
@@ -53,8 +59,8 @@ class MLA(Structure[Source, ConvertSettings]):
         first = opened.first
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.stateful)
         self.splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
-        if settings.engine is not None:
-            forecast(opened, self.splits[0], settings)  # refuses what the engine does not take
+        # Refuses what the engine does not take.
+        self.stock = forecast(opened, self.splits[0], settings).carrier.stock
 
     @classmethod
     def for_source(cls, config: Mapping[str, Any], settings: ConvertSettings) -> type[Structure]:
@@ -72,6 +78,7 @@ class MLA(Structure[Source, ConvertSettings]):
         forecasts = [forecast(opened, split, settings) for split in self.splits]
         chosen = max(forecasts, key=lambda found: found.kv_bytes_per_token)
         carrier, steps = chosen.carrier, settings.fit_steps if method.gradients else 0
+        spreads = settings.spreads and not self.stock
         return Foreseen(
             config=carrier.writer.config(opened.reader.config),
             tensors=replanned_tensors(opened, carrier.writer.copied, carrier.writer.plan, self.kept),
@@ -89,12 +96,13 @@ class MLA(Structure[Source, ConvertSettings]):
                 results=2 if steps else 1,
                 steps=1,
                 exact=len(EXACT_STAGES),
-                splits=len(self.splits),
+                splits=len(ROTATION_WEIGHTS) if spreads and len(self.splits) > 1 else len(self.splits),
+                spectra=ROTATED_CHOICES * spreads,
                 split_sequences=SPLIT_SEQUENCES,
                 rescales=carrier.stock and carrier.writer.rescale != 1.0,
                 quantizes=settings.quantizes,
             ),
-            splits=[_split_facts(found) for found in forecasts],
+            splits=[] if spreads else [_split_facts(found) for found in forecasts],
             settled=chosen.frequencies_known,
             engines=chosen.engines,
         )
@@ -112,10 +120,8 @@ class MLA(Structure[Source, ConvertSettings]):
         """Chooses the split on held-out text, and the class that carries it."""
         opened, settings = self.opened, self.settings
         self._plan, self._tried, self._engine_cost = _choose_plan(
-            self.splits, opened, work.library, work.texts.held_out, settings, work.progress
+            self.splits, self.stock, opened, work.library, work.texts.held_out, settings, work.progress
         )
-        if settings.allocate == "spectrum":
-            self._plan = self._plan.with_ranks_by_spectrum(opened.anatomy, work.library, opened.layers, work.progress)
         self._carrier = carrier_of(opened, self._plan, settings)
         return replanned_tensors(opened, self._carrier.writer.copied, self._carrier.writer.plan, self.kept)
 
@@ -148,7 +154,7 @@ class MLA(Structure[Source, ConvertSettings]):
             simulated=ladder.hidden[result],
             factors=carrier.writer.rescaled(writer.missing()) if carrier.stock else {},
             own_class=not carrier.stock,
-            splits=[{**asdict(split), "held_out_loss": loss} for split, loss in self._tried],
+            splits=[{**plan.facts(), "held_out_loss": loss} for plan, loss in self._tried],
         )
 
     def _convert(self, index: int, work: Work, fit: SequentialFit | None, ladder: Ladder) -> dict[str, LayerReport]:
@@ -176,12 +182,13 @@ class MLA(Structure[Source, ConvertSettings]):
 
 def _choose_plan(
     splits: list[mla.Split],
+    stock: bool,
     opened: Source,
     library: StatisticsLibrary,
     held_out: HeldOut,
     settings: ConvertSettings,
     progress: Progress,
-) -> tuple[MLAPlan, list[tuple[mla.Split, float | None]], dict]:
+) -> tuple[MLAPlan, list[tuple[MLAPlan, float | None]], dict]:
     """The plan of least held-out loss, the loss of every candidate, and what an engine's limits cost, for the report.
 
     The free choice that an engine's is compared with is that of the same budget without limits.
@@ -191,24 +198,26 @@ def _choose_plan(
     kept = kept_layers(settings.keep_layers, opened.windows, opened.stateful)
 
     def planned(splits: list[mla.Split], frequencies: str) -> list[MLAPlan]:
-        return [
-            mla_split.plan_for(split, method, opened.anatomy, library, opened.layers, frequencies, kept)
-            for split in splits
-        ]
+        found = opened.anatomy, library, opened.layers, frequencies, kept
+        return [mla_split.plan_for(split, method, *found, one_list=stock) for split in splits]
 
-    plans, free = planned(splits, settings.rope_frequencies), []
+    if settings.spreads and not stock:
+        plans = mla_split.spread_plans(
+            splits, method, opened.anatomy, library, opened.layers, settings.rope_frequencies, kept, progress
+        )
+    else:
+        plans = planned(splits, settings.rope_frequencies)
+    free = []
     if settings.engine is not None and held_out.texts:
         unlimited = replace(settings, engine=None, rope_frequencies="free")
         first = opened.first
         free = candidate_splits(unlimited, first, reserved_numbers(opened, unlimited, first))
     if len(plans) == 1 and not free:
-        return plans[0], [(splits[0], None)], {}
+        return plans[0], [(plans[0], None)], {}
     if not held_out.texts:
         # Nothing to try them on: a third for rotated numbers, the middle of what calibrated conversions choose.
-        middle = min(
-            range(len(splits)), key=lambda i: abs(splits[i].rope_dim - (splits[i].rope_dim + splits[i].rank) / 3)
-        )
-        return plans[middle], [(splits[middle], None)], {}
+        untried = min(plans, key=_unlikely)
+        return untried, [(untried, None)], {}
     losses = mla_split.try_plans(
         [*plans, *planned(free, "free")],
         opened.stream,
@@ -219,12 +228,19 @@ def _choose_plan(
         progress,
     )
     best = min(range(len(plans)), key=losses.__getitem__)
-    tried = list(zip(splits, losses[: len(plans)], strict=True))
+    tried = list(zip(plans, losses[: len(plans)], strict=True))
     if not free:
         return plans[best], tried, {}
     unlimited_loss, split = min(zip(losses[len(plans) :], free, strict=True), key=lambda found: found[0])
     cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": unlimited_loss}
     return plans[best], tried, {"engine_limits": {**cost, "free_split": [split.rope_dim, split.rank]}}
+
+
+def _unlikely(plan: MLAPlan) -> float:
+    """How far a plan is from the middle of those that were chosen by trying, where nothing can be tried."""
+    if plan.weight is not None:
+        return abs(plan.weight - UNTRIED_WEIGHT)
+    return abs(plan.split.rope_dim - (plan.split.rope_dim + plan.split.rank) / 3)
 
 
 class _Solver:

@@ -1,0 +1,30 @@
+"""Which frequencies keep RoPE: each layer's own where a class holds them, one list for all where it does not."""
+
+from types import SimpleNamespace
+
+import torch
+
+from surgery.structures.mla.split import plan_for
+from surgery.transforms import mla
+
+KV_HEADS, HEAD_DIM = 2, 8
+NORMS = torch.tensor([[9.0, 1, 1, 8], [1, 7, 1, 6]]), torch.tensor([[2.0, 5, 1, 1], [1, 4, 1, 1]])
+
+
+def plan(*, one_list: bool) -> list[list[int]]:
+    """Components of each frequency that two layers keep, three of eight in each; a third layer stays as it is."""
+    anatomy = SimpleNamespace(kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    library = SimpleNamespace(
+        load=lambda layer: (SimpleNamespace(query_norm=torch.ones(2 * KV_HEADS, 4), key_norm=NORMS[layer]), None)
+    )
+    method, split, kept = mla.METHODS["mha2mla"], mla.Split(rope_dim=6, rank=10), frozenset([2])
+    found = plan_for(split, method, lambda _: anatomy, library, 3, "free", kept, one_list=one_list)
+    return [counts.tolist() for counts in found.counts]
+
+
+def test_layers_keep_the_frequencies_that_they_need():
+    assert plan(one_list=False) == [[1, 1, 0, 1], [1, 2, 0, 0], [0, 0, 0, 0]]
+
+
+def test_one_list_is_of_the_largest_shares_of_all_layers():
+    assert plan(one_list=True) == [[1, 1, 0, 1]] * 3
