@@ -75,6 +75,7 @@ class Candidates:
 
     def at(self, shares: Sequence[float]) -> Iterator[Sized]:
         """Every candidate: those whose size can be chosen once for each share of the source's bytes."""
+        made = []  # two ways of asking may come to one result
         for target in TARGETS.working().values():
             if target.fixed or not self._settings.allows(target.name):
                 continue
@@ -88,8 +89,9 @@ class Candidates:
                 seen = set()  # a structure may have no more to spend a larger share on
                 for share in shares if candidate.scales else (None,):
                     found = self.sized(target, asked, share)
-                    if found and found.kv_bytes not in seen:
+                    if found and found.kv_bytes not in seen and found.config not in made:
                         seen.add(found.kv_bytes)
+                        made.append(found.config)
                         yield found
 
     def sized(self, target: Target, asked: dict[str, Any], share: float | None) -> Sized | None:

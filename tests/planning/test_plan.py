@@ -33,6 +33,7 @@ CONTEXT = {"context": "64", "batch": 2}
 CASES = {
     "mla": {"kv_lora_rank": 20, "rope_dim": 4},
     "mla, 8 bits": {"kv_lora_rank": 20, "rope_dim": 4, "bits": 8, "rope_bits": 16, "group": 16},
+    "mla, ranks by layer": {"carrier": "own", "kv_ratio": 0.5, "rope_dim": 4},
     "gqa": {"kv_heads": 1},
     "gqa, 4 bits": {"kv_heads": 1, "bits": 4, "sinks": 3, "group": 16},
     "lowrank": {"kv_ratio": 0.5},
@@ -168,6 +169,14 @@ def test_an_engine_gets_what_it_loads_only(checkpoints):
     assert {row.to for row in found.rows} <= {"mla", "gqa"} and not any("bits" in row.asked for row in found.rows)
     assert all(row.engines["llama.cpp"]["status"] != "refused" for row in found.rows)
     assert "llama.cpp" in found.refused["--to lowrank"]
+
+
+def test_ways_of_asking_that_come_to_one_result_are_weighed_once(checkpoints):
+    """Norms of queries and keys are the own class's, asked for or not."""
+    asked = {"allow": ("mla",), **TEXT, **CONTEXT}
+    stock, own = (make_plan(checkpoints(name), PlanSettings(kv_ratio=0.4, **asked)) for name in ("llama", "qwen3"))
+    assert [row.asked.get("carrier") for row in stock.rows if 0.3 < row.kv_ratio < 0.4] == [None, "own"]
+    assert not any("carrier" in row.asked for row in own.rows)
 
 
 def test_windows_count_in_bytes_and_what_takes_none_is_refused(checkpoints):

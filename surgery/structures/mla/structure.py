@@ -69,8 +69,8 @@ class MLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Alone, and with a latent of 8 bits beside exact rotated keys."""
-        return [Candidate({}), Candidate({"bits": 8, "rope_bits": 16})]
+        """In stock where that can, in the own class, and there with a latent of 8 bits beside exact rotated keys."""
+        return [Candidate({}), Candidate({"carrier": "own"}), Candidate({"bits": 8, "rope_bits": 16})]
 
     def foresee(self) -> Foreseen:
         """Of the split that caches most; the frequencies that keep RoPE may be open."""
