@@ -52,6 +52,7 @@ TRANSFORMERS = Trial(
             "cohere",
             "cohere2 with a window",
             "ministral with a window",
+            "ministral3",
             "stablelm",
             "gemma2",
             "gemma2 with a window",

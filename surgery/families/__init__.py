@@ -16,7 +16,7 @@ from surgery.families.granite import GRANITE
 from surgery.families.latent_family import LatentFamily
 from surgery.families.llama import LLAMA
 from surgery.families.minicpm3 import MINICPM3
-from surgery.families.ministral import MINISTRAL
+from surgery.families.ministral import MINISTRAL, MINISTRAL3
 from surgery.families.mistral import MISTRAL
 from surgery.families.mixtral import MIXTRAL
 from surgery.families.olmo import OLMO2, OLMO3
@@ -32,7 +32,7 @@ from surgery.families.youtu import YOUTU
 BUILT_IN = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
     *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GPT_OSS),
-    *(QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
+    *(QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, MINISTRAL3),
 )
 
 FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})
@@ -62,7 +62,6 @@ WHY_NOT = {
     ),
     "glm4_moe": "its checkpoints hold layers that predict further tokens, which the own class has no place for",
     "granitemoehybrid": "most of its layers keep a state, no keys and values",
-    "ministral3": "its queries are scaled by position",
 }
 """What people ask for and is not there, by ``model_type``."""
 

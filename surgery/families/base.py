@@ -46,6 +46,11 @@ def default_scale(config) -> float:
     return head_shape(config)[2] ** -0.5
 
 
+def no_position(config) -> int | None:
+    """Queries are not scaled by position."""
+    return None
+
+
 def no_cap(config) -> float | None:
     """Logits are what they are."""
     return None
@@ -84,6 +89,8 @@ class Family:
         softcap: what bounds logits of attention, if anything.
         sinks: whether each head has a learned logit beside those of keys.
         output_gate: whether ``q_proj`` has, behind each head's query, a gate for what the head puts out.
+        first_scaled: the first position from which queries are scaled by position, if they are; only texts that end
+            before it are simulated, the model class knows the rest.
         eager: whether some version of transformers that the package takes leaves a part of its attention out unless it
             is told to attend eagerly.
         rotates: whether a layer rotates at all.
@@ -107,6 +114,7 @@ class Family:
     softcap: Callable[[object], float | None] = no_cap
     sinks: bool = False
     output_gate: bool = False
+    first_scaled: Callable[[object], int | None] = no_position
     eager: bool = False
     rotates: Callable[[object, int], bool] = lambda config, layer: True
     partial: bool = False

@@ -1,5 +1,18 @@
-"""Ministral 8B: Mistral with windows in some layers."""
+"""Ministral 8B: Mistral with windows in some layers; Ministral 3 (arXiv:2601.08584): queries scaled by position."""
 
-from surgery.families.base import Family, layer_types_window
+from surgery.families.base import Family, layer_types_window, uniform_window
+
+
+def _first_scaled(config) -> int | None:
+    """Queries are multiplied by 1 + β log(1 + ⌊position / this⌋)."""
+    return config.rope_parameters["original_max_position_embeddings"]
+
 
 MINISTRAL = Family(model_type="ministral", window=layer_types_window)
+
+MINISTRAL3 = Family(
+    model_type="ministral3",
+    window=uniform_window,
+    first_scaled=_first_scaled,
+    beside="queries that are scaled by position",
+)

@@ -19,6 +19,10 @@ OUTPUT_GATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families whose `q_proj` has, behind each head's query, a gate for what the head puts out."""
 
 
+SCALED_QUERIES = ("ministral3",)
+"""Families that multiply queries by a factor of their position."""
+
+
 def own_softmax(config: PreTrainedConfig) -> bool:
     """Whether a model's attention caps its logits or has learned sinks, which PyTorch's fused kernels leave out."""
     family = getattr(config, "base_model_type", config.model_type)
@@ -144,6 +148,20 @@ def project_queries(module: nn.Module, hidden_states: torch.Tensor) -> tuple[tor
     if module.config.model_type in OUTPUT_GATES:
         query, gate = query.chunk(2, dim=-1)
     return normalise_heads(module.q_norm, query), gate
+
+
+def scaled_by_position(
+    module: nn.Module, query: torch.Tensor, position_ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Queries [B, H, T, d] times 1 + β log(1 + ⌊p / L⌋) of their positions p [B, T], in families that do so.
+
+    β and L are `llama_4_scaling_beta` and `original_max_position_embeddings` of the config's `rope_parameters`.
+    """
+    if module.config.model_type not in SCALED_QUERIES:
+        return query
+    rope = module.config.rope_parameters
+    periods = (position_ids[:, None, :, None] / rope["original_max_position_embeddings"]).floor()
+    return query * (1 + rope["llama_4_scaling_beta"] * periods.log1p()).to(query.dtype)
 
 
 def gated(mixed: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:

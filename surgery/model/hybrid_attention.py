@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from .attention_functions import Accelerated, attend, normalise_heads, rotation_of, visible_mask
+from .attention_functions import (
+    Accelerated,
+    attend,
+    normalise_heads,
+    rotation_of,
+    scaled_by_position,
+    visible_mask,
+)
 from .grouped_attention import GroupedAttention
 from .hybrid_cache import Dropped, HybridLayer, PlainLayer, StreamingLayer, layer_of
 
@@ -60,6 +67,7 @@ class HybridAttention(Accelerated, GroupedAttention):
         """
         batch, num_tokens, _ = hidden_states.shape
         query, key, value = self._projected(hidden_states, position_embeddings)
+        query = scaled_by_position(self, query, kwargs.get("position_ids"))
         new = HybridLayer(PlainLayer(), StreamingLayer(self.sinks, self.recent, self.compensated_heads))
         layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
         if self.kernel is not None:

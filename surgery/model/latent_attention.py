@@ -17,7 +17,15 @@ from torch import nn
 from transformers import Cache
 from transformers import initialization as init
 
-from .attention_functions import Accelerated, attend, gated, project_queries, rotate_pairs, visible_mask
+from .attention_functions import (
+    Accelerated,
+    attend,
+    gated,
+    project_queries,
+    rotate_pairs,
+    scaled_by_position,
+    visible_mask,
+)
 from .hybrid_cache import StreamingLayer, layer_of
 
 
@@ -151,7 +159,7 @@ class LatentAttention(Accelerated, nn.Module):
         batch, num_tokens, _ = hidden_states.shape
         cos, sin = self.rotary(position_ids)
         query, gate = project_queries(self, hidden_states)
-        query = self._latent_query(query, cos, sin)
+        query = scaled_by_position(self, self._latent_query(query, cos, sin), position_ids)
         latent, k_rope = self.kv_down(hidden_states).unsqueeze(1).split((self.kv_lora_rank, self.rope_dim), dim=-1)
         positional = rotate_pairs(k_rope, cos, sin)
         if self.key_norm_eps is not None:

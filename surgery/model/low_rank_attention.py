@@ -25,6 +25,7 @@ from .attention_functions import (
     normalise_heads,
     project_queries,
     rotation_of,
+    scaled_by_position,
     visible_mask,
 )
 from .exact_window_cache import ExactWindowLayer
@@ -188,7 +189,7 @@ class LowRankAttention(Accelerated, nn.Module):
             length, first = past_key_values.get_mask_sizes(num_tokens, self.layer_idx)
         slots = torch.arange(num_tokens, device=latent.device) + seen
         query, gate = project_queries(self, hidden_states)
-        query = self._rotated(query.transpose(1, 2), slots)
+        query = scaled_by_position(self, self._rotated(query.transpose(1, 2), slots), kwargs.get("position_ids"))
         if self.streaming:
             new = HybridLayer(PlainLayer(), StreamingLayer(self.streaming["sinks"], self.streaming["recent"]))
             layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)

@@ -63,7 +63,17 @@ class LayerStream:
         return self.config.num_hidden_layers
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token embeddings [N, T, D] of ids [N, T]."""
+        """Token embeddings [N, T, D] of ids [N, T].
+
+        Raises:
+            SurgeryError: the texts reach positions that scale queries, which is not simulated.
+        """
+        first_scaled = self.family.first_scaled(self.config)
+        if first_scaled is not None and tokens.shape[1] > first_scaled:
+            raise SurgeryError(
+                f"texts of {tokens.shape[1]:,} tokens: {self.family.model_type} scales queries from token "
+                f"{first_scaled:,} on, which is not simulated; take shorter texts (--calibration-length {first_scaled})"
+            )
         ids, inverse = tokens.unique(return_inverse=True)
         rows = self.reader.rows("model.embed_tokens.weight", ids)
         scale = self.family.embedding_scale(self.config)

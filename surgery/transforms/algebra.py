@@ -30,6 +30,13 @@ def psd_powers(matrix: Tensor, exponents: tuple[float, ...], floor: float = RELA
     return [(vectors * values.pow(e).to(vectors.dtype)[..., None, :]) @ vectors.mH for e in exponents]
 
 
+def left_root(matrix: Tensor) -> Tensor:
+    """R with ``R Rᵀ`` the positive matrix: Cholesky's, a tenth of the time of the symmetric one, unless rounding left
+    the matrix not positive."""
+    root, failed = torch.linalg.cholesky_ex(matrix)
+    return psd_powers(matrix, (0.5,))[0] if failed else root
+
+
 def eigh_descending(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors (columns), largest first."""
     values, vectors = torch.linalg.eigh(matrix)

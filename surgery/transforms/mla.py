@@ -29,7 +29,7 @@ from torch import Tensor
 from surgery.calibration.statistics import LagStatistics, LayerStatistics
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.transforms import partial_rope
-from surgery.transforms.algebra import damp, reduced_rank_projection, relative
+from surgery.transforms.algebra import damp, left_root, reduced_rank_projection, relative
 from surgery.transforms.key_basis import KeyBasis, energy_basis, folded_basis, identity_basis
 from surgery.transforms.latent_layer import LatentLayer
 
@@ -148,7 +148,7 @@ def rotation_energies(
 def latent_energies(anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis, rotated: Tensor) -> Tensor:
     """:attr:`ConvertedLayer.energy` of method fisher with the components ``rotated``, all of it, without converting."""
     moment, metric = _latent_moments(anatomy, statistics, basis, rotated)
-    root = torch.linalg.cholesky(metric)
+    root = left_root(metric)
     return torch.linalg.eigvalsh(root.mT @ moment @ root).flip(0).clamp_min(0)
 
 

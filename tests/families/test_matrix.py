@@ -50,6 +50,7 @@ FIRST = {
     "phi3": (),
     "phi3_window": ("gqa",),
     "olmo2": ("lowrank", "hybrid"),
+    "ministral3": ("mla", "hybrid"),
     "olmo3_window": (),
     "qwen3_next_state": ("lowrank",),
     "qwen3_5_state": ("mla",),
@@ -63,6 +64,7 @@ REFUSED = {
     ("gpt_oss", "hybrid"): "learned sinks, .* convert --to gqa",
     ("falcon3", "gqa"): "one KV head already",
     ("olmo2", "gqa"): "behind a q/k-norm",
+    ("ministral3", "crosslayer"): "scales queries by their position",
     ("olmo3_window", "gqa"): "behind a q/k-norm",
     ("qwen3_next_state", "gqa"): "behind a q/k-norm",
     ("qwen3_5_state", "gqa"): "behind a q/k-norm",
@@ -136,4 +138,11 @@ def test_codes_beside_windows_are_refused_before_any_work(checkpoints, monkeypat
 def test_what_a_structure_cannot_do_for_a_family_is_refused(checkpoints, tmp_path, name, to, reason):
     with pytest.raises(SurgeryError, match=reason):
         converter.convert(checkpoints(name), tmp_path / "out", STRUCTURES[to]())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_texts_that_reach_scaled_queries_are_refused(checkpoints, tmp_path):
+    settings = LowRankSettings(**{**TEXT, "calibration_tokens": 512, "calibration_length": 256}, kv_ratio=0.5)
+    with pytest.raises(SurgeryError, match="texts of 256 tokens: ministral3 scales queries from token 128 on"):
+        converter.convert(checkpoints("ministral3"), tmp_path / "out", settings)
     assert list(tmp_path.iterdir()) == []

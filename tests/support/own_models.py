@@ -20,11 +20,18 @@ FAMILIES = {
     "mistral": {**DENSE, "head_dim": HEAD_DIM, "sliding_window": 6},
     "qwen2": {**DENSE, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "qwen3": {**DENSE, "head_dim": HEAD_DIM, "attention_bias": True, "tie_word_embeddings": True},
+    "ministral3": {
+        **{**DENSE, "head_dim": HEAD_DIM, "sliding_window": None},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 1.0},
+            **{"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 4},
+        },
+    },
     "mixtral": {**EXPERTS, "head_dim": HEAD_DIM, "num_local_experts": 4},
     "qwen3_moe": {**EXPERTS, "head_dim": HEAD_DIM, "num_experts": 4, "moe_intermediate_size": 24},
 }
 WITH_KEY_NORM = ("qwen3", "qwen3_moe")
-FULL_ATTENTION = ("llama", "qwen3", "mixtral", "qwen3_moe")
+FULL_ATTENTION = ("llama", "qwen3", "ministral3", "mixtral", "qwen3_moe")
 MOE = ("mixtral", "qwen3_moe")
 
 

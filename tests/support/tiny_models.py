@@ -21,6 +21,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MiniCPM3Config,
+    Ministral3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
@@ -140,6 +141,14 @@ CONFIGS = {
     ),
     "qwen3_5_moe_state": lambda: Qwen3_5MoeTextConfig(**SHAPE, **SHARED_EXPERT, **STATE_IN_LAYER_0),
     "olmo2": lambda: Olmo2Config(**SHAPE),
+    "ministral3": lambda: Ministral3Config(
+        **SHAPE,
+        rope_parameters={
+            **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+            "original_max_position_embeddings": 128,
+        },
+    ),
     "olmo3_window": lambda: Olmo3Config(
         **SHAPE,
         **WINDOW_IN_LAYER_0,

@@ -2,7 +2,7 @@
 
 import torch
 
-from surgery.transforms.algebra import damp, psd_powers, reduced_rank_projection
+from surgery.transforms.algebra import damp, left_root, psd_powers, reduced_rank_projection
 
 
 def random_psd(n: int, seed: int, rank: int | None = None) -> torch.Tensor:
@@ -39,3 +39,9 @@ def test_reduced_rank_projection_beats_every_perturbation_of_it():
         other_up = up + 0.05 * torch.randn(up.shape, generator=generator, dtype=torch.float64)
         residual = torch.eye(8, dtype=torch.float64) - other_up @ other_down
         assert (metric @ residual @ moment @ residual.T).trace() >= best
+
+
+def test_a_left_root_also_of_what_rounding_left_singular():
+    for matrix in (random_psd(8, 0), random_psd(8, 0, rank=5), torch.zeros(8, 8, dtype=torch.float64)):
+        root = left_root(matrix)
+        torch.testing.assert_close(root @ root.T, matrix, atol=1e-6, rtol=1e-6)

@@ -208,6 +208,11 @@ def plan_groups(
             f"{opened.family.model_type} layers hand nothing to their attention that a shared cache could be read by: "
             "convert --to lowrank instead"
         )
+    if opened.family.first_scaled(opened.config) is not None:
+        raise SurgeryError(
+            f"{opened.family.model_type} scales queries by their position, and layers that share a cache know only its "
+            "slots: convert --to lowrank instead"
+        )
     for layer, window in enumerate(opened.windows):
         if layer in opened.stateful:
             raise SurgeryError(
