@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from surgery.structures.mla.split import plan_for
+from surgery.structures.mla.plans import Planner
 from surgery.transforms import mla
 
 KV_HEADS, HEAD_DIM = 2, 8
@@ -18,7 +18,8 @@ def plan(*, one_list: bool) -> list[list[int]]:
         load=lambda layer: (SimpleNamespace(query_norm=torch.ones(2 * KV_HEADS, 4), key_norm=NORMS[layer]), None)
     )
     method, split, kept = mla.METHODS["mha2mla"], mla.Split(rope_dim=6, rank=10), frozenset([2])
-    found = plan_for(split, method, lambda _: anatomy, library, 3, "free", kept, one_list=one_list)
+    opened = SimpleNamespace(anatomy=lambda _: anatomy, layers=3)
+    found = Planner(method, opened, library, "free", kept).alike(split, one_list=one_list)
     return [counts.tolist() for counts in found.counts]
 
 

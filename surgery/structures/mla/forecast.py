@@ -17,8 +17,8 @@ from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.mla.output import carrier_of
+from surgery.structures.mla.plans import MLAPlan
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.mla.split import MLAPlan
 from surgery.transforms import mla
 
 

@@ -10,8 +10,8 @@ from surgery.engines import mla_limits
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.running.source import Source
 from surgery.structures.kept_layers import kept_layers
+from surgery.structures.mla.plans import MLAPlan
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.mla.split import MLAPlan
 
 
 def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: AttentionAnatomy) -> int:

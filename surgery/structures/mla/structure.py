@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.calibration.held_out import HeldOut
 from surgery.calibration.layer_statistics import BasisOf
-from surgery.calibration.library import StatisticsLibrary
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.progress import Progress
 from surgery.families import LATENT_FAMILIES
@@ -27,20 +25,21 @@ from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Wor
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.ladder import Form, Ladder
-from surgery.structures.mla import split as mla_split
 from surgery.structures.mla.budget import candidate_splits
 from surgery.structures.mla.forecast import Forecast, forecast
 from surgery.structures.mla.output import carrier_of, reserved_numbers
-from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerReport, mla_target
-from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.mla.smaller import SmallerMLA
-from surgery.structures.mla.split import (
+from surgery.structures.mla.plans import (
     ROTATED_CHOICES,
     ROTATION_WEIGHTS,
     SPLIT_SEQUENCES,
     UNTRIED_WEIGHT,
     MLAPlan,
+    Planner,
+    try_plans,
 )
+from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerReport, mla_target
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.mla.smaller import SmallerMLA
 from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.sequential_fit import SequentialFit
 from surgery.transforms import mla
@@ -119,9 +118,7 @@ class MLA(Structure[Source, ConvertSettings]):
     def plan(self, work: Work) -> dict[str, TensorSpec]:
         """Chooses the split on held-out text, and the class that carries it."""
         opened, settings = self.opened, self.settings
-        self._plan, self._tried, self._engine_cost = _choose_plan(
-            self.splits, self.stock, opened, work.library, work.texts.held_out, settings, work.progress
-        )
+        self._plan, self._tried, self._engine_cost = self._choose(work)
         self._carrier = carrier_of(opened, self._plan, settings)
         return replanned_tensors(opened, self._carrier.writer.copied, self._carrier.writer.plan, self.kept)
 
@@ -157,6 +154,39 @@ class MLA(Structure[Source, ConvertSettings]):
             splits=[{**plan.facts(), "held_out_loss": loss} for plan, loss in self._tried],
         )
 
+    def _choose(self, work: Work) -> tuple[MLAPlan, list[tuple[MLAPlan, float | None]], dict]:
+        """The plan of least held-out loss, that of every candidate, and what an engine's limits cost, for the report.
+
+        The free choice that an engine's is compared with is that of the same budget without limits.
+        """
+        opened, settings, held_out = self.opened, self.settings, work.texts.held_out
+        planner = Planner(mla.METHODS[settings.method], opened, work.library, settings.rope_frequencies, self.kept)
+        if settings.spreads and not self.stock:
+            plans = planner.spread(self.splits, work.progress)
+        else:
+            plans = [planner.alike(split, one_list=self.stock) for split in self.splits]
+        free = []
+        if settings.engine is not None and held_out.texts:
+            unlimited = replace(settings, engine=None, rope_frequencies="free")
+            free = candidate_splits(unlimited, opened.first, reserved_numbers(opened, unlimited, opened.first))
+        if len(plans) == 1 and not free:
+            return plans[0], [(plans[0], None)], {}
+        if not held_out.texts:
+            # Nothing to try them on: a third for rotated numbers, the middle of what calibrated conversions choose.
+            untried = min(plans, key=_unlikely)
+            return untried, [(untried, None)], {}
+        unlimited_plans = [replace(planner, frequencies="free").alike(split, one_list=True) for split in free]
+        losses = try_plans(
+            [*plans, *unlimited_plans], opened, work.library, held_out, settings.batch_size, work.progress
+        )
+        best = min(range(len(plans)), key=losses.__getitem__)
+        tried = list(zip(plans, losses[: len(plans)], strict=True))
+        if not free:
+            return plans[best], tried, {}
+        unlimited_loss, split = min(zip(losses[len(plans) :], free, strict=True), key=lambda found: found[0])
+        cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": unlimited_loss}
+        return plans[best], tried, {"engine_limits": {**cost, "free_split": [split.rope_dim, split.rank]}}
+
     def _convert(self, index: int, work: Work, fit: SequentialFit | None, ladder: Ladder) -> dict[str, LayerReport]:
         """Converts and measures one layer, the closed form and the fitted one; reports on both."""
         if index in self.kept:
@@ -178,62 +208,6 @@ class MLA(Structure[Source, ConvertSettings]):
             tensors = self._carrier.writer.tensors(index, stages[form].to("cpu", torch.float64))
             work.alternatives.save(form, index, tensors)
         return {form: LayerReport.of(index, converted, worth, errors) for form, worth in energies.items()}
-
-
-def _choose_plan(
-    splits: list[mla.Split],
-    stock: bool,
-    opened: Source,
-    library: StatisticsLibrary,
-    held_out: HeldOut,
-    settings: ConvertSettings,
-    progress: Progress,
-) -> tuple[MLAPlan, list[tuple[MLAPlan, float | None]], dict]:
-    """The plan of least held-out loss, the loss of every candidate, and what an engine's limits cost, for the report.
-
-    The free choice that an engine's is compared with is that of the same budget without limits.
-    """
-    method = mla.METHODS[settings.method]
-
-    kept = kept_layers(settings.keep_layers, opened.windows, opened.stateful)
-
-    def planned(splits: list[mla.Split], frequencies: str) -> list[MLAPlan]:
-        found = opened.anatomy, library, opened.layers, frequencies, kept
-        return [mla_split.plan_for(split, method, *found, one_list=stock) for split in splits]
-
-    if settings.spreads and not stock:
-        plans = mla_split.spread_plans(
-            splits, method, opened.anatomy, library, opened.layers, settings.rope_frequencies, kept, progress
-        )
-    else:
-        plans = planned(splits, settings.rope_frequencies)
-    free = []
-    if settings.engine is not None and held_out.texts:
-        unlimited = replace(settings, engine=None, rope_frequencies="free")
-        first = opened.first
-        free = candidate_splits(unlimited, first, reserved_numbers(opened, unlimited, first))
-    if len(plans) == 1 and not free:
-        return plans[0], [(plans[0], None)], {}
-    if not held_out.texts:
-        # Nothing to try them on: a third for rotated numbers, the middle of what calibrated conversions choose.
-        untried = min(plans, key=_unlikely)
-        return untried, [(untried, None)], {}
-    losses = mla_split.try_plans(
-        [*plans, *planned(free, "free")],
-        opened.stream,
-        opened.anatomy,
-        library,
-        held_out,
-        settings.batch_size,
-        progress,
-    )
-    best = min(range(len(plans)), key=losses.__getitem__)
-    tried = list(zip(plans, losses[: len(plans)], strict=True))
-    if not free:
-        return plans[best], tried, {}
-    unlimited_loss, split = min(zip(losses[len(plans) :], free, strict=True), key=lambda found: found[0])
-    cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": unlimited_loss}
-    return plans[best], tried, {"engine_limits": {**cost, "free_split": [split.rope_dim, split.rank]}}
 
 
 def _unlikely(plan: MLAPlan) -> float:

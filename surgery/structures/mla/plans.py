@@ -1,0 +1,202 @@
+"""Plans of an MLA conversion: what of the KV budget each layer spends on rotated numbers and on its latent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.held_out import HeldOut
+from surgery.calibration.library import StatisticsLibrary
+from surgery.common.progress import Progress
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.running.source import Source
+from surgery.structures.kept_layers import converted_layers
+from surgery.transforms import mla
+from surgery.transforms.allocation import Choice, choose_widths
+from surgery.transforms.latent_layer import SimulatedAttention
+from surgery.transforms.partial_rope import best_components, choose_components
+
+# Held-out sequences that plans are compared on: differences on the same text settle long before losses do.
+SPLIT_SEQUENCES = 4
+
+ROTATION_WEIGHTS = (0.25, 0.4, 0.63, 1.0, 1.6, 2.5)
+"""By which predicted losses of dropped rotations are multiplied before they are weighed against latents; all are tried.
+
+Both predictions are too low, not by one factor. SmolLM2-135M wanted 0.5 at a half of its bytes and 1 at a quarter.
+"""
+UNTRIED_WEIGHT = 0.63
+ROTATED_CHOICES = 16
+"""How many numbers of rotated components are weighed in a layer."""
+
+
+@dataclass(frozen=True)
+class MLAPlan:
+    """Everything that has to be settled before layers can be converted one by one.
+
+    Attributes:
+        split: of every layer that is converted, where ``ranks`` does not say otherwise.
+        counts: per layer [d/2], components of each frequency that keep RoPE; None where the method's order decides.
+        ranks: per layer; None: the split's in all.
+        kept: layers that stay as they are.
+        weight: one of ROTATION_WEIGHTS, by which the budget was spread over the layers; None where it was not.
+    """
+
+    method: mla.Method
+    split: mla.Split
+    counts: tuple[Tensor, ...] | None
+    ranks: tuple[int, ...] | None = None
+    kept: frozenset[int] = frozenset()
+    weight: float | None = None
+
+    def convert(self, anatomy: AttentionAnatomy, library: StatisticsLibrary, layer: int) -> mla.ConvertedLayer:
+        """Converts one layer (float64)."""
+        statistics, lags = library.load(layer)
+        basis = mla.key_basis(self.method, anatomy, statistics, self.split)
+        costs = None if self.method.folds else mla.component_costs(self.method, anatomy, statistics, lags)
+        counts = None if self.counts is None else self.counts[layer]
+        rotated = mla.rotated_components(self.method, basis, costs, counts, self.split)
+        rank = self.ranks[layer] if self.ranks else self.split.rank
+        return mla.convert_layer(self.method, anatomy, statistics, basis, rotated, rank, lags)
+
+    def all_ranks(self, layers: int) -> tuple[int, ...]:
+        """Of every layer; 0 for those that are kept."""
+        return self.ranks or tuple(0 if layer in self.kept else self.split.rank for layer in range(layers))
+
+    def facts(self) -> dict[str, float]:
+        """For the report: rotated numbers and rank of a layer, on average where layers differ."""
+        if self.weight is None:
+            return asdict(self.split)
+        spread = [layer for layer, rank in enumerate(self.ranks) if rank]
+        rotated = sum(2 * int(self.counts[layer].sum()) for layer in spread)
+        ranks = sum(self.ranks[layer] for layer in spread)
+        return {"rope_dim": rotated / len(spread), "rank": ranks / len(spread), "rotation_weight": self.weight}
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes plans of one conversion.
+
+    Attributes:
+        frequencies: which may keep RoPE: ``free``, by what they cost, or ``grid``, the highest.
+        kept: layers that stay as they are, and cost nothing.
+    """
+
+    method: mla.Method
+    opened: Source
+    library: StatisticsLibrary
+    frequencies: str
+    kept: frozenset[int]
+
+    def alike(self, split: mla.Split, *, one_list: bool) -> MLAPlan:
+        """The plan of one split for all layers.
+
+        Args:
+            one_list: whether all layers have the same frequencies too, as a stock config says them.
+        """
+        if self.method.folds:
+            return MLAPlan(self.method, split, None, kept=self.kept)
+        layers, first = self.opened.layers, self.opened.anatomy(self._converted[0])
+        pairs, count = first.head_dim // 2, split.rope_dim // 2
+        if self.frequencies == "grid":
+            return MLAPlan(self.method, split, (_highest(pairs, count),) * layers, kept=self.kept)
+        costs = {}
+        for layer in self._converted:
+            statistics, lags = self.library.load(layer)
+            costs[layer] = mla.component_costs(self.method, first, statistics, lags)
+        frequency = torch.arange(pairs).repeat(first.kv_heads)
+        if one_list:
+            chosen = choose_components(list(costs.values()), frequency, pairs, count)
+            return MLAPlan(self.method, split, (chosen,) * layers, kept=self.kept)
+        counts = {layer: choose_components([cost], frequency, pairs, count) for layer, cost in costs.items()}
+        return MLAPlan(self.method, split, self._of_all(counts, pairs), kept=self.kept)
+
+    def spread(self, splits: list[mla.Split], progress: Progress) -> list[MLAPlan]:
+        """Plans of one budget of all layers, each with frequencies and a rank by what they are worth to the loss.
+
+        The method is one with lags and gradients.
+
+        Args:
+            splits: of the budget's mean; one: its rotated numbers are every layer's, and ranks alone differ.
+        """
+        width = splits[0].rope_dim + splits[0].rank
+        options: dict[int, list[tuple[Tensor, Choice]]] = {}
+        with progress.phase("weigh rotations and latents", len(self._converted)) as advance:
+            for layer in self._converted:
+                anatomy = self.opened.anatomy(layer).to(torch.float64)
+                pairs = anatomy.head_dim // 2
+                most = pairs if self.frequencies == "grid" else min(width // 2, anatomy.kv_heads * pairs)
+                sizes = [splits[0].rope_dim // 2]
+                if len(splits) > 1:
+                    steps = range(ROTATED_CHOICES + 1)
+                    sizes = sorted({max(1, round(most * step / ROTATED_CHOICES)) for step in steps})
+                options[layer] = self._options(anatomy, layer, sizes)
+                advance()
+        plans = []
+        for weight in ROTATION_WEIGHTS if len(splits) > 1 else (1.0,):
+            choices = [
+                [replace(choice, cost=weight * choice.cost) for _, choice in of_layer] for of_layer in options.values()
+            ]
+            found = dict(zip(options, choose_widths(choices, width * len(options)), strict=True))
+            counts = {layer: options[layer][index][0] for layer, (index, _) in found.items()}
+            ranks = tuple(found[layer][1] if layer in found else 0 for layer in range(self.opened.layers))
+            plans.append(MLAPlan(self.method, splits[0], self._of_all(counts, pairs), ranks, self.kept, weight))
+        return plans
+
+    @property
+    def _converted(self) -> list[int]:
+        return converted_layers(self.kept, self.opened.layers)
+
+    def _options(self, anatomy: AttentionAnatomy, layer: int, sizes: list[int]) -> list[tuple[Tensor, Choice]]:
+        """Of each number of rotated components: how many of each frequency, and what that costs and leaves."""
+        statistics, lags = self.library.load(layer)
+        basis = mla.key_basis(self.method, anatomy, statistics, None)
+        turned = mla.rotation_energies(anatomy, statistics, basis, lags)
+        pairs, costs = anatomy.head_dim // 2, mla.component_costs(self.method, anatomy, statistics, lags)
+        found = []
+        for size in sizes:
+            counts = _highest(pairs, size)
+            if self.frequencies == "free":
+                counts = choose_components([costs], basis.frequency, pairs, size)
+            rotated = best_components(costs, basis.frequency, counts)
+            energies = mla.latent_energies(anatomy, statistics, basis, rotated)
+            cost = float(turned.sum() - turned[rotated].sum())
+            found.append((counts, Choice(2 * size, cost, energies)))
+        return found
+
+    def _of_all(self, counts: dict[int, Tensor], pairs: int) -> tuple[Tensor, ...]:
+        """Of every layer; nothing of those that are kept."""
+        return tuple(counts.get(layer, _highest(pairs, 0)) for layer in range(self.opened.layers))
+
+
+def _highest(pairs: int, count: int) -> Tensor:
+    """The highest frequencies, once each."""
+    return (torch.arange(pairs) < count).long()
+
+
+def try_plans(
+    plans: list[MLAPlan],
+    opened: Source,
+    library: StatisticsLibrary,
+    held_out: HeldOut,
+    batch_size: int,
+    progress: Progress,
+) -> list[float]:
+    """Held-out loss of every plan, all carried through the layers together so that each layer is loaded once."""
+    stream, tokens = opened.stream, held_out.tokens[: min(held_out.texts, SPLIT_SEQUENCES)]
+    hidden = [stream.embed(tokens) for _ in plans]
+    with progress.phase("try splits of the budget", stream.num_layers * len(plans), "layer") as advance:
+        for index in range(stream.num_layers):
+            anatomy = None
+            if any(index not in plan.kept for plan in plans):
+                anatomy = opened.anatomy(index).to(torch.float64)
+            with stream.layer(index) as layer:
+                for plan, states in zip(plans, hidden, strict=True):
+                    attention = None
+                    if index not in plan.kept:
+                        converted = plan.convert(anatomy, library, index).truncated
+                        attention = SimulatedAttention(converted.to(stream.device, stream.dtype))
+                    stream.run_layer(layer, states, batch_size, attention)
+                    advance()
+    return [stream.loss(states, tokens) for states in hidden]
