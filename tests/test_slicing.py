@@ -50,7 +50,7 @@ KINDS = {
     "palu": ("llama", *low_rank(method="palu")),
     "cascade": ("llama", converter.convert, CrossLayerSettings(method="cascade", kv_ratio=0.5, group_size=2, **FIT)),
     "window": ("llama", *low_rank(window=5, sinks=2)),
-    "mla own": ("llama_bias", *mla(carrier="own")),
+    "mla own": ("llama_bias", *mla(carrier="own", kv_lora_rank=None, rope_dim=None, kv_ratio=0.7)),
     "mla key norm": ("qwen3", *mla(kv_lora_rank=26)),
     "mla windows": ("mistral_window", *mla()),
     "mla tiny": ("llama", *mla(latent_norm="tiny")),
@@ -172,8 +172,9 @@ def test_the_budget_is_met_by_the_live_cache(converted, sliced, kind):
     length = 12 if "window" in name else 30
     numbers = sum(map(sum, block_ranks(result.path)))
     if kind.startswith("mla"):
-        extra = {"mla constant": 1, "mla key norm": 2}.get(kind, 0)
-        numbers += 2 * (6 + extra)
+        rotated = whole.target["rope_dims"]
+        assert (len(set(rotated)) > 1) == (kind == "mla own")
+        numbers += sum(rotated) + len(rotated) * {"mla constant": 1, "mla key norm": 2}.get(kind, 0)
     cache = model(tokens(3, length), use_cache=True).past_key_values
     assert cache_bytes(cache) == 3 * length * numbers * 4
     assert kv["measured_bytes_per_token"] == numbers * 4
