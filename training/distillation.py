@@ -170,11 +170,6 @@ class Distillation(nn.Module):
         """Names of the parts that `forward` gives when it measures."""
         return ["cross_entropy"] + (["kl", "teacher_cross_entropy"] if self._teacher[0] is not None else [])
 
-    def place_teacher(self, device: torch.device) -> None:
-        """Moves the teacher, which wrapping the student leaves where it is."""
-        if self._teacher[0] is not None:
-            self._teacher[0].model.to(device)
-
 
 def vocabulary_of(model: PreTrainedModel) -> int:
     """Tokens that the model has logits for."""

@@ -37,11 +37,6 @@ def check_quantizable(path: Path, config) -> None:
             raise SurgeryError(f"{path}: layer {index} has {kind} attention, whose cache cannot be quantised")
 
 
-def rotated_names(reader: CheckpointReader, config) -> set[str]:
-    """The tensors that :func:`rotated_tensors` gives for all layers."""
-    return {name for layer in range(config.num_hidden_layers) for name in _sources(reader, config, layer)}
-
-
 def rotated_tensors(reader: CheckpointReader, config, layer: int) -> dict[str, Tensor]:
     """A layer's tensors with a Hadamard rotation folded in, in their own dtype: values, or the latent."""
     names = _sources(reader, config, layer)

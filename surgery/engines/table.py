@@ -37,13 +37,6 @@ def engine_table(config: dict[str, Any], path: str = "CKPT") -> dict[str, dict[s
     return {verdict.engine: verdict.to_dict() for verdict in verdicts(config, path)}
 
 
-def dead_ends(engines: dict[str, Any]) -> list[str]:
-    """A line for every engine of a report's table that refuses it, with the flag that changes that."""
-    return [
-        f"{engine} {said['text']}" for engine, said in engines.items() if not isinstance(said, str) and said["remedy"]
-    ]
-
-
 def spoken(engines: dict[str, Any]) -> dict[str, str]:
     """A report's table in one line an engine; reports of earlier versions hold the lines themselves."""
     return {engine: said if isinstance(said, str) else said["text"] for engine, said in engines.items()}

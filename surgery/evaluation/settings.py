@@ -12,8 +12,6 @@ from surgery.evaluation.kinds import DEFAULT, TASKS
 
 NO_VARIANTS = "none"
 HARNESS = "lm-eval:"
-HELD_OUT_SETS = ("prose", "code", "chat")
-"""Held-out text of what is installed, and the first model's own conversations."""
 DECODED = 128
 
 

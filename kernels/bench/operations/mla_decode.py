@@ -14,7 +14,6 @@ from surgery.kernels.bench.case import Baseline, Case, DecodeCase, Inputs, Place
 from surgery.kernels.mla_decode.operator import mla_decode
 
 SPLITS = ((512, 64), (256, 64), (128, 64))
-TINY_SPLITS = ((48, 16),)
 
 
 @dataclass(frozen=True)
