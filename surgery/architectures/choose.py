@@ -33,11 +33,13 @@ def choose_carrier(
     wanted: str = "auto",
     latent_norm: str = "auto",
     head_sizes: tuple[int, int, int] | None = None,
+    tied: bool = True,
 ) -> Carrier:
     """Stock ``deepseek_v3`` where it can carry the conversion, the project's own class otherwise.
 
     Args:
         head_sizes: to which stock heads are padded, see :class:`StockMLA`.
+        tied: whether stock embeddings may be the output head too, as in the source.
 
     Raises:
         SurgeryError: "stock" is wanted and impossible.
@@ -47,7 +49,7 @@ def choose_carrier(
         return Carrier(OwnMLA(spec), ("asked for",))
     if not found:
         return Carrier(
-            StockMLA.choose(config, spec, latent_norm, head_sizes), ("stock deepseek_v3 carries it exactly",)
+            StockMLA.choose(config, spec, latent_norm, head_sizes, tied), ("stock deepseek_v3 carries it exactly",)
         )
     if wanted == "stock":
         raise SurgeryError(f"stock deepseek_v3 cannot carry this model: {'; '.join(found)}; use --carrier own")

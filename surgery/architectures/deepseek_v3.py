@@ -68,12 +68,14 @@ class StockMLA:
         rescale: what the residual stream is multiplied by, 1.0 if the source's eps serves.
         head_sizes: unrotated, rotated and value numbers of a head as they are written, zeros behind the model's own;
             None: no zeros.
+        untied: whether embeddings that are the output head too are written twice.
     """
 
     spec: MLASpec
     norm: NeutralNorm
     rescale: float = 1.0
     head_sizes: tuple[int, int, int] | None = None
+    untied: bool = False
 
     @classmethod
     def choose(
@@ -82,6 +84,7 @@ class StockMLA:
         spec: MLASpec,
         latent_norm: str = "auto",
         head_sizes: tuple[int, int, int] | None = None,
+        tied: bool = True,
     ) -> StockMLA:
         """The variant that loads in the most engines.
 
@@ -98,7 +101,7 @@ class StockMLA:
             latent_norm = "tiny" if tiny else "constant"
         norm = neutral_norm(latent_norm, spec.ranks[0], spec.dtype)
         rescale = 1.0 if same_eps or norm.kind == "constant" else math.sqrt(TINY_EPS / eps)
-        return cls(spec, norm, rescale, head_sizes)
+        return cls(spec, norm, rescale, head_sizes, untied=not tied and bool(config.get("tie_word_embeddings")))
 
     @property
     def attention_bias(self) -> bool:
@@ -172,7 +175,7 @@ class StockMLA:
             "model_type": MODEL_TYPE,
             **{name: source[name] for name in kept.split() if name in source},
             # Written out because the classes' defaults differ.
-            "tie_word_embeddings": bool(source.get("tie_word_embeddings", False)),
+            "tie_word_embeddings": bool(source.get("tie_word_embeddings", False)) and not self.untied,
             "bos_token_id": source.get("bos_token_id"),
             "eos_token_id": source.get("eos_token_id"),
             "num_key_value_heads": spec.heads,

@@ -16,6 +16,7 @@ from torch import Tensor
 from surgery.architectures import decilm, own_class
 from surgery.architectures.own_class import own_config
 from surgery.checkpoint import CheckpointReader, TensorSpec
+from surgery.checkpoint.config_file import with_rope_beside
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import ATTENTION_PREFIX
 
@@ -57,7 +58,8 @@ def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -
     """
     uniform = len(set(heads)) == 1
     if carrier == "auto" and uniform:
-        return Carrier(source["model_type"], OWN_FAMILY, {**source, "num_key_value_heads": heads[0]})
+        config = with_rope_beside({**source, "num_key_value_heads": heads[0]})
+        return Carrier(source["model_type"], OWN_FAMILY, config)
     reason = ASKED_FOR if uniform else DIFFERENT_LAYERS
     own = config_of_own_class(source, heads)
     if carrier == "decilm":

@@ -12,6 +12,8 @@ from surgery.checkpoint.file_hashes import CARD, REPORT, SOURCE_CARD
 from surgery.checkpoint.tokenizer_class import keep_tokens
 from surgery.common.progress import Progress
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 def copy_tensors(
     reader: CheckpointReader,
@@ -20,14 +22,20 @@ def copy_tensors(
     writer: CheckpointWriter,
     progress: Progress,
 ) -> None:
-    """Copies tensors byte for byte; those with a factor are scaled by it."""
-    with progress.phase("copy the rest", sum(reader.info(name).nbytes for name in names), "B") as advance:
-        for name in names:
+    """Copies tensors byte for byte; those with a factor are scaled by it.
+
+    An output head that the source does not have is a copy of its embeddings.
+    """
+    origins = {name: EMBEDDING if name == HEAD and name not in reader else name for name in names}
+    with progress.phase("copy the rest", sum(reader.info(name).nbytes for name in origins.values()), "B") as advance:
+        for name, origin in origins.items():
             if name in factors:
-                writer.write(name, _scaled(reader.tensor(name), factors[name]))
+                writer.write(name, _scaled(reader.tensor(origin), factors[name]))
+            elif name != origin:
+                writer.write(name, reader.tensor(origin))
             else:
                 writer.copy(name, reader)
-            advance(reader.info(name).nbytes)
+            advance(reader.info(origin).nbytes)
 
 
 def copy_sidecars(reader: CheckpointReader, code: Iterable[Path], writer: CheckpointWriter) -> None:

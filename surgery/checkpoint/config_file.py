@@ -50,3 +50,14 @@ def check_sizes(config: dict[str, Any], where: str) -> None:
             raise SurgeryError(f"{where}: {name} must be names with values, not {value!r}")
         elif isinstance(value, dict):
             check_sizes(value, f"{where}, {name}")
+
+
+def with_rope_beside(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json that says how it rotates also where loaders look that know no ``rope_parameters`` (mlx-lm)."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
+        return config
+    apart = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    if rope.get("rope_type", "default") != "default":
+        apart["rope_scaling"] = {name: value for name, value in rope.items() if name not in apart}
+    return {**config, **apart}

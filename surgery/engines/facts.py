@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from surgery.checkpoint.config_file import with_rope_beside
 from surgery_vllm.structure import Grouped, Latent, LowRank, NotServed, SplitHeads, attention_of_layers, windowed
 
 MLA, HEADS, DECILM, OWN = "deepseek_v3", "heads", "nemotron-nas", "surgery"
@@ -30,6 +31,8 @@ class Facts:
         frequency_list: of MLA, rotation by frequencies that are no grid of default RoPE, and none of YaRN.
         yarn: of MLA, rotation by YaRN: DeepSeek's own models, and what was made of them.
         real_experts: of MLA, some layers are mixtures of experts: such models again.
+        tied: the embeddings are the output head too.
+        rope_beside: how it rotates is said beside ``rope_parameters`` too, in the keys of transformers 4.
         windowed: some layers have an attention window.
         quantised: the weights are stored as codes, which took no part in any trial.
         pictures: a model of pictures and text, whose language model has the cache.
@@ -49,6 +52,8 @@ class Facts:
     frequency_list: bool = False
     yarn: bool = False
     real_experts: bool = False
+    tied: bool = False
+    rope_beside: bool = False
     windowed: bool = False
     quantised: bool = False
     pictures: bool = False
@@ -69,6 +74,8 @@ class Facts:
             "activation": config.get("hidden_act", "silu"),
             "quantised": bool(config.get("quantization_config")),
             "pictures": "vision_config" in config,
+            "tied": bool(config.get("tie_word_embeddings")),
+            "rope_beside": config == with_rope_beside(config),
         }
         layers = config["num_hidden_layers"]
         if structure == OWN:

@@ -28,10 +28,12 @@ class MLALimits:
             that are cached; None: as they are.
         width: r + rope at which the fastest kernels run, FAST_ROPE of them rotated; budgets beyond it are not spent.
             None: any is as good.
+        tied: whether its class takes embeddings that are the output head too.
     """
 
     head_sizes: tuple[int, int, int] | None = None
     width: int | None = None
+    tied: bool = True
 
 
 def mla_limits(engine: str, head_dim: int, value_dim: int) -> MLALimits:
@@ -40,8 +42,9 @@ def mla_limits(engine: str, head_dim: int, value_dim: int) -> MLALimits:
     Raises:
         SurgeryError: the heads are wider than any that it takes.
     """
+    tied = engine not in ("mlx", "all")
     if engine in ("llama.cpp", "mlx"):
-        return MLALimits()
+        return MLALimits(tied=tied)
     if engine == "sglang":
         return MLALimits(width=FAST_WIDTH)
     fitting = [
@@ -52,7 +55,7 @@ def mla_limits(engine: str, head_dim: int, value_dim: int) -> MLALimits:
             f"--engine {engine}: heads of {head_dim} numbers and values of {value_dim} fit none of the sizes that "
             f"vLLM's prefill runs on CUDA, {', '.join(map(str, VLLM_MLA_HEADS))}"
         )
-    return MLALimits(min(fitting), FAST_WIDTH)
+    return MLALimits(min(fitting), FAST_WIDTH, tied)
 
 
 def cache_dtype_flags(engine: str, bits: int | str) -> str:

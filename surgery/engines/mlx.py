@@ -1,28 +1,36 @@
-"""mlx-lm, whose code was read; nothing was run."""
+"""mlx-lm, by its backend for CPUs; on Apple silicon nothing was run."""
 
 from __future__ import annotations
 
-from surgery.engines.facts import MLA, OWN, Facts
-from surgery.engines.verdict import NOT_TRIED, REFUSED, Verdict
+from surgery.engines.facts import HEADS, MLA, OWN, Facts
+from surgery.engines.trials import MLX, MLX_DIFFERS
+from surgery.engines.verdict import LOADS_WITH, NOT_TRIED, REFUSED, Verdict
 
-NAME, VERSION = "mlx-lm", "0.32.2"
+NAME = "mlx-lm"
+
+
+def obstacle(facts: Facts) -> str | None:
+    """Why it would not load a checkpoint, or compute something else; None if nothing is known to stand in the way."""
+    if facts.structure == OWN:
+        return "the model class of this package"
+    if facts.structure == MLA and facts.frequency_list:
+        return "it does not read the frequency list"
+    if facts.structure == MLA and facts.tied:
+        return "its deepseek_v3 has an output head apart from the embeddings"
+    return None
 
 
 def verdict(facts: Facts, path: str) -> Verdict:
-    """Its ``deepseek_v3.py`` honours biases and reads frequency lists from another key."""
-    said = {"engine": NAME, "version": VERSION, "device": "Apple silicon"}
-    reason = None
-    if facts.structure == OWN:
-        reason = "the model class of this package"
-    elif facts.structure == MLA and facts.frequency_list:
-        reason = "it does not read the frequency list"
-    if reason:
-        return Verdict(**said, status=REFUSED, command=None, reason=reason, remedy="convert with --engine mlx")
-    longer = ", which attends to all tokens where this model has windows" * (facts.kind == "gemma2 with a window")
-    return Verdict(
-        **said,
-        status=NOT_TRIED,
-        command=f"mlx_lm.server --model {path}",
-        reason=f"read in its source{longer}, never run",
-        **facts.cache(facts.number_bytes),
-    )
+    """Its ``deepseek_v3.py`` honours biases, and caches the latents."""
+    said = {"engine": NAME, "version": MLX.version, "device": MLX.device}
+    if found := obstacle(facts):
+        return Verdict(**said, status=REFUSED, command=None, reason=found, remedy="convert with --engine mlx")
+    if facts.kind in MLX_DIFFERS:
+        return Verdict(**said, status=REFUSED, command=None, reason=MLX_DIFFERS[facts.kind])
+    if facts.structure == HEADS and facts.kind in MLX.kinds and not facts.rope_beside:
+        reason = "it reads rope_theta and rope_scaling, which config.json lacks beside rope_parameters: add them"
+        return Verdict(**said, status=REFUSED, command=None, reason=reason)
+    said |= {"command": f"mlx_lm.server --model {path}", **facts.cache(facts.number_bytes)}
+    if facts.kind in MLX.kinds:
+        return Verdict(**said, status=LOADS_WITH, reason=f"ran in mlx-lm {MLX}")
+    return Verdict(**said, status=NOT_TRIED, reason="no test ran such a checkpoint")

@@ -1,8 +1,8 @@
 """What was tried: the kinds of checkpoints that tests ran in each engine.
 
-transformers, without this package, in tests/test_convert*.py and tests/families; llama.cpp in tests/engines, greedy
-tokens and log-probabilities compared with transformers'. vLLM's CPU build is installed by tests/engines for its check
-alone.
+transformers, without this package, in tests/test_convert*.py and tests/families; llama.cpp and mlx-lm in tests/engines,
+greedy tokens and log-probabilities compared with transformers'. vLLM's CPU build is installed by tests/engines for its
+check alone.
 
 A kind is :attr:`surgery.engines.facts.Facts.kind`. Nothing gets in here without a test; a test fails if a kind that is
 in here has no case of its own.
@@ -67,6 +67,24 @@ TRANSFORMERS = Trial(
     ),
 )
 LLAMA_CPP = Trial("b11549", "CPU", frozenset({"mla", "llama", "mistral"}))
+MLX = Trial(
+    "0.32.2",
+    "CPU",
+    frozenset(
+        {
+            *("mla", "llama", "mistral", "qwen2", "smollm3", "granite", "glm4", "cohere", "stablelm", "seed_oss"),
+            *("gemma2", "ministral3", "mixtral"),
+        }
+    ),
+)
+MLX_DIFFERS = {
+    "glm": "it rotates whole heads where this model rotates half of each",
+    **dict.fromkeys(
+        ("mistral with a window", "qwen2 with a window", "gemma2 with a window"),
+        "it attends to all tokens where this model has windows",
+    ),
+}
+"""What runs there and computes something else, and why; tests saw other tokens than transformers'."""
 VLLM_CPU = Trial("0.32.0", "CPU", frozenset())
 # Checkpoints of the own class, by Facts.served, through the plugin surgery_vllm; in tests/engines too.
 VLLM_PLUGIN = Trial(

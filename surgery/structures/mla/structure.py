@@ -21,13 +21,13 @@ from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Work, replanned_tensors
+from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Work
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.ladder import Form, Ladder
 from surgery.structures.mla.budget import candidate_splits
 from surgery.structures.mla.forecast import Forecast, forecast
-from surgery.structures.mla.output import carrier_of, reserved_numbers
+from surgery.structures.mla.output import all_tensors, carrier_of, reserved_numbers
 from surgery.structures.mla.plans import (
     ROTATED_CHOICES,
     ROTATION_WEIGHTS,
@@ -80,7 +80,7 @@ class MLA(Structure[Source, ConvertSettings]):
         spreads = settings.spreads and not self.stock
         return Foreseen(
             config=carrier.writer.config(opened.reader.config),
-            tensors=replanned_tensors(opened, carrier.writer.copied, carrier.writer.plan, self.kept),
+            tensors=all_tensors(opened, carrier.writer, self.kept),
             kv_bytes_per_token=chosen.kv_bytes_per_token,
             model_type="deepseek_v3" if carrier.stock else "surgery",
             reasons=list(carrier.reasons),
@@ -120,7 +120,7 @@ class MLA(Structure[Source, ConvertSettings]):
         opened, settings = self.opened, self.settings
         self._plan, self._tried, self._engine_cost = self._choose(work)
         self._carrier = carrier_of(opened, self._plan, settings)
-        return replanned_tensors(opened, self._carrier.writer.copied, self._carrier.writer.plan, self.kept)
+        return all_tensors(opened, self._carrier.writer, self.kept)
 
     def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """The truncated latent."""
