@@ -3,15 +3,18 @@
 import json
 
 import pytest
+import torch
 from command_line import run_main
 from tiny_models import CONFIGS, LLAMA3_ROPE, SHAPE, make_checkpoint
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
+from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, engine_table, mla_limits, refuse_unless_loadable
 from surgery.engines.facts import Facts
 from surgery.export import export_checkpoint
 from surgery.structures import converter
+from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
 
 MLA = {
@@ -134,6 +137,36 @@ def test_zeros_change_nothing(tmp_path, monkeypatch):
     assert report.verification["logit_difference_to_simulation"] < 1e-4
     assert report.kv["measured_bytes_per_token"] == report.kv["predicted_bytes_per_token"] == 2 * 96 * 4
     assert report.target["engines"]["vLLM on CUDA"]["status"] == NOT_TRIED
+
+
+def test_an_engine_without_tied_embeddings_gets_them_twice(checkpoints, tmp_path):
+    """The source's eps is stock's, and another one, which has the embeddings rescaled but not the head."""
+    for number, eps in enumerate((1e-6, 1e-5)):
+        source = make_checkpoint(tmp_path / f"source{number}", "llama")
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**config, "rms_norm_eps": eps}))
+        settings = ConvertSettings(engine="mlx", kv_ratio=0.5, calibration="none", latent_norm="tiny")
+        result = converter.convert(source, tmp_path / f"out{number}", settings)
+        assert result.report.verification["logit_difference_to_simulation"] < 1e-4
+        made, before = CheckpointReader.open(result.path), CheckpointReader.open(source)
+        assert config["tie_word_embeddings"] and not made.config["tie_word_embeddings"]
+        embedding = before.tensor("model.embed_tokens.weight")
+        assert torch.equal(made.tensor("lm_head.weight"), embedding)
+        assert torch.equal(made.tensor("model.embed_tokens.weight"), embedding) == (eps == 1e-6)
+        assert said(made.config, "mlx-lm")["status"] == LOADS_WITH
+        tied = said({**made.config, "tie_word_embeddings": True}, "mlx-lm")
+        assert tied["status"] == REFUSED and tied["remedy"] == "convert with --engine mlx"
+
+
+def test_fewer_heads_say_how_they_rotate_where_mlx_looks(checkpoints, tmp_path):
+    source = checkpoints("llama3")
+    assert "lacks beside rope_parameters" in said(json.loads((source / "config.json").read_text()), "mlx-lm")["reason"]
+    path = converter.convert(source, tmp_path / "out", KVHeadsSettings(kv_heads=1, calibration="none")).path
+    config = json.loads((path / "config.json").read_text())
+    assert config["rope_theta"] == 500_000.0 and config["rope_scaling"]["rope_type"] == "llama3"
+    assert said(config, "mlx-lm")["status"] == LOADS_WITH
+    loaded, before = (AutoConfig.from_pretrained(each).rope_parameters for each in (path, source))
+    assert loaded == before
 
 
 def test_doctor_speaks_of_the_demo(checkpoints, monkeypatch, capsys):
