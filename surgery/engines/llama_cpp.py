@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from surgery.engines.facts import DECILM, MLA, OWN, Facts
-from surgery.engines.limits import FAST_WIDTH
-from surgery.engines.trials import LLAMA_CPP, VLLM_MLA_HEADS
+from surgery.engines.trials import LLAMA_CPP
 from surgery.engines.verdict import LOADS_WITH, NOT_TRIED, REFUSED, Verdict
 
 NAME = "llama.cpp"
@@ -41,10 +40,6 @@ def verdict(facts: Facts, path: str) -> Verdict:
         reason = "surgery export writes Llama-class models only; llama.cpp's own converter was not tried"
         return Verdict(**said, status=NOT_TRIED, command=command, reason=reason)
     command = f"surgery export {path} --engine llama.cpp && llama-server -m {path}.gguf"
-    # The test that differs pads heads as vLLM wants them; none ran such heads and agreed.
-    if facts.structure == DECILM or facts.width == FAST_WIDTH or facts.head_sizes in VLLM_MLA_HEADS:
-        reason = "a test's tokens differed from transformers', the cause is not found"
-        return Verdict(**said, status=NOT_TRIED, command=command, reason=reason)
     if facts.kind not in LLAMA_CPP.kinds:
         return Verdict(**said, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")
     return Verdict(**said, status=LOADS_WITH, command=command, reason=f"ran in llama.cpp {LLAMA_CPP}")

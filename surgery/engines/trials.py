@@ -66,7 +66,7 @@ TRANSFORMERS = Trial(
         }
     ),
 )
-LLAMA_CPP = Trial("b11549", "CPU", frozenset({"mla", "llama", "mistral"}))
+LLAMA_CPP = Trial("b11549", "CPU", frozenset({"mla", "llama", "mistral", "nemotron-nas"}))
 MLX = Trial(
     "0.32.2",
     "CPU",

@@ -34,7 +34,6 @@ CASES = [
         {**TEXT, "kv_heads": 3, "allocate": "spectrum"},
     ),
 ]
-DIFFERENT = ("mla of llama_wide", "nemotron-nas of llama_deci")
 TEXTS = ["def main():\n    return 1\n\n\nclass  A:\n", "It's 1234567 o'clock, naïve café ☕ \t tabs  and   spaces"]
 
 
@@ -47,16 +46,14 @@ def generate(model, folder, prompts=PROMPTS):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_same_tokens_as_transformers(case, tmp_path, request):
-    if str(case) in DIFFERENT:
-        request.applymarker(pytest.mark.xfail(reason="the tokens differ, the cause is not found", strict=False))
+def test_the_same_tokens_as_transformers(case, tmp_path):
     path, reference = case.make(tmp_path)
     exported = export_checkpoint(path, "llama.cpp", weights="f32")
     assert_same(generate(exported.path, tmp_path), reference, PROMPTS, tolerance=1e-4)
 
 
 def test_every_kind_that_is_said_to_load_has_a_case():
-    assert {case.kind for case in CASES if str(case) not in DIFFERENT} == LLAMA_CPP.kinds
+    assert {case.kind for case in CASES} == LLAMA_CPP.kinds
 
 
 @pytest.mark.parametrize("to", ["mla", "gqa"])
