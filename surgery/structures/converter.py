@@ -18,6 +18,7 @@ from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import load_texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, verify_files
 from surgery.checkpoint.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
+from surgery.checkpoint.config_file import with_rope_beside
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.common.progress import Progress
@@ -134,7 +135,9 @@ def _finish(
 
 def _stored_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, Any]:
     """config.json of the result: of a language model beside others that of them all."""
-    return put_back(reader.stored_config, reader.config, config) if reader.stored_names else config
+    if not reader.stored_names:
+        return config
+    return put_back(reader.stored_config, with_rope_beside(reader.config), config)
 
 
 def _conclude(
