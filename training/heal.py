@@ -31,6 +31,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.model import register
 from surgery.running.processes import PATIENCE, Processes
+from surgery.running.unfused import language_model
 from surgery.training.attention import use_attention
 from surgery.training.balanced import balance_latents
 from surgery.training.cached_teacher import open_logits
@@ -93,8 +94,8 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     accelerator = _accelerator(settings)
     processes = Processes(cpu=settings.device == "cpu")
     progress = (progress or Progress()) if processes.is_main else Progress(silent=True)
-    student_reader = CheckpointReader.open(settings.student)
-    teacher_reader = CheckpointReader.open(settings.teacher) if settings.teacher else None
+    student_reader = language_model(CheckpointReader.open(settings.student))
+    teacher_reader = language_model(CheckpointReader.open(settings.teacher)) if settings.teacher else None
     processes.from_main(lambda: _staging(settings, student_reader, teacher_reader) and None)
     run = Path(settings.out).expanduser().resolve()
     run = run.with_name(f"{run.name}.run")

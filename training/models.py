@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.disk import disk_errors
 from surgery.common.errors import SurgeryError
-from surgery.running.loading import attention_of, loading
+from surgery.running.loading import loading
+from surgery.running.models import causal_model
 from surgery.training.settings import HealSettings
 from surgery.training.trainable import add_adapters
 
@@ -31,14 +33,7 @@ def load_model(reader: CheckpointReader, settings: HealSettings, dtype: torch.dt
         SurgeryError: transformers cannot load it.
     """
     logging.disable_progress_bar()
-    with loading(str(reader.path)):
-        return AutoModelForCausalLM.from_pretrained(
-            reader.model_folder(),
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=settings.trust_remote_code,
-            **attention_of(reader.model_folder()),
-        )
+    return causal_model(reader, dtype=dtype, trust_remote_code=settings.trust_remote_code)
 
 
 def load_tokenizer(reader: CheckpointReader, settings: HealSettings) -> PreTrainedTokenizerBase:
@@ -100,16 +95,21 @@ def write_healed(reader: CheckpointReader, settings: HealSettings, trained: Mapp
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         adapted = add_adapters(model.float(), settings.lora_rank, settings.lora_alpha, settings.lora_modules)
         _fill(model, trained)
-        with disk_errors(folder):
-            adapted.save_pretrained(folder / ADAPTER)
+        if not reader.stored_names:  # of pictures and text the whole model has other names than what trained
+            with disk_errors(folder):
+                adapted.save_pretrained(folder / ADAPTER)
         model = adapted.merge_and_unload()
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(dtypes[name])
     else:
         _fill(model, trained)
     with disk_errors(folder):
-        model.save_pretrained(folder, safe_serialization=True)
-        _copy_rest(reader.path, folder)
+        if reader.stored_names:
+            _write_in_its_place(model, reader, folder)
+            _copy_rest(reader.model_folder(), folder)
+        else:
+            model.save_pretrained(folder, safe_serialization=True)
+            _copy_rest(reader.path, folder)
 
 
 @torch.no_grad()
@@ -119,6 +119,18 @@ def _fill(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
         if name not in parameters or parameters[name].shape != tensor.shape:
             raise SurgeryError(f"{name}: was trained, but the student's checkpoint has no such parameter")
         parameters[name].copy_(tensor)
+
+
+def _write_in_its_place(model: nn.Module, reader: CheckpointReader, folder: Path) -> None:
+    """Weight files of a model of pictures and text with its language model as it is now; all else bit for bit."""
+    state = model.state_dict()
+    now = {stored: state[name].contiguous() for name, stored in reader.stored_names.items()}
+    for path in sorted(reader.model_folder().glob("*.safetensors*")):
+        if path.suffix == ".json":
+            shutil.copyfile(path, folder / path.name)
+        else:
+            tensors = {name: now.get(name, tensor) for name, tensor in load_file(path).items()}
+            save_file(tensors, folder / path.name, {"format": "pt"})
 
 
 def _copy_rest(source: Path, folder: Path) -> None:

@@ -8,16 +8,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from surgery.checkpoint import CheckpointReader
 from surgery.running.loading import loading
+from surgery.running.unfused import language_model
 from surgery.training.settings import HealSettings
 from surgery.training.trainable import add_adapters, choose
 
 
 def load_config(reader: CheckpointReader, settings: HealSettings) -> PreTrainedConfig:
-    """A checkpoint's config.
+    """A checkpoint's config; of a model of pictures and text that of its language model, which is what trains.
 
     Raises:
         SurgeryError: transformers does not know it.
     """
+    reader = language_model(reader)
     with loading(f"{reader.path}/config.json"):
         return AutoConfig.from_pretrained(
             reader.path, local_files_only=True, trust_remote_code=settings.trust_remote_code

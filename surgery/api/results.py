@@ -54,14 +54,9 @@ class Checkpoint:
         Raises:
             SurgeryError: transformers cannot load it.
         """
-        from transformers import AutoModelForCausalLM
+        from surgery.running.models import whole_model
 
-        from surgery.running.loading import attention_of, loading
-
-        with loading(str(self.path)):
-            told = attention_of(self.path)
-            model = AutoModelForCausalLM.from_pretrained(self.path, dtype="auto", local_files_only=True, **told)
-        return model.to(self._device or "cpu").eval()
+        return whole_model(self.path).to(self._device or "cpu")
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -26,6 +26,8 @@ from surgery.eval.tensor_bytes import weight_bytes
 from surgery.kernels.bench.measure import device_facts
 from surgery.kernels.bench.run import versions
 from surgery.kernels.bench.tuning import write_json
+from surgery.running.models import causal_model
+from surgery.running.unfused import language_model
 
 SCHEMA = 1
 STEPS = 8
@@ -83,9 +85,8 @@ def subjects(given: Sequence[str], settings: DecodeSettings) -> Iterator[Subject
             raise SurgeryError(f"--to {structure}: choose {', '.join(bench_models.STRUCTURES)}")
     for name in given:
         if Path(name).is_dir() or Path(name).suffix == ".gguf":
-            reader = CheckpointReader.open(name)
-            folder = reader.model_folder()
-            yield Subject(reader.name, "checkpoint", lambda at, f=folder: bench_models.load_folder(f, at))
+            reader = language_model(CheckpointReader.open(name))
+            yield Subject(reader.name, "checkpoint", lambda at, r=reader: causal_model(r).to(at))
             continue
         config = bench_models.source_config(name)
         yield Subject(name, "source", lambda at, c=config: bench_models.random_model(c, at))

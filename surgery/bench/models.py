@@ -7,7 +7,6 @@ a conversion would, and filled at random on the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from surgery.architectures.spec import MLASpec
 from surgery.bench.convert import SHAPES
 from surgery.common.errors import SurgeryError
 from surgery.families import head_shape
-from surgery.running.loading import attention_of, loading
 
 TINY = {
     "tiny": {
@@ -126,19 +124,6 @@ def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedMo
     model.tie_weights()
     _refill_buffers(model)
     return model.eval()
-
-
-def load_folder(path: Path, device: torch.device) -> PreTrainedModel:
-    """A checkpoint's own model in its own dtype.
-
-    Raises:
-        SurgeryError: transformers cannot load it.
-    """
-    own_model.register()
-    with loading(str(path)):
-        told = attention_of(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True, **told)
-    return model.to(device).eval()
 
 
 def _own(config: PreTrainedConfig, entry: dict[str, Any]) -> PreTrainedConfig:

@@ -16,7 +16,7 @@ from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.calibration.text_fit import measure_fit, misfits
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.running.loading import attention_of, is_of_loading
+from surgery.running.loading import is_of_loading
 
 if TYPE_CHECKING:
     from surgery.calibration.mixture import Conversations
@@ -190,13 +190,10 @@ def load_tokenizer(path):
 
 def _whole_model(opened):
     """The source as one model, on the device where its layers run; a CPU is slow in half precision."""
-    from transformers import AutoModelForCausalLM
+    from surgery.running.models import causal_model
 
     device = opened.stream.device
-    dtype = torch.float32 if device.type == "cpu" else "auto"
-    folder = opened.reader.model_folder()
-    told = attention_of(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **told).to(device)
+    return causal_model(opened.reader, dtype=torch.float32 if device.type == "cpu" else "auto").to(device)
 
 
 def _too_large_to_load(opened) -> str | None:

@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.disk import read_json
@@ -19,7 +19,9 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import origin
 from surgery.common.lineage import REPORT, lineage
 from surgery.evaluation.names import name_and_path
-from surgery.running.loading import attention_of, loading
+from surgery.running.loading import loading
+from surgery.running.models import causal_model
+from surgery.running.unfused import language_model
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Checkpoint:
     Attributes:
         name: its row's name.
         given: as the user named it.
-        reader: its files.
+        reader: its files; of a model of pictures and text, its language model.
         sha256: of all its weights.
         trust_remote_code: whether code beside the weights may run.
     """
@@ -55,7 +57,7 @@ class Checkpoint:
             SurgeryError: there is no such checkpoint, or it is damaged.
         """
         name, path = name_and_path(given)
-        reader = CheckpointReader.open(path, allow_pickle=allow_pickle)
+        reader = language_model(CheckpointReader.open(path, allow_pickle=allow_pickle))
         return cls(name, path, reader, reader.fingerprint(advance), trust_remote_code)
 
     @property
@@ -85,21 +87,11 @@ class Checkpoint:
         Raises:
             SurgeryError: transformers cannot load it, or it does not fit.
         """
-        from surgery import model as own_model
-
-        own_model.register()
-        with loading(self.given):
-            model = AutoModelForCausalLM.from_pretrained(
-                self.reader.model_folder(),
-                dtype="auto",
-                local_files_only=True,
-                trust_remote_code=self.trust_remote_code,
-                **attention_of(self.reader.model_folder()),
-            )
-            try:
-                return model.to(device).eval()
-            except torch.OutOfMemoryError:
-                raise SurgeryError(f"{self.given}: does not fit on the device; try --device cpu") from None
+        model = causal_model(self.reader, trust_remote_code=self.trust_remote_code)
+        try:
+            return model.to(device).eval()
+        except torch.OutOfMemoryError:
+            raise SurgeryError(f"{self.given}: does not fit on the device; try --device cpu") from None
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Its tokenizer.

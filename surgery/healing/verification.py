@@ -5,6 +5,7 @@ from __future__ import annotations
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
+from surgery.running.unfused import unfused
 from surgery.training.settings import HealSettings
 from surgery.verification.again import open_written, verify_again
 from surgery.verification.written import Verification
@@ -20,8 +21,9 @@ def verify_healed(
             or its caches hold other bytes.
     """
     _check_form(healed, student)
-    opened = open_written(healed, "cpu" if settings.device == "cpu" else "auto")
-    return verify_again(healed, opened, settings.seed, progress)
+    seen = unfused(healed)
+    opened = open_written(seen, "cpu" if settings.device == "cpu" else "auto")
+    return verify_again(seen, opened, settings.seed, progress)
 
 
 def _check_form(healed: CheckpointReader, student: CheckpointReader) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
+from transformers import DynamicCache
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.running.loading import attention_of, loading
+from surgery.running.models import whole_model
 from surgery.running.source import OwnSource, Source
 from surgery.verification.again import run_layers
 from surgery.verification.written import QUANTIZED_TOLERANCE
@@ -30,16 +30,7 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     Raises:
         SurgeryError: transformers does not load it, or logits depend on how the prompt is cut, or on other rows.
     """
-    with loading(str(reader.path)):
-        auto = AutoModelForImageTextToText if reader.stored_names else AutoModelForCausalLM
-        model = auto.from_pretrained(
-            reader.model_folder(),
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            **attention_of(reader.model_folder()),
-        )
-    model = model.to(opened.stream.device).eval()
+    model = whole_model(reader.model_folder(), dtype=torch.float32).to(opened.stream.device)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(opened.config.vocab_size, (1, LENGTH), generator=generator).to(model.device)
     whole = model(ids).logits

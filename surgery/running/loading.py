@@ -46,12 +46,17 @@ def loading(what: str, remedy: str = "") -> Iterator[None]:
         raise SurgeryError(f"{what}: transformers cannot load it ({reason}){remedy and f'; {remedy}'}") from error
 
 
-def attention_of(path: Path) -> dict[str, str]:
-    """What transformers has to be told for a folder's model to attend as its family does; mostly nothing."""
+def model_type_of(path: Path) -> str | None:
+    """``model_type`` in a folder's config.json."""
     from transformers import PreTrainedConfig
 
     config, _ = PreTrainedConfig.get_config_dict(path, local_files_only=True)
-    family = FAMILIES.get(config.get("model_type"))
+    return config.get("model_type")
+
+
+def attention_of(path: Path) -> dict[str, str]:
+    """What transformers has to be told for a folder's model to attend as its family does; mostly nothing."""
+    family = FAMILIES.get(model_type_of(path))
     return {"attn_implementation": "eager"} if family is not None and family.eager else {}
 
 

@@ -16,10 +16,8 @@ def unfused(reader: CheckpointReader) -> CheckpointReader:
     Raises:
         SurgeryError: the model has something that this family has not.
     """
-    model_type = reader.config.get("model_type")
-    if model_type in TOWERS:
-        return _text_tower(reader, model_type)
-    family = FUSED.get(model_type)
+    reader = language_model(reader)
+    family = FUSED.get(reader.config.get("model_type"))
     if family is None:
         return reader
     config, of_layer, parts = family.config(reader.config), family.parts(reader.config), {}
@@ -30,8 +28,17 @@ def unfused(reader: CheckpointReader) -> CheckpointReader:
     return reader.seen_as(config, parts)
 
 
-def _text_tower(reader: CheckpointReader, model_type: str) -> CheckpointReader:
-    """The language model of a model of pictures and text; the other tensors keep their names."""
+def language_model(reader: CheckpointReader) -> CheckpointReader:
+    """The reader itself, or of a model of pictures and text a view of its language model.
+
+    Tensors of the other parts keep their names.
+
+    Raises:
+        SurgeryError: the language model is of no supported kind.
+    """
+    model_type = reader.config.get("model_type")
+    if model_type not in TOWERS:
+        return reader
     whole = load_config(reader.path)
     text = whole.get_text_config(decoder=True).to_dict()
     if not isinstance(text.get("rope_parameters"), dict):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from transformers import (
 
 from surgery.common.errors import SurgeryError
 from surgery.engines import LOADS
+from surgery.evaluation.models import Checkpoint
+from surgery.healing.heal import HealRequest, heal_checkpoint, plan_healing
 from surgery.inspection.checks import PASSED, verify_checkpoint
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.structures import converter
@@ -215,6 +218,36 @@ def test_heads_that_say_the_same_merge_exactly_beside_pictures(towers, tmp_path,
     given = prompt(name)
     before, after = (loaded(folder)(**given).logits for folder in (source, result.path))
     torch.testing.assert_close(after, before, rtol=0, atol=1e-4 * float(before.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@torch.no_grad()
+def test_evaluation_runs_what_reads_the_text(towers, name):
+    """Its loss is that of the whole model on the same tokens."""
+    checkpoint = Checkpoint.open(str(towers(name)))
+    ids = torch.randint(3, IMAGE, (2, 48), generator=torch.Generator().manual_seed(3))
+    alone, whole = checkpoint.load(torch.device("cpu")), loaded(towers(name))
+    torch.testing.assert_close(alone(ids).logits, whole(ids).logits, rtol=0, atol=1e-5)
+    assert alone.config.model_type == {"llava": "llama", "qwen2_5_vl": "qwen2"}[name]
+
+
+def test_healing_writes_the_language_model_in_its_place(towers, tmp_path):
+    name = "qwen2_5_vl"
+    converter.convert(towers(name), tmp_path / "converted", replace(HALF, fit_steps=0))
+    given = {"teacher": str(towers(name)), "data": [str(HELD_OUT)], "max_steps": 2, "length": 64, "train": "lora"}
+    given |= {"warmup": 0, "held_out": 1, "lora_modules": ["q_proj", "v_proj"]}
+    asked = HealRequest(str(tmp_path / "converted"), tmp_path / "healed", given=given, measure=None)
+    assert plan_healing(asked).estimate
+    healed = heal_checkpoint(asked).path
+    before, after = weights(tmp_path / "converted"), weights(healed)
+    assert list(after) == list(before)
+    changed = {key for key, tensor in after.items() if not torch.equal(tensor, before[key])}
+    assert len(changed) >= 4 and all(key.split(".")[-2] in PROJECTIONS and "layers." in key for key in changed)
+    assert not any("vis" in key for key in changed)
+    config = "config.json"
+    assert json.loads((healed / config).read_text()) == json.loads((tmp_path / "converted" / config).read_text())
+    assert loaded(healed)(**prompt(name)).logits.isfinite().all()
+    assert {check.outcome for check in verify_checkpoint(healed, device="cpu").checks} == {PASSED}
 
 
 @pytest.mark.parametrize("to", ["mla", "lowrank", "crosslayer", "hybrid", "quantized"])

@@ -1,0 +1,46 @@
+"""Models of checkpoints, whole, as transformers computes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from surgery import model as own_model
+from surgery.checkpoint import CheckpointReader
+from surgery.families.towers import TOWERS
+from surgery.running.loading import attention_of, load_config, loading, model_type_of
+
+
+def causal_model(
+    reader: CheckpointReader, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A checkpoint's language model on the CPU: the whole model, or what `language_model` made a view of.
+
+    Raises:
+        SurgeryError: transformers cannot load it.
+    """
+    if not reader.stored_names:
+        return whole_model(reader.model_folder(), dtype=dtype, trust_remote_code=trust_remote_code)
+    weights = {name: reader.tensor(name) for name in reader.stored_names}
+    config = load_config(reader.path)
+    with loading(str(reader.source)):
+        causal_class = AutoModelForCausalLM._model_mapping[type(config)]  # the auto class asks for a folder
+        return causal_class.from_pretrained(
+            None, config=config, state_dict=weights, dtype=dtype, **attention_of(reader.path)
+        )
+
+
+def whole_model(folder: Path, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of a folder on the CPU, in evaluation mode; of pictures and text with all that it sees by.
+
+    Raises:
+        SurgeryError: transformers cannot load it.
+    """
+    own_model.register()
+    with loading(str(folder)):
+        auto = AutoModelForImageTextToText if model_type_of(folder) in TOWERS else AutoModelForCausalLM
+        return auto.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code, **attention_of(folder)
+        )
