@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.disk import disk_errors
@@ -32,7 +31,6 @@ def load_model(reader: CheckpointReader, settings: HealSettings, dtype: torch.dt
     Raises:
         SurgeryError: transformers cannot load it.
     """
-    logging.disable_progress_bar()
     return causal_model(reader, dtype=dtype, trust_remote_code=settings.trust_remote_code)
 
 

@@ -12,24 +12,29 @@ from surgery.common.errors import SurgeryError
 from surgery.model.cache_layer import Call, check_full_attention, hook_calls
 
 
+class NoVariant(SurgeryError):
+    """A model has no such cheaper form."""
+
+
 def install(model: PreTrainedModel, name: str, prepare: Callable[[nn.Module, Call], None]) -> PreTrainedModel:
     """Has `prepare(decoder, call)` change the arguments of every call of the decoder of `model`; returns `model`.
 
     A ValueError of `prepare` is raised as SurgeryError.
 
     Raises:
-        SurgeryError: the model is a variant already, is no decoder with a head, or has layers of several kinds.
+        NoVariant: the model is no decoder with a head, has a quantised cache, or layers of several kinds.
+        SurgeryError: it is a variant already.
     """
     check_no_variant(model)
     decoder = model.base_model
     if decoder is model or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-        raise SurgeryError(f"{type(model).__name__} is not a decoder with a head: {name} needs a causal language model")
+        raise NoVariant(f"{type(model).__name__} is not a decoder with a head: {name} needs a causal language model")
     if getattr(model.config, "kv_cache", None):
-        raise SurgeryError(
-            f"the checkpoint has a quantised KV cache of its own: {name} needs the one that it was made of"
-        )
-    with refusals():
+        raise NoVariant(f"the checkpoint has a quantised KV cache of its own: {name} needs the one that it was made of")
+    try:
         check_full_attention(model.config, name)
+    except ValueError as error:
+        raise NoVariant(str(error)) from None
 
     def refusing(module: nn.Module, call: Call) -> None:
         with refusals():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.variants.cache_hook import check_no_variant
+from surgery.eval.variants.cache_hook import NoVariant, check_no_variant
 
 
 def mean_pool(model: PreTrainedModel, kv_heads: int) -> PreTrainedModel:
@@ -23,16 +23,17 @@ def mean_pool(model: PreTrainedModel, kv_heads: int) -> PreTrainedModel:
     All other weights and buffers are those of `model`, not copies.
 
     Raises:
-        SurgeryError: `kv_heads` does not divide the model's KV heads; its layers have no plain `self_attn.k_proj` and
-            `v_proj`, or something in them depends on the number of KV heads; it is a variant already, or spread over
-            several devices.
+        NoVariant: its layers have no plain `self_attn.k_proj` and `v_proj`, or something in them depends on the number
+            of KV heads.
+        SurgeryError: `kv_heads` does not divide the model's KV heads; it is a variant already, or spread over several
+            devices.
     """
     check_no_variant(model)
     name = type(model).__name__
     heads = getattr(model.config, "num_key_value_heads", None)
     projections = list(_kv_projections(model))
     if not heads or not projections or len(projections) != 2 * model.config.num_hidden_layers:
-        raise SurgeryError(
+        raise NoVariant(
             f"KV heads of {name} cannot be pooled: every layer needs linear self_attn.k_proj and v_proj, "
             "and the config num_key_value_heads"
         )
@@ -53,7 +54,7 @@ def mean_pool(model: PreTrainedModel, kv_heads: int) -> PreTrainedModel:
         pooled.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise SurgeryError(f"KV heads of {name} cannot be pooled, other weights depend on them: {reason}") from None
+        raise NoVariant(f"KV heads of {name} cannot be pooled, other weights depend on them: {reason}") from None
     pooled.tie_weights()
     for buffer_name, buffer in model.named_buffers():  # those that no state dict has: RoPE's frequencies
         owner, _, leaf = buffer_name.rpartition(".")

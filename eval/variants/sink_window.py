@@ -9,7 +9,7 @@ from torch import BoolTensor, Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.variants.cache_hook import install, refusals
+from surgery.eval.variants.cache_hook import NoVariant, install, refusals
 from surgery.model.cache_layer import Call, keeps_cache, own_cache
 from surgery.model.sink_window_cache import SinkWindowCache
 
@@ -28,16 +28,16 @@ def sink_window(model: PreTrainedModel, sinks: int, recent: int) -> PreTrainedMo
         `model` itself, with a hook on its decoder.
 
     Raises:
-        SurgeryError: impossible settings, a model with other layers than full attention or whose attention takes no
-            mask, or one that is a variant already. Later: a call with a filled cache of another kind, with a mask that
-            is not [B, T], or with padding after the first token of a row and a cache.
+        NoVariant: a model with other layers than full attention, or whose attention takes no mask.
+        SurgeryError: impossible settings, or a model that is a variant already. Later: a call with a filled cache of
+            another kind, with a mask that is not [B, T], or with padding after the first token of a row and a cache.
     """
     new_cache = partial(SinkWindowCache, sinks, recent, model.config.num_hidden_layers)
     with refusals():
         new_cache()
     attention = model.config._attn_implementation
     if attention not in ATTENTIONS:
-        raise SurgeryError(
+        raise NoVariant(
             f"a window with sinks needs a mask, which {attention} attention does not take: "
             "load the model with attn_implementation='sdpa'"
         )

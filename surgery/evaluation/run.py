@@ -22,6 +22,7 @@ from surgery.common.progress import Progress
 from surgery.eval.report.document import SCHEMA, Report, finish, read_report
 from surgery.eval.report.tracking import require_wandb
 from surgery.eval.session import ComparingTask, Session, Task
+from surgery.eval.variants.cache_hook import NoVariant
 from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
 from surgery.evaluation.rows import Row, check_names, plan_variants
 from surgery.evaluation.settings import EvalSettings
@@ -118,7 +119,11 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
         variants, notes = plan_variants(settings.variants, baseline, ratios, tasks.context)
         for note in notes:
             progress.note(note)
-        measured += [measure(row, f"variant {number} of {len(variants)}") for number, row in enumerate(variants, 1)]
+        for number, row in enumerate(variants, 1):
+            try:
+                measured.append(measure(row, f"variant {number} of {len(variants)}"))
+            except NoVariant as reason:
+                progress.note(f"no {row.name}: {reason}")
     report = {
         "schema": SCHEMA,
         "surgery_version": __version__,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.utils import logging
 
 from surgery import model as own_model
 from surgery.checkpoint import CheckpointReader
@@ -25,6 +26,7 @@ def causal_model(
         return whole_model(reader.model_folder(), dtype=dtype, trust_remote_code=trust_remote_code)
     weights = {name: reader.tensor(name) for name in reader.stored_names}
     config = load_config(reader.path)
+    logging.disable_progress_bar()
     with loading(str(reader.source)):
         causal_class = AutoModelForCausalLM._model_mapping[type(config)]  # the auto class asks for a folder
         return causal_class.from_pretrained(
@@ -39,6 +41,7 @@ def whole_model(folder: Path, *, dtype: torch.dtype | str = "auto", trust_remote
         SurgeryError: transformers cannot load it.
     """
     own_model.register()
+    logging.disable_progress_bar()  # of tensors, in the middle of ours
     with loading(str(folder)):
         auto = AutoModelForImageTextToText if model_type_of(folder) in TOWERS else AutoModelForCausalLM
         return auto.from_pretrained(

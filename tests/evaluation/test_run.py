@@ -77,6 +77,16 @@ def test_rows_and_roles(whole):
     assert report["baseline"] == "one" and report["settings"]["dtype"] == "float32"
 
 
+@pytest.mark.parametrize(("family", "has"), [("gemma3_window", {"mean-pool 1"}), ("qwen3_next_state", set())])
+def test_variants_that_a_model_does_not_have_are_left_out_with_a_note(tmp_path, capsys, family, has):
+    source = make_checkpoint(tmp_path / "source", family)
+    settings = EvalSettings(**{**SMALL, "tasks": "loss"})
+    report = evaluate(Request((str(source),), str(source), tmp_path / "out", settings, command=""), Progress()).report
+    assert rows_of(report).keys() == {"source"} | has
+    said = capsys.readouterr().err
+    assert "no int8 KV: " in said and "no window 32: " in said and ("no mean-pool 1: " in said) == (not has)
+
+
 def test_bytes_are_those_of_the_checkpoints_dtype(whole):
     rows = rows_of(whole[0])
     # 2 layers, 2 KV heads of 8 numbers, keys and values, 2 bytes each.
