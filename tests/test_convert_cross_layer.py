@@ -16,6 +16,8 @@ from surgery.checkpoint.carry_over import REPORT
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.kv_cache import cache_bytes
+from surgery.eval.report.plots import layer_errors
+from surgery.evaluation.models import Checkpoint
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
 from surgery.structures import converter
@@ -160,6 +162,9 @@ def test_report_and_card_are_written(converted):
     assert report["target"]["method"] == "xkv" and report["target"]["groups"] == [[0, 2]]
     assert report["layers"][0]["layer"] == "0-1" and 0 < report["layers"][0]["error"] < 1
     assert "16 latents" in (result.path / "README.md").read_text()
+    layers = Checkpoint.open(str(result.path)).conversion()["layers"]
+    figure = layer_errors({"rows": [{"name": "converted", "role": "checkpoint", "conversion": {"layers": layers}}]})
+    assert [list(line.get_xdata()) for line in figure.axes[0].lines] == [[0.5]]  # between both
 
 
 def test_the_joint_moment_is_that_of_each_layer_on_its_diagonal(checkpoints):

@@ -10,6 +10,7 @@ from tiny_models import HELD_OUT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
+from surgery.console.conversion import show_conversion
 from surgery.engines.facts import Facts
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.model import SurgeryConfig
@@ -30,7 +31,9 @@ def config_of(folder):
 
 
 def converted(source, out, to, **asked):
+    """Report, tensors and config; shown as the verb does it, in a table of layers that were measured and kept ones."""
     made = converter.convert(source, out, TARGETS[to].settings({**QUICK, **asked}))
+    show_conversion(made)
     return made.report.to_dict(), load_file(out / "model.safetensors"), config_of(out)
 
 
@@ -67,10 +70,12 @@ def test_a_kept_layer_is_the_sources_and_counts_whole(to, asked, checkpoints, tm
 
 
 @pytest.mark.parametrize("to", ["mla", "lowrank"])
-def test_windowed_layers_stay_beside_full_ones(to, checkpoints, tmp_path):
+def test_windowed_layers_stay_beside_full_ones(to, checkpoints, tmp_path, capsys):
     source = checkpoints("gemma3_window")
     windows = AutoConfig.from_pretrained(source).layer_types
     report, _, config = converted(source, tmp_path / "out", to)
+    measured, shown = report["layers"][-1]["measured"], capsys.readouterr().out
+    assert not report["layers"][0]["measured"] and len(measured) >= 2 and all(stage in shown for stage in measured)
     assert [entry is None for entry in config["attention_layers"]] == [kind != "full_attention" for kind in windows]
     predicted = SurgeryConfig.from_pretrained(tmp_path / "out")
     assert predicted.layer_types == windows and report["kv"]["ratio"] == 0.75

@@ -136,7 +136,7 @@ def layer_errors(report: Report) -> Figure | None:
     figure, axes = _panels(len(panels), height=3.4)
     for ax, (title, value) in zip(axes, panels.items(), strict=True):
         for row, look, layers in rows:
-            _line(ax, *_columns([(x["layer"], value(x)) for x in layers if positive(value(x))]), row, look)
+            _line(ax, *_columns([(_place(x["layer"]), value(x)) for x in layers if positive(value(x))]), row, look)
         ax.set_title(title)
         ax.set_xlabel("layer")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9))
@@ -145,6 +145,12 @@ def layer_errors(report: Report) -> Figure | None:
         if title.startswith("Error"):
             ax.set_ylabel("relative error" if ax is axes[0] else "")
     return _with_legend(figure, axes)
+
+
+def _place(layer: int | str) -> float:
+    """Where a layer is drawn; layers that share latents, such as "4-7", in their middle."""
+    first, _, last = str(layer).partition("-")
+    return (float(first) + float(last or first)) / 2
 
 
 def _panels(number: int, height: float) -> tuple[Figure, list[Axes]]:

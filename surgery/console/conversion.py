@@ -191,8 +191,8 @@ def _show_ladder(page: Console, ladder: list[dict]) -> None:
 
 def _show_layers(page: Console, layers: list) -> None:
     page.print("error of each layer: predicted from statistics, measured on its own output")
-    stages = list(layers[0].measured)
-    rows = [(layer.layer, *layer.cells(), *(share(layer.measured[stage]) for stage in stages)) for layer in layers]
+    stages = list(dict.fromkeys(stage for layer in layers for stage in layer.measured))  # kept layers have none
+    rows = [(layer.layer, *layer.cells(), *(share(layer.measured.get(stage)) for stage in stages)) for layer in layers]
     page.print(make_table(["layer", *layers[0].columns(), *stages], rows))
 
 

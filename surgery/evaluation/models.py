@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +115,8 @@ class Checkpoint:
         try:
             report = read_json(path)
             for layer in report["layers"]:
-                _check_numbers({name: layer.get(name) for name in ("layer", "rank", "latent_error_share")})
+                _check_numbers({name: layer.get(name) for name in ("rank", "latent_error_share")})
+                _check_layer(layer["layer"])
                 _check_numbers(layer.get("measured") or {})
             if not isinstance(report.get("healing"), dict | None):
                 raise TypeError("healing is no mapping")
@@ -132,6 +134,12 @@ class Checkpoint:
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SurgeryError(f"{path}: not a conversion report ({error!r}); repair or remove it") from None
+
+
+def _check_layer(layer: Any) -> None:
+    """Raises TypeError for what is neither a layer nor layers that share something, such as "4-7"."""
+    if type(layer) is not int and not (isinstance(layer, str) and re.fullmatch(r"\d{1,9}-\d{1,9}", layer, re.ASCII)):
+        raise TypeError(f"layer is {layer!r}, no number")
 
 
 def _check_numbers(values: dict[str, Any]) -> None:
