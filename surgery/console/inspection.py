@@ -13,6 +13,7 @@ from surgery.console.conversion import class_and_why
 from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.console.verdicts import show_next
 from surgery.engines import LOADS, LOADS_WITH, spoken
+from surgery.families import LATENT_FAMILIES
 
 
 def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = False, verbose: bool = False) -> None:
@@ -53,6 +54,8 @@ def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = Fal
             "surgery convert CKPT --to ... --dry-run                    what one of them takes",
         )
         show_next(page, commands)
+    elif inspection.architecture["model_type"] in LATENT_FAMILIES:
+        show_next(page, ["surgery convert CKPT --to mla --dry-run   fewer latents, in its own class"])
 
 
 def _cache(inspection) -> str:

@@ -1,4 +1,4 @@
-"""What `surgery inspect` says of a checkpoint that was converted before: the project's own class, or stock MLA."""
+"""What `surgery inspect` says of a checkpoint that caches latents already: of the project's own class, or MLA."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from surgery.running.loading import load_config
 from surgery.running.skeleton import skeleton
 from surgery.running.source import attention_dtype
 
-MODEL_TYPES = ("surgery", "deepseek_v3")
+MODEL_TYPES = ("surgery", *LATENT_FAMILIES)
 
 
 def converted_facts(reader: CheckpointReader, gpu: GPU, contexts: tuple[int, ...]) -> dict[str, Any]:
@@ -86,7 +86,9 @@ def original(folder: Path, config: Any, windows: structures.Windows, number_byte
 def _structures(config: Any, said: dict[str, Any], number_bytes: float) -> list[Attention]:
     own = said["model_type"] == "surgery"
     try:
-        return structures.of_own_class(config, number_bytes) if own else structures.of_stock_mla(said, number_bytes)
+        if own:
+            return structures.of_own_class(config, number_bytes)
+        return structures.of_stock_mla({**config.to_dict(), **said}, number_bytes)
     except KeyError as error:
         raise SurgeryError(f"config.json of {said['model_type']} does not say {error}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:

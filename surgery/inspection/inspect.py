@@ -92,7 +92,9 @@ def inspect_checkpoint(
     reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
     if reader.config.get("model_type") in MODEL_TYPES:
         if spectra:
-            raise SurgeryError(f"{reader.path}: was converted before; spectra are those of sources, drop --calibration")
+            raise SurgeryError(
+                f"{reader.path}: caches latents; spectra are of keys and values of heads, drop --calibration"
+            )
         return Inspection(**converted_facts(reader, gpu, CONTEXTS), gpu=asdict(gpu))
     opened = Source.open(source, settings, allow_pickle=allow_pickle)
     windows = [opened.windows[layer] for layer in converted_layers(opened.stateful, opened.layers)]

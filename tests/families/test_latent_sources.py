@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from surgery.calibration.statistics import LayerStatistics
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
+from surgery.console.inspection import show_inspection
 from surgery.engines import LOADS
 from surgery.families import LATENT_FAMILIES, latent_family_of
 from surgery.families.attention import CapturedAttention, attend, output
+from surgery.inspection.inspect import inspect_checkpoint
 from surgery.running.source import Source
 from surgery.structures import converter
 from surgery.structures.dry_run import plan_conversion
@@ -143,6 +145,15 @@ def test_fewer_latents(checkpoints, tmp_path, name):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", LATENT_CONFIGS)
+def test_inspection_tells_what_is_cached_and_what_comes_next(checkpoints, name, capsys):
+    found = inspect_checkpoint(checkpoints(name))
+    assert found.kv["bytes_per_token"] == 3 * (16 + 8) * 4 and len(found.windows) == 3
+    assert found.architecture["attention"][0].startswith("3 layers: latent of 16 and 8 rotated numbers")
+    show_inspection(found)
+    assert "--to mla --dry-run" in capsys.readouterr().out
+
+
 def test_more_latents_are_nearer_to_the_source(checkpoints, tmp_path):
     """The divergence of what a random model says from what its source says, by rank."""
     source = checkpoints("minicpm3")
