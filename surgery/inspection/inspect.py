@@ -92,9 +92,8 @@ def inspect_checkpoint(
     reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
     if reader.config.get("model_type") in MODEL_TYPES:
         if spectra:
-            raise SurgeryError(
-                f"{reader.path}: caches latents; spectra are of keys and values of heads, drop --calibration"
-            )
+            why = "was converted before, or is MLA; spectra are of keys and values of heads"
+            raise SurgeryError(f"{reader.path}: {why}, drop --calibration")
         return Inspection(**converted_facts(reader, gpu, CONTEXTS), gpu=asdict(gpu))
     opened = Source.open(source, settings, allow_pickle=allow_pickle)
     windows = [opened.windows[layer] for layer in converted_layers(opened.stateful, opened.layers)]
