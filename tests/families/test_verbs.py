@@ -1,0 +1,34 @@
+"""Every verb on every family, as typed: a conversion is refused in one line, or its result goes through the others."""
+
+import pytest
+from command_line import run_main
+from tiny_models import CONFIGS
+
+from surgery.structures.registry import TARGETS
+
+pytestmark = pytest.mark.slow
+
+TEXT = ["--calibration-tokens", "256", "--calibration-length", "64"]
+QUICK = [*TEXT, "--held-out", "1", "--fit-steps", "0"]
+ASKED = {"hybrid": ["--streaming", "1.0"], "quantized": []}
+SMALL = ["--windows", "2", "--length", "64", "--decoded", "8", "--recall-prompts", "2"]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_verbs_end_in_a_result_or_a_line(checkpoints, tmp_path, monkeypatch, capsys, family):
+    source = checkpoints(family)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        code, _, said = run_main(monkeypatch, capsys, *arguments)
+        refused = [line for line in said.splitlines() if line.startswith("surgery: error:")]
+        assert len(refused) == bool(code), said
+        return code
+
+    assert not run("inspect", source) and not run("doctor", source)
+    run("plan", source, "--kv-ratio", "0.5", *TEXT)
+    made = [to for to in TARGETS if not run("convert", source, "--to", to, "--out", to, *ASKED.get(to, QUICK))]
+    assert "mla" in made
+    for to in made:
+        assert not any(run(verb, to) for verb in ("doctor", "verify", "inspect"))
+        assert not run("eval", to, "--baseline", source, *SMALL)
