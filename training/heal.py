@@ -30,6 +30,7 @@ from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.model import register
+from surgery.running.models import causal_model
 from surgery.running.processes import PATIENCE, Processes
 from surgery.running.unfused import language_model
 from surgery.training.attention import use_attention
@@ -44,7 +45,6 @@ from surgery.training.guards import Interrupted
 from surgery.training.loop import Loop, Training
 from surgery.training.measure import peak_memory
 from surgery.training.models import (
-    load_model,
     load_tokenizer,
     set_dtypes,
     set_quantization_aware,
@@ -124,10 +124,12 @@ def _heal(
         )
     set_seed(settings.seed)
 
-    student = load_model(student_reader, settings)
+    student = causal_model(student_reader, trust_remote_code=settings.trust_remote_code)
     if settings.nested_ranks:
         nested_attentions(student)  # refuses before anything is prepared
-    teacher = load_model(teacher_reader, settings) if teacher_reader else None
+    teacher = None
+    if teacher_reader:
+        teacher = causal_model(teacher_reader, trust_remote_code=settings.trust_remote_code)
     unsharded = accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     if unsharded:
         student.to(accelerator.device)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.disk import disk_errors
@@ -23,15 +23,6 @@ ADAPTER = "adapter"
 """Folder of the LoRA adapter in a healed checkpoint; its weights are merged into the model besides."""
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-
-
-def load_model(reader: CheckpointReader, settings: HealSettings, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """A causal model from its checkpoint, on the CPU.
-
-    Raises:
-        SurgeryError: transformers cannot load it.
-    """
-    return causal_model(reader, dtype=dtype, trust_remote_code=settings.trust_remote_code)
 
 
 def load_tokenizer(reader: CheckpointReader, settings: HealSettings) -> PreTrainedTokenizerBase:
@@ -88,7 +79,7 @@ def write_healed(reader: CheckpointReader, settings: HealSettings, trained: Mapp
     Raises:
         SurgeryError: a tensor has no place in the student, or the disk is full.
     """
-    model = load_model(reader, settings)
+    model = causal_model(reader, trust_remote_code=settings.trust_remote_code)
     if settings.train == "lora":
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         adapted = add_adapters(model.float(), settings.lora_rank, settings.lora_alpha, settings.lora_modules)

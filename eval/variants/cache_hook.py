@@ -31,10 +31,8 @@ def install(model: PreTrainedModel, name: str, prepare: Callable[[nn.Module, Cal
         raise NoVariant(f"{type(model).__name__} is not a decoder with a head: {name} needs a causal language model")
     if getattr(model.config, "kv_cache", None):
         raise NoVariant(f"the checkpoint has a quantised KV cache of its own: {name} needs the one that it was made of")
-    try:
+    with refusals(NoVariant):
         check_full_attention(model.config, name)
-    except ValueError as error:
-        raise NoVariant(str(error)) from None
 
     def refusing(module: nn.Module, call: Call) -> None:
         with refusals():
@@ -52,9 +50,9 @@ def check_no_variant(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """Refusals of the caches, which know no error of this package, as SurgeryError."""
+def refusals(kind: type[SurgeryError] = SurgeryError) -> Iterator[None]:
+    """Refusals of the caches, which know no error of this package, as one of ``kind``."""
     try:
         yield
     except ValueError as error:
-        raise SurgeryError(str(error)) from None
+        raise kind(str(error)) from None

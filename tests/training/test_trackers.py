@@ -36,7 +36,7 @@ def settings(tmp_path, model, monkeypatch):
 @pytest.fixture
 def no_models(monkeypatch):
     """That no model is loaded."""
-    monkeypatch.setattr(heal, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(heal, "causal_model", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
 class Service:
