@@ -1,6 +1,7 @@
 """Options and files of defaults that are made of the classes of settings: flags, aliases, notes and panels."""
 
 import json
+import re
 
 import pytest
 import typer
@@ -221,6 +222,22 @@ def test_panels_and_targets_in_the_help_of_convert():
     assert options["--rank"].rich_help_panel == "Budget" and "(lowrank, crosslayer)" in options["--rank"].help
     assert options["--seed"].help == "Seed of every random choice. [0]"
     assert "crosslayer: xkv" in options["--method"].help and "fisher, transmla, mha2mla" in options["--method"].help
+
+
+@pytest.mark.parametrize("to", [name for name, target in TARGETS.items() if not target.fixed])
+def test_help_of_one_target_has_its_options_and_examples_alone(to, monkeypatch, capsys):
+    code, shown, _ = run_main(monkeypatch, capsys, "convert", f"--to={to}", "--help")
+    shown_flags = {found.strip("-").replace("-", "_") for found in re.findall(r"^│ (--[a-z-]+)", shown, re.MULTILINE)}
+    every = {each.flag for name in TARGETS for each in settings_of(CLASSES[name]).values()}
+    own = {each.flag for each in settings_of(CLASSES[to]).values() if not each.said.in_file}
+    assert code == 0 and shown_flags & every == own
+    assert all(f"--to {to}" in line for line in shown.splitlines() if line.strip().startswith("surgery convert --to"))
+
+
+def test_defaults_are_told_in_one_way(monkeypatch, capsys):
+    for verb in ("inspect", "demo", "convert", "export", "verify", "heal"):
+        _, shown, _ = run_main(monkeypatch, capsys, verb, "--help")
+        assert "default:" not in shown, verb
 
 
 def test_notes_leave_standard_output_pure(checkpoints, tmp_path, monkeypatch, capsys):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +22,7 @@ from surgery.cli.options import (
     PickleOption,
 )
 from surgery.cli.push import HUB, BaseModelOption, PublicOption
+from surgery.cli.verbs import Verb, equip
 from surgery.common.errors import SurgeryError
 from surgery.engines.limits import cache_dtype_flags
 from surgery.structures.registry import TARGETS, described, find_target
@@ -28,7 +31,33 @@ from surgery.structures.registry import TARGETS, described, find_target
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
     classes = {target.name: target.settings_class for target in TARGETS.working().values() if not target.fixed}
-    app.command()(with_settings(convert, classes))
+    app.command(cls=ConvertVerb)(with_settings(convert, classes))
+
+
+class ConvertVerb(Verb):
+    """``--to NAME --help`` is the help of that target alone: of all together most options are some other's."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        words = [word for arg in args for word in arg.split("=", 1)]
+        ctx.meta["to"] = next((value for flag, value in pairwise(words) if flag == "--to"), None)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:
+        if (to := ctx.meta["to"]) is None:
+            super().format_help(ctx, formatter)
+            return
+        target = find_target(to)
+        app = typer.Typer(rich_markup_mode="markdown", add_completion=False)
+        app.command("convert", cls=Verb, help=_examples_of(to))(with_settings(convert, {to: target.settings_class}))
+        equip(app)
+        typer.main.get_command(app).format_help(ctx, formatter)
+
+
+def _examples_of(to: str) -> str:
+    """The verb's help with the examples of one target."""
+    paragraphs = inspect.cleandoc(convert.__doc__).split("\n\n")
+    said = [each for each in paragraphs if "--to " not in each or f"--to {to} " in each]
+    return "\n\n".join(said)
 
 
 def convert(
@@ -39,7 +68,7 @@ def convert(
         typer.Option(
             "--to",
             metavar="NAME",
-            help=f"What the attention becomes: {described()} [mla].",
+            help=f"What the attention becomes: {described()} [mla]. With --help: the options of that one.",
         ),
     ] = None,
     out: Annotated[

@@ -49,14 +49,17 @@ LONG |= {("heads", "score"), ("heads", "compare")}
 """Verbs that work in phases, by the words they are called with."""
 
 
-class _PlainFlags:
-    """Help of flags: no type, as they take no value, and one name, as two would not fit eighty columns."""
+class _PlainHelp:
+    """Help of flags: no type, as they take no value, and one name, as two would not fit eighty columns. Of others: the
+    default as options made of settings have it."""
 
     def get_params(self, ctx) -> list:
         found = super().get_params(ctx)
         for each in found:
             if getattr(each, "is_flag", False):
                 each.metavar = ""
+            elif getattr(each, "show_default", False) and each.default is not None and not each.required:
+                each.help, each.show_default = f"{each.help} [{each.default}]", False
         return found
 
     def format_help(self, ctx, formatter) -> None:
@@ -72,11 +75,11 @@ class _PlainFlags:
                 each.opts, each.secondary_opts = flags, opposite
 
 
-class Verb(_PlainFlags, TyperCommand):
+class Verb(_PlainHelp, TyperCommand):
     """A verb."""
 
 
-class Verbs(_PlainFlags, TyperGroup):
+class Verbs(_PlainHelp, TyperGroup):
     """The verbs of a group."""
 
 
@@ -98,7 +101,8 @@ def equip(app: typer.Typer, *group: str) -> None:
     """Gives every verb of an app what all verbs share, and long ones their log."""
     for verb in app.registered_commands:
         name = verb.name or verb.callback.__name__.strip("_")
-        verb.cls, verb.callback = Verb, _shared(verb.callback, LOGGED if (*group, name) in LONG else {})
+        verb.cls = verb.cls if issubclass(verb.cls or TyperCommand, Verb) else Verb
+        verb.callback = _shared(verb.callback, LOGGED if (*group, name) in LONG else {})
     for each in app.registered_groups:
         equip(each.typer_instance, *group, each.name or each.typer_instance.info.name)
 
