@@ -250,7 +250,8 @@ class Family:
         single = copy.deepcopy(config)
         single.num_hidden_layers = 1
         single.vocab_size = 1
-        single.pad_token_id = None
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(single, name, None)  # transformers warns of those that the vocabulary lacks
         single.tie_word_embeddings = False
         for name in per_layer(config):
             setattr(single, name, [getattr(config, name)[layer]])

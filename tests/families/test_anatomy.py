@@ -17,6 +17,7 @@ from surgery.families.attention import CapturedAttention
 from surgery.families.fused import FUSED
 from surgery.families.towers import TOWERS
 from surgery.inspection.inspect import inspect_checkpoint
+from surgery.running.layer_stream import single_layer_config
 from surgery.running.source import Source
 from surgery.running.unfused import unfused
 from surgery.structures.mla.settings import ConvertSettings
@@ -38,6 +39,13 @@ def test_streamed_anatomy_reproduces_the_model(checkpoints, name):
             opened.stream.run_layer(layer, anatomy, 2, captured)
     torch.testing.assert_close(opened.stream.logits(own), want, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(opened.stream.logits(anatomy), want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_alone_names_no_tokens_that_its_vocabulary_lacks(checkpoints):
+    opened = Source.open(checkpoints("llama"), ConvertSettings())
+    assert opened.config.bos_token_id == 1
+    single = single_layer_config(opened.config, 0)
+    assert single.bos_token_id is single.eos_token_id is single.pad_token_id is None
 
 
 @pytest.mark.parametrize("name", ALL)
