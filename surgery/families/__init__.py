@@ -11,6 +11,8 @@ from surgery.families.gemma2 import GEMMA2
 from surgery.families.gemma3 import GEMMA3_TEXT
 from surgery.families.glm import GLM, GLM4
 from surgery.families.glm4_moe_lite import GLM4_MOE_LITE
+from surgery.families.gpt2 import GPT2
+from surgery.families.gpt_neox import GPT_NEOX
 from surgery.families.gpt_oss import GPT_OSS
 from surgery.families.granite import GRANITE
 from surgery.families.latent_family import LatentFamily
@@ -33,6 +35,7 @@ BUILT_IN = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
     *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GPT_OSS),
     *(QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, MINISTRAL3),
+    *(GPT_NEOX, GPT2),
 )
 
 FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from surgery.common.errors import SurgeryError
 from surgery.families.anatomy import AttentionAnatomy, HeadNorm
+from surgery.families.renamed import Renamed
 from surgery.families.rope import half_split_order, rope_frequencies
 
 LAYER_PREFIX = "model.layers.{layer}."
@@ -104,6 +105,8 @@ class Family:
         mlp_bias: whether the config gives its feed-forward layers biases.
         experts: whether feed-forward layers are mixtures of experts, which pass through untouched.
         expert_layers: adapts a one-layer config to the layer that it stands for, to the feed-forward kind above all.
+        renamed: how its checkpoints are read under the names that all others have, if theirs are other ones. Its own
+            class then holds no KV heads apart from query heads.
     """
 
     model_type: str
@@ -127,6 +130,7 @@ class Family:
     mlp_bias: Callable[[object], bool] = lambda config: False
     experts: bool = False
     expert_layers: Callable[[object, object, int], None] = lambda single, config, layer: None
+    renamed: Renamed | None = None
 
     def shape(self, config) -> tuple[int, int, int]:
         """Query heads, key/value heads and head dimension, as costs follow from them."""

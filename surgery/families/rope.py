@@ -107,7 +107,7 @@ def default_theta(inv_freq: Tensor) -> float | None:
     Default RoPE is the geometric grid ``θ**(-i/n)``, i = 0 … n-1, starting at 1.
     """
     n = len(inv_freq)
-    if n == 0 or abs(float(inv_freq[0]) - 1) > 1e-6:
+    if n == 0 or abs(float(inv_freq[0]) - 1) > 1e-6 or float(inv_freq.min()) <= 0:
         return None
     theta = 10000.0 if n == 1 else float(inv_freq[1]) ** -n
     grid = theta ** -(torch.arange(n, dtype=torch.float64) / n)

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from .configuration_surgery import SurgeryConfig
 from .latent_attention import LatentAttention
 from .modeling_surgery import SurgeryForCausalLM
+from .standard_names import DECODERS
 
 # What config.json has to say for `trust_remote_code=True` to find the classes in the files of `remote_code_files`.
 AUTO_MAP = {
@@ -42,6 +43,7 @@ REMOTE_CODE = (
     "group_cache",
     "group_stores",
     "group_entries",
+    "standard_names",
 )
 
 
@@ -63,6 +65,7 @@ def remote_code_files() -> list[Path]:
 
 __all__ = [
     "AUTO_MAP",
+    "DECODERS",
     "LatentAttention",
     "SurgeryConfig",
     "SurgeryForCausalLM",

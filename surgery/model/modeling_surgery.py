@@ -32,6 +32,7 @@ from .latent_attention import LatentAttention
 from .logit_factor import logit_cap, logit_factor
 from .low_rank_attention import LowRankAttention
 from .sink_window_cache import set_padding
+from .standard_names import standard_decoder_class
 from .straight_through import StraightThroughCodes, StraightThroughLayer
 
 ATTENTION: dict[str, type[nn.Module]] = {
@@ -80,7 +81,7 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         base_config._attn_implementation = config._attn_implementation
         # A PreTrainedModel of its own, under its own model_type, so that transformers' conversion of per-expert
         # checkpoint tensors still applies to it.
-        decoder_class = MODEL_MAPPING[type(base_config)]
+        decoder_class = standard_decoder_class(config.base_model_type, MODEL_MAPPING[type(base_config)])
         if any(entry and entry["kind"] in CROSS_LAYER_KEYS for entry in config.attention_layers):
             check_full_attention(config, "a cache that layers share")
             decoder_class = family_attention_class(BlockwiseDecoder, decoder_class)
@@ -102,7 +103,8 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
                 give_cache = partial(_use_own_layer, config, entry or {})
                 layer.self_attn.register_forward_pre_hook(give_cache, with_kwargs=True)
         # The family's tensor-parallel plan splits heads, which a shared latent cannot follow.
-        self.model._tp_plan = {name: plan for name, plan in self.model._tp_plan.items() if ".self_attn." not in name}
+        split = {name: plan for name, plan in self.model._tp_plan.items() if ".self_attn." not in name}
+        self.model._tp_plan = {name: plan for name, plan in split.items() if ".attention." not in name}
         self._met_device: torch.device | None = None
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -21,13 +21,15 @@ from surgery.families.base import LAYER_PREFIX, per_layer
 from surgery.families.llama import LLAMA
 from surgery.model.attention_functions import own_softmax
 from surgery.model.logit_factor import logit_cap, logit_factor
-from surgery.running.loading import loading
+from surgery.running.loading import loading, with_standard_names
 
 SMALL = 2**26
 """Layers of a model that are no more bytes together stay loaded: to load them would take longer than to run them."""
 VOCABULARY_SLICE = 16_384
 TOKEN_SLICE = 2_048
 NORM_BIAS = "model.norm.bias"
+POSITIONS = "model.embed_positions.weight"
+"""Learned, and added to embeddings of tokens."""
 
 
 class LayerStream:
@@ -78,7 +80,15 @@ class LayerStream:
         rows = self.reader.rows("model.embed_tokens.weight", ids)
         scale = self.family.embedding_scale(self.config)
         rows = rows.to(self.device, self.dtype) if scale == 1.0 else rows.to(self.device, self.dtype) * scale
-        return rows[inverse.to(self.device)]
+        embedded = rows[inverse.to(self.device)]
+        if POSITIONS not in self.reader:
+            return embedded
+        if tokens.shape[1] > (learned := self.reader.info(POSITIONS).shape[0]):
+            raise SurgeryError(
+                f"texts of {tokens.shape[1]:,} tokens: the model has learned {learned:,} positions; take shorter texts "
+                f"(--calibration-length {learned})"
+            )
+        return embedded + self.reader.rows(POSITIONS, torch.arange(tokens.shape[1])).to(embedded)
 
     @contextlib.contextmanager
     def layer(self, index: int) -> Iterator[StreamedLayer]:
@@ -124,6 +134,8 @@ class LayerStream:
         state["model.norm.weight"] = torch.ones(hidden)
         if NORM_BIAS in self.reader:
             state[NORM_BIAS] = torch.zeros(hidden)
+        if POSITIONS in self.reader:  # `embed` has added them
+            state[POSITIONS] = torch.zeros(self.reader.info(POSITIONS).shape)
         state["lm_head.weight"] = torch.zeros(1, hidden)
         config = _joined([self._single_layer_config(self.config, index) for index in range(start, stop)])
         model = _model_from_state(config, state, self.dtype).to(self.device)
@@ -321,6 +333,7 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
 
     # Loading through transformers applies its checkpoint conversions (fused experts), which a plain
     # load_state_dict would miss. Its bar would print once a layer.
+    config = with_standard_names(config)
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -69,7 +69,7 @@ def test_the_norm_before_the_attention_is_that_of_the_class(checkpoints, name):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"model_type": "bert"}, "model_type 'bert' is not supported"),
         ({"model_type": "gemma4"}, "'gemma4' is not supported: its layers share caches.* 8-bit cache"),
         ({"model_type": "qwen3_vl"}, "a model of pictures and text.* merges no heads behind a q/k-norm"),
         ({}, "model_type None is not supported"),

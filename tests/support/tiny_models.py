@@ -17,6 +17,8 @@ from transformers import (
     Glm4Config,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GPT2Config,
+    GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
@@ -89,6 +91,7 @@ STATE_IN_LAYER_0 = {
 }
 SHARED_EXPERT = {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
 MROPE = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+HALF_ROTATED = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-6, tie_word_embeddings=True),
@@ -162,6 +165,11 @@ CONFIGS = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
         },
     ),
+}
+CONFIGS |= {
+    "gpt_neox": lambda: GPTNeoXConfig(**SHAPE, rope_parameters={"rope_type": "default", **HALF_ROTATED}),
+    "gpt_neox_sequential": lambda: GPTNeoXConfig(**SHAPE, attention_bias=False, use_parallel_residual=False),
+    "gpt2": lambda: GPT2Config(**SHAPE, n_inner=48),
 }
 ALL = tuple(CONFIGS)
 # Families that cap logits of attention or have learned sinks.
