@@ -36,6 +36,17 @@ def uniform_window(config, layer: int) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
+FURTHER = "num_nextn_predict_layers"
+"""What configs call the number of layers that predict further tokens, stored behind the others."""
+
+
+def is_further(name: str, layers: int) -> bool:
+    """Whether a tensor is of a layer behind the model's."""
+    start, found, rest = name.partition(LAYER_PREFIX.partition("{")[0])
+    number = rest.partition(".")[0]
+    return bool(found) and not start and number.isdecimal() and int(number) >= layers
+
+
 def keeps_state(config, layer: int) -> bool:
     """Whether ``layer_types`` gives a layer linear attention: a state of one size, no keys and values."""
     types = getattr(config, "layer_types", None)
@@ -83,7 +94,7 @@ class Family:
 
     Attributes:
         model_type: the ``model_type`` of its config.json.
-        qk_norm: whether each head's queries and keys pass an RMS norm before the rotation.
+        qk_norm: whether each head's queries and keys pass an RMS norm before the rotation; None: some checkpoints'.
         norm_scope: over what the mean of that norm is taken: each head, or all heads together.
         window: the sliding window of a layer, from the config.
         scale: what multiplies logits of attention before the softmax, but for the factor of YaRN.
@@ -110,7 +121,7 @@ class Family:
     """
 
     model_type: str
-    qk_norm: bool = False
+    qk_norm: bool | None = False
     norm_scope: Literal["head", "all"] = "head"
     window: Callable[[object, int], int | None] = no_window
     scale: Callable[[object], float] = default_scale
@@ -153,7 +164,8 @@ class Family:
             required |= {"q_norm.weight", "k_norm.weight"}
         if self.sinks:
             required.add("sinks")
-        known = required | {f"{p}_proj.bias" for p in "qkvo"}
+        optional = {"q_norm.weight", "k_norm.weight"} if self.qk_norm is None else set()
+        known = required | optional | {f"{p}_proj.bias" for p in "qkvo"}
         present = {name.removeprefix(prefix) for name in found}
         if unknown := sorted(present - known - {"rotary_emb.inv_freq"}):
             raise SurgeryError(
@@ -189,7 +201,7 @@ class Family:
             return value.index_select(min(1, len(shape) - 1), rotation.order)
 
         def norm(name: str) -> HeadNorm | None:
-            if not self.qk_norm:
+            if not self.qk_norm and f"{prefix}{name}.weight" not in names:
                 return None
             count = {"q_norm": heads, "k_norm": kv_heads}[name]
             shape = (head_dim,) if self.norm_scope == "head" else (count, head_dim)

@@ -64,7 +64,7 @@ def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
 def _whole(config: dict[str, Any], name: str, default: int | None = None) -> int:
     value = default if config.get(name) is None else config[name]
     if type(value) is not int:
-        raise SurgeryError(f"config.json: {name} of phi3 is {value!r}, not one whole number")
+        raise SurgeryError(f"config.json: {name} of {config['model_type']} is {value!r}, not one whole number")
     return value
 
 
@@ -82,5 +82,27 @@ def _phi3_parts(config: dict[str, Any]) -> dict[str, dict[str, int]]:
     }
 
 
-FUSED: dict[str, FusedFamily] = {"phi3": FusedFamily(_phi3_config, _phi3_parts)}
-"""By ``model_type``: Phi-3 and Phi-4."""
+def _internlm3_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A Llama's, whose biases have other names."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "dynamic":
+        raise SurgeryError(
+            "config.json: RoPE dynamic of internlm3 changes its frequencies with the length of the text, once that is "
+            f"over {_whole(config, 'max_position_embeddings', 32_768):,} tokens, which no conversion can follow; for "
+            "texts up to there take rope_scaling out of config.json"
+        )
+    biases = {name: bool(config.get(name, config.get(old))) for name, old in _BIASES.items()}
+    if biases["attention_bias"] != biases["mlp_bias"]:
+        raise SurgeryError("config.json: internlm3 with qkv_bias unlike bias is not supported")
+    kept = {name: value for name, value in config.items() if name not in (*_BIASES.values(), "auto_map")}
+    return {**kept, **biases, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+
+
+_BIASES = {"attention_bias": "qkv_bias", "mlp_bias": "bias"}
+
+FUSED: dict[str, FusedFamily] = {
+    "phi3": FusedFamily(_phi3_config, _phi3_parts),
+    "internlm3": FusedFamily(_internlm3_config, lambda config: {}),
+}
+"""By ``model_type``: Phi-3 and Phi-4, and InternLM3, which only calls its settings otherwise."""

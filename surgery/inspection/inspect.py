@@ -143,7 +143,7 @@ def _architecture(opened: Source) -> dict:
         "rope_type": rope.get("rope_type", "default"),
         "rope_theta": rope.get("rope_theta"),
         "biases": [name[0] for name in ("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias") if name in names],
-        "qk_norm": opened.family.qk_norm,
+        "qk_norm": "q_norm.weight" in names,
         "experts": opened.family.experts,
         "tied_embeddings": bool(config.tie_word_embeddings),
         "dtype": str(_attention_dtype(opened)).removeprefix("torch."),

@@ -309,6 +309,8 @@ def _joined(singles: list):
         setattr(config, name, [entry for single in singles for entry in getattr(single, name)])
     if getattr(config, "mlp_only_layers", None) is not None:
         config.mlp_only_layers = [place for place, single in enumerate(singles) if single.mlp_only_layers]
+    if getattr(config, "first_k_dense_replace", None) is not None:
+        config.first_k_dense_replace = sum(bool(single.first_k_dense_replace) for single in singles)
     config.num_hidden_layers = count
     return config
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families import FAMILIES
-from surgery.families.base import LAYER_PREFIX
+from surgery.families.base import FURTHER, LAYER_PREFIX, is_further
 from surgery.families.fused import FUSED
 from surgery.families.towers import TOWERS, text_names
 from surgery.running.loading import load_config
@@ -17,11 +17,18 @@ from surgery.running.loading import load_config
 def unfused(reader: CheckpointReader) -> CheckpointReader:
     """The reader itself, or a view of it under the names and with the config of the family that its model is read as.
 
+    Layers that predict further tokens, behind the model's own, are not in it: they read what other layers cache.
+
     Raises:
         SurgeryError: the model has something that this family has not.
     """
     reader = language_model(reader)
-    family = FUSED.get(reader.config.get("model_type"))
+    model_type = reader.config.get("model_type")
+    if model_type in FAMILIES and reader.config.get(FURTHER):
+        layers = reader.config["num_hidden_layers"]
+        further = {name: {} for name in reader.names() if is_further(name, layers)}
+        return reader.seen_as({**reader.config, FURTHER: 0}, further)
+    family = FUSED.get(model_type)
     if family is None:
         return reader
     config, of_layer, parts = family.config(reader.config), family.parts(reader.config), {}

@@ -82,6 +82,8 @@ def convert(
     if stored := asked.opened.reader.dequantised_from:
         dtype = str(asked.opened.weight_dtype).removeprefix("torch.")
         progress.note(f"{stored} weights become {dtype} in the result, all of them")
+    if left_out := asked.opened.reader.left_out:
+        progress.note(f"left out, which no class of the result would read: {left_out[0]} and {len(left_out) - 1} more")
     with progress.step(1, STEPS):
         texts = load_texts(asked.opened, settings, progress)
     facts = {"source": asked.opened.reader.stamp(), "settings": settings.to_dict(), "texts": texts.hashes()}

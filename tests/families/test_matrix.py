@@ -59,6 +59,9 @@ FIRST = {
     "gpt_neox": ("gqa",),
     "gpt_neox_sequential": (),
     "gpt2": ("lowrank",),
+    "glm4_moe": ("mla",),
+    "glm4_moe_norm": (),
+    "internlm3": (),
 }
 """What each family is tested in by default: where what is its own meets what a structure does."""
 
@@ -73,10 +76,13 @@ REFUSED = {
     ("qwen3_next_state", "gqa"): "behind a q/k-norm",
     ("qwen3_5_state", "gqa"): "behind a q/k-norm",
     ("qwen3_5_moe_state", "gqa"): "behind a q/k-norm",
+    ("glm4_moe_norm", "gqa"): "behind a q/k-norm",
 }
 
-STOCK = "falcon3", "seed_oss", "phi3"
+STOCK = "falcon3", "seed_oss", "phi3", "internlm3"
 """What stock ``deepseek_v3`` carries."""
+READ_AS_OTHERS = "phi3", "phi3_window", "internlm3"
+"""Families whose checkpoints are another family's but for names."""
 
 NEW = [name for name in ALL if name not in FAMILIES]
 MIXED = [name for name in NEW if name.endswith(("_window", "_state"))]
@@ -102,7 +108,7 @@ def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
     assert result.report.target["engines"]["transformers"]["status"] in (LOADS, LOADS_WITH)
 
     model = AutoModelForCausalLM.from_pretrained(result.path).eval()
-    if to == "gqa" and "phi3" not in name:  # which is read as a Llama
+    if to == "gqa" and name not in READ_AS_OTHERS:
         own = AutoConfig.from_pretrained(checkpoints(name)).model_type
         assert model.config.model_type == ("surgery" if own in DECODERS else own)
     tokens = torch.randint(3, 4096, (2, 24), generator=torch.Generator().manual_seed(0))

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -15,6 +16,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmConfig,
     GPT2Config,
@@ -170,7 +172,17 @@ CONFIGS |= {
     "gpt_neox": lambda: GPTNeoXConfig(**SHAPE, rope_parameters={"rope_type": "default", **HALF_ROTATED}),
     "gpt_neox_sequential": lambda: GPTNeoXConfig(**SHAPE, attention_bias=False, use_parallel_residual=False),
     "gpt2": lambda: GPT2Config(**SHAPE, n_inner=48),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **{**SHAPE, **LATENT_EXPERTS, "head_dim": 16, "attention_bias": True},
+        **{"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
+    ),
+    "glm4_moe_norm": lambda: Glm4MoeConfig(
+        **{**SHAPE, **LATENT_EXPERTS, "head_dim": 16, "first_k_dense_replace": 0},
+        **{"n_group": 1, "topk_group": 1, "use_qk_norm": True, "num_mtp_layers": 0},
+    ),
 }
+if hasattr(transformers, "InternLM3Config"):  # newer than the floor
+    CONFIGS["internlm3"] = lambda: transformers.InternLM3Config(**SHAPE, head_dim=16)
 ALL = tuple(CONFIGS)
 # Families that cap logits of attention or have learned sinks.
 OWN_SOFTMAX = ("gemma2", "gpt_oss")
