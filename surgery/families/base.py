@@ -156,8 +156,8 @@ class Family:
         """
         prefix = ATTENTION_PREFIX.format(layer=layer)
         found = [name for name in reader.names() if name.startswith(prefix)]
-        state = LAYER_PREFIX.format(layer=layer) + "linear_attn."
-        if not found and any(name.startswith(state) for name in reader.names()):
+        states = tuple(LAYER_PREFIX.format(layer=layer) + module for module in ("linear_attn.", "mamba."))
+        if not found and any(name.startswith(states) for name in reader.names()):
             return []
         required = {f"{p}_proj.weight" for p in "qkvo"}
         if self.qk_norm:

@@ -9,9 +9,9 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .configuration_surgery import SurgeryConfig
+from .family_decoders import DECODERS
 from .latent_attention import LatentAttention
 from .modeling_surgery import SurgeryForCausalLM
-from .standard_names import DECODERS
 
 # What config.json has to say for `trust_remote_code=True` to find the classes in the files of `remote_code_files`.
 AUTO_MAP = {
@@ -43,7 +43,7 @@ REMOTE_CODE = (
     "group_cache",
     "group_stores",
     "group_entries",
-    "standard_names",
+    "family_decoders",
 )
 
 

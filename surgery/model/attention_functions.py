@@ -124,7 +124,8 @@ def rotation_of(stock: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch
     """
     windows_rotate = stock.config.model_type == "cohere2"
     one_angle_a_pair = stock.config.model_type == "gpt_oss"
-    if not getattr(stock, "use_rope", True) or (windows_rotate and stock.sliding_window is None):
+    nowhere = getattr(stock.config, "position_embedding_type", "rope") != "rope"  # of Granite 4
+    if nowhere or not getattr(stock, "use_rope", True) or (windows_rotate and stock.sliding_window is None):
         return _unrotated
     family = next(cls for cls in type(stock).__mro__ if hasattr(sys.modules[cls.__module__], "apply_rotary_pos_emb"))
     return partial(_rotated, sys.modules[family.__module__].apply_rotary_pos_emb, 2 if one_angle_a_pair else 1)
@@ -151,16 +152,17 @@ def project_queries(module: nn.Module, hidden_states: torch.Tensor) -> tuple[tor
 
 
 def project_heads(
-    module: nn.Module, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    module: nn.Module, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [B, H, T, d] and keys and values [B, G, T, d] of [B, T, D] as the family has them, rotated."""
+    cos, sin = position_embeddings or (None, None)
     query, key, value = (
         projection(hidden_states).unflatten(-1, (-1, module.head_dim))
         for projection in (module.q_proj, module.k_proj, module.v_proj)
     )
     if hasattr(module, "q_norm"):
         query, key = normalise_heads(module.q_norm, query), normalise_heads(module.k_norm, key)
-    query, key = (module.rotate(heads.transpose(1, 2), *position_embeddings) for heads in (query, key))
+    query, key = (module.rotate(heads.transpose(1, 2), cos, sin) for heads in (query, key))
     return query, key, value.transpose(1, 2)
 
 

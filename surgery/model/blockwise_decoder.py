@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .cache_layer import is_empty
 from .cross_layer_attention import GroupMember
+from .family_decoders import NoRotation
 from .group_cache import GroupLayer
 
 
@@ -64,7 +65,8 @@ class BlockwiseDecoder(nn.Module):
         for start, end in pairwise(self._boundaries(first, stop)):
             piece = slice(start - first, end - first)
             slots = torch.arange(end, device=given.device)[None]
-            embeddings = self.rotary_emb(like, position_ids=slots)
+            rotary = self.rotary_emb if self.rotary_emb is not None else NoRotation()
+            embeddings = rotary(like, position_ids=slots)
             learned = position_ids is not None and hasattr(self, "embed_positions")
             output = super().forward(
                 input_ids=None if input_ids is None else input_ids[:, piece],

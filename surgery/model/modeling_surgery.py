@@ -24,6 +24,7 @@ from .configuration_surgery import SurgeryConfig
 from .cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
 from .cross_layer_latent_attention import CrossLayerLatentAttention
 from .exact_window_cache import ExactWindowLayer
+from .family_decoders import NoRotation, family_decoder_class
 from .group_entries import CROSS_LAYER_KEYS
 from .grouped_attention import GroupedAttention
 from .hybrid_attention import HybridAttention
@@ -32,7 +33,6 @@ from .latent_attention import LatentAttention
 from .logit_factor import logit_cap, logit_factor
 from .low_rank_attention import LowRankAttention
 from .sink_window_cache import set_padding
-from .standard_names import standard_decoder_class
 from .straight_through import StraightThroughCodes, StraightThroughLayer
 
 ATTENTION: dict[str, type[nn.Module]] = {
@@ -81,7 +81,7 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         base_config._attn_implementation = config._attn_implementation
         # A PreTrainedModel of its own, under its own model_type, so that transformers' conversion of per-expert
         # checkpoint tensors still applies to it.
-        decoder_class = standard_decoder_class(config.base_model_type, MODEL_MAPPING[type(base_config)])
+        decoder_class = family_decoder_class(config.base_model_type, MODEL_MAPPING[type(base_config)])
         if any(entry and entry["kind"] in CROSS_LAYER_KEYS for entry in config.attention_layers):
             check_full_attention(config, "a cache that layers share")
             decoder_class = family_attention_class(BlockwiseDecoder, decoder_class)
@@ -117,7 +117,7 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
             if isinstance(attention, LowRankAttention | CrossLayerAttention):
                 # Some families have a RoPE for each type of layer, and say its type.
                 of_type = {"layer_type": kind} if (kind := getattr(attention, "rope_of", None)) else {}
-                rotary = self.model.rotary_emb
+                rotary = self.model.rotary_emb if self.model.rotary_emb is not None else NoRotation()
                 attention.rotary = (partial(rotary, **of_type) if of_type else rotary,)
             if isinstance(attention, LowRankAttention):
                 attention.handed_on = handed_on
@@ -127,7 +127,9 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _attentions(self) -> list[nn.Module]:
         """Of all layers that keep keys and values, or something in their place."""
-        return [layer.self_attn for layer in self.model.layers if hasattr(layer, "self_attn")]
+        return [
+            attention for layer in self.model.layers if (attention := getattr(layer, "self_attn", None)) is not None
+        ]
 
     def init_continuous_batching(self, *args, **kwargs):
         """Refuses continuous batching (`generate_batch`, `transformers serve`).
@@ -217,7 +219,8 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
     def _layers(self) -> list[CacheLayerMixin]:
         """New, empty layers of the cache, whoever makes it, but for those that keep a state."""
         layers = self.cache_layers() or DynamicCache(config=self.config).layers
-        return [layer for layer, block in zip(layers, self.model.layers, strict=True) if hasattr(block, "self_attn")]
+        blocks = zip(layers, self.model.layers, strict=True)
+        return [layer for layer, block in blocks if getattr(block, "self_attn", None) is not None]
 
     def _cached_layers(self, batch: int) -> list[CachedLayer]:
         return [

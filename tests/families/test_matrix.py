@@ -59,6 +59,8 @@ FIRST = {
     "gpt_neox": ("gqa",),
     "gpt_neox_sequential": (),
     "gpt2": ("lowrank",),
+    "granite4": (),
+    "granite4_state": ("mla",),
     "glm4_moe": ("mla",),
     "glm4_moe_norm": (),
     "internlm3": (),
@@ -76,6 +78,7 @@ REFUSED = {
     ("qwen3_next_state", "gqa"): "behind a q/k-norm",
     ("qwen3_5_state", "gqa"): "behind a q/k-norm",
     ("qwen3_5_moe_state", "gqa"): "behind a q/k-norm",
+    ("granite4_state", "gqa"): "keep a state and have no KV heads",
     ("glm4_moe_norm", "gqa"): "behind a q/k-norm",
 }
 

@@ -1,8 +1,9 @@
-"""Decoders whose modules have names of their own, with those of all other families.
+"""Decoders of families that have other names for their modules, or do not tell attention where tokens are.
 
 GPT-NeoX (arXiv:2204.06745) and GPT-2 project queries, keys and values as one, under other names than the rest. Here
 their decoders have `embed_tokens`, `layers` and `norm`, their layers `input_layernorm` and `self_attn`, and that has
-`q_proj`, `k_proj`, `v_proj` and `o_proj`; what they compute is the family's own code.
+`q_proj`, `k_proj`, `v_proj` and `o_proj`; what they compute is the family's own code. Layers of Granite 4 hand
+`position_ids` on to their attention.
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
@@ -149,12 +150,65 @@ class GPT2Decoder(_Decoder):
 
 
 DECODERS: dict[str, type[_Decoder]] = {"gpt_neox": NeoXDecoder, "gpt2": GPT2Decoder}
-"""By the `model_type` of the family."""
+"""By the `model_type` of a family that has other names."""
 
 
-def standard_decoder_class(model_type: str, decoder: type[nn.Module]) -> type[nn.Module]:
-    """A family's decoder class, or the same with the names that all have."""
-    return family_attention_class(DECODERS[model_type], decoder) if model_type in DECODERS else decoder
+class PlacedLayer(nn.Module):
+    """Put before a layer's class by `family_attention_class`: its attention learns the positions of tokens."""
+
+    def forward(self, hidden_states: torch.Tensor, token_positions: torch.Tensor | None = None, **kwargs):
+        """As the family's; layers that keep a state are not told."""
+        if getattr(self, "self_attn", None) is not None:
+            kwargs["position_ids"] = token_positions
+        return super().forward(hidden_states, **kwargs)
+
+
+class PlacedDecoder(nn.Module):
+    """Put before a decoder whose layers get no `position_ids`."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        for layer in self.layers:
+            layer.__class__ = family_attention_class(PlacedLayer, type(layer))
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: the decoder is the family's own."""
+        return False
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        **kwargs,
+    ):
+        """As the family's."""
+        if position_ids is None:
+            given = input_ids if input_ids is not None else inputs_embeds
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = torch.arange(given.shape[1], device=given.device)[None] + seen
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            token_positions=position_ids,
+            **kwargs,
+        )
+
+
+def family_decoder_class(model_type: str, decoder: type[nn.Module]) -> type[nn.Module]:
+    """A family's decoder class, or the same with what converted attention asks for."""
+    own = PlacedDecoder if model_type == "granitemoehybrid" else DECODERS.get(model_type)
+    return decoder if own is None else family_attention_class(own, decoder)
 
 
 def _rename(module: nn.Module, names: dict[str, str]) -> None:
@@ -163,4 +217,4 @@ def _rename(module: nn.Module, names: dict[str, str]) -> None:
         module._modules[new] = module._modules.pop(old)
 
 
-__all__ = ["DECODERS", "SeparateAttention", "standard_decoder_class"]
+__all__ = ["DECODERS", "NoRotation", "SeparateAttention", "family_decoder_class"]
