@@ -7,6 +7,7 @@ from typing import Any
 
 from surgery.checkpoint.disk import read_json
 from surgery.common.errors import SurgeryError
+from surgery.common.size_names import SIZE_NAMES
 
 # An order of magnitude above the largest models. transformers makes lists of as many entries as there are layers, and
 # frequencies of as many numbers as a head has, whatever the weights hold.
@@ -22,6 +23,7 @@ LIMITS = {
     "sliding_window": 2**40,
 }
 """The most that a config may claim, by name."""
+LIMITS |= {name: LIMITS[other] for name, other in SIZE_NAMES.items()}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -61,3 +63,15 @@ def with_rope_beside(config: dict[str, Any]) -> dict[str, Any]:
     if rope.get("rope_type", "default") != "default":
         apart["rope_scaling"] = {name: value for name, value in rope.items() if name not in apart}
     return {**config, **apart}
+
+
+def arguments(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config class of transformers is made with, of a config.json."""
+    return {name: _floats(value) for name, value in config.items() if name not in ("model_type", "auto_map")}
+
+
+def _floats(value: Any) -> Any:
+    """A value in which transformers wrote infinity as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_floats(each) for each in value]
+    return float(value["__float__"]) if isinstance(value, dict) and value.keys() == {"__float__"} else value

@@ -131,7 +131,7 @@ class Facts:
 def _attending(config: dict[str, Any]) -> int:
     """Layers that cache keys and values; Qwen3-Next says how often there is one, or the type of each."""
     if types := config.get("layer_types"):
-        return len(types) - types.count("linear_attention")
+        return len(types) - types.count("linear_attention") - types.count("mamba")
     return config["num_hidden_layers"] // config.get("full_attention_interval", 1)
 
 
