@@ -14,7 +14,7 @@ from torch import Tensor
 from surgery.common.errors import SurgeryError
 from surgery.families.anatomy import AttentionAnatomy, HeadNorm
 from surgery.families.renamed import Renamed
-from surgery.families.rope import half_split_order, rope_frequencies
+from surgery.families.rope import LONGROPE, STATIC_ROPE_TYPES, half_split_order, rope_frequencies
 
 LAYER_PREFIX = "model.layers.{layer}."
 ATTENTION_PREFIX = "model.layers.{layer}.self_attn."
@@ -220,7 +220,8 @@ class Family:
         hidden = config.hidden_size
         query, gate = queries("weight", hidden)
         query_bias, gate_bias = queries("bias")
-        return AttentionAnatomy(
+        partial = rotation.factor != 1.0 and bool((rotation.inv_freq == 0).any())
+        anatomy = AttentionAnatomy(
             q=query,
             k=rows("k_proj.weight", kv_heads, head_dim, hidden),
             v=tensor("v_proj.weight", kv_heads, head_dim, hidden),
@@ -232,15 +233,17 @@ class Family:
             q_norm=norm("q_norm"),
             k_norm=norm("k_norm"),
             inv_freq=rotation.inv_freq,
-            scale=rotation.factor**2 * self.scale(config),
+            scale=(1.0 if partial else rotation.factor**2) * self.scale(config),
             softcap=self.softcap(config),
             sinks=tensor("sinks", heads),
             gate=gate,
             gate_bias=gate_bias,
             window=self.window(config, layer),
             order=rotation.order,
-            rope_factor=rotation.factor,
+            rope_factor=1.0 if partial else rotation.factor,
+            partial_factor=rotation.factor if partial else 1.0,
         )
+        return anatomy if not partial else anatomy.with_scaled_queries(rotation.factor**2)
 
     def rotation(self, config, layer: int) -> Rotation:
         """Frequencies of all pairs of a layer's heads, zeros for those that stand still.
@@ -251,11 +254,12 @@ class Family:
         head_dim, types = head_shape(config)[2], getattr(config, "layer_types", None)
         if not self.rotates(config, layer):
             return Rotation(torch.zeros(head_dim // 2, dtype=torch.float64), 1.0, None)
-        inv_freq, factor = rope_frequencies(config, head_dim, types[layer] if types else None)
+        kinds = (*STATIC_ROPE_TYPES, LONGROPE)
+        inv_freq, factor = rope_frequencies(config, head_dim, types[layer] if types else None, kinds)
         if 2 * len(inv_freq) < head_dim and not self.partial:
             raise SurgeryError(f"config.json: partial_rotary_factor is not supported in family {self.model_type!r}")
         order = half_split_order(head_dim, 2 * len(inv_freq), interleaved=self.interleaved)
-        if factor != 1.0 and 2 * len(inv_freq) < head_dim:
+        if factor != 1.0 and 2 * len(inv_freq) < head_dim and config.rope_parameters.get("rope_type") != LONGROPE:
             raise SurgeryError(
                 f"config.json: RoPE multiplies a part of each head by {factor:g}, which is not supported"
             )

@@ -12,8 +12,17 @@ from torch import Tensor
 from surgery.common.errors import SurgeryError
 
 # The scalings whose frequencies do not depend on the length of the text. "dynamic" and "longrope" change theirs while
-# decoding, which no conversion that mixes frequencies into weights can follow.
+# decoding, which no conversion that mixes frequencies into weights can follow; of longrope the class computes them.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+LONGROPE = "longrope"
+
+
+def unchanged_length(config) -> int | None:
+    """The longest text, in tokens, over which a config's frequencies stay the same; None where they never change."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != LONGROPE or rope.get("short_factor") == rope.get("long_factor"):
+        return None
+    return rope["original_max_position_embeddings"]
 
 
 def rope_frequencies(

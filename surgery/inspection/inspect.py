@@ -144,7 +144,7 @@ def _architecture(opened: Source) -> dict:
         "rope_theta": rope.get("rope_theta"),
         "biases": [name[0] for name in ("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias") if name in names],
         "qk_norm": "q_norm.weight" in names,
-        "experts": opened.family.experts,
+        "experts": any(".experts." in name or ".block_sparse_moe." in name for name in reader.names()),
         "tied_embeddings": bool(config.tie_word_embeddings),
         "dtype": str(_attention_dtype(opened)).removeprefix("torch."),
         "dequantised_from": reader.dequantised_from,

@@ -19,6 +19,7 @@ from surgery.common.errors import SurgeryError
 from surgery.families import Family, family_around
 from surgery.families.base import LAYER_PREFIX, per_layer
 from surgery.families.llama import LLAMA
+from surgery.families.rope import unchanged_length
 from surgery.model.attention_functions import own_softmax
 from surgery.model.logit_factor import logit_cap, logit_factor
 from surgery.running.loading import loading, with_standard_names
@@ -68,8 +69,14 @@ class LayerStream:
         """Token embeddings [N, T, D] of ids [N, T].
 
         Raises:
-            SurgeryError: the texts reach positions that scale queries, which is not simulated.
+            SurgeryError: the texts reach positions that scale queries or change frequencies, which is not simulated.
         """
+        unchanged = unchanged_length(self.config)
+        if unchanged is not None and tokens.shape[1] > unchanged:
+            raise SurgeryError(
+                f"texts of {tokens.shape[1]:,} tokens: RoPE longrope has other frequencies over {unchanged:,}, which "
+                f"is not simulated; take shorter texts (--calibration-length {unchanged})"
+            )
         first_scaled = self.family.first_scaled(self.config)
         if first_scaled is not None and tokens.shape[1] > first_scaled:
             raise SurgeryError(
@@ -83,11 +90,6 @@ class LayerStream:
         embedded = rows[inverse.to(self.device)]
         if POSITIONS not in self.reader:
             return embedded
-        if tokens.shape[1] > (learned := self.reader.info(POSITIONS).shape[0]):
-            raise SurgeryError(
-                f"texts of {tokens.shape[1]:,} tokens: the model has learned {learned:,} positions; take shorter texts "
-                f"(--calibration-length {learned})"
-            )
         return embedded + self.reader.rows(POSITIONS, torch.arange(tokens.shape[1])).to(embedded)
 
     @contextlib.contextmanager

@@ -88,8 +88,7 @@ def test_refused_configs(config, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, "RoPE longrope of phi3"),
-        ({"partial_rotary_factor": 0.75}, "a part of each head only"),
+        ({"partial_rotary_factor": 0.5, "sliding_window": 16}, "a sliding window that rotates a part of each head"),
         ({"num_key_value_heads": 4}, "64 rows do not fit"),
     ],
 )
