@@ -23,7 +23,6 @@ LIMITS = {
     "sliding_window": 2**40,
 }
 """The most that a config may claim, by name."""
-LIMITS |= {name: LIMITS[other] for name, other in SIZE_NAMES.items()}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def check_sizes(config: dict[str, Any], where: str) -> None:
     """Raises SurgeryError where a config, or one within it, claims an impossible size."""
     for name, value in config.items():
-        limit = LIMITS.get(name)
+        limit = LIMITS.get(SIZE_NAMES.get(name, name))
         if limit is not None:
             for each in value if isinstance(value, list) else [] if value is None else [value]:  # some have one a layer
                 if type(each) is not int or not 1 <= each <= limit:

@@ -176,9 +176,9 @@ CONFIGS |= {
     "gpt_neox_sequential": lambda: GPTNeoXConfig(**SHAPE, attention_bias=False, use_parallel_residual=False),
     "gpt2": lambda: GPT2Config(**SHAPE, n_inner=48),
     "phi4_mini": lambda: Phi3Config(
-        **{**SHAPE, "hidden_size": 64, "tie_word_embeddings": True},
+        **{**SHAPE, "tie_word_embeddings": True},
         **{"original_max_position_embeddings": 128, "partial_rotary_factor": 0.75},
-        rope_scaling={"type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.2], "long_factor": [3.0] * 6},
+        rope_scaling={"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [3.0] * 3},
     ),
     "granite4": lambda: GraniteMoeHybridConfig(
         **{**SHAPE, **MULTIPLIERS, "num_local_experts": 0, "shared_intermediate_size": 48, **MAMBA},
