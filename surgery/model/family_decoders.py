@@ -104,7 +104,9 @@ class _Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             layer.__class__ = family_attention_class(self.layer_class, type(layer))
             _rename(layer, self.layer_class.names)
-            attention = family_attention_class(SeparateAttention, type(layer.self_attn))
+            attention = SeparateAttention
+            if getattr(config, "rope_parameters", None) is not None:  # by its class the family's rotation is found
+                attention = family_attention_class(SeparateAttention, type(layer.self_attn))
             layer.self_attn = attention(config, index)
 
     @classmethod
