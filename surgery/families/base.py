@@ -89,8 +89,8 @@ class Rotation:
 class Family:
     """How one model family names, biases, rotates, scales, normalises and masks its attention, and what is around it.
 
-    All families here keep ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` apart under ``model.layers.N.self_attn``;
-    a family that does otherwise needs more fields.
+    All families here keep ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` apart under ``model.layers.N.self_attn``,
+    or are read as if they did (``renamed``, :mod:`surgery.families.fused`).
 
     Attributes:
         model_type: the ``model_type`` of its config.json.

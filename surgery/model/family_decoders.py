@@ -92,8 +92,22 @@ class GPT2Layer(nn.Module):
         return self.mlp.dropout(out), weights
 
 
-class _Decoder(nn.Module):
+class FamilyDecoder(nn.Module):
     """Put before a family's decoder in the bases of a class, by `family_attention_class`."""
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: the decoder is the family's own."""
+        return False
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        # transformers would search this file for what `attend` asks.
+        return True
+
+
+class RenamedDecoder(FamilyDecoder):
+    """One whose modules get the names of all other families."""
 
     names: ClassVar[dict[str, str]]
     layer_class: ClassVar[type[nn.Module]]
@@ -109,22 +123,12 @@ class _Decoder(nn.Module):
                 attention = family_attention_class(SeparateAttention, type(layer.self_attn))
             layer.self_attn = attention(config, index)
 
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        """No: but for names the decoder is the family's own."""
-        return False
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        # transformers would search this file for what `attend` asks.
-        return True
-
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Puts other token embeddings in."""
         self.embed_tokens = value
 
 
-class NeoXDecoder(_Decoder):
+class NeoXDecoder(RenamedDecoder):
     """GPT-NeoX's."""
 
     names: ClassVar[dict[str, str]] = {"embed_in": "embed_tokens", "final_layer_norm": "norm"}
@@ -133,7 +137,7 @@ class NeoXDecoder(_Decoder):
     embed_in, final_layer_norm = _called("embed_tokens"), _called("norm")
 
 
-class GPT2Decoder(_Decoder):
+class GPT2Decoder(RenamedDecoder):
     """GPT-2's, with positions that are learned and added to the embeddings."""
 
     names: ClassVar[dict[str, str]] = {
@@ -151,7 +155,7 @@ class GPT2Decoder(_Decoder):
         self.rotary_emb = NoRotation()
 
 
-DECODERS: dict[str, type[_Decoder]] = {"gpt_neox": NeoXDecoder, "gpt2": GPT2Decoder}
+DECODERS: dict[str, type[RenamedDecoder]] = {"gpt_neox": NeoXDecoder, "gpt2": GPT2Decoder}
 """By the `model_type` of a family that has other names."""
 
 
@@ -165,46 +169,29 @@ class PlacedLayer(nn.Module):
         return super().forward(hidden_states, **kwargs)
 
 
-class PlacedDecoder(nn.Module):
-    """Put before a decoder whose layers get no `position_ids`."""
+class PlacedDecoder(FamilyDecoder):
+    """One whose layers would get no `position_ids`."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
         for layer in self.layers:
             layer.__class__ = family_attention_class(PlacedLayer, type(layer))
 
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        """No: the decoder is the family's own."""
-        return False
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return True
-
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        *,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
         **kwargs,
     ):
         """As the family's."""
         if position_ids is None:
-            given = input_ids if input_ids is not None else inputs_embeds
+            given = input_ids if input_ids is not None else kwargs["inputs_embeds"]
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = torch.arange(given.shape[1], device=given.device)[None] + seen
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            token_positions=position_ids,
-            **kwargs,
-        )
+        kwargs |= {"position_ids": position_ids, "token_positions": position_ids}
+        return super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
 
 
 def family_decoder_class(model_type: str, decoder: type[nn.Module]) -> type[nn.Module]:

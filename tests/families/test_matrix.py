@@ -63,10 +63,10 @@ FIRST = {
     "gpt_neox": ("gqa",),
     "gpt_neox_sequential": (),
     "gpt2": ("lowrank",),
-    "phi4_mini": ("hybrid",),
+    "phi4_mini": (),
     "granite4": (),
     "granite4_state": ("mla",),
-    "glm4_moe": ("mla",),
+    "glm4_moe": (),
     "glm4_moe_norm": (),
     "internlm3": (),
 }
