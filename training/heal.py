@@ -29,7 +29,7 @@ from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.model import DECODERS, register
+from surgery.model import register
 from surgery.running.models import causal_model
 from surgery.running.processes import PATIENCE, Processes
 from surgery.running.unfused import language_model
@@ -45,6 +45,7 @@ from surgery.training.guards import Interrupted
 from surgery.training.loop import Loop, Training
 from surgery.training.measure import peak_memory
 from surgery.training.models import (
+    check_writable,
     load_tokenizer,
     set_dtypes,
     set_quantization_aware,
@@ -95,8 +96,7 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     processes = Processes(cpu=settings.device == "cpu")
     progress = (progress or Progress()) if processes.is_main else Progress(silent=True)
     student_reader = language_model(CheckpointReader.open(settings.student))
-    if (kind := student_reader.config.get("model_type")) in DECODERS:
-        raise SurgeryError(f"{settings.student}: a {kind} as it came, which is not written back; convert it first")
+    check_writable(student_reader)
     teacher_reader = language_model(CheckpointReader.open(settings.teacher)) if settings.teacher else None
     processes.from_main(lambda: _staging(settings, student_reader, teacher_reader) and None)
     run = Path(settings.out).expanduser().resolve()

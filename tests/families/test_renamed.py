@@ -1,4 +1,4 @@
-"""GPT-NeoX and GPT-2, whose modules have other names: names of published checkpoints, and the own class around them."""
+"""GPT-NeoX, GPT-2 and InternLM3, which call things otherwise: as published, and the own class around the first two."""
 
 import copy
 import json
@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from command_line import run_main
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS
 from transformers import AutoModelForCausalLM
@@ -15,7 +16,9 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.running.models import causal_model
+from surgery.running.source import Source
 from surgery.running.unfused import unfused
+from surgery.structures.mla.settings import ConvertSettings
 
 NAMES = "gpt_neox", "gpt2"
 PUBLISHED = {
@@ -85,6 +88,12 @@ def test_what_is_not_supported_is_refused(checkpoints, tmp_path, name, change, r
         unfused(CheckpointReader.open(folder))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_healing_one_that_was_not_converted_is_refused_before_any_work(checkpoints, monkeypatch, capsys, name):
+    code, _, said = run_main(monkeypatch, capsys, "heal", checkpoints(name), "--teacher", checkpoints(name))
+    assert code == 1 and f"a {name} as it came, which healing does not write: convert it first" in said
+
+
 @pytest.mark.parametrize("kind", ENTRIES)
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
@@ -128,3 +137,26 @@ def test_embeddings_can_be_replaced():
     assert (
         model.model.embed_tokens.weight.shape == (4100, 32) and model(torch.tensor([[4099]])).logits.shape[-1] == 4100
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 6.0}}, "over 256 tokens.* take rope_scaling out"),
+        ({"qkv_bias": True, "bias": False}, "qkv_bias unlike bias"),
+    ],
+)
+def test_internlm3_is_a_llama_or_refused(checkpoints, tmp_path, change, reason):
+    folder = shutil.copytree(checkpoints("llama"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    theta = config.pop("rope_parameters")["rope_theta"]
+    biases = {"qkv_bias": config.pop("attention_bias"), "bias": config.pop("mlp_bias")}
+    named = config | biases | {"model_type": "internlm3", "rope_theta": theta}
+    (folder / "config.json").write_text(json.dumps(named))
+    tokens = torch.arange(3, 40)[None]
+    found = [Source.open(path, ConvertSettings()).stream.embed(tokens) for path in (folder, checkpoints("llama"))]
+    assert torch.equal(*found)
+    assert unfused(CheckpointReader.open(folder)).stored_as == "internlm3"
+    (folder / "config.json").write_text(json.dumps(named | change))
+    with pytest.raises(SurgeryError, match=reason):
+        Source.open(folder, ConvertSettings())
