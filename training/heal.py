@@ -45,6 +45,7 @@ from surgery.training.guards import Interrupted
 from surgery.training.loop import Loop, Training
 from surgery.training.measure import peak_memory
 from surgery.training.models import (
+    check_writable,
     load_tokenizer,
     set_dtypes,
     set_quantization_aware,
@@ -95,6 +96,7 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     processes = Processes(cpu=settings.device == "cpu")
     progress = (progress or Progress()) if processes.is_main else Progress(silent=True)
     student_reader = language_model(CheckpointReader.open(settings.student))
+    check_writable(student_reader)
     teacher_reader = language_model(CheckpointReader.open(settings.teacher)) if settings.teacher else None
     processes.from_main(lambda: _staging(settings, student_reader, teacher_reader) and None)
     run = Path(settings.out).expanduser().resolve()

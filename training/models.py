@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.disk import disk_errors
 from surgery.common.errors import SurgeryError
+from surgery.model import DECODERS
 from surgery.running.loading import loading
 from surgery.running.models import causal_model
 from surgery.training.settings import HealSettings
@@ -23,6 +24,12 @@ ADAPTER = "adapter"
 """Folder of the LoRA adapter in a healed checkpoint; its weights are merged into the model besides."""
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+def check_writable(reader: CheckpointReader) -> None:
+    """Raises SurgeryError where a student's own class has other names than what trains."""
+    if (kind := reader.config.get("model_type")) in DECODERS:
+        raise SurgeryError(f"{reader.source}: a {kind} as it came, which healing does not write: convert it first")
 
 
 def load_tokenizer(reader: CheckpointReader, settings: HealSettings) -> PreTrainedTokenizerBase:

@@ -154,7 +154,8 @@ def recorded(
 
 def attention_of(layer: nn.Module) -> nn.Module | None:
     """What mixes tokens in a decoder layer: its attention, or linear attention in its place; None if it has neither."""
-    return getattr(layer, "self_attn", None) or getattr(layer, "linear_attn", None)
+    found = (getattr(layer, name, None) for name in ("self_attn", "linear_attn", "mamba"))
+    return next((module for module in found if module is not None), None)
 
 
 def first(output: Any) -> Tensor:

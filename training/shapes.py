@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.checkpoint import CheckpointReader
-from surgery.running.loading import loading
+from surgery.running.loading import loading, with_standard_names
 from surgery.running.unfused import language_model
 from surgery.training.settings import HealSettings
 from surgery.training.trainable import add_adapters, choose
@@ -21,9 +21,10 @@ def load_config(reader: CheckpointReader, settings: HealSettings) -> PreTrainedC
     """
     reader = language_model(reader)
     with loading(f"{reader.path}/config.json"):
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             reader.path, local_files_only=True, trust_remote_code=settings.trust_remote_code
         )
+    return with_standard_names(config)
 
 
 def built(config: PreTrainedConfig, settings: HealSettings) -> PreTrainedModel:

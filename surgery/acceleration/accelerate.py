@@ -159,7 +159,7 @@ def _as_cached(latent: torch.Tensor, rope_key: torch.Tensor) -> tuple[torch.Tens
 def _attentions(model: PreTrainedModel) -> list[nn.Module]:
     """Attention modules of the decoder's layers, in their order."""
     layers = getattr(getattr(model, "model", model), "layers", ())
-    return [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+    return [attention for layer in layers if (attention := getattr(layer, "self_attn", None)) is not None]
 
 
 def _takes_functions(model: PreTrainedModel) -> bool:

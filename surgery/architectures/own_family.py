@@ -17,11 +17,13 @@ from surgery.architectures import decilm, own_class
 from surgery.architectures.own_class import own_config
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.checkpoint.config_file import with_rope_beside
+from surgery.families import FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import ATTENTION_PREFIX
 
 OWN_FAMILY = "a plain checkpoint of the source's own family"
 DIFFERENT_LAYERS = "no class of the family holds layers with different numbers of KV heads"
+NO_KV_HEADS = "the family's own class has a KV head for every query head"
 ASKED_FOR = "asked for"
 OUTPUT = ("o_proj", "weight")
 
@@ -57,15 +59,21 @@ def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -
         SurgeryError: DeciLM cannot hold the model.
     """
     uniform = len(set(heads)) == 1
-    if carrier == "auto" and uniform:
+    holds = holds_kv_heads(source["model_type"])
+    if carrier == "auto" and uniform and holds:
         config = with_rope_beside({**source, "num_key_value_heads": heads[0]})
         return Carrier(source["model_type"], OWN_FAMILY, config)
-    reason = ASKED_FOR if uniform else DIFFERENT_LAYERS
+    reason = (ASKED_FOR if holds else NO_KV_HEADS) if uniform else DIFFERENT_LAYERS
     own = config_of_own_class(source, heads)
     if carrier == "decilm":
         final = decilm.config_with_heads(source, heads)
         return Carrier(decilm.MODEL_TYPE, reason, own, final_config=final, final_code=(decilm.CONFIG_CODE,))
     return Carrier(own_class.MODEL_TYPE, reason, own, own_class=True)
+
+
+def holds_kv_heads(model_type: str) -> bool:
+    """Whether a family's own class knows KV heads apart from query heads."""
+    return FAMILIES[model_type].renamed is None
 
 
 def has_head_dim(config: object) -> bool:

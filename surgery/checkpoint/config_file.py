@@ -7,6 +7,7 @@ from typing import Any
 
 from surgery.checkpoint.disk import read_json
 from surgery.common.errors import SurgeryError
+from surgery.common.size_names import SIZE_NAMES
 
 # An order of magnitude above the largest models. transformers makes lists of as many entries as there are layers, and
 # frequencies of as many numbers as a head has, whatever the weights hold.
@@ -41,7 +42,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def check_sizes(config: dict[str, Any], where: str) -> None:
     """Raises SurgeryError where a config, or one within it, claims an impossible size."""
     for name, value in config.items():
-        limit = LIMITS.get(name)
+        limit = LIMITS.get(SIZE_NAMES.get(name, name))
         if limit is not None:
             for each in value if isinstance(value, list) else [] if value is None else [value]:  # some have one a layer
                 if type(each) is not int or not 1 <= each <= limit:
@@ -61,3 +62,15 @@ def with_rope_beside(config: dict[str, Any]) -> dict[str, Any]:
     if rope.get("rope_type", "default") != "default":
         apart["rope_scaling"] = {name: value for name, value in rope.items() if name not in apart}
     return {**config, **apart}
+
+
+def arguments(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config class of transformers is made with, of a config.json."""
+    return {name: _floats(value) for name, value in config.items() if name not in ("model_type", "auto_map")}
+
+
+def _floats(value: Any) -> Any:
+    """A value in which transformers wrote infinity as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_floats(each) for each in value]
+    return float(value["__float__"]) if isinstance(value, dict) and value.keys() == {"__float__"} else value

@@ -39,6 +39,7 @@ class CheckpointReader:
         source: what `open` takes again, in any process: the folder, or the GGUF file.
         config: config.json, parsed.
         stored_names: of tensors that stand for stored ones under other names, and are written back under those.
+        left_out: stored tensors that this is a view without.
         dequantised_from: what quantised weights are stored in, of a GGUF file most of them, such as Q4_1; None for
             weights that are read as they are stored.
     """
@@ -62,6 +63,7 @@ class CheckpointReader:
         self._sidecars = sidecars
         self._behind = behind
         self.stored_names: dict[str, str] = {}
+        self.left_out: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, source: str | Path, *, revision: str | None = None, allow_pickle: bool = False) -> CheckpointReader:
@@ -119,6 +121,7 @@ class CheckpointReader:
         of it is written as the stored one.
         """
         view = self._view(config, RowSliceStore(self._store, parts), self.dequantised_from, code=False)
+        view.left_out = tuple(stored for stored, names in parts.items() if not names)
         if put_back:
             view.stored_names = {name: stored for stored, names in parts.items() for name in names}
         return view

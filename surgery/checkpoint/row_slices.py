@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from surgery.checkpoint.stores import ByteRanges, Store
+from surgery.checkpoint.tensors import TensorInfo, as_bytes
 from surgery.common.errors import SurgeryError
+from surgery.common.rows import Rows
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Bytes of a stored tensor, from ``start``."""
+    """A stored tensor, and what of it is read."""
 
     stored: str
-    start: int
+    rows: Rows
 
 
 class RowSliceStore:
@@ -24,28 +27,62 @@ class RowSliceStore:
 
     Args:
         store: what the tensors are stored in.
-        parts: of a stored tensor, the names that stand in its place and how many rows each has, in their order.
+        parts: of a stored tensor, the names that stand in its place and the rows of each, or how many follow those of
+            the one before. A tensor without names is left out.
+
+    Raises:
+        SurgeryError: a tensor has other rows than its parts.
     """
 
-    def __init__(self, store: Store, parts: Mapping[str, Mapping[str, int]]):
+    def __init__(self, store: Store, parts: Mapping[str, Mapping[str, int | Rows]]):
         self._store, self.max_readers = store, store.max_readers
         self._slices: dict[str, _Slice] = {}
         self.infos = {}
         for stored, info in store.infos.items():
-            wanted = parts.get(stored, {stored: info.shape[0] if info.shape else 0})
-            if stored in parts and sum(wanted.values()) != info.shape[0]:
-                raise SurgeryError(f"{stored}: {info.shape[0]} rows do not fit the config, wanted {dict(wanted)}")
-            start = 0
-            for name, rows in wanted.items():
-                if stored not in parts:
-                    self.infos[name] = info
-                else:
-                    nbytes = info.nbytes // info.shape[0] * rows
-                    self.infos[name] = replace(info, shape=(rows, *info.shape[1:]), nbytes=nbytes)
-                self._slices[name] = _Slice(stored, start)
-                start += self.infos[name].nbytes
+            if stored in parts:
+                self._add(stored, info, parts[stored])
+            else:
+                self.infos[stored] = info
+
+    def _add(self, stored: str, info: TensorInfo, parts: Mapping[str, int | Rows]) -> None:
+        wanted, first = {}, 0
+        for name, rows in parts.items():
+            wanted[name] = Rows(((first, first + rows),)) if isinstance(rows, int) else rows
+            first += wanted[name].count
+        for name, rows in wanted.items():
+            count, *rest = reversed(info.shape) if rows.transposed else info.shape
+            if first != count:
+                raise SurgeryError(f"{stored}: {count} rows do not fit the config, wanted {first}")
+            self._slices[name] = _Slice(stored, rows)
+            self.infos[name] = replace(info, shape=(rows.count, *rest), nbytes=info.nbytes // count * rows.count)
 
     def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
         """As :meth:`Store.read`."""
-        where = self._slices[name]
-        self._store.read(where.stored, [(where.start + start, where.start + stop) for start, stop in ranges], out)
+        if name not in self._slices:
+            self._store.read(name, ranges, out)
+            return
+        part = self._slices[name]
+        row = self.infos[name].nbytes // part.rows.count
+        if part.rows.transposed:
+            flat = as_bytes(torch.cat([self._transposed(part.stored)[slice(*run)] for run in part.rows.runs]))
+            found = torch.cat([flat[start:stop] for start, stop in ranges])
+            out[: len(found)] = found
+        else:
+            self._store.read(part.stored, list(_within(part.rows, row, ranges)), out)
+
+    def _transposed(self, stored: str) -> Tensor:
+        info = self._store.infos[stored]
+        found = torch.empty(info.nbytes, dtype=torch.uint8)
+        self._store.read(stored, [(0, info.nbytes)], found)
+        return found.view(info.dtype).reshape(info.shape).T
+
+
+def _within(rows: Rows, row: int, ranges: ByteRanges) -> Iterator[tuple[int, int]]:
+    """Where bytes [start, stop) of rows one behind the other are in what these are rows of, of ``row`` bytes each."""
+    for start, stop in ranges:
+        before = 0
+        for first, last in rows.runs:
+            begin, end = max(start - before, 0), min(stop - before, (last - first) * row)
+            if begin < end:
+                yield first * row + begin, first * row + end
+            before += (last - first) * row

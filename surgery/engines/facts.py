@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from surgery.checkpoint.config_file import with_rope_beside
+from surgery.common.size_names import with_size_names
 from surgery_vllm.structure import Grouped, Latent, LowRank, NotServed, SplitHeads, attention_of_layers, windowed
 
 MLA, HEADS, DECILM, OWN = "deepseek_v3", "heads", "nemotron-nas", "surgery"
@@ -63,6 +64,7 @@ class Facts:
     @classmethod
     def of(cls, config: dict[str, Any]) -> Facts:
         """Reads a config.json."""
+        config = with_size_names(config)
         family = config.get("model_type", "")
         if isinstance(config.get("text_config"), dict):
             config = {**config, **config["text_config"]}
@@ -71,7 +73,7 @@ class Facts:
             "structure": structure,
             "family": family,
             "number_bytes": BYTES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), 2),
-            "activation": config.get("hidden_act", "silu"),
+            "activation": config.get("hidden_act", config.get("activation_function", "silu")),
             "quantised": bool(config.get("quantization_config")),
             "pictures": "vision_config" in config,
             "tied": bool(config.get("tie_word_embeddings")),
@@ -129,7 +131,7 @@ class Facts:
 def _attending(config: dict[str, Any]) -> int:
     """Layers that cache keys and values; Qwen3-Next says how often there is one, or the type of each."""
     if types := config.get("layer_types"):
-        return len(types) - types.count("linear_attention")
+        return len(types) - types.count("linear_attention") - types.count("mamba")
     return config["num_hidden_layers"] // config.get("full_attention_interval", 1)
 
 

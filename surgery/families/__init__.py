@@ -10,9 +10,12 @@ from surgery.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from surgery.families.gemma2 import GEMMA2
 from surgery.families.gemma3 import GEMMA3_TEXT
 from surgery.families.glm import GLM, GLM4
+from surgery.families.glm4_moe import GLM4_MOE
 from surgery.families.glm4_moe_lite import GLM4_MOE_LITE
+from surgery.families.gpt2 import GPT2
+from surgery.families.gpt_neox import GPT_NEOX
 from surgery.families.gpt_oss import GPT_OSS
-from surgery.families.granite import GRANITE
+from surgery.families.granite import GRANITE, GRANITE_HYBRID
 from surgery.families.latent_family import LatentFamily
 from surgery.families.llama import LLAMA
 from surgery.families.minicpm3 import MINICPM3
@@ -33,6 +36,7 @@ BUILT_IN = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
     *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GPT_OSS),
     *(QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, MINISTRAL3),
+    *(GPT_NEOX, GPT2, GLM4_MOE, GRANITE_HYBRID),
 )
 
 FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})
@@ -60,8 +64,6 @@ WHY_NOT = {
         ("gemma3", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
         "a model of pictures and text, whose class only --to gqa keeps, and that merges no heads behind a q/k-norm",
     ),
-    "glm4_moe": "its checkpoints hold layers that predict further tokens, which the own class has no place for",
-    "granitemoehybrid": "most of its layers keep a state, no keys and values",
 }
 """What people ask for and is not there, by ``model_type``."""
 

@@ -128,6 +128,7 @@ class AttentionAnatomy(LayerAnatomy):
     window: int | None = None  # a token sees this many latest tokens, itself included; None: all
     order: Tensor | None = None  # [d], of each row of a query or key the row in the checkpoint; None: the same
     rope_factor: float = 1.0  # what RoPE multiplies queries and keys by (YaRN); its square is in `scale`
+    partial_factor: float = 1.0  # the same, where a part of each head rotates (Phi-4-mini); its square is in `q` there
 
     @property
     def heads(self) -> int:
@@ -163,8 +164,17 @@ class AttentionAnatomy(LayerAnatomy):
         """What belongs to rows of queries or keys, [heads, d] or [heads, d, ...], in the checkpoint's order of rows."""
         return heads if self.order is None else heads[:, self.order.argsort().to(heads.device)]
 
+    def with_scaled_queries(self, factor: float) -> AttentionAnatomy:
+        """A copy in which rows of queries that rotate are multiplied by a factor."""
+        rows = torch.where(self.inv_freq > 0, factor, 1.0).repeat(2).to(self.q)
+        bias = None if self.q_bias is None else self.q_bias * rows
+        return replace(self, q=self.q * rows[:, None], q_bias=bias)
+
     def stored_queries(self) -> tuple[Tensor, Tensor | None]:
         """The checkpoint's query projection and its bias, [H d, D] and [H d]; twice that with gates behind heads."""
+        if self.partial_factor != 1.0:
+            plain = self.with_scaled_queries(self.partial_factor**-2)
+            return replace(plain, partial_factor=1.0).stored_queries()
         weight, bias = self.stored(self.q), None if self.q_bias is None else self.stored(self.q_bias)
         if self.gate is not None:
             weight = torch.cat([weight, self.gate], dim=1)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from surgery.common.errors import SurgeryError
 from surgery.families.anatomy import AttentionAnatomy, HeadNorm
-from surgery.families.rope import half_split_order, rope_frequencies
+from surgery.families.renamed import Renamed
+from surgery.families.rope import LONGROPE, STATIC_ROPE_TYPES, half_split_order, rope_frequencies
 
 LAYER_PREFIX = "model.layers.{layer}."
 ATTENTION_PREFIX = "model.layers.{layer}.self_attn."
@@ -33,6 +34,17 @@ def layer_types_window(config, layer: int) -> int | None:
 def uniform_window(config, layer: int) -> int | None:
     """One window for all layers, or none (Mistral, Mixtral)."""
     return getattr(config, "sliding_window", None)
+
+
+FURTHER = "num_nextn_predict_layers"
+"""What configs call the number of layers that predict further tokens, stored behind the others."""
+
+
+def is_further(name: str, layers: int) -> bool:
+    """Whether a tensor is of a layer behind the model's."""
+    start, found, rest = name.partition(LAYER_PREFIX.partition("{")[0])
+    number = rest.partition(".")[0]
+    return bool(found) and not start and number.isdecimal() and int(number) >= layers
 
 
 def keeps_state(config, layer: int) -> bool:
@@ -77,12 +89,12 @@ class Rotation:
 class Family:
     """How one model family names, biases, rotates, scales, normalises and masks its attention, and what is around it.
 
-    All families here keep ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` apart under ``model.layers.N.self_attn``;
-    a family that does otherwise needs more fields.
+    All families here keep ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` apart under ``model.layers.N.self_attn``,
+    or are read as if they did (``renamed``, :mod:`surgery.families.fused`).
 
     Attributes:
         model_type: the ``model_type`` of its config.json.
-        qk_norm: whether each head's queries and keys pass an RMS norm before the rotation.
+        qk_norm: whether each head's queries and keys pass an RMS norm before the rotation; None: some checkpoints'.
         norm_scope: over what the mean of that norm is taken: each head, or all heads together.
         window: the sliding window of a layer, from the config.
         scale: what multiplies logits of attention before the softmax, but for the factor of YaRN.
@@ -104,10 +116,12 @@ class Family:
         mlp_bias: whether the config gives its feed-forward layers biases.
         experts: whether feed-forward layers are mixtures of experts, which pass through untouched.
         expert_layers: adapts a one-layer config to the layer that it stands for, to the feed-forward kind above all.
+        renamed: how its checkpoints are read under the names that all others have, if theirs are other ones. Its own
+            class then holds no KV heads apart from query heads.
     """
 
     model_type: str
-    qk_norm: bool = False
+    qk_norm: bool | None = False
     norm_scope: Literal["head", "all"] = "head"
     window: Callable[[object, int], int | None] = no_window
     scale: Callable[[object], float] = default_scale
@@ -127,6 +141,7 @@ class Family:
     mlp_bias: Callable[[object], bool] = lambda config: False
     experts: bool = False
     expert_layers: Callable[[object, object, int], None] = lambda single, config, layer: None
+    renamed: Renamed | None = None
 
     def shape(self, config) -> tuple[int, int, int]:
         """Query heads, key/value heads and head dimension, as costs follow from them."""
@@ -141,15 +156,16 @@ class Family:
         """
         prefix = ATTENTION_PREFIX.format(layer=layer)
         found = [name for name in reader.names() if name.startswith(prefix)]
-        state = LAYER_PREFIX.format(layer=layer) + "linear_attn."
-        if not found and any(name.startswith(state) for name in reader.names()):
+        states = tuple(LAYER_PREFIX.format(layer=layer) + module for module in ("linear_attn.", "mamba."))
+        if not found and any(name.startswith(states) for name in reader.names()):
             return []
         required = {f"{p}_proj.weight" for p in "qkvo"}
         if self.qk_norm:
             required |= {"q_norm.weight", "k_norm.weight"}
         if self.sinks:
             required.add("sinks")
-        known = required | {f"{p}_proj.bias" for p in "qkvo"}
+        optional = {"q_norm.weight", "k_norm.weight"} if self.qk_norm is None else set()
+        known = required | optional | {f"{p}_proj.bias" for p in "qkvo"}
         present = {name.removeprefix(prefix) for name in found}
         if unknown := sorted(present - known - {"rotary_emb.inv_freq"}):
             raise SurgeryError(
@@ -185,7 +201,7 @@ class Family:
             return value.index_select(min(1, len(shape) - 1), rotation.order)
 
         def norm(name: str) -> HeadNorm | None:
-            if not self.qk_norm:
+            if not self.qk_norm and f"{prefix}{name}.weight" not in names:
                 return None
             count = {"q_norm": heads, "k_norm": kv_heads}[name]
             shape = (head_dim,) if self.norm_scope == "head" else (count, head_dim)
@@ -204,7 +220,8 @@ class Family:
         hidden = config.hidden_size
         query, gate = queries("weight", hidden)
         query_bias, gate_bias = queries("bias")
-        return AttentionAnatomy(
+        partial = rotation.factor != 1.0 and bool((rotation.inv_freq == 0).any())
+        anatomy = AttentionAnatomy(
             q=query,
             k=rows("k_proj.weight", kv_heads, head_dim, hidden),
             v=tensor("v_proj.weight", kv_heads, head_dim, hidden),
@@ -216,15 +233,17 @@ class Family:
             q_norm=norm("q_norm"),
             k_norm=norm("k_norm"),
             inv_freq=rotation.inv_freq,
-            scale=rotation.factor**2 * self.scale(config),
+            scale=(1.0 if partial else rotation.factor**2) * self.scale(config),
             softcap=self.softcap(config),
             sinks=tensor("sinks", heads),
             gate=gate,
             gate_bias=gate_bias,
             window=self.window(config, layer),
             order=rotation.order,
-            rope_factor=rotation.factor,
+            rope_factor=1.0 if partial else rotation.factor,
+            partial_factor=rotation.factor if partial else 1.0,
         )
+        return anatomy if not partial else anatomy.with_scaled_queries(rotation.factor**2)
 
     def rotation(self, config, layer: int) -> Rotation:
         """Frequencies of all pairs of a layer's heads, zeros for those that stand still.
@@ -235,11 +254,12 @@ class Family:
         head_dim, types = head_shape(config)[2], getattr(config, "layer_types", None)
         if not self.rotates(config, layer):
             return Rotation(torch.zeros(head_dim // 2, dtype=torch.float64), 1.0, None)
-        inv_freq, factor = rope_frequencies(config, head_dim, types[layer] if types else None)
+        kinds = (*STATIC_ROPE_TYPES, LONGROPE)
+        inv_freq, factor = rope_frequencies(config, head_dim, types[layer] if types else None, kinds)
         if 2 * len(inv_freq) < head_dim and not self.partial:
             raise SurgeryError(f"config.json: partial_rotary_factor is not supported in family {self.model_type!r}")
         order = half_split_order(head_dim, 2 * len(inv_freq), interleaved=self.interleaved)
-        if factor != 1.0 and 2 * len(inv_freq) < head_dim:
+        if factor != 1.0 and 2 * len(inv_freq) < head_dim and config.rope_parameters.get("rope_type") != LONGROPE:
             raise SurgeryError(
                 f"config.json: RoPE multiplies a part of each head by {factor:g}, which is not supported"
             )

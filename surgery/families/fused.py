@@ -29,42 +29,57 @@ _SIZES = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidd
 
 
 def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A Llama's, or where a sliding window is shorter than the context a Mistral's."""
+    """A Llama's; where a sliding window is shorter than the context a Mistral's; where a part of each head rotates
+    that of a GLM-4.5 without experts.
+    """
     for name in _SIZES:
         _whole(config, name)
-    rope = config.get("rope_parameters") or {**(config.get("rope_scaling") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise SurgeryError(
-            f"config.json: RoPE {kind} of phi3 changes its frequencies with the length of the text, which no "
-            "conversion can follow: convert a Phi of default RoPE (Phi-3-mini-4k, Phi-4)"
-        )
-    if (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise SurgeryError("config.json: phi3 that rotates a part of each head only (Phi-4-mini) is not supported")
+    rope = _phi3_rope(config)
     limit = _whole(config, "max_position_embeddings", 4096)
     window = _whole(config, "sliding_window", limit)
-    windowed = window < limit
+    windowed, partial = window < limit, rope["partial_rotary_factor"] != 1.0
+    if windowed and partial:
+        raise SurgeryError("config.json: phi3 with a sliding window that rotates a part of each head is not supported")
+    named = ("mistral", "Mistral") if windowed else ("glm4_moe", "Glm4Moe") if partial else ("llama", "Llama")
     kept = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
         "max_position_embeddings initializer_range use_cache bos_token_id eos_token_id dtype torch_dtype "
         "attention_dropout"
     )
     return {
-        "architectures": ["MistralForCausalLM" if windowed else "LlamaForCausalLM"],
-        "model_type": "mistral" if windowed else "llama",
+        "architectures": [f"{named[1]}ForCausalLM"],
+        "model_type": named[0],
         **{name: config[name] for name in kept.split() if name in config},
         "pad_token_id": config.get("pad_token_id"),
         "rms_norm_eps": config.get("rms_norm_eps", 1e-5),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
+        "rope_parameters": rope if partial else {k: v for k, v in rope.items() if k != "partial_rotary_factor"},
         **({"sliding_window": window} if windowed else {}),
+        **({"first_k_dense_replace": config["num_hidden_layers"], "num_nextn_predict_layers": 0} if partial else {}),
     }
+
+
+def _phi3_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """How it rotates, in the words of ``rope_parameters``."""
+    said = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = said.get("rope_type", said.get("type", "default"))
+    part = said.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    rope = {
+        "rope_type": "longrope" if kind in ("su", "yarn") else kind,  # what Phi-3 called it at first
+        "rope_theta": said.get("rope_theta", config.get("rope_theta", 10_000.0)),
+        "partial_rotary_factor": part,
+    }
+    if kind == "default":
+        return rope
+    given = {name: said[name] for name in ("short_factor", "long_factor", "attention_factor", "factor") if name in said}
+    before = said.get("original_max_position_embeddings", config.get("original_max_position_embeddings", 4096))
+    return {**rope, **given, "original_max_position_embeddings": before}
 
 
 def _whole(config: dict[str, Any], name: str, default: int | None = None) -> int:
     value = default if config.get(name) is None else config[name]
     if type(value) is not int:
-        raise SurgeryError(f"config.json: {name} of phi3 is {value!r}, not one whole number")
+        raise SurgeryError(f"config.json: {name} of {config['model_type']} is {value!r}, not one whole number")
     return value
 
 
@@ -82,5 +97,27 @@ def _phi3_parts(config: dict[str, Any]) -> dict[str, dict[str, int]]:
     }
 
 
-FUSED: dict[str, FusedFamily] = {"phi3": FusedFamily(_phi3_config, _phi3_parts)}
-"""By ``model_type``: Phi-3 and Phi-4."""
+def _internlm3_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A Llama's, whose biases have other names."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "dynamic":
+        raise SurgeryError(
+            "config.json: RoPE dynamic of internlm3 changes its frequencies with the length of the text, once that is "
+            f"over {_whole(config, 'max_position_embeddings', 32_768):,} tokens, which no conversion can follow; for "
+            "texts up to there take rope_scaling out of config.json"
+        )
+    biases = {name: bool(config.get(name, config.get(old))) for name, old in _BIASES.items()}
+    if biases["attention_bias"] != biases["mlp_bias"]:
+        raise SurgeryError("config.json: internlm3 with qkv_bias unlike bias is not supported")
+    kept = {name: value for name, value in config.items() if name not in (*_BIASES.values(), "auto_map")}
+    return {**kept, **biases, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+
+
+_BIASES = {"attention_bias": "qkv_bias", "mlp_bias": "bias"}
+
+FUSED: dict[str, FusedFamily] = {
+    "phi3": FusedFamily(_phi3_config, _phi3_parts),
+    "internlm3": FusedFamily(_internlm3_config, lambda config: {}),
+}
+"""By ``model_type``: Phi-3 and Phi-4, and InternLM3, which only calls its settings otherwise."""

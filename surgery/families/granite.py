@@ -1,4 +1,9 @@
-"""Granite 3: Llama's attention with a scale from the config; multipliers everywhere around it."""
+"""Granite 3 and 4: Llama's attention with a scale from the config; multipliers everywhere around it.
+
+Layers of Granite 4 attend or keep the state of a Mamba 2, which stays as it is; where some do, nothing rotates.
+"""
+
+from dataclasses import replace
 
 from surgery.families.base import Family
 
@@ -8,4 +13,13 @@ GRANITE = Family(
     embedding_scale=lambda config: config.embedding_multiplier,
     mlp_bias=lambda config: bool(config.mlp_bias),
     beside="multipliers of embeddings, residuals and logits",
+)
+
+GRANITE_HYBRID = replace(
+    GRANITE,
+    model_type="granitemoehybrid",
+    rotates=lambda config, layer: config.position_embedding_type == "rope",
+    mlp_bias=lambda config: False,
+    experts=True,
+    beside="multipliers of embeddings, residuals and logits, and layers that keep a state",
 )

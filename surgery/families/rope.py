@@ -12,8 +12,17 @@ from torch import Tensor
 from surgery.common.errors import SurgeryError
 
 # The scalings whose frequencies do not depend on the length of the text. "dynamic" and "longrope" change theirs while
-# decoding, which no conversion that mixes frequencies into weights can follow.
+# decoding, which no conversion that mixes frequencies into weights can follow; of longrope the class computes them.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+LONGROPE = "longrope"
+
+
+def unchanged_length(config) -> int | None:
+    """The longest text, in tokens, over which a config's frequencies stay the same; None where they never change."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != LONGROPE or rope.get("short_factor") == rope.get("long_factor"):
+        return None
+    return rope["original_max_position_embeddings"]
 
 
 def rope_frequencies(
@@ -107,7 +116,7 @@ def default_theta(inv_freq: Tensor) -> float | None:
     Default RoPE is the geometric grid ``θ**(-i/n)``, i = 0 … n-1, starting at 1.
     """
     n = len(inv_freq)
-    if n == 0 or abs(float(inv_freq[0]) - 1) > 1e-6:
+    if n == 0 or abs(float(inv_freq[0]) - 1) > 1e-6 or float(inv_freq.min()) <= 0:
         return None
     theta = 10000.0 if n == 1 else float(inv_freq[1]) ** -n
     grid = theta ** -(torch.arange(n, dtype=torch.float64) / n)

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from surgery.checkpoint.config_file import arguments
 from surgery.families import FAMILIES, Family, head_shape, key_gains
 from surgery.families.base import keeps_state
 from surgery.kernels.planner import Attention, Block, Grouped, Latent, LowRank, quantised
@@ -33,7 +34,7 @@ def of_config(config: dict[str, Any], number_bytes: float) -> list[Attention]:
     """Of a config.json: a family's, stock MLA's or the own class's."""
     if config["model_type"] == "deepseek_v3":
         return of_stock_mla(config, number_bytes)
-    fields = {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
+    fields = arguments(config)
     if config["model_type"] == "surgery":
         return of_own_class(SurgeryConfig(**fields), number_bytes)
     family = FAMILIES.get(config["model_type"])

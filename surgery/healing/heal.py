@@ -48,6 +48,7 @@ from surgery.healing.verification import verify_healed
 from surgery.model import register
 from surgery.reporting.healing_table import gap_closed, quality_table, stages
 from surgery.reporting.report import Report, previous_report
+from surgery.training.models import check_writable
 from surgery.training.settings import LEARNED_FROM, HealSettings
 from surgery.training.trackers import check_tracker
 from surgery.verification.written import Verification
@@ -246,6 +247,7 @@ def training_settings(
     """
     read = read_mapping(request.config) if request.config else {}
     settings = HealSettings.from_mapping({**read, **request.given}, str(request.config or "heal"))
+    check_writable(student)
     kinds = {entry["kind"] for entry in student.config.get("attention_layers") or () if entry}
     if "cross_layer_prompt" in kinds:
         raise SurgeryError(f"{student.path}: its basis is each prompt's own, made of no weights: nothing to heal")

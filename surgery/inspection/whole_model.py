@@ -52,7 +52,9 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     rows = torch.cat([torch.cat([ids.new_zeros(1, padding), ids], dim=1), torch.cat([ids, ids[:, :padding]], dim=1)])
     mask = torch.ones_like(rows)
     mask[0, :padding] = 0
-    compare(model(rows, attention_mask=mask).logits[:1, -LENGTH:], "of a row beside another")
+    positions = (mask.cumsum(1) - 1).clamp_min(0)  # as `generate` counts them
+    beside = model(rows, attention_mask=mask, position_ids=positions).logits[:1, -LENGTH:]
+    compare(beside, "of a row beside another")
     ways = [] if quantized else ["layer by layer", "in pieces"]
     ways.append("beside another row" if grouped else "left-padded beside another row")
     return f"{type(model).__name__}: the same logits {', '.join(ways)}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .configuration_surgery import SurgeryConfig
+from .family_decoders import DECODERS
 from .latent_attention import LatentAttention
 from .modeling_surgery import SurgeryForCausalLM
 
@@ -42,6 +43,7 @@ REMOTE_CODE = (
     "group_cache",
     "group_stores",
     "group_entries",
+    "family_decoders",
 )
 
 
@@ -63,6 +65,7 @@ def remote_code_files() -> list[Path]:
 
 __all__ = [
     "AUTO_MAP",
+    "DECODERS",
     "LatentAttention",
     "SurgeryConfig",
     "SurgeryForCausalLM",

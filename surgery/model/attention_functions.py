@@ -5,7 +5,7 @@ This file travels beside the weights as remote code: it may import torch, transf
 
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, reduce
 
 import torch
 from torch import nn
@@ -124,7 +124,8 @@ def rotation_of(stock: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch
     """
     windows_rotate = stock.config.model_type == "cohere2"
     one_angle_a_pair = stock.config.model_type == "gpt_oss"
-    if not getattr(stock, "use_rope", True) or (windows_rotate and stock.sliding_window is None):
+    nowhere = getattr(stock.config, "position_embedding_type", "rope") != "rope"  # of Granite 4
+    if nowhere or not getattr(stock, "use_rope", True) or (windows_rotate and stock.sliding_window is None):
         return _unrotated
     family = next(cls for cls in type(stock).__mro__ if hasattr(sys.modules[cls.__module__], "apply_rotary_pos_emb"))
     return partial(_rotated, sys.modules[family.__module__].apply_rotary_pos_emb, 2 if one_angle_a_pair else 1)
@@ -148,6 +149,21 @@ def project_queries(module: nn.Module, hidden_states: torch.Tensor) -> tuple[tor
     if module.config.model_type in OUTPUT_GATES:
         query, gate = query.chunk(2, dim=-1)
     return normalise_heads(module.q_norm, query), gate
+
+
+def project_heads(
+    module: nn.Module, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [B, H, T, d] and keys and values [B, G, T, d] of [B, T, D] as the family has them, rotated."""
+    cos, sin = position_embeddings or (None, None)
+    query, key, value = (
+        projection(hidden_states).unflatten(-1, (-1, module.head_dim))
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    if hasattr(module, "q_norm"):
+        query, key = normalise_heads(module.q_norm, query), normalise_heads(module.k_norm, key)
+    query, key = (module.rotate(heads.transpose(1, 2), cos, sin) for heads in (query, key))
+    return query, key, value.transpose(1, 2)
 
 
 def scaled_by_position(
@@ -199,11 +215,18 @@ def family_attention_class(own: type[nn.Module], family: type[nn.Module]) -> typ
 
 
 def _reduce(module: nn.Module) -> tuple:
-    own, family = type(module).__bases__
-    return _unpickled, (own, family), module.__dict__
+    return _unpickled, _named(type(module)), module.__dict__
 
 
-def _unpickled(own: type[nn.Module], family: type[nn.Module]) -> nn.Module:
+def _named(cls: type[nn.Module]) -> tuple[type[nn.Module], ...]:
+    """The classes that pickle can find by name which one is made of; itself, if it can."""
+    if vars(cls).get("__reduce__") is not _reduce:
+        return (cls,)
+    own, family = cls.__bases__
+    return (own, *_named(family))
+
+
+def _unpickled(*named: type[nn.Module]) -> nn.Module:
     """An empty instance of a class that pickle cannot find by name."""
-    cls = family_attention_class(own, family)
+    cls = reduce(lambda family, own: family_attention_class(own, family), reversed(named))
     return cls.__new__(cls)

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .cache_layer import is_empty
 from .cross_layer_attention import GroupMember
+from .family_decoders import NoRotation
 from .group_cache import GroupLayer
 
 
@@ -43,7 +44,7 @@ class BlockwiseDecoder(nn.Module):
         """Final hidden states [B, T, D] of input_ids [B, T], or of inputs_embeds [B, T, D].
 
         Positions are slots of the cache: `position_ids`, which may start anew in each row after its padding, say
-        nothing more, and rows that hold several texts are not supported.
+        nothing more but where positions are learned, and rows that hold several texts are not supported.
 
         Raises:
             ValueError: attentions are asked for, the mask is not [B, S], or the cache is of another form.
@@ -64,12 +65,14 @@ class BlockwiseDecoder(nn.Module):
         for start, end in pairwise(self._boundaries(first, stop)):
             piece = slice(start - first, end - first)
             slots = torch.arange(end, device=given.device)[None]
-            embeddings = self.rotary_emb(like, position_ids=slots)
+            rotary = self.rotary_emb if self.rotary_emb is not None else NoRotation()
+            embeddings = rotary(like, position_ids=slots)
+            learned = position_ids is not None and hasattr(self, "embed_positions")
             output = super().forward(
                 input_ids=None if input_ids is None else input_ids[:, piece],
                 inputs_embeds=None if inputs_embeds is None else inputs_embeds[:, piece],
                 attention_mask=None if mask is None else mask[:, :end],
-                position_ids=slots[:, start:],
+                position_ids=position_ids[:, piece] if learned else slots[:, start:],
                 past_key_values=cache,
                 use_cache=True,
                 slot_embeddings=embeddings,

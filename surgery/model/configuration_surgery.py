@@ -25,6 +25,8 @@ _OTHER_ATTENTION = {
 # What a base config says about itself rather than about the model: never carried from one config to the other.
 _IDENTITY_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version")
 
+_SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"}
+
 # What an entry of `attention_layers` must say, by its kind.
 _LAYER_KEYS = {
     "latent": {"kind", "kv_lora_rank", "rope_inv_freq", "key_norm_eps"},
@@ -114,7 +116,11 @@ class SurgeryConfig(PreTrainedConfig):
         runtime = {name: kwargs.pop(name) for name in runtime_names if name in kwargs}
         # The family's own class fills in its defaults and translates legacy fields such as rope_theta and rope_scaling.
         source = {name: value for name, value in kwargs.items() if name not in _IDENTITY_FIELDS}
-        base = CONFIG_MAPPING[self.base_model_type](**source).to_dict()
+        base_config = CONFIG_MAPPING[self.base_model_type](**source)
+        base = base_config.to_dict()
+        # Sizes have the names here that most families give them.
+        for name in _SIZES & base_config.attribute_map.keys():
+            base[name] = base.pop(base_config.attribute_map[name])
         for name, families in _OTHER_ATTENTION.items():
             if base.get(name) is not None and self.base_model_type not in families:
                 raise ValueError(f"base_model_type {self.base_model_type!r} has {name}, which is not carried here")

@@ -15,7 +15,7 @@ from transformers import Cache
 from .attention_functions import (
     Accelerated,
     attend,
-    normalise_heads,
+    project_heads,
     rotation_of,
     scaled_by_position,
     visible_mask,
@@ -66,7 +66,7 @@ class HybridAttention(Accelerated, GroupedAttention):
         `left_padding` of each row is read where there is no cache that knows it.
         """
         batch, num_tokens, _ = hidden_states.shape
-        query, key, value = self._projected(hidden_states, position_embeddings)
+        query, key, value = project_heads(self, hidden_states, position_embeddings)
         query = scaled_by_position(self, query, kwargs.get("position_ids"))
         new = HybridLayer(PlainLayer(), StreamingLayer(self.sinks, self.recent, self.compensated_heads))
         layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
@@ -85,19 +85,6 @@ class HybridAttention(Accelerated, GroupedAttention):
             weights = None
             out.append(self._streamed(query, key[:, full:], value[:, full:], layer.streaming, **kwargs))
         return self.o_proj(torch.cat(out, dim=2).reshape(batch, num_tokens, -1)), weights
-
-    def _projected(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [B, H, T, d] and keys and values [B, G, T, d] as the family has them, rotated."""
-        query, key, value = (
-            projection(hidden_states).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if hasattr(self, "q_norm"):
-            query, key = normalise_heads(self.q_norm, query), normalise_heads(self.k_norm, key)
-        query, key = (self.rotate(heads.transpose(1, 2), *position_embeddings) for heads in (query, key))
-        return query, key, value.transpose(1, 2)
 
     def _queries(self, query: torch.Tensor, first: int, stop: int) -> torch.Tensor:
         """Of queries [B, H, T, d] those that follow the KV heads from `first` to `stop`."""

@@ -24,6 +24,7 @@ from .configuration_surgery import SurgeryConfig
 from .cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
 from .cross_layer_latent_attention import CrossLayerLatentAttention
 from .exact_window_cache import ExactWindowLayer
+from .family_decoders import NoRotation, family_decoder_class
 from .group_entries import CROSS_LAYER_KEYS
 from .grouped_attention import GroupedAttention
 from .hybrid_attention import HybridAttention
@@ -80,7 +81,7 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         base_config._attn_implementation = config._attn_implementation
         # A PreTrainedModel of its own, under its own model_type, so that transformers' conversion of per-expert
         # checkpoint tensors still applies to it.
-        decoder_class = MODEL_MAPPING[type(base_config)]
+        decoder_class = family_decoder_class(config.base_model_type, MODEL_MAPPING[type(base_config)])
         if any(entry and entry["kind"] in CROSS_LAYER_KEYS for entry in config.attention_layers):
             check_full_attention(config, "a cache that layers share")
             decoder_class = family_attention_class(BlockwiseDecoder, decoder_class)
@@ -102,7 +103,8 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
                 give_cache = partial(_use_own_layer, config, entry or {})
                 layer.self_attn.register_forward_pre_hook(give_cache, with_kwargs=True)
         # The family's tensor-parallel plan splits heads, which a shared latent cannot follow.
-        self.model._tp_plan = {name: plan for name, plan in self.model._tp_plan.items() if ".self_attn." not in name}
+        split = {name: plan for name, plan in self.model._tp_plan.items() if ".self_attn." not in name}
+        self.model._tp_plan = {name: plan for name, plan in split.items() if ".attention." not in name}
         self._met_device: torch.device | None = None
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -115,7 +117,7 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
             if isinstance(attention, LowRankAttention | CrossLayerAttention):
                 # Some families have a RoPE for each type of layer, and say its type.
                 of_type = {"layer_type": kind} if (kind := getattr(attention, "rope_of", None)) else {}
-                rotary = self.model.rotary_emb
+                rotary = self.model.rotary_emb if self.model.rotary_emb is not None else NoRotation()
                 attention.rotary = (partial(rotary, **of_type) if of_type else rotary,)
             if isinstance(attention, LowRankAttention):
                 attention.handed_on = handed_on
@@ -125,7 +127,9 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _attentions(self) -> list[nn.Module]:
         """Of all layers that keep keys and values, or something in their place."""
-        return [layer.self_attn for layer in self.model.layers if hasattr(layer, "self_attn")]
+        return [
+            attention for layer in self.model.layers if (attention := getattr(layer, "self_attn", None)) is not None
+        ]
 
     def init_continuous_batching(self, *args, **kwargs):
         """Refuses continuous batching (`generate_batch`, `transformers serve`).
@@ -215,7 +219,8 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
     def _layers(self) -> list[CacheLayerMixin]:
         """New, empty layers of the cache, whoever makes it, but for those that keep a state."""
         layers = self.cache_layers() or DynamicCache(config=self.config).layers
-        return [layer for layer, block in zip(layers, self.model.layers, strict=True) if hasattr(block, "self_attn")]
+        blocks = zip(layers, self.model.layers, strict=True)
+        return [layer for layer, block in blocks if getattr(block, "self_attn", None) is not None]
 
     def _cached_layers(self, batch: int) -> list[CachedLayer]:
         return [

@@ -95,6 +95,8 @@ def tapped(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None
     before = model.config._attn_implementation
     try:
         attentions = [layer.self_attn for layer in model.base_model.layers]
+        if None in attentions:  # Granite 4's, where a layer keeps a state
+            raise ValueError("not every layer attends")
         model.set_attn_implementation(NAME)
     except (ValueError, AttributeError) as error:
         raise SurgeryError(f"{type(model).__name__} takes no attention function of ours ({error})") from None

@@ -19,15 +19,18 @@ from surgery.common.errors import SurgeryError
 from surgery.families import Family, family_around
 from surgery.families.base import LAYER_PREFIX, per_layer
 from surgery.families.llama import LLAMA
+from surgery.families.rope import unchanged_length
 from surgery.model.attention_functions import own_softmax
 from surgery.model.logit_factor import logit_cap, logit_factor
-from surgery.running.loading import loading
+from surgery.running.loading import loading, with_standard_names
 
 SMALL = 2**26
 """Layers of a model that are no more bytes together stay loaded: to load them would take longer than to run them."""
 VOCABULARY_SLICE = 16_384
 TOKEN_SLICE = 2_048
 NORM_BIAS = "model.norm.bias"
+POSITIONS = "model.embed_positions.weight"
+"""Learned, and added to embeddings of tokens."""
 
 
 class LayerStream:
@@ -66,8 +69,14 @@ class LayerStream:
         """Token embeddings [N, T, D] of ids [N, T].
 
         Raises:
-            SurgeryError: the texts reach positions that scale queries, which is not simulated.
+            SurgeryError: the texts reach positions that scale queries or change frequencies, which is not simulated.
         """
+        unchanged = unchanged_length(self.config)
+        if unchanged is not None and tokens.shape[1] > unchanged:
+            raise SurgeryError(
+                f"texts of {tokens.shape[1]:,} tokens: RoPE longrope has other frequencies over {unchanged:,}, which "
+                f"is not simulated; take shorter texts (--calibration-length {unchanged})"
+            )
         first_scaled = self.family.first_scaled(self.config)
         if first_scaled is not None and tokens.shape[1] > first_scaled:
             raise SurgeryError(
@@ -78,7 +87,10 @@ class LayerStream:
         rows = self.reader.rows("model.embed_tokens.weight", ids)
         scale = self.family.embedding_scale(self.config)
         rows = rows.to(self.device, self.dtype) if scale == 1.0 else rows.to(self.device, self.dtype) * scale
-        return rows[inverse.to(self.device)]
+        embedded = rows[inverse.to(self.device)]
+        if POSITIONS not in self.reader:
+            return embedded
+        return embedded + self.reader.rows(POSITIONS, torch.arange(tokens.shape[1])).to(embedded)
 
     @contextlib.contextmanager
     def layer(self, index: int) -> Iterator[StreamedLayer]:
@@ -124,6 +136,8 @@ class LayerStream:
         state["model.norm.weight"] = torch.ones(hidden)
         if NORM_BIAS in self.reader:
             state[NORM_BIAS] = torch.zeros(hidden)
+        if POSITIONS in self.reader:  # `embed` has added them
+            state[POSITIONS] = torch.zeros(self.reader.info(POSITIONS).shape)
         state["lm_head.weight"] = torch.zeros(1, hidden)
         config = _joined([self._single_layer_config(self.config, index) for index in range(start, stop)])
         model = _model_from_state(config, state, self.dtype).to(self.device)
@@ -297,6 +311,8 @@ def _joined(singles: list):
         setattr(config, name, [entry for single in singles for entry in getattr(single, name)])
     if getattr(config, "mlp_only_layers", None) is not None:
         config.mlp_only_layers = [place for place, single in enumerate(singles) if single.mlp_only_layers]
+    if getattr(config, "first_k_dense_replace", None) is not None:
+        config.first_k_dense_replace = sum(bool(single.first_k_dense_replace) for single in singles)
     config.num_hidden_layers = count
     return config
 
@@ -321,6 +337,7 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
 
     # Loading through transformers applies its checkpoint conversions (fused experts), which a plain
     # load_state_dict would miss. Its bar would print once a layer.
+    config = with_standard_names(config)
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

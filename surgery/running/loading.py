@@ -60,6 +60,16 @@ def attention_of(path: Path) -> dict[str, str]:
     return {"attn_implementation": "eager"} if family is not None and family.eager else {}
 
 
+def with_standard_names(config):
+    """A transformers config, or that of the own class where a family's own has other names for its modules."""
+    from surgery import model as own_model
+
+    if config.model_type not in own_model.DECODERS:
+        return config
+    own_model.register()
+    return own_model.SurgeryConfig.from_base(config, [None] * config.num_hidden_layers)
+
+
 def load_config(path: Path):
     """The transformers config of a folder; never runs code from it.
 

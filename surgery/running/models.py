@@ -11,7 +11,7 @@ from transformers.utils import logging
 from surgery import model as own_model
 from surgery.checkpoint import CheckpointReader
 from surgery.families.towers import TOWERS
-from surgery.running.loading import attention_of, load_config, loading, model_type_of
+from surgery.running.loading import attention_of, load_config, loading, model_type_of, with_standard_names
 
 
 def causal_model(
@@ -19,13 +19,16 @@ def causal_model(
 ) -> PreTrainedModel:
     """A checkpoint's language model on the CPU: the whole model, or what `language_model` made a view of.
 
+    One whose modules have other names in its own class is of the project's.
+
     Raises:
         SurgeryError: transformers cannot load it.
     """
-    if not reader.stored_names:
+    renamed = reader.config.get("model_type") in own_model.DECODERS
+    if not reader.stored_names and not renamed:
         return whole_model(reader.model_folder(), dtype=dtype, trust_remote_code=trust_remote_code)
-    weights = {name: reader.tensor(name) for name in reader.stored_names}
-    config = load_config(reader.path)
+    weights = {name: reader.tensor(name) for name in reader.names() if renamed or name in reader.stored_names}
+    config = with_standard_names(load_config(reader.path))
     logging.disable_progress_bar()
     with loading(str(reader.source)):
         causal_class = AutoModelForCausalLM._model_mapping[type(config)]  # the auto class asks for a folder

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from surgery import model as own_model
+from surgery.checkpoint.config_file import arguments
 from surgery.common.errors import SurgeryError
 from surgery.model import SurgeryForCausalLM
 from surgery.running.loading import LOADING
@@ -18,9 +19,8 @@ def skeleton(config: dict, dtype: torch.dtype) -> SurgeryForCausalLM:
         SurgeryError: it is impossible.
     """
     own_model.register()
-    fields = {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(own_model.SurgeryConfig(**fields), dtype=dtype)
+            return AutoModelForCausalLM.from_config(own_model.SurgeryConfig(**arguments(config)), dtype=dtype)
     except LOADING as error:
         raise SurgeryError(str(error) or repr(error)) from None

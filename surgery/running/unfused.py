@@ -1,10 +1,14 @@
-"""A checkpoint of fused projections, or of a language model beside others, seen as one of the family that it is."""
+"""A checkpoint of fused projections, or of a language model beside others, seen as one of the family that it is.
+
+Likewise one whose tensors have other names than those of most families.
+"""
 
 from __future__ import annotations
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.families.base import LAYER_PREFIX
+from surgery.families import FAMILIES
+from surgery.families.base import FURTHER, LAYER_PREFIX, is_further
 from surgery.families.fused import FUSED
 from surgery.families.towers import TOWERS, text_names
 from surgery.running.loading import load_config
@@ -13,11 +17,18 @@ from surgery.running.loading import load_config
 def unfused(reader: CheckpointReader) -> CheckpointReader:
     """The reader itself, or a view of it under the names and with the config of the family that its model is read as.
 
+    Layers that predict further tokens, behind the model's own, are not in it: they read what other layers cache.
+
     Raises:
         SurgeryError: the model has something that this family has not.
     """
     reader = language_model(reader)
-    family = FUSED.get(reader.config.get("model_type"))
+    model_type = reader.config.get("model_type")
+    if model_type in FAMILIES and reader.config.get(FURTHER):
+        layers = reader.config["num_hidden_layers"]
+        further = {name: {} for name in reader.names() if is_further(name, layers)}
+        return reader.seen_as({**reader.config, FURTHER: 0}, further)
+    family = FUSED.get(model_type)
     if family is None:
         return reader
     config, of_layer, parts = family.config(reader.config), family.parts(reader.config), {}
@@ -31,12 +42,16 @@ def unfused(reader: CheckpointReader) -> CheckpointReader:
 def language_model(reader: CheckpointReader) -> CheckpointReader:
     """The reader itself, or of a model of pictures and text a view of its language model.
 
-    Tensors of the other parts keep their names.
+    Tensors of the other parts keep their names. A family's whose names are other ones are seen under the names of all.
 
     Raises:
         SurgeryError: the language model is of no supported kind.
     """
     model_type = reader.config.get("model_type")
+    if (family := FAMILIES.get(model_type)) is not None and family.renamed is not None:
+        config = family.renamed.config(reader.config)
+        shapes = {name: reader.info(name).shape for name in reader.names()}
+        return reader.seen_as(config, family.renamed.parts(config, shapes))
     if model_type not in TOWERS:
         return reader
     whole = load_config(reader.path)

@@ -82,6 +82,10 @@ def convert(
     if stored := asked.opened.reader.dequantised_from:
         dtype = str(asked.opened.weight_dtype).removeprefix("torch.")
         progress.note(f"{stored} weights become {dtype} in the result, all of them")
+    if left_out := asked.opened.reader.left_out:
+        progress.note(
+            f"left out: {len(left_out)} tensors that the model's class does not read, the first {left_out[0]}"
+        )
     with progress.step(1, STEPS):
         texts = load_texts(asked.opened, settings, progress)
     facts = {"source": asked.opened.reader.stamp(), "settings": settings.to_dict(), "texts": texts.hashes()}

@@ -77,7 +77,7 @@ def test_the_norm_before_the_attention_is_that_of_the_class(checkpoints, name):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"model_type": "bert"}, "model_type 'bert' is not supported"),
         ({"model_type": "gemma4"}, "'gemma4' is not supported: its layers share caches.* 8-bit cache"),
         ({"model_type": "qwen3_vl"}, "a model of pictures and text.* merges no heads behind a q/k-norm"),
         ({}, "model_type None is not supported"),
@@ -96,8 +96,7 @@ def test_refused_configs(config, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, "RoPE longrope of phi3"),
-        ({"partial_rotary_factor": 0.75}, "a part of each head only"),
+        ({"partial_rotary_factor": 0.5, "sliding_window": 16}, "a sliding window that rotates a part of each head"),
         ({"num_key_value_heads": 4}, "64 rows do not fit"),
     ],
 )

@@ -1,15 +1,20 @@
 """Every family in every structure: exact stages, caches, padding, chunks, and processes without the package."""
 
+import json
+import shutil
 from collections.abc import Callable
 
 import pytest
 import torch
 from loading import run_elsewhere
+from safetensors.torch import load_file, save_file
 from tiny_models import ALL, FAMILIES, HELD_OUT
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.engines import LOADS, LOADS_WITH
+from surgery.model import DECODERS
 from surgery.structures import converter
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.hybrid.settings import HybridSettings
@@ -55,6 +60,15 @@ FIRST = {
     "qwen3_next_state": ("lowrank",),
     "qwen3_5_state": ("mla",),
     "qwen3_5_moe_state": (),
+    "gpt_neox": ("gqa",),
+    "gpt_neox_sequential": (),
+    "gpt2": ("lowrank",),
+    "phi4_mini": (),
+    "granite4": (),
+    "granite4_state": ("mla",),
+    "glm4_moe": (),
+    "glm4_moe_norm": (),
+    "internlm3": (),
 }
 """What each family is tested in by default: where what is its own meets what a structure does."""
 
@@ -69,10 +83,15 @@ REFUSED = {
     ("qwen3_next_state", "gqa"): "behind a q/k-norm",
     ("qwen3_5_state", "gqa"): "behind a q/k-norm",
     ("qwen3_5_moe_state", "gqa"): "behind a q/k-norm",
+    ("granite4_state", "gqa"): "keep a state and have no KV heads",
+    ("phi4_mini", "mla"): "longrope changes its frequencies .* convert --to lowrank",
+    ("glm4_moe_norm", "gqa"): "behind a q/k-norm",
 }
 
-STOCK = "falcon3", "seed_oss", "phi3"
+STOCK = "falcon3", "seed_oss", "phi3", "internlm3"
 """What stock ``deepseek_v3`` carries."""
+READ_AS_OTHERS = "phi3", "phi3_window", "phi4_mini", "internlm3"
+"""Families whose checkpoints are another family's but for names."""
 
 NEW = [name for name in ALL if name not in FAMILIES]
 MIXED = [name for name in NEW if name.endswith(("_window", "_state"))]
@@ -98,8 +117,9 @@ def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
     assert result.report.target["engines"]["transformers"]["status"] in (LOADS, LOADS_WITH)
 
     model = AutoModelForCausalLM.from_pretrained(result.path).eval()
-    if to == "gqa" and "phi3" not in name:  # which is read as a Llama
-        assert model.config.model_type == AutoModelForCausalLM.from_pretrained(checkpoints(name)).config.model_type
+    if to == "gqa" and name not in READ_AS_OTHERS:
+        own = AutoConfig.from_pretrained(checkpoints(name)).model_type
+        assert model.config.model_type == ("surgery" if own in DECODERS else own)
     tokens = torch.randint(3, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
     whole, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
     pieces = [model(part, past_key_values=cache).logits for part in tokens.split((11, 7, 5, 1), dim=1)]
@@ -141,8 +161,27 @@ def test_what_a_structure_cannot_do_for_a_family_is_refused(checkpoints, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_texts_that_reach_scaled_queries_are_refused(checkpoints, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("ministral3", "ministral3 scales queries from token 128 on"), ("phi4_mini", "other frequencies over 128")],
+)
+def test_texts_over_what_is_simulated_are_refused(checkpoints, tmp_path, name, reason):
     settings = LowRankSettings(**{**TEXT, "calibration_tokens": 512, "calibration_length": 256}, kv_ratio=0.5)
-    with pytest.raises(SurgeryError, match="texts of 256 tokens: ministral3 scales queries from token 128 on"):
-        converter.convert(checkpoints("ministral3"), tmp_path / "out", settings)
+    with pytest.raises(SurgeryError, match=f"texts of 256 tokens: .*{reason}"):
+        converter.convert(checkpoints(name), tmp_path / "out", settings)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_that_predict_further_tokens_are_left_out(checkpoints, tmp_path):
+    source, names = tmp_path / "source", ("eh_proj.weight", "self_attn.k_proj.weight")
+    shutil.copytree(checkpoints("glm4_moe"), source)
+    further = {f"model.layers.2.{name}": torch.zeros(4, 4) for name in names}
+    save_file(load_file(source / "model.safetensors") | further, source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    result = converter.convert(source, tmp_path / "out", STRUCTURES["hybrid"]())
+    written = CheckpointReader.open(result.path)
+    assert written.config["num_nextn_predict_layers"] == 0 and not further.keys() & set(written.names())
+    assert {name for name in CheckpointReader.open(source).names() if ".self_attn." not in name} - further.keys() == {
+        name for name in written.names() if ".self_attn." not in name
+    }

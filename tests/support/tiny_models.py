@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -15,10 +16,14 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GPT2Config,
+    GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     MiniCPM3Config,
     Ministral3Config,
@@ -89,6 +94,11 @@ STATE_IN_LAYER_0 = {
 }
 SHARED_EXPERT = {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
 MROPE = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+MULTIPLIERS = {
+    **{"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0}
+}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16}
+HALF_ROTATED = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-6, tie_word_embeddings=True),
@@ -105,9 +115,7 @@ CONFIGS = {
     ),
     # From here on families and shapes whose conversions are tested in tests/families/test_matrix.py.
     "falcon3": lambda: LlamaConfig(**{**SHAPE, "num_key_value_heads": 1}, rms_norm_eps=1e-6, head_dim=32),
-    "granite": lambda: GraniteConfig(
-        **SHAPE, attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0
-    ),
+    "granite": lambda: GraniteConfig(**SHAPE, **MULTIPLIERS),
     "seed_oss": lambda: SeedOssConfig(**SHAPE, head_dim=16, attention_bias=True, attention_out_bias=False),
     "ministral_window": lambda: MinistralConfig(**SHAPE, head_dim=16, **WINDOW_IN_LAYER_0),
     "smollm3": lambda: SmolLM3Config(**SHAPE, no_rope_layers=[1, 0]),
@@ -163,6 +171,34 @@ CONFIGS = {
         },
     ),
 }
+CONFIGS |= {
+    "gpt_neox": lambda: GPTNeoXConfig(**SHAPE, rope_parameters={"rope_type": "default", **HALF_ROTATED}),
+    "gpt_neox_sequential": lambda: GPTNeoXConfig(**SHAPE, attention_bias=False, use_parallel_residual=False),
+    "gpt2": lambda: GPT2Config(**SHAPE, n_inner=48),
+    "phi4_mini": lambda: Phi3Config(
+        **{**SHAPE, "tie_word_embeddings": True},
+        **{"original_max_position_embeddings": 128, "partial_rotary_factor": 0.75},
+        rope_scaling={"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [3.0] * 3},
+    ),
+    "granite4": lambda: GraniteMoeHybridConfig(
+        **{**SHAPE, **MULTIPLIERS, "num_local_experts": 0, "shared_intermediate_size": 48, **MAMBA},
+        **{"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"},
+    ),
+    "granite4_state": lambda: GraniteMoeHybridConfig(
+        **{**SHAPE, **MULTIPLIERS, **EXPERTS, "num_local_experts": 4, "shared_intermediate_size": 48, **MAMBA},
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **{**SHAPE, **LATENT_EXPERTS, "head_dim": 16, "attention_bias": True},
+        **{"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
+    ),
+    "glm4_moe_norm": lambda: Glm4MoeConfig(
+        **{**SHAPE, **LATENT_EXPERTS, "head_dim": 16, "first_k_dense_replace": 0},
+        **{"n_group": 1, "topk_group": 1, "use_qk_norm": True, "num_mtp_layers": 0},
+    ),
+}
+if hasattr(transformers, "InternLM3Config"):  # newer than the floor
+    CONFIGS["internlm3"] = lambda: transformers.InternLM3Config(**SHAPE, head_dim=16)
 ALL = tuple(CONFIGS)
 # Families that cap logits of attention or have learned sinks.
 OWN_SOFTMAX = ("gemma2", "gpt_oss")

@@ -108,6 +108,11 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         if opened.reader.stored_names:
             _check_beside_pictures(opened.reader.stored_as, settings)
         self._budget = wanted_heads(settings, opened.first, opened.layers)
+        if opened.stateful:
+            raise SurgeryError(
+                "some layers keep a state and have no KV heads, which merging does not know: convert --to lowrank, or "
+                "--to mla"
+            )
         if settings.carrier == "decilm" or (settings.engine is not None and settings.allocate == "spectrum"):
             decilm.check(config)
         if settings.method == "key-norm" and self._budget > opened.layers and not has_head_dim(opened.config):

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from surgery.calibration.layer_statistics import BasisOf
 from surgery.checkpoint import CheckpointWriter, TensorSpec
+from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.families import LATENT_FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.rope import unchanged_length
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
@@ -55,6 +57,11 @@ class MLA(Structure[Source, ConvertSettings]):
 
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         super().__init__(opened, settings, progress)
+        if unchanged_length(opened.config) is not None:
+            raise SurgeryError(
+                "RoPE longrope changes its frequencies with the length of the text, and the key that heads of MLA "
+                "share rotates by one list of them: convert --to lowrank instead"
+            )
         first = opened.first
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.stateful)
         self.splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))

@@ -1,0 +1,17 @@
+"""GLM-4.5 and GLM-4.5-Air: the first half of a head is rotated, in half-split pairs; a q/k-norm in the larger one."""
+
+from surgery.families.base import Family
+
+
+def _dense_layers(single, config, layer: int) -> None:
+    single.first_k_dense_replace = int(layer < config.first_k_dense_replace)
+
+
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    qk_norm=None,
+    partial=True,
+    experts=True,
+    expert_layers=_dense_layers,
+    beside="a part of each head is rotated",
+)

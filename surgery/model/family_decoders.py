@@ -1,0 +1,209 @@
+"""Decoders of families that have other names for their modules, or do not tell attention where tokens are.
+
+GPT-NeoX (arXiv:2204.06745) and GPT-2 project queries, keys and values as one, under other names than the rest. Here
+their decoders have `embed_tokens`, `layers` and `norm`, their layers `input_layernorm` and `self_attn`, and that has
+`q_proj`, `k_proj`, `v_proj` and `o_proj`; what they compute is the family's own code. Layers of Granite 4 hand
+`position_ids` on to their attention.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedConfig
+
+from .attention_functions import attend, family_attention_class, project_heads, rotation_of
+
+
+class SeparateAttention(nn.Module):
+    """A family's attention with projections of its own for queries, keys and values, and any number of KV heads."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        # Not super(): the class built by `family_attention_class` has the family's attention next in line.
+        nn.Module.__init__(self)
+        self.config, self.layer_idx = config, layer_idx
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        self.head_dim = hidden // heads
+        self.num_key_value_groups = heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = getattr(config, "attention_dropout", getattr(config, "attn_pdrop", 0.0))
+        self.is_causal = True
+        self.use_rope = getattr(config, "rope_parameters", None) is not None
+        bias, width = getattr(config, "attention_bias", True), config.num_key_value_heads * self.head_dim
+        self.q_proj, self.o_proj = nn.Linear(hidden, hidden, bias), nn.Linear(hidden, hidden, bias)
+        self.k_proj, self.v_proj = nn.Linear(hidden, width, bias), nn.Linear(hidden, width, bias)
+        self.rotate = rotation_of(self)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor | None, torch.Tensor | None],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_states [B, T, D] → output [B, T, D] and, if eager, weights [B, H, T, S]."""
+        query, key, value = project_heads(self, hidden_states, position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        out, weights = attend(self, query, key, value, attention_mask, **kwargs)
+        return self.o_proj(out.flatten(2)), weights
+
+
+class NoRotation(nn.Module):
+    """In the place of a rotary embedding, where nothing rotates."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """position_ids [B, T] → two times nothing, [B, T, 0]."""
+        nothing = x.new_empty(*position_ids.shape, 0)
+        return nothing, nothing
+
+
+def _called(name: str) -> property:
+    """What the family's code calls otherwise."""
+    return property(lambda module: getattr(module, name))
+
+
+class NeoXLayer(nn.Module):
+    """Put before GPT-NeoX's layer in the bases of a class, by `family_attention_class`."""
+
+    names: ClassVar[dict[str, str]] = {"attention": "self_attn"}
+
+    def attention(self, hidden_states: torch.Tensor, layer_past: Cache | None = None, **kwargs) -> tuple:
+        """The layer's attention, whose cache the family calls otherwise."""
+        return self.self_attn(hidden_states, past_key_values=layer_past, **kwargs)
+
+
+class GPT2Layer(nn.Module):
+    """The same for GPT-2's layer."""
+
+    names: ClassVar[dict[str, str]] = {
+        "attn": "self_attn",
+        "ln_1": "input_layernorm",
+        "ln_2": "post_attention_layernorm",
+    }
+    ln_1, ln_2 = _called("input_layernorm"), _called("post_attention_layernorm")
+
+    def attn(self, hidden_states: torch.Tensor, **kwargs) -> tuple:
+        """The layer's attention, behind which the family has the dropout that is behind its feed-forward layer."""
+        out, weights = self.self_attn(hidden_states, position_embeddings=(None, None), **kwargs)
+        return self.mlp.dropout(out), weights
+
+
+class FamilyDecoder(nn.Module):
+    """Put before a family's decoder in the bases of a class, by `family_attention_class`."""
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: the decoder is the family's own."""
+        return False
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        # transformers would search this file for what `attend` asks.
+        return True
+
+
+class RenamedDecoder(FamilyDecoder):
+    """One whose modules get the names of all other families."""
+
+    names: ClassVar[dict[str, str]]
+    layer_class: ClassVar[type[nn.Module]]
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        _rename(self, self.names)
+        for index, layer in enumerate(self.layers):
+            layer.__class__ = family_attention_class(self.layer_class, type(layer))
+            _rename(layer, self.layer_class.names)
+            attention = SeparateAttention
+            if getattr(config, "rope_parameters", None) is not None:  # by its class the family's rotation is found
+                attention = family_attention_class(SeparateAttention, type(layer.self_attn))
+            layer.self_attn = attention(config, index)
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Puts other token embeddings in."""
+        self.embed_tokens = value
+
+
+class NeoXDecoder(RenamedDecoder):
+    """GPT-NeoX's."""
+
+    names: ClassVar[dict[str, str]] = {"embed_in": "embed_tokens", "final_layer_norm": "norm"}
+    layer_class = NeoXLayer
+    _can_record_outputs: ClassVar[dict[str, type]] = {"hidden_states": NeoXLayer, "attentions": SeparateAttention}
+    embed_in, final_layer_norm = _called("embed_tokens"), _called("norm")
+
+
+class GPT2Decoder(RenamedDecoder):
+    """GPT-2's, with positions that are learned and added to the embeddings."""
+
+    names: ClassVar[dict[str, str]] = {
+        "wte": "embed_tokens",
+        "wpe": "embed_positions",
+        "h": "layers",
+        "ln_f": "norm",
+    }
+    layer_class = GPT2Layer
+    _can_record_outputs: ClassVar[dict[str, type]] = {"hidden_states": GPT2Layer, "attentions": SeparateAttention}
+    wte, wpe, h, ln_f = (_called(name) for name in ("embed_tokens", "embed_positions", "layers", "norm"))
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        self.rotary_emb = NoRotation()
+
+
+DECODERS: dict[str, type[RenamedDecoder]] = {"gpt_neox": NeoXDecoder, "gpt2": GPT2Decoder}
+"""By the `model_type` of a family that has other names."""
+
+
+class PlacedLayer(nn.Module):
+    """Put before a layer's class by `family_attention_class`: its attention learns the positions of tokens."""
+
+    def forward(self, hidden_states: torch.Tensor, token_positions: torch.Tensor | None = None, **kwargs):
+        """As the family's; layers that keep a state are not told."""
+        if getattr(self, "self_attn", None) is not None:
+            kwargs["position_ids"] = token_positions
+        return super().forward(hidden_states, **kwargs)
+
+
+class PlacedDecoder(FamilyDecoder):
+    """One whose layers would get no `position_ids`."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        for layer in self.layers:
+            layer.__class__ = family_attention_class(PlacedLayer, type(layer))
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        *,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ):
+        """As the family's."""
+        if position_ids is None:
+            given = input_ids if input_ids is not None else kwargs["inputs_embeds"]
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = torch.arange(given.shape[1], device=given.device)[None] + seen
+        kwargs |= {"position_ids": position_ids, "token_positions": position_ids}
+        return super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+
+
+def family_decoder_class(model_type: str, decoder: type[nn.Module]) -> type[nn.Module]:
+    """A family's decoder class, or the same with what converted attention asks for."""
+    own = PlacedDecoder if model_type == "granitemoehybrid" else DECODERS.get(model_type)
+    return decoder if own is None else family_attention_class(own, decoder)
+
+
+def _rename(module: nn.Module, names: dict[str, str]) -> None:
+    """Children of a module, whose class finds them by both names."""
+    for old, new in names.items():
+        module._modules[new] = module._modules.pop(old)
+
+
+__all__ = ["DECODERS", "NoRotation", "SeparateAttention", "family_decoder_class"]

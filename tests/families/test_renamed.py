@@ -1,0 +1,162 @@
+"""GPT-NeoX, GPT-2 and InternLM3, which call things otherwise: as published, and the own class around the first two."""
+
+import copy
+import json
+import pickle
+import shutil
+
+import pytest
+import torch
+from command_line import run_main
+from safetensors.torch import load_file, save_file
+from tiny_models import CONFIGS
+from transformers import AutoModelForCausalLM
+
+from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
+from surgery.model import SurgeryConfig, SurgeryForCausalLM
+from surgery.running.models import causal_model
+from surgery.running.source import Source
+from surgery.running.unfused import unfused
+from surgery.structures.mla.settings import ConvertSettings
+
+NAMES = "gpt_neox", "gpt2"
+PUBLISHED = {
+    "gpt_neox": (("lm_head.", "embed_out."), "gpt_neox.layers.{}.attention.", ("bias", "masked_bias")),
+    "gpt2": (("transformer.", ""), "h.{}.attn.", ("bias", "masked_bias")),
+}
+"""What published checkpoints call otherwise than transformers writes it, and buffers of their attention."""
+CROSS = {"kind": "cross_layer", "group_size": 2, "rank": 48, "block": 8, "sinks": 0, "window": 0}
+ENTRIES = {
+    "stock": [None, None],
+    "grouped": [{"kind": "grouped", "kv_heads": 2}, None],
+    "cross_layer": [{**CROSS, "place": 0}, {**CROSS, "place": 1}],
+}
+
+
+def own_model(name, entries):
+    """A random model of the own class around the family's decoder."""
+    base = CONFIGS[name]()
+    for dropout in [field for field in vars(base) if field.endswith("pdrop")]:
+        setattr(base, dropout, 0.0)
+    torch.manual_seed(0)
+    config = SurgeryConfig.from_base(base, entries, num_key_value_heads=base.num_attention_heads)
+    return SurgeryForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_published_names_are_read(checkpoints, tmp_path, name):
+    folder = shutil.copytree(checkpoints(name), tmp_path / "model")
+    (old, new), prefix, buffers = PUBLISHED[name]
+    tensors = {key.replace(old, new): value for key, value in load_file(folder / "model.safetensors").items()}
+    beside = {prefix.format(layer) + buffer: torch.ones(1, 1, 8, 8) for layer in range(2) for buffer in buffers}
+    save_file(tensors | beside, folder / "model.safetensors", {"format": "pt"})
+    reader = unfused(CheckpointReader.open(folder))
+    assert set(reader.left_out) == beside.keys() and all(
+        key.startswith(("model.", "lm_head.")) for key in reader.names()
+    )
+    tokens = torch.arange(3, 40)[None]
+    want = AutoModelForCausalLM.from_pretrained(checkpoints(name)).eval()(tokens).logits
+    torch.testing.assert_close(causal_model(reader).eval()(tokens).logits, want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_a_stored_tensor_are_read_in_any_ranges(checkpoints, name):
+    reader = unfused(CheckpointReader.open(checkpoints(name)))
+    for key in (f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkvo"):
+        whole, index = reader.tensor(key), torch.tensor([30, 1, 2, 9, 8])
+        assert torch.equal(reader.rows(key, index), whole[index])
+        assert torch.equal(torch.cat([piece.clone() for piece in reader.chunks(key)]), whole.flatten())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "only False is supported"),
+        ("gpt2", {"scale_attn_weights": False}, "only True is supported"),
+        ("gpt2", {"add_cross_attention": True}, "reads an encoder"),
+        ("gpt2", {"n_head": None}, "num_attention_heads of gpt2 is None"),
+        ("gpt_neox", {"num_attention_heads": 0}, "num_attention_heads"),
+    ],
+)
+def test_what_is_not_supported_is_refused(checkpoints, tmp_path, name, change, reason):
+    folder = shutil.copytree(checkpoints(name), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(SurgeryError, match=reason):
+        unfused(CheckpointReader.open(folder))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_healing_one_that_was_not_converted_is_refused_before_any_work(checkpoints, monkeypatch, capsys, name):
+    code, _, said = run_main(monkeypatch, capsys, "heal", checkpoints(name), "--teacher", checkpoints(name))
+    assert code == 1 and f"a {name} as it came, which healing does not write: convert it first" in said
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_the_own_class_is_a_model_like_others(name, kind):
+    model, tokens = own_model(name, ENTRIES[kind]), torch.arange(3, 43)[None]
+    want = model(tokens).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(other(tokens).logits, want)
+    # Padding of whole blocks moves no block, and positions, learned ones too, are those that are given.
+    padded = torch.cat([torch.full((1, 8), 2), tokens], dim=1)
+    mask = (torch.arange(48) >= 8).long()[None]
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    shifted = model(padded, attention_mask=mask, position_ids=positions).logits[:, 8:]
+    torch.testing.assert_close(shifted, want, rtol=1e-4, atol=1e-4)
+    if kind != "cross_layer":
+        model.set_attn_implementation("eager")
+        seen = model(tokens, output_attentions=True, output_hidden_states=True)
+        assert [tuple(each.shape) for each in seen.attentions] == [(1, 4, 40, 40)] * 2
+        assert len(seen.hidden_states) == 3
+        torch.testing.assert_close(seen.logits, want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_checkpointing_gives_the_same_gradients(name):
+    model, tokens = own_model(name, ENTRIES["grouped"]), torch.arange(3, 43)[None]
+    gradients = []
+    for checkpointed in (False, True):
+        model.zero_grad()
+        if checkpointed:
+            model.train().gradient_checkpointing_enable()
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+
+
+@torch.no_grad()
+def test_embeddings_can_be_replaced():
+    model = own_model("gpt_neox", ENTRIES["stock"])
+    assert model.get_input_embeddings() is model.model.embed_tokens
+    model.resize_token_embeddings(4100)
+    assert (
+        model.model.embed_tokens.weight.shape == (4100, 32) and model(torch.tensor([[4099]])).logits.shape[-1] == 4100
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 6.0}}, "over 256 tokens.* take rope_scaling out"),
+        ({"qkv_bias": True, "bias": False}, "qkv_bias unlike bias"),
+    ],
+)
+def test_internlm3_is_a_llama_or_refused(checkpoints, tmp_path, change, reason):
+    folder = shutil.copytree(checkpoints("llama"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    theta = config.pop("rope_parameters")["rope_theta"]
+    biases = {"qkv_bias": config.pop("attention_bias"), "bias": config.pop("mlp_bias")}
+    named = config | biases | {"model_type": "internlm3", "rope_theta": theta}
+    (folder / "config.json").write_text(json.dumps(named))
+    tokens = torch.arange(3, 40)[None]
+    found = [Source.open(path, ConvertSettings()).stream.embed(tokens) for path in (folder, checkpoints("llama"))]
+    assert torch.equal(*found)
+    assert unfused(CheckpointReader.open(folder)).stored_as == "internlm3"
+    (folder / "config.json").write_text(json.dumps(named | change))
+    with pytest.raises(SurgeryError, match=reason):
+        Source.open(folder, ConvertSettings())
