@@ -19,7 +19,7 @@ from .token_codes import TokenCodes
 _OTHER_ATTENTION = {
     "attn_logit_softcapping": ("gemma2",),
     "final_logit_softcapping": CAPPED,
-    "attention_chunk_size": (),
+    "attention_chunk_size": ("llama4_text",),
 }
 
 # What a base config says about itself rather than about the model: never carried from one config to the other.

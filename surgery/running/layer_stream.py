@@ -21,7 +21,7 @@ from surgery.families.base import LAYER_PREFIX, per_layer
 from surgery.families.llama import LLAMA
 from surgery.model.attention_functions import own_softmax
 from surgery.model.logit_factor import logit_cap, logit_factor
-from surgery.running.loading import loading
+from surgery.running.loading import causal_class, loading
 
 SMALL = 2**26
 """Layers of a model that are no more bytes together stay loaded: to load them would take longer than to run them."""
@@ -66,12 +66,12 @@ class LayerStream:
         """Token embeddings [N, T, D] of ids [N, T].
 
         Raises:
-            SurgeryError: the texts reach positions that scale queries, which is not simulated.
+            SurgeryError: the texts reach positions that scale queries, or a second chunk, which is not simulated.
         """
         first_scaled = self.family.first_scaled(self.config)
         if first_scaled is not None and tokens.shape[1] > first_scaled:
             raise SurgeryError(
-                f"texts of {tokens.shape[1]:,} tokens: {self.family.model_type} scales queries from token "
+                f"texts of {tokens.shape[1]:,} tokens: {self.family.model_type} attends otherwise from token "
                 f"{first_scaled:,} on, which is not simulated; take shorter texts (--calibration-length {first_scaled})"
             )
         ids, inverse = tokens.unique(return_inverse=True)
@@ -316,7 +316,6 @@ def single_layer_config(config, layer: int):
 
 def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
     """A one-layer decoder without final norm, its weights taken from ``state`` by transformers' own loading rules."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     # Loading through transformers applies its checkpoint conversions (fused experts), which a plain
@@ -324,9 +323,8 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        causal_class = AutoModelForCausalLM._model_mapping[type(config)]
         with loading("a layer by its config.json"):
-            causal, info = causal_class.from_pretrained(
+            causal, info = causal_class(config).from_pretrained(
                 None,
                 config=config,
                 state_dict=state,
@@ -339,7 +337,7 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
             logging.enable_progress_bar()
     problems = {kind: sorted(map(str, found)) for kind, found in info.items() if found}
     if problems:
-        raise SurgeryError(f"a layer does not load into {causal_class.__name__}: {problems}")
+        raise SurgeryError(f"a layer does not load into {type(causal).__name__}: {problems}")
     decoder = causal.model
     decoder.norm = nn.Identity()
     return decoder.eval().requires_grad_(False)

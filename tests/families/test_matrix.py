@@ -52,6 +52,8 @@ FIRST = {
     "olmo2": ("lowrank", "hybrid"),
     "ministral3": ("mla", "hybrid"),
     "olmo3_window": (),
+    "llama4_window": ("mla",),
+    "llama4_plain_window": (),
     "qwen3_next_state": ("lowrank",),
     "qwen3_5_state": ("mla",),
     "qwen3_5_moe_state": (),
@@ -66,6 +68,7 @@ REFUSED = {
     ("olmo2", "gqa"): "behind a q/k-norm",
     ("ministral3", "crosslayer"): "scales queries by their position",
     ("olmo3_window", "gqa"): "behind a q/k-norm",
+    ("llama4_window", "gqa"): "behind a q/k-norm",
     ("qwen3_next_state", "gqa"): "behind a q/k-norm",
     ("qwen3_5_state", "gqa"): "behind a q/k-norm",
     ("qwen3_5_moe_state", "gqa"): "behind a q/k-norm",
@@ -143,6 +146,6 @@ def test_what_a_structure_cannot_do_for_a_family_is_refused(checkpoints, tmp_pat
 
 def test_texts_that_reach_scaled_queries_are_refused(checkpoints, tmp_path):
     settings = LowRankSettings(**{**TEXT, "calibration_tokens": 512, "calibration_length": 256}, kv_ratio=0.5)
-    with pytest.raises(SurgeryError, match="texts of 256 tokens: ministral3 scales queries from token 128 on"):
+    with pytest.raises(SurgeryError, match="texts of 256 tokens: ministral3 attends otherwise from token 128 on"):
         converter.convert(checkpoints("ministral3"), tmp_path / "out", settings)
     assert list(tmp_path.iterdir()) == []

@@ -19,6 +19,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MiniCPM3Config,
     Ministral3Config,
@@ -89,6 +90,14 @@ STATE_IN_LAYER_0 = {
 }
 SHARED_EXPERT = {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
 MROPE = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+LLAMA4 = {
+    **{**SHAPE, "head_dim": 16, "intermediate_size_mlp": 40, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
+    **{"moe_layers": [1], "attention_chunk_size": 80, "floor_scale": 72, "attn_scale": 0.5},
+}
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
+VISION |= {"image_size": 16, "patch_size": 4}
+LLAMA4_VISION = {**VISION, "intermediate_size": 64, "vision_output_dim": 8, "pixel_shuffle_ratio": 0.5}
+LLAMA4_VISION |= {"projector_input_dim": 8, "projector_output_dim": 8}
 
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-6, tie_word_embeddings=True),
@@ -149,6 +158,9 @@ CONFIGS = {
             "original_max_position_embeddings": 128,
         },
     ),
+    # With chunks that texts here reach, where calibration does not; and, as in Maverick, without a q/k-norm.
+    "llama4_window": lambda: Llama4TextConfig(**LLAMA4, num_local_experts=4, rope_parameters=LLAMA3_ROPE),
+    "llama4_plain_window": lambda: Llama4TextConfig(**LLAMA4, num_local_experts=2, use_qk_norm=False),
     "olmo3_window": lambda: Olmo3Config(
         **SHAPE,
         **WINDOW_IN_LAYER_0,

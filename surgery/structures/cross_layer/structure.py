@@ -208,11 +208,6 @@ def plan_groups(
             f"{opened.family.model_type} layers hand nothing to their attention that a shared cache could be read by: "
             "convert --to lowrank instead"
         )
-    if opened.family.first_scaled(opened.config) is not None:
-        raise SurgeryError(
-            f"{opened.family.model_type} scales queries by their position, and layers that share a cache know only its "
-            "slots: convert --to lowrank instead"
-        )
     for layer, window in enumerate(opened.windows):
         if layer in opened.stateful:
             raise SurgeryError(
@@ -224,6 +219,11 @@ def plan_groups(
                 f"layer {layer} has a sliding window and forgets: layers share a cache of old tokens, which needs full "
                 "attention in all; convert --to lowrank instead"
             )
+    if opened.family.first_scaled(opened.config) is not None:
+        raise SurgeryError(
+            f"{opened.family.model_type} scales queries by their position, and layers that share a cache know only its "
+            "slots: convert --to lowrank instead"
+        )
     recent = {"block": settings.block, "sinks": settings.sinks, "window": settings.window}
     if settings.method == "minicache":
         if settings.kv_ratio is not None or settings.rank is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -16,10 +17,11 @@ from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import share
 from surgery.common.progress import Progress
-from surgery.engines import refuse_unless_loadable
+from surgery.engines import engine_table, refuse_unless_loadable
 from surgery.families import latent_family_of
 from surgery.families.attention import CapturedAttention
 from surgery.families.latent_anatomy import LatentAnatomy
+from surgery.families.towers import put_back
 from surgery.running.source import Source
 from surgery.structures.base import Foreseen, Outcome, Structure, Work, unchanged_tensors
 from surgery.structures.estimates import Demand
@@ -80,13 +82,15 @@ class SmallerLayerReport:
 class SmallerMLA(Structure[Source, ConvertSettings]):
     """The latents of an MLA model become fewer."""
 
+    keeps_class = True
+
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         config = opened.config
         rank = wanted_rank(settings, config.kv_lora_rank, config.qk_rope_head_dim)
         self._writes = SmallerLatents(opened.reader, opened.layers, rank, config.qk_rope_head_dim)
         if settings.engine is not None:
-            refuse_unless_loadable(settings.engine, self._writes.config())
+            refuse_unless_loadable(settings.engine, self._whole_config())
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: ConvertSettings) -> Source:
@@ -99,7 +103,13 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         for name, (allowed, why) in TAKEN.items():
             if (asked := getattr(settings, name)) not in allowed:
                 raise SurgeryError(f"{name} {asked}: {reader.path} is MLA already ({kind}), and {why}")
-        return Source.of(reader, settings, latent_family_of(reader.config))
+        family = latent_family_of(reader.config)
+        if family.inside is not None and not reader.stored_names:
+            raise SurgeryError(
+                f"{reader.path}: {kind} alone is loaded by no AutoModelForCausalLM of transformers: convert the whole "
+                f"{family.inside} checkpoint that it is published in"
+            )
+        return Source.of(reader, settings, family)
 
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but numbers."""
@@ -108,8 +118,9 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             config=writes.config(),
             tensors=self._tensors(),
             kv_bytes_per_token=writes.kv_bytes(1),
-            model_type=writes.model_type,
+            model_type=self._whole_config()["model_type"],
             reasons=writes.reasons(),
+            engines=engine_table(self._whole_config()),
             demand=Demand(cached=writes.rank + writes.rope_dim, statistics=True, gradients=True, exact=1),
         )
 
@@ -146,6 +157,11 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             scores=ladder.scores(),
             simulated=ladder.hidden[SMALLER],
         )
+
+    def _whole_config(self) -> dict[str, Any]:
+        """config.json of the result, with what is beside its language model."""
+        stored, config = self.opened.reader, self._writes.config()
+        return put_back(stored.stored_config, stored.config, config) if stored.stored_names else config
 
     def _tensors(self) -> dict[str, TensorSpec]:
         return self._writes.plan(unchanged_tensors(self.opened.reader, self.opened.config))

@@ -56,7 +56,7 @@ class MLA(Structure[Source, ConvertSettings]):
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         first = opened.first
-        self.kept = kept_layers(settings.keep_layers, opened.windows, opened.stateful)
+        self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)
         self.splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
         # Refuses what the engine does not take.
         self.stock = forecast(opened, self.splits[0], settings).carrier.stock
