@@ -148,7 +148,8 @@ def _put_under(module: nn.Module, before: _Before) -> str:
                 return f"own code: {reason}"
             module.kernel = kernel
             return operation
-    before.hooks.append(module.register_forward_pre_hook(ask_for_codes, with_kwargs=True))
+    if not hasattr(module, "kv_b_proj"):  # MLA expands what its cache gives, before attention sees it
+        before.hooks.append(module.register_forward_pre_hook(ask_for_codes, with_kwargs=True))
     return "gqa_decode"
 
 

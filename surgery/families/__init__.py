@@ -70,6 +70,7 @@ __all__ = [
     "LATENT_FAMILIES",
     "Family",
     "LatentFamily",
+    "any_family_of",
     "family_around",
     "family_of",
     "head_shape",
@@ -106,6 +107,15 @@ def latent_family_of(config: dict) -> LatentFamily:
         SurgeryError: an unknown model type, or weights that are quantised.
     """
     return _found(config, LATENT_FAMILIES)
+
+
+def any_family_of(config: dict) -> Family:
+    """The family of a parsed config.json, of keys and values of heads or of MLA models.
+
+    Raises:
+        SurgeryError: an unknown model type, or weights that are quantised.
+    """
+    return _found(config, {**FAMILIES, **LATENT_FAMILIES})
 
 
 def family_around(model_type: str) -> Family | None:

@@ -93,8 +93,9 @@ class SurgeryConfig(PreTrainedConfig):
             (int) as in `QuantizedKVLayer`, and what shares a scale of `keys`, or of the latents in their place: the
             tokens of a `"channel"` or the channels of a `"token"`. What streams is quantised token by token, in
             `streaming_format` if that is given. The first `sinks` (int) tokens stay exact, and rotated keys of
-            `"latent"` layers are in `rope_format`, a format or `"exact"`, if these are given. With `clip` (bool) the
-            ranges of keys, or of latents in their place, leave the least squared error.
+            `"latent"` layers, and of a base model that is MLA, are in `rope_format`, a format or `"exact"`, if these
+            are given. With `clip` (bool) the ranges of keys, or of latents in their place, leave the least squared
+            error.
         kwargs:
             The fields of the source's config.json.
     """
@@ -162,7 +163,8 @@ class SurgeryConfig(PreTrainedConfig):
             ValueError: `kv_cache` says what is impossible.
         """
         said, entry = self.kv_cache, entry or {}
-        rope_format = said.get("rope_format") if entry.get("kind") == "latent" else None
+        latent = entry.get("kind") == "latent" or (not entry and caches_latents(self))
+        rope_format = said.get("rope_format") if latent else None
         spans = entry.get("codes") or ()
         whole = (said[name] for name in ("format", "group", "window", "keys"))
         return QuantizedKVLayer(*whole, said.get("sinks", 0), rope_format, spans, said.get("clip", False))
@@ -272,6 +274,12 @@ class SurgeryConfig(PreTrainedConfig):
             attn_implementation=self._attn_implementation,
             experts_implementation=self._experts_implementation,
         )
+
+
+def caches_latents(config: PreTrainedConfig) -> bool:
+    """Whether a family's own attention is MLA, which caches a latent in the place of a key and a rotated key in that of
+    a value."""
+    return getattr(config, "kv_lora_rank", None) is not None
 
 
 def _codes_problem(layer: dict[str, Any]) -> str | None:

@@ -217,9 +217,11 @@ class Structure(ABC, Generic[Opened, Settings]):
 
     Attributes:
         keeps_class: whether results are of the source's class, which may hold other models beside the language model.
+        takes_latents: whether sources may be MLA already.
     """
 
     keeps_class: ClassVar[bool] = False
+    takes_latents: ClassVar[bool] = False
 
     def __init__(self, opened: Opened, settings: Settings, progress: Progress):
         if opened.reader.stored_names and not self.keeps_class:

@@ -53,6 +53,8 @@ from surgery.transforms.partial_rope import latent_form
 class MLA(Structure[Source, ConvertSettings]):
     """Keys and values become a latent and a rotated key that all heads share."""
 
+    takes_latents = True
+
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         first = opened.first
@@ -69,6 +71,8 @@ class MLA(Structure[Source, ConvertSettings]):
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """In stock where that can, in the own class, and there with a latent of 8 bits beside exact rotated keys."""
+        if config["model_type"] in LATENT_FAMILIES:
+            return SmallerMLA.candidates(config)
         return [Candidate({}), Candidate({"carrier": "own"}), Candidate({"bits": 8, "rope_bits": 16})]
 
     def foresee(self) -> Foreseen:
