@@ -36,9 +36,12 @@ def _attend_latents(anatomy: LatentAnatomy, projection: LatentProjection) -> Ten
     return anatomy.softmax.mix(queries, *expanded_heads(anatomy, latent, rotated)).transpose(1, 2)
 
 
-def latent_cache(anatomy: LatentAnatomy, projection: LatentProjection) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, H, T, n + ρ] of a prompt, and what MLA caches: latents [B, 1, T, r] and rotary keys [B, 1, T, ρ]."""
-    positions = torch.arange(projection.q.shape[1], device=projection.q.device)
+def latent_cache(anatomy: LatentAnatomy, projection: LatentProjection, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, H, T, n + ρ] of tokens from position ``first`` on, and what MLA caches of them.
+
+    That is latents [B, 1, T, r] and rotary keys [B, 1, T, ρ].
+    """
+    positions = first + torch.arange(projection.q.shape[1], device=projection.q.device)
     phase = phases(anatomy.inv_freq, positions, projection.q.dtype) * anatomy.rope_factor
     queries = torch.cat([projection.unrotated, rotate(projection.q, phase)], dim=-1)
     queries, latent, rotated = (x.transpose(1, 2) for x in (queries, projection.v, rotate(projection.k, phase)))

@@ -35,6 +35,17 @@ def uniform_window(config, layer: int) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
+FURTHER = "num_nextn_predict_layers"
+"""What configs call the number of layers that predict further tokens, stored behind the others."""
+
+
+def is_further(name: str, layers: int) -> bool:
+    """Whether a tensor is of a layer behind the model's."""
+    start, found, rest = name.partition(LAYER_PREFIX.partition("{")[0])
+    number = rest.partition(".")[0]
+    return bool(found) and not start and number.isdecimal() and int(number) >= layers
+
+
 def keeps_state(config, layer: int) -> bool:
     """Whether ``layer_types`` gives a layer linear attention: a state of one size, no keys and values."""
     types = getattr(config, "layer_types", None)
@@ -56,7 +67,7 @@ def no_cap(config) -> float | None:
     return None
 
 
-PER_LAYER = ("layer_types", "no_rope_layers")
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
 def per_layer(config) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -68,7 +69,11 @@ def _mla_layers(config: dict[str, Any], latent_bytes: float, rope_bytes: float) 
 def of_own_class(config: Any, number_bytes: float) -> list[Attention]:
     """Of a `SurgeryConfig`: any mixture of kinds, quantised or not."""
     if config.base_model_type in LATENT_FAMILIES:
-        return _mla_layers(config.to_dict(), *_cached_bytes(config.kv_cache, {"kind": "latent"}, number_bytes))
+        layers = _mla_layers(config.to_dict(), *_cached_bytes(config.kv_cache, {"kind": "latent"}, number_bytes))
+        # Codes that layers share are read at their own width.
+        entries = config.attention_layers or [None] * len(layers)
+        ranks = [(entry or {}).get("rank", config.kv_lora_rank) for entry in entries]
+        return [replace(layer, rank=rank) for layer, rank in zip(layers, ranks, strict=True)]
     family = FAMILIES[config.base_model_type]
     stock = of_family(config, windows_of(family, config), number_bytes)
     gains = key_gains(config.base_model_type, config.num_key_value_heads)

@@ -83,11 +83,11 @@ class SurgeryConfig(PreTrainedConfig):
             They may have `codes` (list of format and number of latents), in which `kv_cache` has the first latents, the
             next ones and so on, in place of its own format.
 
-            `"cross_layer"`, `"cross_layer_prompt"`, `"cross_layer_pairs"`: `group_size` (int, adjacent layers that
-            share a cache), `place` (int, of the layer among them), and `block`, `sinks` and `window` (int, see
-            `group_cache`); `rank` (int, of the shared basis), or `key_rank` and `value_rank` (int, of one that each
-            prompt gets), or for merged pairs `kept` (int, tokens of a block left unmerged) and `interpolation`
-            (float, the later layer's share of the direction).
+            `"cross_layer"`, `"cross_layer_mla"` (of a base model that is MLA), `"cross_layer_prompt"`,
+            `"cross_layer_pairs"`: `group_size` (int, adjacent layers that share a cache), `place` (int, of the layer
+            among them), and `block`, `sinks` and `window` (int, see `group_cache`); `rank` (int, of the shared basis),
+            or `key_rank` and `value_rank` (int, of one that each prompt gets), or for merged pairs `kept` (int, tokens
+            of a block left unmerged) and `interpolation` (float, the later layer's share of the direction).
         kv_cache (`dict`, *optional*):
             Has every layer keep its cache quantised: `format` (int8, int4, int3, int2 or fp8), `group` and `window`
             (int) as in `QuantizedKVLayer`, and what shares a scale of `keys`, or of the latents in their place: the
@@ -188,6 +188,9 @@ class SurgeryConfig(PreTrainedConfig):
                 raise ValueError(f"attention_layers[{index}]: {problem}")
             if layer.get("codes") and (problem := _codes_problem(layer)):
                 raise ValueError(f"attention_layers[{index}]: {problem}")
+            if caches_latents(self) != (layer["kind"] == "cross_layer_mla"):
+                kind = "MLA" if caches_latents(self) else "none"
+                raise ValueError(f"attention_layers[{index}]: {layer['kind']}, and the base model's own is {kind}")
             if self.base_model_type in LEARNED_SINKS and (layer["kind"] == "hybrid" or layer.get("streaming")):
                 raise ValueError(f"attention_layers[{index}]: heads with learned sinks do not stream")
             if self.base_model_type in OUTPUT_GATES and layer["kind"] not in _GATED_KINDS:

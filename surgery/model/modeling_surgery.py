@@ -22,7 +22,7 @@ from .cache_layer import Call, CompactLayer, check_full_attention, hook_calls, o
 from .cache_prediction import CachedLayer, footprint, peak_bytes
 from .configuration_surgery import SurgeryConfig, caches_latents
 from .cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
-from .cross_layer_latent_attention import CrossLayerLatentAttention
+from .cross_layer_latent_attention import CrossLayerFamilyLatents, CrossLayerLatentAttention
 from .exact_window_cache import ExactWindowLayer
 from .group_entries import CROSS_LAYER_KEYS
 from .grouped_attention import GroupedAttention
@@ -41,6 +41,7 @@ ATTENTION: dict[str, type[nn.Module]] = {
     "hybrid": HybridAttention,
     "cross_layer": CrossLayerAttention,
     "cross_layer_latent": CrossLayerLatentAttention,
+    "cross_layer_mla": CrossLayerFamilyLatents,
     "cross_layer_prompt": PromptBasisAttention,
     "cross_layer_pairs": MergedPairAttention,
 }

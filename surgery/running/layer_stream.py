@@ -297,6 +297,10 @@ def _joined(singles: list):
         setattr(config, name, [entry for single in singles for entry in getattr(single, name)])
     if getattr(config, "mlp_only_layers", None) is not None:
         config.mlp_only_layers = [place for place, single in enumerate(singles) if single.mlp_only_layers]
+    if hasattr(config, "first_k_dense_replace"):  # dense layers come first
+        config.first_k_dense_replace = sum(single.first_k_dense_replace for single in singles)
+    if hasattr(config, "scale_depth"):  # MiniCPM3 divides it by the root of its layers
+        config.scale_depth *= math.sqrt(count)
     config.num_hidden_layers = count
     return config
 

@@ -16,14 +16,17 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.console.inspection import show_inspection
 from surgery.engines import LOADS
+from surgery.eval.kv_cache import cache_bytes
 from surgery.families import LATENT_FAMILIES, latent_family_of
 from surgery.families.attention import CapturedAttention, attend, output
 from surgery.inspection.inspect import inspect_checkpoint
+from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.model.quantized_cache import ExactTokens, QuantizedKVLayer
 from surgery.planning.plan import make_plan
 from surgery.planning.settings import PlanSettings
 from surgery.running.source import Source
 from surgery.structures import converter
+from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.quantized.settings import QuantizedSettings
@@ -218,6 +221,65 @@ def test_codes_of_what_was_converted_to_stock(checkpoints, tmp_path):
     assert abs(losses["quantized"] - losses["source"]) < 1e-3 < abs(losses["source"])
 
 
+SHARED = CrossLayerSettings(**TEXT, method="xkv", group_size=2, block=8, batch_size=2, kv_ratio=0.7)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "minicpm3" else pytest.mark.slow) for name in LATENT_CONFIGS]
+)
+@torch.no_grad()
+def test_layers_share_their_latents(checkpoints, tmp_path, name):
+    source = checkpoints(name)
+    foreseen = plan_conversion(source, tmp_path / "foreseen", SHARED)
+    report = converter.convert(source, tmp_path / "out", SHARED).report
+    kv = report.kv
+    assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == foreseen.kv["bytes_per_token"]
+    assert kv["measured_bytes_per_token"] == 4 * (17 + 8 + 3 * 8) <= 0.7 * kv["source_bytes_per_token"]
+    assert report.verification["logit_difference_to_simulation"] < 1e-5
+    losses = {row["stage"]: row["loss"] for row in report.ladder}
+    assert abs(losses["shared"] - losses["source"]) > 1e-4
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+    assert {key.rpartition(".")[2] for key in after.keys() - before.keys()} == {"basis_down", "basis_up"}
+    assert inspect_checkpoint(tmp_path / "out").kv["bytes_at"][32_768] <= 4 * (32_768 * 49 + 8 * 48)
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.randint(3, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
+    whole, cache = model(tokens).logits, DynamicCache(config=model.config)
+    pieces = [model(part, past_key_values=cache).logits for part in tokens.split((11, 7, 5, 1), dim=1)]
+    assert off(torch.cat(pieces, dim=1), whole) < 1e-5
+    assert cache_bytes(cache) == model.kv_cache_bytes(2, 24)
+    logits, cached, _ = run_elsewhere(tmp_path / "out", tokens, tmp_path, trust=True)
+    assert off(logits, whole) < 1e-5 and off(cached, whole) < 1e-5
+    padded, mask = torch.cat([torch.full((2, 8), 2), tokens], dim=1), torch.ones(2, 32, dtype=torch.long)
+    mask[:, :8] = 0  # a block, as blocks count the padding
+    assert off(model(padded, attention_mask=mask).logits[:, 8:], whole) < 1e-4
+
+
+@pytest.mark.parametrize("name", LATENT_CONFIGS)
+@torch.no_grad()
+def test_a_shared_basis_of_full_rank_is_the_source(checkpoints, name):
+    source = AutoModelForCausalLM.from_pretrained(checkpoints(name)).eval()
+    group = {"kind": "cross_layer_mla", "group_size": 3, "rank": 48, "block": 4, "sinks": 1, "window": 2}
+    model = SurgeryForCausalLM(SurgeryConfig.from_base(source.config, [{**group, "place": i} for i in range(3)])).eval()
+    model.load_state_dict(source.state_dict(), strict=False)
+    basis = torch.linalg.qr(torch.randn(48, 48, generator=torch.Generator().manual_seed(2)))[0]
+    for layer, part in zip(model.model.layers, basis.split(16, dim=1), strict=True):
+        layer.self_attn.basis_down.copy_(part)
+        layer.self_attn.basis_up.copy_(part.T)
+    tokens = torch.randint(3, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
+    assert off(model(tokens).logits, source(tokens).logits) < 1e-5
+
+
+def test_what_was_converted_to_stock_shares_its_latents(checkpoints, tmp_path):
+    first = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4, fit_steps=0)
+    stock = converter.convert(checkpoints("llama"), tmp_path / "stock", first)
+    report = converter.convert(stock.path, tmp_path / "out", SHARED).report
+    assert report.source["model_type"] == "deepseek_v3" and report.target["model_type"] == "surgery"
+    assert report.kv["measured_bytes_per_token"] <= 0.7 * stock.report.kv["measured_bytes_per_token"]
+    assert report.verification["logit_difference_to_simulation"] < 1e-5
+
+
 @pytest.mark.parametrize("rope_format", ["exact", "int8"])
 @torch.no_grad()
 def test_a_pass_over_codes_is_what_decoding_reads(checkpoints, rope_format):
@@ -307,6 +369,10 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     assert "layers that predict further tokens are left out (1)" in result.report.target["reasons"]
     assert json.loads((result.path / "config.json").read_text())["num_nextn_predict_layers"] == 0
     assert load_file(result.path / "model.safetensors").keys() == tensors.keys() - {"model.layers.3.eh_proj.weight"}
+    coded = converter.convert(folder, tmp_path / "coded", QuantizedSettings(calibration="none", bits=8, group=8))
+    assert load_file(coded.path / "model.safetensors").keys() == tensors.keys() - {"model.layers.3.eh_proj.weight"}
+    _, info = AutoModelForCausalLM.from_pretrained(coded.path, output_loading_info=True)
+    assert not any(info.values())
 
 
 @pytest.mark.parametrize(
@@ -332,11 +398,19 @@ def test_what_cannot_be_asked_of_an_mla_model(checkpoints, tmp_path, asked, mess
     assert "\n" not in str(refused.value) and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("to", [name for name in TARGETS if name not in ("mla", "quantized")])
+@pytest.mark.parametrize(
+    ("to", "asked"),
+    [
+        *((to, {}) for to in TARGETS if to not in ("mla", "quantized", "crosslayer", "hybrid")),
+        ("hybrid", {"streaming": 1}),
+        *(("crosslayer", {"method": method}) for method in ("cascade", "minicache", "xkv-prompt")),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
-def test_other_structures_refuse_an_mla_model(checkpoints, tmp_path, name, to):
-    settings = TARGETS[to].settings({"calibration": "none"} | ({"streaming": 1} if to == "hybrid" else {}))
-    with pytest.raises(SurgeryError, match=r"caches latents already|stock (deepseek_v3|MLA)"):
+def test_other_structures_refuse_an_mla_model(checkpoints, tmp_path, name, to, asked):
+    settings = TARGETS[to].settings({"calibration": "none", **asked})
+    with pytest.raises(SurgeryError, match=r"caches latents already|by method xkv|heads of stock MLA"):
         converter.convert(checkpoints(name), tmp_path / "out", settings)
     assert not list(tmp_path.iterdir())
 
