@@ -43,7 +43,7 @@ def low_rank(source: PreTrainedModel) -> tuple[dict, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("form", [latent, low_rank])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_a_layer_of_full_rank_is_the_source_far_beyond_a_chunk(form, attention):
     source = random_model(CONFIGS["llama4_window"]()).eval()

@@ -158,7 +158,10 @@ def weights(folder):
 MLA_INSIDE = "mistral3 of mistral4"
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != MLA_INSIDE])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "llama4")) for name in CONFIGS if name != MLA_INSIDE],
+)
 @torch.no_grad()
 def test_heads_are_merged_and_pictures_still_work(towers, tmp_path, name):
     source = towers(name)
