@@ -89,14 +89,19 @@ def _rotated_values(found: dict[str, Tensor], config, entry: dict | None) -> dic
 
 
 def _rotated_behind_norm(found: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Latents of a family's MLA: a rotation leaves their norm as it is once its weight is in what reads them."""
+    """Latents of a family's MLA: a rotation leaves their norm as it is once its weight is one for all.
+
+    It stays if it is, as in what conversions write; else it goes to what reads them.
+    """
     rows = {name: tensor.double() for name, tensor in found.items()}
     weight, up, bias = rows[f"{NORM}.weight"], rows[f"{UP}.weight"], rows.get(f"{DOWN}.bias")
-    turned = rotate_latent(rows[f"{DOWN}.weight"][:rank], [up * weight], None if bias is None else bias[:rank])
+    kept = weight if bool((weight == weight[0]).all()) else torch.ones_like(weight)
+    up = up * (weight / kept)
+    turned = rotate_latent(rows[f"{DOWN}.weight"][:rank], [up], None if bias is None else bias[:rank])
     rows[f"{DOWN}.weight"][:rank], (rows[f"{UP}.weight"],), latent_bias = turned
     if bias is not None:
         bias[:rank] = latent_bias
-    return {**rows, f"{NORM}.weight": torch.ones_like(weight)}
+    return {**rows, f"{NORM}.weight": kept}
 
 
 def _rotated_latent(found: dict[str, Tensor], entry: dict) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, LATENT_CONFIGS, make_checkpoint
 from transformers import AutoModelForCausalLM, Cache, DynamicCache
 
+from surgery.architectures.entry_factors import entry_factors
 from surgery.calibration.statistics import LayerStatistics
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
@@ -218,6 +219,9 @@ def test_codes_of_what_was_converted_to_stock(checkpoints, tmp_path):
     asked = QuantizedSettings(**{**TEXT, "bits": 8, "group": 32, "rope_bits": 16})
     coded = converter.convert(stock.path, tmp_path / "coded", asked)
     assert stock.report.target["model_type"] == "deepseek_v3" and coded.report.target["model_type"] == "surgery"
+    turned = converter.convert(stock.path, tmp_path / "turned", replace(asked, hadamard=True))
+    held = [entry_factors(CheckpointReader.open(folder)) for folder in (stock.path, coded.path, turned.path)]
+    assert held[0] == held[1] == held[2] != {}  # what healing must not move
     losses = {row["stage"]: row["loss"] for row in coded.report.ladder}
     assert abs(losses["quantized"] - losses["source"]) < 1e-3 < abs(losses["source"])
 
