@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from surgery.calibration import layer_statistics
@@ -223,13 +223,6 @@ def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name)
         converter.convert(result.path, tmp_path / "no", CrossLayerSettings(**QUICK))
     with pytest.raises(SurgeryError, match="which stay"):
         converter.convert(latent.path, tmp_path / "no", CrossLayerSettings(**QUICK, kv_ratio=0.1))
-
-
-def test_stock_mla_is_told_what_can_be_taken(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
-    save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(SurgeryError, match="--to mla --carrier own"):
-        converter.convert(tmp_path, tmp_path / "out", CrossLayerSettings(**QUICK))
 
 
 @pytest.mark.parametrize(

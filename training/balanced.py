@@ -5,7 +5,9 @@ the other is the same function. Conversions choose c for their own ends: orthono
 of thousandths beside columns of units. Adam moves every entry by about the learning rate, whatever its size, and so
 destroys the rows before the columns have noticed. With entries of one size on both sides both move alike.
 
-In stock ``deepseek_v3`` the pairs of the shared rotary key are such numbers too, read by every head's queries.
+In MLA classes of families the pairs of the shared rotary key are such numbers too, read by every head's queries, where
+they are neighbours. Their latents are only behind a norm that does nothing, as conversions make it: another one sees
+all latents at once, and none can be rescaled alone.
 
 The factors are powers of two, so that the student computes bit for bit what it did; but for a stock latent that stands
 beside a constant channel: the norm over both sees it a little more, by a share of the latent's energy over the
@@ -90,13 +92,19 @@ def _own(attention: nn.Module | None) -> Iterator[_Bundle]:
 
 
 def _stock(attention: nn.Module, held: Mapping[int, Tensor]) -> Iterator[_Bundle]:
-    """Of `deepseek_v3`: latents but for those that never move, and rotary pairs, which are interleaved."""
+    """Of a family's MLA: latents behind no norm but for those that never move, and rotary pairs that are interleaved.
+
+    Makers of latents behind a norm that does nothing are `held` back, all or some.
+    """
     down, up = attention.kv_a_proj_with_mqa, attention.kv_b_proj.weight
     rank = up.shape[1]
-    moves = held[id(down.weight)][:, 0] if id(down.weight) in held else torch.ones(len(down.weight))
-    free = int((moves[:rank] > 0).sum())  # what never moves stands behind the latents
-    if bool((moves[:free] > 0).all()):
-        yield _Bundle([each[:free] for each in _parameters(down)], [up[:, :free]], moves[:free].to(up.device))
+    if id(down.weight) in held:
+        moves = held[id(down.weight)][:, 0]
+        free = int((moves[:rank] > 0).sum())  # what never moves stands behind the latents
+        if bool((moves[:free] > 0).all()):
+            yield _Bundle([each[:free] for each in _parameters(down)], [up[:, :free]], moves[:free].to(up.device))
+    if not getattr(attention.config, "rope_interleave", attention.config.model_type == "deepseek_v2"):
+        return
     query = getattr(attention, "q_b_proj", None) or attention.q_proj
     heads = [each.unflatten(0, (-1, attention.qk_head_dim)) for each in _parameters(query)]
     rotated = [each[:, attention.qk_nope_head_dim :].movedim(1, -1) for each in heads]

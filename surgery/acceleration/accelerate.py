@@ -21,7 +21,7 @@ from surgery.acceleration.low_rank import low_rank_kernel, why_not_low_rank
 from surgery.kernels.backend import refusal
 from surgery.model.attention_functions import own_softmax
 from surgery.model.cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
-from surgery.model.cross_layer_latent_attention import CrossLayerLatentAttention
+from surgery.model.cross_layer_latent_attention import CrossLayerFamilyLatents, CrossLayerLatentAttention
 from surgery.model.hybrid_attention import HybridAttention
 from surgery.model.latent_attention import LatentAttention
 from surgery.model.low_rank_attention import LowRankAttention
@@ -127,19 +127,19 @@ WHY_NOT = {
 }
 """What may stand in the way of one layer's kernel."""
 
-WITHOUT = (PromptBasisAttention, MergedPairAttention, CrossLayerLatentAttention)
+WITHOUT = (PromptBasisAttention, MergedPairAttention, CrossLayerLatentAttention, CrossLayerFamilyLatents)
 
 
 def _put_under(module: nn.Module, before: _Before) -> str:
     """Accelerates one attention; says by which operation, or why not."""
+    if isinstance(module, WITHOUT):
+        return f"own code: no kernel for {type(module).__bases__[0].__name__}"
     if isinstance(module, DeepseekV3Attention):
         if type(module.kv_b_proj) is not nn.Linear or module.kv_b_proj.bias is not None:
             return "own code: its up-projection is no plain linear layer"
         setattr(module, plain_heads.HANDS_ON_LATENTS, True)
         module.expand_kv = _as_cached
         return "mla_decode"
-    if isinstance(module, WITHOUT):
-        return f"own code: no kernel for {type(module).__bases__[0].__name__}"
     for kind, kernel, operation in KERNELS:
         if isinstance(module, kind):
             if getattr(module, "streaming", None):
@@ -148,7 +148,8 @@ def _put_under(module: nn.Module, before: _Before) -> str:
                 return f"own code: {reason}"
             module.kernel = kernel
             return operation
-    before.hooks.append(module.register_forward_pre_hook(ask_for_codes, with_kwargs=True))
+    if not hasattr(module, "kv_b_proj"):  # MLA expands what its cache gives, before attention sees it
+        before.hooks.append(module.register_forward_pre_hook(ask_for_codes, with_kwargs=True))
     return "gqa_decode"
 
 

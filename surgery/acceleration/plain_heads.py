@@ -57,7 +57,7 @@ def surgery_attention(
     if isinstance(key, CodedKeys):
         return coded_attention(query, key, attention_mask, scale), None
     queries = query.shape[2]
-    one_run = queries == 1 or _sliding_window(module, kwargs) is None
+    one_run = queries == 1 or not _forgets(module, kwargs)
     if getattr(module, HANDS_ON_LATENTS, False):
         if one_run and is_step(module, query, queries):
             return _absorbed(module, query, key, value, attention_mask, scale), None
@@ -84,5 +84,8 @@ def _absorbed(
     return torch.einsum("bthr,hvr->bthv", mixed, up[:, nope:])
 
 
-def _sliding_window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    return kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+def _forgets(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether queries of one step may see other tokens than causally: those of a window, or of a chunk."""
+    window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+    chunked = getattr(module.config, "attention_chunk_size", None) and getattr(module, "use_rope", False)
+    return bool(window or chunked)

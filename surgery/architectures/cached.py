@@ -10,7 +10,9 @@ from torch import Tensor
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families.base import ATTENTION_PREFIX, head_shape
+from surgery.families.latent_family import DOWN, NORM, UP
 from surgery.model.attention_functions import OUTPUT_GATES
+from surgery.model.configuration_surgery import caches_latents
 from surgery.transforms.hadamard import hadamard, rotate_latent, rotate_values
 
 REASON = "no stock class keeps a quantised cache by itself"
@@ -43,7 +45,9 @@ def rotated_tensors(reader: CheckpointReader, config, layer: int) -> dict[str, T
     prefix = ATTENTION_PREFIX.format(layer=layer)
     found = {name.removeprefix(prefix): reader.tensor(name) for name in names}
     entry = _entry(config, layer)
-    if entry is None or "kv_heads" in entry:
+    if entry is None and caches_latents(config):
+        rotated = _rotated_behind_norm(found, config.kv_lora_rank)
+    elif entry is None or "kv_heads" in entry:
         rotated = _rotated_values(found, config, entry)
     elif entry["kind"] == "latent":
         rotated = _rotated_latent(found, entry)
@@ -59,7 +63,9 @@ def _entry(config, layer: int) -> dict | None:
 
 def _sources(reader: CheckpointReader, config, layer: int) -> list[str]:
     entry = _entry(config, layer)
-    if entry is None or "kv_heads" in entry:
+    if entry is None and caches_latents(config):
+        wanted = (f"{DOWN}.", f"{NORM}.weight", f"{UP}.weight")
+    elif entry is None or "kv_heads" in entry:
         wanted = ("v_proj.", "o_proj.weight")
     elif entry["kind"] == "latent":
         wanted = ("kv_down.", "query_up", "value_up")
@@ -80,6 +86,22 @@ def _rotated_values(found: dict[str, Tensor], config, entry: dict | None) -> dic
     )
     rotated = {"v_proj.weight": v.flatten(0, 1), "o_proj.weight": o.flatten(1)}
     return rotated if bias is None else {**rotated, "v_proj.bias": bias.flatten()}
+
+
+def _rotated_behind_norm(found: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Latents of a family's MLA: a rotation leaves their norm as it is once its weight is one for all.
+
+    It stays if it is, as in what conversions write; else it goes to what reads them.
+    """
+    rows = {name: tensor.double() for name, tensor in found.items()}
+    weight, up, bias = rows[f"{NORM}.weight"], rows[f"{UP}.weight"], rows.get(f"{DOWN}.bias")
+    kept = weight if bool((weight == weight[0]).all()) else torch.ones_like(weight)
+    up = up * (weight / kept)
+    turned = rotate_latent(rows[f"{DOWN}.weight"][:rank], [up], None if bias is None else bias[:rank])
+    rows[f"{DOWN}.weight"][:rank], (rows[f"{UP}.weight"],), latent_bias = turned
+    if bias is not None:
+        bias[:rank] = latent_bias
+    return {**rows, f"{NORM}.weight": kept}
 
 
 def _rotated_latent(found: dict[str, Tensor], entry: dict) -> dict[str, Tensor]:

@@ -70,6 +70,17 @@ class OwnCrossLayer:
             result[prefix + "basis_up"] = _stored(anatomies[place], up).to(self.dtype).contiguous()
         return result
 
+    def latent_tensors(self, group: int, basis: SharedBasis, weights: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The same of MLA, whose caches hold latents times the ``weights`` [r] of their norms; float64."""
+        start = self.groups[group][0]
+        result = {}
+        for place, (down, up, weight) in enumerate(zip(basis.down, basis.up, weights, strict=True)):
+            prefix = ATTENTION_PREFIX.format(layer=start + place)
+            unweighted = torch.where(weight == 0, 0, 1 / weight)  # what has no weight is never read
+            result[prefix + "basis_down"] = (down * unweighted).to(self.dtype).contiguous()
+            result[prefix + "basis_up"] = (up * weight[:, None]).to(self.dtype).contiguous()
+        return result
+
 
 def _stored(anatomy: AttentionAnatomy, rows: Tensor) -> Tensor:
     """Rows [n, r] of a layer's keys and values, keys in the checkpoint's order."""

@@ -20,7 +20,7 @@ from surgery.families.base import ATTENTION_PREFIX
 
 def entry_factors(reader: CheckpointReader) -> dict[str, Any]:
     """Rules for `surgery.training.entry_factors`, by parameter name; empty where all may move freely."""
-    if reader.config.get("model_type") != MODEL_TYPE:
+    if MODEL_TYPE not in (reader.config.get("model_type"), reader.config.get("base_model_type")):
         return {}
     rules: dict[str, Any] = {}
     width = reader.config["kv_lora_rank"]

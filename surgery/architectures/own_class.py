@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from surgery.families.base import FURTHER
+
 MODEL_TYPE = "surgery"
 
 
@@ -15,6 +17,8 @@ def own_config(source: dict[str, Any], attention_layers: Sequence[dict | None], 
     own = {"architectures": ["SurgeryForCausalLM"], "model_type": MODEL_TYPE, "auto_map": AUTO_MAP}
     if source["model_type"] != MODEL_TYPE:
         own["base_model_type"] = source["model_type"]
+    if source.get(FURTHER):
+        own[FURTHER] = 0
     return {**source, **own, "attention_layers": list(attention_layers), **more}
 
 

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint import CheckpointReader, TensorSpec
-from surgery.families.base import ATTENTION_PREFIX, LAYER_PREFIX
+from surgery.families.base import ATTENTION_PREFIX, FURTHER, is_further
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.latent_family import DOWN, NORM, UP
-
-FURTHER = "num_nextn_predict_layers"
-"""What configs call the number of layers that predict further tokens, stored behind the others."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +51,12 @@ class SmallerLatents:
             for layer in range(self.layers)
             for (module, kind), shape in self._shapes(tensors, layer).items()
         }
-        return {
-            name: TensorSpec(spec.dtype, changed.get(name, spec.shape))
-            for name, spec in tensors.items()
-            if not self._is_further(name)
-        }
+        return {name: TensorSpec(spec.dtype, changed.get(name, spec.shape)) for name, spec in tensors.items()}
 
     def reasons(self) -> list[str]:
         """Why the class is what it is, and what of the source is not there."""
         found = ["the source's own class holds another rank"]
-        if further := {name.split(".")[2] for name in self.reader.names() if self._is_further(name)}:
+        if further := {name.split(".")[2] for name in self.reader.names() if is_further(name, self.layers)}:
             found.append(f"layers that predict further tokens are left out ({len(further)})")
         return found
 
@@ -100,7 +93,3 @@ class SmallerLatents:
             (NORM, "weight"): (self.rank,),
             (UP, "weight"): (tensors[f"{prefix}{UP}.weight"].shape[0], self.rank),
         }
-
-    def _is_further(self, name: str) -> bool:
-        prefix = LAYER_PREFIX.partition("{")[0]
-        return name.startswith(prefix) and int(name.removeprefix(prefix).partition(".")[0]) >= self.layers

@@ -18,9 +18,11 @@ from surgery.families.gpt_oss import GPT_OSS
 from surgery.families.granite import GRANITE, GRANITE_HYBRID
 from surgery.families.latent_family import LatentFamily
 from surgery.families.llama import LLAMA
+from surgery.families.llama4 import LLAMA4_TEXT
 from surgery.families.minicpm3 import MINICPM3
 from surgery.families.ministral import MINISTRAL, MINISTRAL3
 from surgery.families.mistral import MISTRAL
+from surgery.families.mistral4 import MISTRAL4
 from surgery.families.mixtral import MIXTRAL
 from surgery.families.olmo import OLMO2, OLMO3
 from surgery.families.qwen2 import QWEN2
@@ -35,7 +37,7 @@ from surgery.families.youtu import YOUTU
 BUILT_IN = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
     *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GPT_OSS),
-    *(QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, MINISTRAL3),
+    *(QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, MINISTRAL3, LLAMA4_TEXT),
     *(GPT_NEOX, GPT2, GLM4_MOE, GRANITE_HYBRID),
 )
 
@@ -43,7 +45,7 @@ FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for
 """By ``model_type``, those of installed packages among them."""
 
 LATENT_FAMILIES: dict[str, LatentFamily] = {
-    family.model_type: family for family in (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU)
+    family.model_type: family for family in (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, MISTRAL4, YOUTU)
 }
 """Those whose attention is MLA already, by ``model_type``."""
 
@@ -55,8 +57,6 @@ WHY_NOT = {
     **dict.fromkeys(
         ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma"), "it keeps a state, no keys and values"
     ),
-    **dict.fromkeys(("llama4", "llama4_text"), "it attends in chunks, with queries that are scaled by position"),
-    "mistral4": f"{LATENTS}, and its queries are scaled by position",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), f"{LATENTS}, and an indexer chooses which of them are read"),
     **dict.fromkeys(("longcat_flash", "kimi_linear"), f"{LATENTS}, in a layer of two attentions or beside a state"),
     "kimi_k2": "transformers has no class of that name; its weights are DeepSeek-V3's, so say deepseek_v3 there",
@@ -72,6 +72,7 @@ __all__ = [
     "LATENT_FAMILIES",
     "Family",
     "LatentFamily",
+    "any_family_of",
     "family_around",
     "family_of",
     "head_shape",
@@ -108,6 +109,15 @@ def latent_family_of(config: dict) -> LatentFamily:
         SurgeryError: an unknown model type, or weights that are quantised.
     """
     return _found(config, LATENT_FAMILIES)
+
+
+def any_family_of(config: dict) -> Family:
+    """The family of a parsed config.json, of keys and values of heads or of MLA models.
+
+    Raises:
+        SurgeryError: an unknown model type, or weights that are quantised.
+    """
+    return _found(config, {**FAMILIES, **LATENT_FAMILIES})
 
 
 def family_around(model_type: str) -> Family | None:

@@ -32,13 +32,26 @@ def attend(anatomy: LayerAnatomy, projection: Projection) -> Tensor:
 
 
 def _attend_latents(anatomy: LatentAnatomy, projection: LatentProjection) -> Tensor:
-    positions = torch.arange(projection.q.shape[1], device=projection.q.device)
+    queries, latent, rotated = latent_cache(anatomy, projection)
+    return anatomy.softmax.mix(queries, *expanded_heads(anatomy, latent, rotated)).transpose(1, 2)
+
+
+def latent_cache(anatomy: LatentAnatomy, projection: LatentProjection, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, H, T, n + ρ] of tokens from position ``first`` on, and what MLA caches of them.
+
+    That is latents [B, 1, T, r] and rotary keys [B, 1, T, ρ].
+    """
+    positions = first + torch.arange(projection.q.shape[1], device=projection.q.device)
     phase = phases(anatomy.inv_freq, positions, projection.q.dtype) * anatomy.rope_factor
-    key, value = anatomy.expanded(projection.v[..., 0, :])
-    rotated = rotate(projection.k, phase).expand(*key.shape[:-1], -1)
-    q, k = torch.cat([projection.unrotated, rotate(projection.q, phase)], dim=-1), torch.cat([key, rotated], dim=-1)
-    q, k, value = (x.transpose(1, 2) for x in (q, k, value))
-    return anatomy.softmax.mix(q, k, value).transpose(1, 2)
+    queries = torch.cat([projection.unrotated, rotate(projection.q, phase)], dim=-1)
+    queries, latent, rotated = (x.transpose(1, 2) for x in (queries, projection.v, rotate(projection.k, phase)))
+    return queries, latent, rotated
+
+
+def expanded_heads(anatomy: LatentAnatomy, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [B, H, T, n + ρ] and values [B, H, T, e] of what :func:`latent_cache` says is cached."""
+    key, value = (x.transpose(1, 2) for x in anatomy.expanded(latent[:, 0]))
+    return torch.cat([key, rotated.expand(*key.shape[:-1], -1)], dim=-1), value
 
 
 def causal_attention(anatomy: AttentionAnatomy, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

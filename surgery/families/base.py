@@ -68,7 +68,7 @@ def no_cap(config) -> float | None:
     return None
 
 
-PER_LAYER = ("layer_types", "no_rope_layers")
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
 def per_layer(config) -> tuple[str, ...]:
@@ -96,13 +96,15 @@ class Family:
         model_type: the ``model_type`` of its config.json.
         qk_norm: whether each head's queries and keys pass an RMS norm before the rotation; None: some checkpoints'.
         norm_scope: over what the mean of that norm is taken: each head, or all heads together.
+        unit_norm: whether heads of a layer pass such a norm without weights.
+        stays: whether a layer has an attention that only conversions within its class change.
         window: the sliding window of a layer, from the config.
         scale: what multiplies logits of attention before the softmax, but for the factor of YaRN.
         softcap: what bounds logits of attention, if anything.
         sinks: whether each head has a learned logit beside those of keys.
         output_gate: whether ``q_proj`` has, behind each head's query, a gate for what the head puts out.
-        first_scaled: the first position from which queries are scaled by position, if they are; only texts that end
-            before it are simulated, the model class knows the rest.
+        first_scaled: the first position from which queries are scaled by position, or chunks of attention begin anew,
+            if they do; only texts that end before it are simulated, the model class knows the rest.
         eager: whether some version of transformers that the package takes leaves a part of its attention out unless it
             is told to attend eagerly.
         rotates: whether a layer rotates at all.
@@ -123,6 +125,8 @@ class Family:
     model_type: str
     qk_norm: bool | None = False
     norm_scope: Literal["head", "all"] = "head"
+    unit_norm: Callable[[object, int], bool] = lambda config, layer: False
+    stays: Callable[[object, int], bool] = lambda config, layer: False
     window: Callable[[object, int], int | None] = no_window
     scale: Callable[[object], float] = default_scale
     softcap: Callable[[object], float | None] = no_cap
@@ -201,6 +205,8 @@ class Family:
             return value.index_select(min(1, len(shape) - 1), rotation.order)
 
         def norm(name: str) -> HeadNorm | None:
+            if self.unit_norm(config, layer):
+                return HeadNorm(torch.ones(head_dim, dtype=query.dtype), config.rms_norm_eps)
             if not self.qk_norm and f"{prefix}{name}.weight" not in names:
                 return None
             count = {"q_norm": heads, "k_norm": kv_heads}[name]

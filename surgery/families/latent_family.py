@@ -33,9 +33,11 @@ class LatentFamily(Family):
 
     Attributes:
         neighbours: whether rotary pairs are neighbours, (2 i, 2 i + 1), in the checkpoint, by its config.
+        inside: the model type of pictures and text in which alone transformers' auto classes load it, if there is one.
     """
 
     neighbours: Callable[[object], bool] = lambda config: bool(config.rope_interleave)
+    inside: str | None = None
 
     def shape(self, config) -> tuple[int, int, int]:
         """As :meth:`Family.shape`: of one KV head with as many numbers as are cached."""
@@ -113,7 +115,9 @@ class LatentFamily(Family):
         The conversion leaves it as it is, so that frequencies may change with lengths beyond the calibration's.
         """
         rope = config.qk_rope_head_dim
-        inv_freq, factor = rope_frequencies(config, rope, kinds=(*STATIC_ROPE_TYPES, "longrope"))
+        partial = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0  # of whole heads
+        width = rope + config.qk_nope_head_dim if partial else rope
+        inv_freq, factor = rope_frequencies(config, width, kinds=(*STATIC_ROPE_TYPES, "longrope"))
         return Rotation(inv_freq, factor, half_split_order(rope, rope, interleaved=self.neighbours(config)))
 
 

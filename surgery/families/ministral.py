@@ -3,7 +3,7 @@
 from surgery.families.base import Family, layer_types_window, uniform_window
 
 
-def _first_scaled(config) -> int | None:
+def first_scaled(config) -> int | None:
     """Queries are multiplied by 1 + β log(1 + ⌊position / this⌋)."""
     return config.rope_parameters["original_max_position_embeddings"]
 
@@ -13,6 +13,6 @@ MINISTRAL = Family(model_type="ministral", window=layer_types_window)
 MINISTRAL3 = Family(
     model_type="ministral3",
     window=uniform_window,
-    first_scaled=_first_scaled,
+    first_scaled=first_scaled,
     beside="queries that are scaled by position",
 )

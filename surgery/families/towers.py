@@ -29,6 +29,7 @@ def _qwen2(text: dict[str, Any]) -> dict[str, Any]:
 
 
 TOWERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "llama4": _same,
     "llava": _same,
     "llava_next": _same,
     "mistral3": _same,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from surgery.checkpoint.config_file import arguments
-from surgery.families import FAMILIES, Family, head_shape, key_gains
+from surgery.families import FAMILIES, LATENT_FAMILIES, Family, head_shape, key_gains
 from surgery.families.base import keeps_state
 from surgery.kernels.planner import Attention, Block, Grouped, Latent, LowRank, quantised
 from surgery.model import SurgeryConfig
@@ -31,14 +32,14 @@ def of_family(config: Any, windows: Windows, number_bytes: float) -> list[Attent
 
 
 def of_config(config: dict[str, Any], number_bytes: float) -> list[Attention]:
-    """Of a config.json: a family's, stock MLA's or the own class's."""
-    if config["model_type"] == "deepseek_v3":
-        return of_stock_mla(config, number_bytes)
+    """Of a config.json: a family's, MLA's of any, or the own class's."""
     fields = arguments(config)
     if config["model_type"] == "surgery":
         return of_own_class(SurgeryConfig(**fields), number_bytes)
     family = FAMILIES.get(config["model_type"])
     loaded = CONFIG_MAPPING[config["model_type"]](**fields)
+    if config["model_type"] in LATENT_FAMILIES:
+        return of_stock_mla({**loaded.to_dict(), **config}, number_bytes)
     return of_family(loaded, windows_of(family, loaded), number_bytes)
 
 
@@ -49,21 +50,31 @@ def windows_of(family: Family | None, config: Any) -> Windows:
 
 
 def of_stock_mla(config: dict[str, Any], number_bytes: float) -> list[Attention]:
-    """Of a config.json of `deepseek_v3`."""
+    """Of a config.json of MLA, `deepseek_v3` or another."""
+    return _mla_layers(config, number_bytes, number_bytes)
+
+
+def _mla_layers(config: dict[str, Any], latent_bytes: float, rope_bytes: float) -> list[Attention]:
     layer = Latent(
         config["num_attention_heads"],
         config["kv_lora_rank"],
         config["qk_rope_head_dim"],
         config["qk_nope_head_dim"],
         config["v_head_dim"],
-        latent_bytes=number_bytes,
-        rope_bytes=number_bytes,
+        latent_bytes=latent_bytes,
+        rope_bytes=rope_bytes,
     )
     return [layer] * config["num_hidden_layers"]
 
 
 def of_own_class(config: Any, number_bytes: float) -> list[Attention]:
     """Of a `SurgeryConfig`: any mixture of kinds, quantised or not."""
+    if config.base_model_type in LATENT_FAMILIES:
+        layers = _mla_layers(config.to_dict(), *_cached_bytes(config.kv_cache, {"kind": "latent"}, number_bytes))
+        # Codes that layers share are read at their own width.
+        entries = config.attention_layers or [None] * len(layers)
+        ranks = [(entry or {}).get("rank", config.kv_lora_rank) for entry in entries]
+        return [replace(layer, rank=rank) for layer, rank in zip(layers, ranks, strict=True)]
     family = FAMILIES[config.base_model_type]
     stock = of_family(config, windows_of(family, config), number_bytes)
     gains = key_gains(config.base_model_type, config.num_key_value_heads)

@@ -21,6 +21,7 @@ from surgery.inspection.spectra import LayerSpectrum, spectra_figure
 from surgery.inspection.targets import foreseen_targets
 from surgery.kernels.gpus import GPU, GPUS
 from surgery.running.source import Source
+from surgery.running.unfused import unfused
 from surgery.structures.kept_layers import converted_layers
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms import mla
@@ -89,13 +90,13 @@ def inspect_checkpoint(
             not (otherwise that is among the reasons why a target does not apply), or it was converted before.
     """
     settings, progress = settings or ConvertSettings(), progress or Progress(silent=True)
-    reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
+    reader = unfused(CheckpointReader.open(source, allow_pickle=allow_pickle))
     if reader.config.get("model_type") in MODEL_TYPES:
         if spectra:
             why = "was converted before, or is MLA; spectra are of keys and values of heads"
             raise SurgeryError(f"{reader.path}: {why}, drop --calibration")
         return Inspection(**converted_facts(reader, gpu, CONTEXTS), gpu=asdict(gpu))
-    opened = Source.open(source, settings, allow_pickle=allow_pickle)
+    opened = Source.of(reader, settings)
     windows = [opened.windows[layer] for layer in converted_layers(opened.stateful, opened.layers)]
     layers = structures.of_family(opened.config, windows, _attention_dtype(opened).itemsize)
     rows = batches(layers, sum(opened.reader.info(name).nbytes for name in opened.reader.names()), gpu)
@@ -143,7 +144,7 @@ def _architecture(opened: Source) -> dict:
         "rope_type": rope.get("rope_type", "default"),
         "rope_theta": rope.get("rope_theta"),
         "biases": [name[0] for name in ("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias") if name in names],
-        "qk_norm": "q_norm.weight" in names,
+        "qk_norm": opened.qk_norm,
         "experts": any(".experts." in name or ".block_sparse_moe." in name for name in reader.names()),
         "tied_embeddings": bool(config.tie_word_embeddings),
         "dtype": str(_attention_dtype(opened)).removeprefix("torch."),

@@ -9,7 +9,7 @@ from functools import cache, partial, reduce
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 LEARNED_SINKS = ("gpt_oss",)
@@ -19,8 +19,8 @@ OUTPUT_GATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families whose `q_proj` has, behind each head's query, a gate for what the head puts out."""
 
 
-SCALED_QUERIES = ("ministral3",)
-"""Families that multiply queries by a factor of their position."""
+SCALED_QUERIES = ("ministral3", "llama4_text")
+"""Families that multiply queries by a factor of their position; Llama 4 does so in layers without rotation."""
 
 
 def own_softmax(config: PreTrainedConfig) -> bool:
@@ -126,12 +126,12 @@ def rotation_of(stock: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch
     one_angle_a_pair = stock.config.model_type == "gpt_oss"
     nowhere = getattr(stock.config, "position_embedding_type", "rope") != "rope"  # of Granite 4
     if nowhere or not getattr(stock, "use_rope", True) or (windows_rotate and stock.sliding_window is None):
-        return _unrotated
+        return unrotated
     family = next(cls for cls in type(stock).__mro__ if hasattr(sys.modules[cls.__module__], "apply_rotary_pos_emb"))
     return partial(_rotated, sys.modules[family.__module__].apply_rotary_pos_emb, 2 if one_angle_a_pair else 1)
 
 
-def _unrotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def unrotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return x
 
 
@@ -171,13 +171,25 @@ def scaled_by_position(
 ) -> torch.Tensor:
     """Queries [B, H, T, d] times 1 + β log(1 + ⌊p / L⌋) of their positions p [B, T], in families that do so.
 
-    β and L are `llama_4_scaling_beta` and `original_max_position_embeddings` of the config's `rope_parameters`.
+    β and L are `llama_4_scaling_beta` and `original_max_position_embeddings` of the config's `rope_parameters`;
+    of Llama 4 `attn_scale` and `floor_scale`, where it counts positions from 1.
     """
-    if module.config.model_type not in SCALED_QUERIES:
+    config = module.config
+    if config.model_type not in SCALED_QUERIES or not getattr(config, "attn_temperature_tuning", True):
         return query
-    rope = module.config.rope_parameters
-    periods = (position_ids[:, None, :, None] / rope["original_max_position_embeddings"]).floor()
-    return query * (1 + rope["llama_4_scaling_beta"] * periods.log1p()).to(query.dtype)
+    positions = position_ids[:, None, :, None]
+    if config.model_type == "llama4_text":
+        beta, periods = config.attn_scale, ((positions + 1) / config.floor_scale).floor()
+    else:
+        rope = config.rope_parameters
+        beta, periods = rope["llama_4_scaling_beta"], (positions / rope["original_max_position_embeddings"]).floor()
+    return query * (1 + beta * periods.log1p()).to(query.dtype)
+
+
+def places_in_cache(module: nn.Module, hidden_states: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+    """Where the cache has the tokens of [B, T, D], [1, T], padding counted: positions in families that hand on none."""
+    seen = 0 if cache is None else cache.get_seq_length(module.layer_idx)
+    return torch.arange(hidden_states.shape[1], device=hidden_states.device)[None] + seen
 
 
 def gated(mixed: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:

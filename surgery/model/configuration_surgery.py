@@ -19,7 +19,7 @@ from .token_codes import TokenCodes
 _OTHER_ATTENTION = {
     "attn_logit_softcapping": ("gemma2",),
     "final_logit_softcapping": CAPPED,
-    "attention_chunk_size": (),
+    "attention_chunk_size": ("llama4_text",),
 }
 
 # What a base config says about itself rather than about the model: never carried from one config to the other.
@@ -85,18 +85,19 @@ class SurgeryConfig(PreTrainedConfig):
             They may have `codes` (list of format and number of latents), in which `kv_cache` has the first latents, the
             next ones and so on, in place of its own format.
 
-            `"cross_layer"`, `"cross_layer_prompt"`, `"cross_layer_pairs"`: `group_size` (int, adjacent layers that
-            share a cache), `place` (int, of the layer among them), and `block`, `sinks` and `window` (int, see
-            `group_cache`); `rank` (int, of the shared basis), or `key_rank` and `value_rank` (int, of one that each
-            prompt gets), or for merged pairs `kept` (int, tokens of a block left unmerged) and `interpolation`
-            (float, the later layer's share of the direction).
+            `"cross_layer"`, `"cross_layer_mla"` (of a base model that is MLA), `"cross_layer_prompt"`,
+            `"cross_layer_pairs"`: `group_size` (int, adjacent layers that share a cache), `place` (int, of the layer
+            among them), and `block`, `sinks` and `window` (int, see `group_cache`); `rank` (int, of the shared basis),
+            or `key_rank` and `value_rank` (int, of one that each prompt gets), or for merged pairs `kept` (int, tokens
+            of a block left unmerged) and `interpolation` (float, the later layer's share of the direction).
         kv_cache (`dict`, *optional*):
             Has every layer keep its cache quantised: `format` (int8, int4, int3, int2 or fp8), `group` and `window`
             (int) as in `QuantizedKVLayer`, and what shares a scale of `keys`, or of the latents in their place: the
             tokens of a `"channel"` or the channels of a `"token"`. What streams is quantised token by token, in
             `streaming_format` if that is given. The first `sinks` (int) tokens stay exact, and rotated keys of
-            `"latent"` layers are in `rope_format`, a format or `"exact"`, if these are given. With `clip` (bool) the
-            ranges of keys, or of latents in their place, leave the least squared error.
+            `"latent"` layers, and of a base model that is MLA, are in `rope_format`, a format or `"exact"`, if these
+            are given. With `clip` (bool) the ranges of keys, or of latents in their place, leave the least squared
+            error.
         kwargs:
             The fields of the source's config.json.
     """
@@ -168,7 +169,8 @@ class SurgeryConfig(PreTrainedConfig):
             ValueError: `kv_cache` says what is impossible.
         """
         said, entry = self.kv_cache, entry or {}
-        rope_format = said.get("rope_format") if entry.get("kind") == "latent" else None
+        latent = entry.get("kind") == "latent" or (not entry and caches_latents(self))
+        rope_format = said.get("rope_format") if latent else None
         spans = entry.get("codes") or ()
         whole = (said[name] for name in ("format", "group", "window", "keys"))
         return QuantizedKVLayer(*whole, said.get("sinks", 0), rope_format, spans, said.get("clip", False))
@@ -192,6 +194,9 @@ class SurgeryConfig(PreTrainedConfig):
                 raise ValueError(f"attention_layers[{index}]: {problem}")
             if layer.get("codes") and (problem := _codes_problem(layer)):
                 raise ValueError(f"attention_layers[{index}]: {problem}")
+            if caches_latents(self) != (layer["kind"] == "cross_layer_mla"):
+                kind = "MLA" if caches_latents(self) else "none"
+                raise ValueError(f"attention_layers[{index}]: {layer['kind']}, and the base model's own is {kind}")
             if self.base_model_type in LEARNED_SINKS and (layer["kind"] == "hybrid" or layer.get("streaming")):
                 raise ValueError(f"attention_layers[{index}]: heads with learned sinks do not stream")
             if self.base_model_type in OUTPUT_GATES and layer["kind"] not in _GATED_KINDS:
@@ -278,6 +283,12 @@ class SurgeryConfig(PreTrainedConfig):
             attn_implementation=self._attn_implementation,
             experts_implementation=self._experts_implementation,
         )
+
+
+def caches_latents(config: PreTrainedConfig) -> bool:
+    """Whether a family's own attention is MLA, which caches a latent in the place of a key and a rotated key in that of
+    a value."""
+    return getattr(config, "kv_lora_rank", None) is not None
 
 
 def _codes_problem(layer: dict[str, Any]) -> str | None:

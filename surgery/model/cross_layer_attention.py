@@ -51,6 +51,15 @@ class GroupMember(Accelerated, nn.Module):
         """Its tokens [B, 1, ·, n] from what the store gives."""
         return stored
 
+    def _group_layer(self, past_key_values: Cache | None) -> GroupLayer:
+        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        if not isinstance(layer, GroupLayer):
+            raise ValueError(
+                f"layer {self.layer_idx} shares a basis with other layers and needs their cache: call the whole model, "
+                "without gradient checkpointing"
+            )
+        return layer
+
     def _exchange(
         self, tokens: torch.Tensor, beside: torch.Tensor, past_key_values: Cache | None, real: torch.Tensor | None
     ) -> tuple[Reading, torch.Tensor, torch.Tensor]:
@@ -59,12 +68,7 @@ class GroupMember(Accelerated, nn.Module):
         `beside` [B, 1, T, ·] is kept of every token as it is; the last result is that of all slots. `real` [B, T] is
         false at padding, which must not weigh in a basis.
         """
-        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        if not isinstance(layer, GroupLayer):
-            raise ValueError(
-                f"layer {self.layer_idx} shares a basis with other layers and needs their cache: call the whole model, "
-                "without gradient checkpointing"
-            )
+        layer = self._group_layer(past_key_values)
         if real is not None:
             tokens = tokens * real[:, None, :, None].to(tokens.dtype)
         reading = layer.reading(tokens.shape[-2], tokens.device)

@@ -1,7 +1,7 @@
 """Latent attention whose older latents are kept once for a group of adjacent layers: xKV over MLA.
 
-A token is the layer's latent as `kv_down` gives it; the rotated key, and the inverse rms of a key norm, are cached by
-each layer as they are, of every token.
+A token is the layer's latent as `kv_down` gives it, or of a family's own MLA as its norm does; the rotated key, and the
+inverse rms of a key norm, are cached by each layer as they are, of every token.
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
@@ -20,22 +20,20 @@ from .cross_layer_attention import GroupMember
 from .latent_attention import LatentAttention
 
 
-class CrossLayerLatentAttention(GroupMember, LatentAttention):
-    r"""`LatentAttention` over one basis that W layers share.
+class LatentMember(GroupMember):
+    r"""One of W layers that share a basis of their latents.
 
     With z_i the latent of the group's layer i, c = Σ_i basis_down_i z_i is kept once, and layer i reads
     ẑ_i = basis_up_i c.
     """
 
-    def __init__(self, stock: nn.Module, entry: dict[str, Any]):
-        LatentAttention.__init__(self, stock, entry)
-        self._join_group(entry)
+    def _join_group(self, entry: dict[str, Any]) -> None:
+        super()._join_group(entry)
         self.basis_down = nn.Parameter(torch.empty(entry["rank"], self.kv_lora_rank))
         self.basis_up = nn.Parameter(torch.empty(self.kv_lora_rank, entry["rank"]))
 
     def initialize_weights(self) -> None:
         """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
-        LatentAttention.initialize_weights(self)
         init.normal_(self.basis_down, std=self.config.initializer_range)
         init.normal_(self.basis_up, std=self.config.initializer_range)
 
@@ -46,6 +44,19 @@ class CrossLayerLatentAttention(GroupMember, LatentAttention):
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """Latents [B, 1, ·, r] of codes [B, 1, ·, rank]."""
         return nn.functional.linear(stored, self.basis_up)
+
+
+class CrossLayerLatentAttention(LatentMember, LatentAttention):
+    """`LatentAttention` over one basis that W layers share."""
+
+    def __init__(self, stock: nn.Module, entry: dict[str, Any]):
+        LatentAttention.__init__(self, stock, entry)
+        self._join_group(entry)
+
+    def initialize_weights(self) -> None:
+        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
+        LatentAttention.initialize_weights(self)
+        LatentMember.initialize_weights(self)
 
     def forward(
         self,
@@ -75,3 +86,54 @@ class CrossLayerLatentAttention(GroupMember, LatentAttention):
         out, weights = attend(self, query, *key_value, reading.select(attention_mask), **kwargs)  # [B, T, H, r]
         out = torch.einsum("bthr,hvr->bthv", out, self.value_up)
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
+
+
+class CrossLayerFamilyLatents(LatentMember):
+    """A family's own MLA over one basis that W layers share.
+
+    A token is the latent behind its norm, as the family caches it. Its code is the family's: what it reads back of its
+    cache is what the group has of the tokens.
+    """
+
+    def __init__(self, stock: nn.Module, entry: dict[str, Any]):
+        # The class built by `family_attention_class` has the family's attention next in line.
+        super().__init__(stock.config, stock.layer_idx)
+        self._join_group(entry)
+
+    @property
+    def cached_shape(self) -> tuple[int, int, int]:
+        """Heads of a token in the cache, 1, the width of its latent and of its rotated key."""
+        return 1, self.kv_lora_rank, self.qk_rope_head_dim
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        real_tokens: torch.Tensor | None = None,
+        slot_embeddings: Any = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_states [B, T, D] → output [B, T, D] and, if eager, weights [B, H, T, K].
+
+        What rotates is in `kwargs`, as the family has it; `slot_embeddings` go unused.
+        """
+        reading = self._group_layer(past_key_values).reading(hidden_states.shape[1], hidden_states.device)
+        return super().forward(
+            hidden_states=hidden_states,
+            attention_mask=reading.select(attention_mask),
+            past_key_values=_GroupReads(self, past_key_values, real_tokens),
+            **kwargs,
+        )
+
+
+class _GroupReads:
+    """What a family's attention takes for its cache."""
+
+    def __init__(self, member: LatentMember, cache: Cache, real: torch.Tensor | None):
+        self._member, self._cache, self._real = member, cache, real
+
+    def update(self, latent: torch.Tensor, rotated: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents [B, 1, K, r] and rotated keys [B, 1, K, ρ] of all that is read, the new ones [B, 1, T, ·] too."""
+        reading, latent, rotated = self._member._exchange(latent, rotated, self._cache, self._real)
+        return latent, rotated[:, :, reading.slots]

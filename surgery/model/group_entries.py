@@ -21,6 +21,7 @@ CROSS_LAYER_KEYS: dict[str, set[str]] = {
         "rope_inv_freq",
         "key_norm_eps",
     },
+    "cross_layer_mla": {"kind", "group_size", "place", "rank", "block", "sinks", "window"},
     "cross_layer_prompt": {"kind", "group_size", "place", "key_rank", "value_rank"},
     "cross_layer_pairs": {"kind", "group_size", "place", "block", "sinks", "window", "kept", "interpolation"},
 }

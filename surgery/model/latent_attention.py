@@ -21,6 +21,7 @@ from .attention_functions import (
     Accelerated,
     attend,
     gated,
+    places_in_cache,
     project_queries,
     rotate_pairs,
     scaled_by_position,
@@ -143,7 +144,7 @@ class LatentAttention(Accelerated, nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -153,10 +154,13 @@ class LatentAttention(Accelerated, nn.Module):
         """hidden_states [B, T, D], position_ids [B, T] → output [B, T, D] and, if eager, weights [B, H, T, S].
 
         `position_embeddings` are the base family's cos and sin for a whole head; the latent has its own frequencies.
+        Families that hand on no `position_ids` (Llama 4) count places in the cache.
         `left_padding` of each row is read where a layer streams and there is no cache that knows it. A layer that
         streams gives no weights.
         """
         batch, num_tokens, _ = hidden_states.shape
+        if position_ids is None:
+            position_ids = places_in_cache(self, hidden_states, past_key_values)
         cos, sin = self.rotary(position_ids)
         query, gate = project_queries(self, hidden_states)
         query = scaled_by_position(self, self._latent_query(query, cos, sin), position_ids)

@@ -10,7 +10,12 @@ CAPPED = ("gemma2", "gemma3_text")
 
 
 def logit_factor(config: Any) -> float:
-    """What they are multiplied by: 1.0 for most; Granite divides by `logits_scaling`, Cohere has a `logit_scale`."""
+    """What they are multiplied by: 1.0 for most; Granite divides by `logits_scaling`, Cohere has a `logit_scale`.
+
+    MiniCPM3 multiplies by `dim_model_base` over its hidden size.
+    """
+    if getattr(config, "dim_model_base", None):
+        return config.dim_model_base / config.hidden_size
     if getattr(config, "logits_scaling", None):
         return 1.0 / config.logits_scaling
     factor = getattr(config, "logit_scale", None)

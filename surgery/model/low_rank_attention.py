@@ -26,6 +26,7 @@ from .attention_functions import (
     project_queries,
     rotation_of,
     scaled_by_position,
+    unrotated,
     visible_mask,
 )
 from .exact_window_cache import ExactWindowLayer
@@ -189,7 +190,9 @@ class LowRankAttention(Accelerated, nn.Module):
             length, first = past_key_values.get_mask_sizes(num_tokens, self.layer_idx)
         slots = torch.arange(num_tokens, device=latent.device) + seen
         query, gate = project_queries(self, hidden_states)
-        query = scaled_by_position(self, self._rotated(query.transpose(1, 2), slots), kwargs.get("position_ids"))
+        positions = kwargs.get("position_ids")  # of Llama 4 places in the cache, as it counts itself
+        query = self._rotated(query.transpose(1, 2), slots)
+        query = scaled_by_position(self, query, slots[None] if positions is None else positions)
         if self.streaming:
             new = HybridLayer(PlainLayer(), StreamingLayer(self.streaming["sinks"], self.streaming["recent"]))
             layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
@@ -295,6 +298,8 @@ class LowRankAttention(Accelerated, nn.Module):
 
     def _rotated(self, heads: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Rotate heads [B, ·, S, d] to the positions `slots` [S] or [B, S]."""
+        if self.rotate is unrotated:
+            return heads
         (rotary,) = self.rotary
         return self.rotate(heads, *rotary(heads, slots if slots.ndim == 2 else slots[None]))
 

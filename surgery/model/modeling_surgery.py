@@ -20,9 +20,9 @@ from .attention_functions import family_attention_class, own_softmax
 from .blockwise_decoder import BlockwiseDecoder
 from .cache_layer import Call, CompactLayer, check_full_attention, hook_calls, own_cache
 from .cache_prediction import CachedLayer, footprint, peak_bytes
-from .configuration_surgery import SurgeryConfig
+from .configuration_surgery import SurgeryConfig, caches_latents
 from .cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
-from .cross_layer_latent_attention import CrossLayerLatentAttention
+from .cross_layer_latent_attention import CrossLayerFamilyLatents, CrossLayerLatentAttention
 from .exact_window_cache import ExactWindowLayer
 from .family_decoders import NoRotation, family_decoder_class
 from .group_entries import CROSS_LAYER_KEYS
@@ -42,6 +42,7 @@ ATTENTION: dict[str, type[nn.Module]] = {
     "hybrid": HybridAttention,
     "cross_layer": CrossLayerAttention,
     "cross_layer_latent": CrossLayerLatentAttention,
+    "cross_layer_mla": CrossLayerFamilyLatents,
     "cross_layer_prompt": PromptBasisAttention,
     "cross_layer_pairs": MergedPairAttention,
 }
@@ -359,6 +360,8 @@ def _cached_shape(attention: nn.Module) -> tuple[int, int, int]:
     """Heads of one token in the cache, and the widths of what each has in the place of a key and of a value."""
     if isinstance(attention, tuple(ATTENTION.values())):
         return attention.cached_shape
+    if caches_latents(attention.config):
+        return 1, attention.kv_lora_rank, attention.qk_rope_head_dim
     return attention.config.num_key_value_heads, attention.head_dim, attention.head_dim
 
 

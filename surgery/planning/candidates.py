@@ -10,12 +10,12 @@ from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_confi
 from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.engines import refuse_unless_loadable
-from surgery.families import FAMILIES
+from surgery.families import FAMILIES, LATENT_FAMILIES
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.planning.settings import BITS, PlanSettings
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
-from surgery.structures.base import Foreseen, Structure, Work
+from surgery.structures.base import Candidate, Foreseen, Structure, Work
 from surgery.structures.kv_bytes import final_config
 from surgery.structures.registry import TARGETS, Target
 
@@ -79,7 +79,7 @@ class Candidates:
         for target in TARGETS.working().values():
             if target.fixed or not self._settings.allows(target.name):
                 continue
-            named = target.structure().candidates(self._opened.reader.config)
+            named = named_candidates(target, self._opened.reader.config)
             # A structure that is nothing without bits has them in its name.
             coded = self._settings.allows(BITS) or all("bits" in each.settings for each in named)
             for candidate in named:
@@ -124,7 +124,8 @@ class Candidates:
 
     def _made(self, target: Target, asked: dict[str, Any]) -> Sized:
         settings = target.settings({**self._settings.common(), **asked})
-        structure = target.structure()(self._opened, settings, self._work.progress)
+        found = target.structure().for_source(self._opened.reader.config, settings)
+        structure = found(self._opened, settings, self._work.progress)
         foreseen = structure.foresee()
         unspent = foreseen.sized
         if not unspent:
@@ -144,6 +145,14 @@ class Candidates:
         return {name: value for name, value in given.items() if value and hasattr(target.settings_class, name)}
 
 
+def named_candidates(target: Target, config: dict[str, Any]) -> list[Candidate]:
+    """What is weighed of a target; nothing where it starts from heads and the source of this config.json is MLA."""
+    structure = target.structure()
+    if config["model_type"] in LATENT_FAMILIES and not structure.takes_latents:
+        return []
+    return structure.candidates(config)
+
+
 def held_bytes(
     config: dict[str, Any], opened: Source, settings: PlanSettings, foreseen: Foreseen | None = None
 ) -> float:
@@ -152,7 +161,7 @@ def held_bytes(
     Args:
         foreseen: of a config that is neither a family's nor the own class's: its bytes per token.
     """
-    if config["model_type"] in FAMILIES:  # windows and all
+    if config["model_type"] in FAMILIES or config["model_type"] in LATENT_FAMILIES:  # windows and all
         config = own_config(config, layer_entries(config))
     elif config["model_type"] != MODEL_TYPE:
         return foreseen.kv_bytes_per_token * settings.tokens * settings.batch

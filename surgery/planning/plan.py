@@ -25,10 +25,11 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
+from surgery.families import any_family_of
 from surgery.forecast.attention_structures import of_config
 from surgery.forecast.speed import find_gpu
 from surgery.kernels.planner import compare
-from surgery.planning.candidates import Candidates, Sized, held_bytes
+from surgery.planning.candidates import Candidates, Sized, held_bytes, named_candidates
 from surgery.planning.measure import Scored, measure
 from surgery.planning.settings import PlanSettings, parse_size
 from surgery.running.source import Source
@@ -127,7 +128,7 @@ def make_plan(
     """
     progress, began, called = progress or Progress(silent=True), time.monotonic(), called or str(source)
     reader = unfused(CheckpointReader.open(source, allow_pickle=allow_pickle))
-    opened = Source.of(reader, settings)
+    opened = Source.of(reader, settings, any_family_of(reader.config))
     share, gain = _share_of(settings, opened), _forecast(settings, opened)
     with progress.step(1, STEPS):
         texts = load_texts(opened, settings, progress, planted=False)
@@ -229,9 +230,11 @@ def _shares_around(share: float | None) -> list[float]:
 def _lag_basis(opened: Source, settings: PlanSettings) -> BasisOf | None:
     """The first that a structure asks for, by its default settings."""
     for name, target in TARGETS.working().items():
-        if settings.allows(name) and target.structure().candidates(opened.reader.config):
+        if settings.allows(name) and named_candidates(target, opened.reader.config):
             try:
-                structure = target.structure()(opened, target.settings(settings.common()), Progress(silent=True))
+                asked = target.settings(settings.common())
+                found = target.structure().for_source(opened.reader.config, asked)
+                structure = found(opened, asked, Progress(silent=True))
             except SurgeryError:
                 continue  # refused, with its reason, when its candidates are sized
             if structure.lag_basis is not None:

@@ -22,7 +22,7 @@ from surgery.families.llama import LLAMA
 from surgery.families.rope import unchanged_length
 from surgery.model.attention_functions import own_softmax
 from surgery.model.logit_factor import logit_cap, logit_factor
-from surgery.running.loading import loading, with_standard_names
+from surgery.running.loading import causal_class, loading, with_standard_names
 
 SMALL = 2**26
 """Layers of a model that are no more bytes together stay loaded: to load them would take longer than to run them."""
@@ -69,7 +69,7 @@ class LayerStream:
         """Token embeddings [N, T, D] of ids [N, T].
 
         Raises:
-            SurgeryError: the texts reach positions that scale queries or change frequencies, which is not simulated.
+            SurgeryError: the texts reach scaled queries, other frequencies or a second chunk, which is not simulated.
         """
         unchanged = unchanged_length(self.config)
         if unchanged is not None and tokens.shape[1] > unchanged:
@@ -80,7 +80,7 @@ class LayerStream:
         first_scaled = self.family.first_scaled(self.config)
         if first_scaled is not None and tokens.shape[1] > first_scaled:
             raise SurgeryError(
-                f"texts of {tokens.shape[1]:,} tokens: {self.family.model_type} scales queries from token "
+                f"texts of {tokens.shape[1]:,} tokens: {self.family.model_type} attends otherwise from token "
                 f"{first_scaled:,} on, which is not simulated; take shorter texts (--calibration-length {first_scaled})"
             )
         ids, inverse = tokens.unique(return_inverse=True)
@@ -311,8 +311,10 @@ def _joined(singles: list):
         setattr(config, name, [entry for single in singles for entry in getattr(single, name)])
     if getattr(config, "mlp_only_layers", None) is not None:
         config.mlp_only_layers = [place for place, single in enumerate(singles) if single.mlp_only_layers]
-    if getattr(config, "first_k_dense_replace", None) is not None:
+    if getattr(config, "first_k_dense_replace", None) is not None:  # dense layers come first
         config.first_k_dense_replace = sum(bool(single.first_k_dense_replace) for single in singles)
+    if hasattr(config, "scale_depth"):  # MiniCPM3 divides it by the root of its layers
+        config.scale_depth *= math.sqrt(count)
     config.num_hidden_layers = count
     return config
 
@@ -332,7 +334,6 @@ def single_layer_config(config, layer: int):
 
 def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
     """A one-layer decoder without final norm, its weights taken from ``state`` by transformers' own loading rules."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     # Loading through transformers applies its checkpoint conversions (fused experts), which a plain
@@ -341,9 +342,8 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        causal_class = AutoModelForCausalLM._model_mapping[type(config)]
         with loading("a layer by its config.json"):
-            causal, info = causal_class.from_pretrained(
+            causal, info = causal_class(config).from_pretrained(
                 None,
                 config=config,
                 state_dict=state,
@@ -356,7 +356,7 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
             logging.enable_progress_bar()
     problems = {kind: sorted(map(str, found)) for kind, found in info.items() if found}
     if problems:
-        raise SurgeryError(f"a layer does not load into {causal_class.__name__}: {problems}")
+        raise SurgeryError(f"a layer does not load into {type(causal).__name__}: {problems}")
     decoder = causal.model
     decoder.norm = nn.Identity()
     return decoder.eval().requires_grad_(False)

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from surgery.common.errors import SurgeryError
 from surgery.families import FAMILIES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LOADING = (
     ValueError,
@@ -28,6 +33,16 @@ LOADING = (
 def is_of_loading(error: Exception) -> bool:
     """Whether an error is of transformers' kinds, or of tokenizers, whose Rust raises plain exceptions."""
     return isinstance(error, LOADING) or type(error) is Exception
+
+
+def causal_class(config: Any) -> type[PreTrainedModel]:
+    """The class of a config's language model; Mistral Small 4's is named among those of pictures and text alone.
+
+    Raises:
+        KeyError: there is none.
+    """
+    named = AutoModelForCausalLM._model_mapping
+    return (named if type(config) in named else AutoModelForImageTextToText._model_mapping)[type(config)]
 
 
 @contextmanager

@@ -11,7 +11,14 @@ from transformers.utils import logging
 from surgery import model as own_model
 from surgery.checkpoint import CheckpointReader
 from surgery.families.towers import TOWERS
-from surgery.running.loading import attention_of, load_config, loading, model_type_of, with_standard_names
+from surgery.running.loading import (
+    attention_of,
+    causal_class,
+    load_config,
+    loading,
+    model_type_of,
+    with_standard_names,
+)
 
 
 def causal_model(
@@ -31,8 +38,7 @@ def causal_model(
     config = with_standard_names(load_config(reader.path))
     logging.disable_progress_bar()
     with loading(str(reader.source)):
-        causal_class = AutoModelForCausalLM._model_mapping[type(config)]  # the auto class asks for a folder
-        return causal_class.from_pretrained(
+        return causal_class(config).from_pretrained(  # the auto class asks for a folder
             None, config=config, state_dict=weights, dtype=dtype, **attention_of(reader.path)
         )
 

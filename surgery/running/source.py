@@ -66,6 +66,8 @@ class Source:
         for layer in range(config.num_hidden_layers):
             if not family.attention_names(reader, layer) and not keeps_state(config, layer):
                 raise SurgeryError(f"{reader.path}: layer {layer} has linear attention, config.json says otherwise")
+        if all(family.stays(config, layer) for layer in range(config.num_hidden_layers)):
+            raise SurgeryError(f"{reader.path}: all layers rotate and attend in chunks, there is none to convert")
         if all(keeps_state(config, layer) for layer in range(config.num_hidden_layers)):
             raise SurgeryError(f"{reader.path}: all layers keep a state, there are no keys and values to convert")
         stream = LayerStream(
@@ -94,8 +96,8 @@ class Source:
 
     @property
     def first_layer(self) -> int:
-        """The first that keeps keys and values."""
-        return next(layer for layer in range(self.layers) if layer not in self.stateful)
+        """The first that keeps keys and values, and need not stay."""
+        return next(layer for layer in range(self.layers) if layer not in self.fixed)
 
     @property
     def first(self) -> AttentionAnatomy:
@@ -106,6 +108,18 @@ class Source:
     def stateful(self) -> frozenset[int]:
         """Layers that keep a state in place of keys and values; they have no anatomy."""
         return frozenset(layer for layer in range(self.layers) if keeps_state(self.config, layer))
+
+    @property
+    def fixed(self) -> frozenset[int]:
+        """Layers that no other class can hold: those that keep a state, and those that their family says stay."""
+        staying = (layer for layer in range(self.layers) if self.family.stays(self.config, layer))
+        return self.stateful.union(staying)
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys of some layer pass a norm."""
+        unweighted = (self.family.unit_norm(self.config, layer) for layer in range(self.layers))
+        return any(name.endswith(".q_norm.weight") for name in self.reader.names()) or any(unweighted)
 
     def input_scale(self, layer: int) -> Tensor:
         """The weight of the norm before a layer's attention, [D]; ones where there is none."""

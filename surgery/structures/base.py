@@ -26,6 +26,7 @@ from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
+from surgery.families.base import is_further
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
 from surgery.running.source import OwnSource, Source
@@ -217,9 +218,11 @@ class Structure(ABC, Generic[Opened, Settings]):
 
     Attributes:
         keeps_class: whether results are of the source's class, which may hold other models beside the language model.
+        takes_latents: whether sources may be MLA already.
     """
 
     keeps_class: ClassVar[bool] = False
+    takes_latents: ClassVar[bool] = False
 
     def __init__(self, opened: Opened, settings: Settings, progress: Progress):
         if opened.reader.stored_names and not self.keeps_class:
@@ -304,12 +307,15 @@ class Structure(ABC, Generic[Opened, Settings]):
 
 
 def unchanged_tensors(reader: CheckpointReader, config) -> dict[str, TensorSpec]:
-    """Every tensor of a checkpoint but a copy of tied embeddings, which would only say the same again."""
+    """Every tensor of a checkpoint but a copy of tied embeddings, which would only say the same again.
+
+    Layers behind the model's, which predict further tokens, are not in it: they read what other layers cache.
+    """
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     return {
         name: TensorSpec(reader.info(name).dtype, reader.info(name).shape)
         for name in reader.names()
-        if name not in tied
+        if name not in tied and not is_further(name, config.num_hidden_layers)
     }
 
 

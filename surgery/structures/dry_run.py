@@ -7,6 +7,8 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from surgery.architectures.cached import REASON
+from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.calibration.texts import (
     RANDOM_LENGTH,
@@ -95,6 +97,7 @@ def plan_conversion(
     weights = sum(spec.nbytes for spec in foreseen.tensors.values())
     work = Workload.of(opened, settings.batch_size, tokens, foreseen.demand)
     config = final_config(foreseen, settings)
+    coded = "kv_cache" in config and foreseen.model_type != MODEL_TYPE
     source_kv, kv = source_kv_bytes(opened), kv_bytes(foreseen, config, opened, settings)
     return ConversionPlan(
         source=_source_facts(opened),
@@ -105,8 +108,8 @@ def plan_conversion(
         target={
             "to": target_of(settings).name,
             "method": getattr(settings, "method", None),
-            "model_type": foreseen.model_type,
-            "reasons": foreseen.reasons,
+            "model_type": MODEL_TYPE if coded else foreseen.model_type,
+            "reasons": [REASON] if coded else foreseen.reasons,
             "frequencies_known": foreseen.settled,
             "engines": foreseen.engines_of(config),
         },

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from surgery.families.anatomy import AttentionAnatomy
-from surgery.families.attention import output
+from surgery.families.anatomy import LayerAnatomy
+from surgery.families.attention import expanded_heads, latent_cache, output
+from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.rope import phases, rotate
 from surgery.families.softmax import Softmax
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -38,12 +39,17 @@ class CodedAttention(nn.Module):
         cache: an empty layer that says how tokens are kept.
     """
 
-    def __init__(self, anatomy: AttentionAnatomy, cache: QuantizedKVLayer):
+    def __init__(self, anatomy: LayerAnatomy, cache: QuantizedKVLayer):
         super().__init__()
         self.anatomy, self.cache = anatomy, cache
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
         anatomy, found = self.anatomy, self.anatomy.project(hidden_states)
+        if isinstance(anatomy, LatentAnatomy):
+            queries, *cached = latent_cache(anatomy, found)
+            exact, coded = (expanded_heads(anatomy, *form) for form in (cached, as_codes(self.cache, *cached)))
+            mixed = attend_coded(self.cache, anatomy.softmax, queries, exact, coded)
+            return output(anatomy, mixed.transpose(1, 2), hidden_states), None
         phase = phases(anatomy.inv_freq, torch.arange(found.q.shape[1], device=found.q.device), found.q.dtype)
         queries, keys = rotate(found.q, phase), rotate(found.k, phase)
         if found.key_gain is not None:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from surgery.calibration.statistics import LayerStatistics
-from surgery.families.anatomy import AttentionAnatomy
-from surgery.families.attention import output
+from surgery.families.anatomy import AttentionAnatomy, LayerAnatomy
+from surgery.families.attention import expanded_heads, latent_cache, output
+from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.rope import phases, rotate
 from surgery.transforms.algebra import damp, reduced_rank_projection
 
@@ -70,10 +71,10 @@ def shared_basis(moment: Tensor, metrics: Sequence[Tensor], rank: int) -> Shared
     return SharedBasis(down.split(widths, dim=1), up.split(widths), energy, lost)
 
 
-def loss_metric(statistics: LayerStatistics) -> Tensor:
-    """The Fisher information of a layer's keys before their norm, and values, [n, n], damped."""
+def loss_metric(statistics: LayerStatistics, first: int = 0) -> Tensor:
+    """The Fisher information of a layer's keys before their norm, and values, [n, n], damped; from row ``first`` on."""
     raw = statistics.raw_gradient
-    return damp(statistics.gradient if raw is None else raw, METRIC_DAMPING)
+    return damp((statistics.gradient if raw is None else raw)[first:, first:], METRIC_DAMPING)
 
 
 def merged_pair(heads: int, kept: int, interpolation: float) -> Rebuild:
@@ -139,10 +140,12 @@ class SimulatedGroup:
 
     @classmethod
     def of(
-        cls, sources: Sequence[AttentionAnatomy], rebuild: Rebuild, block: int, *, sinks: int = 0, window: int = 0
+        cls, sources: Sequence[LayerAnatomy], rebuild: Rebuild, block: int, *, sinks: int = 0, window: int = 0
     ) -> SimulatedGroup:
         """A group of layers whose anatomies these are."""
-        return cls([SimulatedKeysValues(source, block, sinks, window) for source in sources], rebuild)
+        latent = isinstance(sources[0], LatentAnatomy)
+        member = SimulatedLatents if latent else SimulatedKeysValues
+        return cls([member(source, block, sinks, window) for source in sources], rebuild)
 
     @torch.no_grad()
     def run(self, layers: Callable[[Tensor, Sequence[nn.Module]], Tensor], hidden: Tensor) -> Tensor:
@@ -245,3 +248,25 @@ class SimulatedKeysValues(SimulatedMember):
         keys = keys if source.k_bias is None else keys + source.k_bias
         values = values if source.v_bias is None else values + source.v_bias
         return keys if source.k_norm is None else source.k_norm(keys), values
+
+
+class SimulatedLatents(SimulatedMember):
+    """A member that is MLA, whose z are its latents behind their norm; rotary keys are read as they are."""
+
+    def __init__(self, source: LatentAnatomy, block: int, sinks: int, window: int):
+        super().__init__(block, sinks, window)
+        self.source = source
+        self._rotated: Tensor | None = None
+
+    @property
+    def parts(self) -> list[int]:
+        """Of the latent."""
+        return [self.source.rank]
+
+    def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
+        source, first = self.source, 0 if self.exact is None else self.exact.shape[1]
+        queries, latent, rotated = latent_cache(source, source.project(hidden_states), first)
+        self._rotated = rotated if not first else torch.cat([self._rotated, rotated], dim=2)
+        read, place, visible = self._read(latent[:, 0])
+        heads = expanded_heads(source, read[:, None], self._rotated[:, :, place])
+        return output(source, source.softmax.mix(queries, *heads, visible).transpose(1, 2), hidden_states), None

@@ -7,16 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import DEMO, HELD_OUT, SHAPE
+from tiny_models import DEMO, HELD_OUT, LATENT, LATENT_EXPERTS, LATENT_YARN, LLAMA4, LLAMA4_VISION, SHAPE, VISION
 from transformers import (
     AutoModelForImageTextToText,
     CLIPVisionConfig,
     DynamicCache,
+    Llama4Config,
+    Llama4VisionConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaNextConfig,
     Ministral3Config,
     Mistral3Config,
+    Mistral4Config,
     MistralConfig,
     PixtralVisionConfig,
     Qwen2_5_VLConfig,
@@ -25,18 +28,18 @@ from transformers import (
 from surgery.common.errors import SurgeryError
 from surgery.engines import LOADS
 from surgery.evaluation.models import Checkpoint
+from surgery.families.latent_family import DOWN, NORM, UP
 from surgery.healing.heal import HealRequest, heal_checkpoint, plan_healing
 from surgery.inspection.checks import PASSED, verify_checkpoint
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.structures import converter
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import TARGETS
 
 IMAGE = 4000
 """The token in the place of what a picture gives."""
-VISION = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
-VISION |= {"image_size": 16, "patch_size": 4}
 SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1.0, "llama_4_scaling_beta": 0.1}
 SCALED |= {"original_max_position_embeddings": 64}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
@@ -50,6 +53,11 @@ CONFIGS = {
         image_token_index=IMAGE,
         image_grid_pinpoints=[[16, 32], [32, 16]],
     ),
+    "llama4": lambda: Llama4Config(
+        text_config={**LLAMA4, "num_local_experts": 2, "use_qk_norm": False},
+        vision_config=Llama4VisionConfig(**LLAMA4_VISION),
+        image_token_index=IMAGE,
+    ),
     "mistral3": lambda: Mistral3Config(
         text_config=MistralConfig(**SHAPE, head_dim=16, sliding_window=None),
         vision_config=PixtralVisionConfig(**VISION),
@@ -57,6 +65,21 @@ CONFIGS = {
     ),
     "mistral3 of ministral3": lambda: Mistral3Config(
         text_config=Ministral3Config(**SHAPE, head_dim=16, rope_parameters=SCALED),
+        vision_config=PixtralVisionConfig(**VISION),
+        image_token_index=IMAGE,
+    ),
+    "mistral3 of mistral4": lambda: Mistral3Config(
+        text_config=Mistral4Config(
+            **{**LATENT, **LATENT_EXPERTS, "q_lora_rank": 20, "first_k_dense_replace": 1},
+            rope_parameters={
+                **LATENT_YARN,
+                **SCALED,
+                "factor": 4.0,
+                "mscale": 0.7,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            },
+        ),
         vision_config=PixtralVisionConfig(**VISION),
         image_token_index=IMAGE,
     ),
@@ -108,7 +131,7 @@ def picture(name: str) -> tuple[dict, int]:
         return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 6]])}, 6
     if name == "llava_next":  # a grid of two, and the picture as a whole
         return {"pixel_values": torch.randn(1, 3, 3, 16, 16, generator=random), **SIZES}, 16 + 4 * (4 + 1)
-    sizes = {} if name == "llava" else SIZES
+    sizes = {} if name in ("llava", "llama4") else SIZES
     return {"pixel_values": torch.randn(1, 3, 16, 16, generator=random), **sizes}, 16 if name == "llava" else 4
 
 
@@ -132,7 +155,13 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", [*CONFIGS])
+MLA_INSIDE = "mistral3 of mistral4"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "llama4")) for name in CONFIGS if name != MLA_INSIDE],
+)
 @torch.no_grad()
 def test_heads_are_merged_and_pictures_still_work(towers, tmp_path, name):
     source = towers(name)
@@ -168,6 +197,32 @@ def test_heads_are_merged_and_pictures_still_work(towers, tmp_path, name):
     ]
     assert made[0].shape == made[1].shape
     check_caches(loaded(result.path), prompt(name))
+
+
+@torch.no_grad()
+def test_latents_become_fewer_and_pictures_still_work(towers, tmp_path):
+    source, asked = towers(MLA_INSIDE), ConvertSettings(**TEXT, kv_lora_rank=12)
+    foreseen, result = plan_conversion(source, tmp_path / "foreseen", asked), converter.convert(source, None, asked)
+    report, ladder = result.report, {row["stage"]: row for row in result.report.ladder}
+    assert report.target["model_type"] == foreseen.target["model_type"] == "mistral3"
+    assert report.kv["measured_bytes_per_token"] == foreseen.kv["bytes_per_token"] == 3 * (12 + 8) * 4
+    assert ladder["rotated"]["logit_difference"] < 2e-5
+    assert report.verification["logit_difference_to_simulation"] < 1e-5
+
+    before, after = weights(source), weights(result.path)
+    changed = {key for key, tensor in after.items() if not torch.equal(tensor, before[key])}
+    assert list(after) == list(before) and {key.split(".")[-2] for key in changed} == {DOWN, NORM, UP}
+    whole = [json.loads((folder / "config.json").read_text()) for folder in (source, result.path)]
+    assert [config["text_config"].pop("kv_lora_rank") for config in whole] == [16, 12] and whole[0] == whole[1]
+    assert {check.outcome for check in verify_checkpoint(result.path, device="cpu").checks} == {PASSED}
+    assert inspect_checkpoint(source).kv["bytes_per_token"] == 3 * (16 + 8) * 4
+    assert inspect_checkpoint(result.path).kv["bytes_per_token"] == 3 * (12 + 8) * 4
+
+    check_caches(loaded(result.path), prompt(MLA_INSIDE))
+
+    loaded(source).model.language_model.save_pretrained(tmp_path / "alone")
+    with pytest.raises(SurgeryError, match="convert the whole mistral3 checkpoint"):
+        converter.convert(tmp_path / "alone", tmp_path / "out", asked)
 
 
 def check_caches(model, given):

@@ -24,6 +24,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MiniCPM3Config,
     Ministral3Config,
@@ -99,6 +100,14 @@ MULTIPLIERS = {
 }
 MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16}
 HALF_ROTATED = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+LLAMA4 = {
+    **{**SHAPE, "head_dim": 16, "intermediate_size_mlp": 40, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
+    **{"moe_layers": [1], "attention_chunk_size": 80, "floor_scale": 72, "attn_scale": 0.5},
+}
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
+VISION |= {"image_size": 16, "patch_size": 4}
+LLAMA4_VISION = {**VISION, "intermediate_size": 64, "vision_output_dim": 8, "pixel_shuffle_ratio": 0.5}
+LLAMA4_VISION |= {"projector_input_dim": 8, "projector_output_dim": 8}
 
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-6, tie_word_embeddings=True),
@@ -157,6 +166,9 @@ CONFIGS = {
             "original_max_position_embeddings": 128,
         },
     ),
+    # With chunks that texts here reach, where calibration does not; and, as in Maverick, without a q/k-norm.
+    "llama4_window": lambda: Llama4TextConfig(**LLAMA4, num_local_experts=4, rope_parameters=LLAMA3_ROPE),
+    "llama4_plain_window": lambda: Llama4TextConfig(**LLAMA4, num_local_experts=2, use_qk_norm=False),
     "olmo3_window": lambda: Olmo3Config(
         **SHAPE,
         **WINDOW_IN_LAYER_0,

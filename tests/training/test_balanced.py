@@ -56,6 +56,19 @@ def balance_latents_again(model) -> bool:
     return any(not torch.equal(tensor, held[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "minicpm3"])
+@torch.no_grad()
+def test_latents_behind_a_norm_of_their_own_stay(checkpoints, name):
+    """And pairs (i, i + ρ/2), whose two numbers are not next to each other."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoints(name), dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.kv_a_proj_with_mqa.weight *= torch.logspace(-4, 0, 24)[:, None]
+    before = model(tokens()).logits
+    choose(model, "attention", teacher_shapes=None, patterns=())
+    assert balance_latents(model, {}) == (0 if name == "minicpm3" else 3 * 8)
+    assert torch.equal(model(tokens()).logits, before)
+
+
 @pytest.mark.parametrize("kind", ["tiny", "constant"])
 def test_stock_latents_and_rotary_pairs(kind, checkpoints, tmp_path):
     """The constant channel and what reads it stay; all that trains has entries of one size on both sides."""

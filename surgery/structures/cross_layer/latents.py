@@ -26,6 +26,7 @@ from surgery.model.attention_functions import normalise_heads, rotate_pairs
 from surgery.reporting.report import SourceShape
 from surgery.running.source import OwnSource
 from surgery.structures.base import LONG, Foreseen, Outcome, Structure, Work
+from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.report import SHARED, GroupReport, predicted_bytes
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
@@ -40,11 +41,6 @@ class LatentSource(OwnSource):
     @classmethod
     def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> LatentSource:
         """Raises SurgeryError where it cannot be taken."""
-        if reader.config["model_type"] != MODEL_TYPE:
-            raise SurgeryError(
-                f"{reader.path}: a stock {reader.config['model_type']} cannot hold layers that share a cache; `surgery "
-                "convert --to mla --carrier own` makes a checkpoint whose latents can be shared"
-            )
         if settings.method != "xkv":
             raise SurgeryError(f"{reader.path}: latents are shared by method xkv, not {settings.method}")
         opened = super().open(reader, settings)
@@ -82,7 +78,10 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
         super().__init__(opened, settings, progress)
         size, layers = settings.group_size, opened.layers
         self._groups = [(i, min(i + size, layers)) for i in range(0, layers, size)]
-        self._ranks = [_wanted_rank(opened, start, stop, settings) for start, stop in self._groups]
+        self._ranks = [
+            shared_rank(sum(map(opened.rank, span)), len(span), settings, sum(map(opened.positional, span)))
+            for span in (range(start, stop) for start, stop in self._groups)
+        ]
         self._dtype = opened.reader.info(ATTENTION_PREFIX.format(layer=0) + "kv_down.weight").dtype
 
     @classmethod
@@ -151,21 +150,6 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
             own_class=True,
             shape=SourceShape.of_config(opened.config, dtype, width * dtype.itemsize),
         )
-
-
-def _wanted_rank(opened: LatentSource, start: int, stop: int, settings: CrossLayerSettings) -> int:
-    """Numbers of the latents that a group keeps of a token: the ratio is of all that its layers cache."""
-    full = sum(opened.rank(i) for i in range(start, stop))
-    beside = sum(opened.positional(i) for i in range(start, stop))
-    ratio = 0.5 if settings.kv_ratio is None else settings.kv_ratio
-    rank = settings.rank * (stop - start) if settings.rank else int(ratio * (full + beside) + 1e-9) - beside
-    rank -= rank % settings.rank_multiple
-    if not 1 <= rank < full:
-        raise SurgeryError(
-            f"layers {start} to {stop - 1} cache {full} numbers of latents and {beside} of rotated keys, which stay: "
-            f"{rank} for the latents (in multiples of {settings.rank_multiple}) is impossible, choose another ratio"
-        )
-    return rank
 
 
 def _planned(

@@ -15,12 +15,17 @@ import torch
 from surgery.architectures.cross_layer import REASON, OwnCrossLayer
 from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.cross_layer_statistics import joint_moment
-from surgery.checkpoint import CheckpointWriter, TensorSpec
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
+from surgery.families import LATENT_FAMILIES, any_family_of
+from surgery.families.base import ATTENTION_PREFIX
+from surgery.families.latent_anatomy import LatentAnatomy
+from surgery.families.latent_family import NORM
 from surgery.running.layer_stream import LayerStream, StreamedBlock
 from surgery.running.source import Source
 from surgery.structures.base import LONG, Foreseen, Outcome, Structure, Work, unchanged_tensors
+from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.cascade import Cascade
 from surgery.structures.cross_layer.latents import SharedLatents
 from surgery.structures.cross_layer.prompt_verification import verify_prompt_basis
@@ -39,9 +44,6 @@ from surgery.transforms.cross_layer import (
 )
 from surgery.verification.written import Verification
 
-LATENT_SOURCES = ("surgery", "deepseek_v3")
-"""Model types of checkpoints that cache latents already."""
-
 # xKV's ranks of keys and values stand 1 to 1.5: arXiv:2503.18893, section 5.
 KEY_SHARE = 0.4
 # MiniCache's t, and the share of tokens that it leaves unmerged: arXiv:2405.14366, section 5.
@@ -55,14 +57,23 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         super().__init__(opened, settings, progress)
         self._groups, self._entries = plan_groups(opened, settings)
         first = opened.first
-        self._writes = OwnCrossLayer(self._groups, self._entries, opened.layers, first.kv_width, first.q.dtype)
+        self._latent = isinstance(first, LatentAnatomy)
+        width = first.rank if self._latent else first.kv_width
+        self._writes = OwnCrossLayer(self._groups, self._entries, opened.layers, width, first.q.dtype)
 
     @classmethod
     def for_source(cls, config: Mapping[str, Any], settings: CrossLayerSettings) -> type[Structure]:
         """MLA models share latents; a cascade is low rank with latents that are read across layers."""
         if settings.method == "cascade":
             return Cascade
-        return SharedLatents if config.get("model_type") in LATENT_SOURCES else cls
+        return SharedLatents if config.get("model_type") == MODEL_TYPE else cls
+
+    @classmethod
+    def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> Source:
+        """A checkpoint of a family; of MLA for method xkv."""
+        if settings.method != "xkv" and reader.config["model_type"] in LATENT_FAMILIES:
+            raise SurgeryError(f"{reader.path}: latents are shared by method xkv, not {settings.method}")
+        return Source.of(reader, settings, any_family_of(reader.config))
 
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but numbers."""
@@ -105,8 +116,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
                     start, stop, None if group is None else self._entries[group], work, ladder
                 )
                 if basis is not None:
-                    anatomies = [opened.anatomy(index) for index in range(start, stop)]
-                    for name, tensor in self._writes.tensors(group, basis, anatomies).items():
+                    for name, tensor in self._written(group, basis).items():
                         writer.write(name, tensor)
                 reports += [report] if report else []
                 advance(stop - start)
@@ -140,14 +150,23 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
             written, outcome, opened.weight_dtype, opened.stream, work.texts.held_out, size, work.progress
         )
 
+    def _written(self, group: int, basis: SharedBasis) -> dict[str, torch.Tensor]:
+        """New tensors of a group; MLA caches its latents with the norm's weight."""
+        opened, layers = self.opened, range(*self._groups[group])
+        if not self._latent:
+            return self._writes.tensors(group, basis, [opened.anatomy(index) for index in layers])
+        names = [f"{ATTENTION_PREFIX.format(layer=index)}{NORM}.weight" for index in layers]
+        return self._writes.latent_tensors(group, basis, [opened.reader.tensor(name).double() for name in names])
+
     def _convert(
         self, start: int, stop: int, entry: Mapping[str, Any] | None, work: Work, ladder: Ladder
     ) -> tuple[SharedBasis | None, GroupReport | None]:
         """Converts one group; None for ``entry`` is a layer outside all groups."""
         basis, rebuild = None, None
-        if entry is not None and entry["kind"] == "cross_layer":
+        if entry is not None and "rank" in entry:
             moment = joint_moment(self.opened, work.store, start, stop, self.settings.batch_size)
-            metrics = [loss_metric(work.library.load(index)[0]) for index in range(start, stop)]
+            beside = self.opened.first.head_dim if self._latent else 0
+            metrics = [loss_metric(work.library.load(index)[0], beside) for index in range(start, stop)]
             basis = shared_basis(moment, metrics, entry["rank"])
             stream = self.opened.stream
             rebuild = basis.to(stream.device, stream.dtype).rebuild
@@ -182,7 +201,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
                 group = SimulatedGroup.of(sources, rebuild, block, sinks=settings.sinks, window=settings.window)
                 want = layers(sample)
                 difference = group.run(layers, sample) - want
-                lost = group.errors()
+                lost = group.errors() * (2 if self._latent else 1)  # latents are both
                 if SHARED in hidden:
                     errors[SHARED] = float(difference.norm() / (want - sample).norm())
                     _run(stream, layers, group, hidden[SHARED], settings.batch_size)
@@ -208,11 +227,6 @@ def plan_groups(
             f"{opened.family.model_type} layers hand nothing to their attention that a shared cache could be read by: "
             "convert --to lowrank instead"
         )
-    if opened.family.first_scaled(opened.config) is not None:
-        raise SurgeryError(
-            f"{opened.family.model_type} scales queries by their position, and layers that share a cache know only its "
-            "slots: convert --to lowrank instead"
-        )
     for layer, window in enumerate(opened.windows):
         if layer in opened.stateful:
             raise SurgeryError(
@@ -224,6 +238,11 @@ def plan_groups(
                 f"layer {layer} has a sliding window and forgets: layers share a cache of old tokens, which needs full "
                 "attention in all; convert --to lowrank instead"
             )
+    if opened.family.first_scaled(opened.config) is not None:
+        raise SurgeryError(
+            f"{opened.family.model_type} scales queries by their position, and layers that share a cache know only its "
+            "slots: convert --to lowrank instead"
+        )
     recent = {"block": settings.block, "sinks": settings.sinks, "window": settings.window}
     if settings.method == "minicache":
         if settings.kv_ratio is not None or settings.rank is not None:
@@ -238,10 +257,15 @@ def plan_groups(
     size, layers = settings.group_size, opened.layers
     groups = tuple((first, min(first + size, layers)) for first in range(0, layers, size))
     entries = []
+    first = opened.first
+    latent = isinstance(first, LatentAnatomy)
+    beside = first.head_dim if latent else 0
     for start, stop in groups:
-        rank = _wanted_rank(opened.first.kv_width, stop - start, settings)
+        count = stop - start
+        rank = shared_rank((first.kv_width - beside) * count, count, settings, beside * count)
         if settings.method == "xkv":
-            entries.append({"kind": "cross_layer", "group_size": stop - start, "rank": rank, **recent})
+            kind = "cross_layer_mla" if latent else "cross_layer"
+            entries.append({"kind": kind, "group_size": count, "rank": rank, **recent})
             continue
         if settings.window or settings.sinks:
             raise SurgeryError("method xkv-prompt keeps every token after the prompt exact: leave window and sinks out")
@@ -249,19 +273,6 @@ def plan_groups(
         ranks = {"key_rank": key_rank, "value_rank": max(1, rank - key_rank)}
         entries.append({"kind": "cross_layer_prompt", "group_size": stop - start, **ranks})
     return groups, tuple(entries)
-
-
-def _wanted_rank(width: int, layers: int, settings: CrossLayerSettings) -> int:
-    """Numbers that a group of so many layers, each of ``width`` numbers per token, keeps of a token."""
-    full, ratio = width * layers, 0.25 if settings.kv_ratio is None else settings.kv_ratio
-    rank = settings.rank * layers if settings.rank else int(ratio * full + 1e-9)
-    rank -= rank % settings.rank_multiple
-    if not 1 <= rank < full:
-        raise SurgeryError(
-            f"{rank} numbers per token for {layers} layers (in multiples of {settings.rank_multiple}): choose fewer "
-            f"than the source's {full} and one multiple at least"
-        )
-    return rank
 
 
 def _pieces(groups: tuple[tuple[int, int], ...], layers: int) -> list[tuple[int, int]]:

@@ -107,6 +107,11 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         config = opened.reader.config
         if opened.reader.stored_names:
             _check_beside_pictures(opened.reader.stored_as, settings)
+        if opened.qk_norm:
+            raise SurgeryError(
+                "KV heads behind a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla "
+                "instead"
+            )
         self._budget = wanted_heads(settings, opened.first, opened.layers)
         if opened.stateful:
             raise SurgeryError(
@@ -269,10 +274,6 @@ def wanted_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: i
     Raises:
         SurgeryError: the layers cannot be merged at all, or not to that number.
     """
-    if anatomy.q_norm is not None or anatomy.k_norm is not None:
-        raise SurgeryError(
-            "KV heads behind a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla instead"
-        )
     heads = anatomy.kv_heads
     if heads == 1:
         raise SurgeryError("the source has one KV head already: convert --to mla instead")

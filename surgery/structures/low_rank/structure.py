@@ -107,7 +107,7 @@ class LowRank(Structure[Source, LowRankSettings]):
     def __init__(self, opened: Source, settings: LowRankSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         self.asked = settings
-        self.kept = kept_layers(settings.keep_layers, opened.windows, opened.stateful)
+        self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)
         self.earlier = (0,) * opened.layers
         wanted_rank(settings, opened.first)
         if settings.window and any(window is not None for window in opened.windows):

@@ -47,7 +47,7 @@ def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> For
         SurgeryError: the wanted carrier cannot hold it, or the engine asked for does not take it.
     """
     config = opened.reader.config
-    method, kept = mla.METHODS[settings.method], kept_layers(settings.keep_layers, opened.windows, opened.stateful)
+    method, kept = mla.METHODS[settings.method], kept_layers(settings.keep_layers, opened.windows, opened.fixed)
     outcomes = [
         carrier_of(opened, MLAPlan(method, split, counts, kept=kept), settings)
         for counts in _possible_counts(opened, split, settings)

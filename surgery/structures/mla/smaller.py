@@ -7,25 +7,31 @@ of the loss, and a norm that is off by what it no longer sees (:mod:`surgery.tra
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
 from surgery.architectures.smaller_latents import SmallerLatents
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import share
 from surgery.common.progress import Progress
-from surgery.engines import refuse_unless_loadable
+from surgery.engines import engine_table, refuse_unless_loadable
 from surgery.families import latent_family_of
 from surgery.families.attention import CapturedAttention
 from surgery.families.latent_anatomy import LatentAnatomy
+from surgery.families.towers import put_back
+from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.source import Source
-from surgery.structures.base import Foreseen, Outcome, Structure, Work, unchanged_tensors
+from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Work, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import AUTO, NONE
 from surgery.structures.ladder import ERROR_SEQUENCES, Ladder
 from surgery.structures.mla.settings import ConvertSettings
+from surgery.transforms.coded_reading import CodedAttention
 from surgery.transforms.smaller_latent import norm_error, smaller_latent
 
 EXACT, SMALLER = "rotated", "truncated"
@@ -35,13 +41,9 @@ TAKEN = {
     "method": (("fisher",), "latents are chosen by the loss"),
     "allocate": (("auto", "uniform"), "its class has one rank for all layers"),
     "keep_layers": ((AUTO, NONE), "its class has one rank for all layers"),
-    "carrier": (("auto", "stock"), "the own class has no norm on latents"),
+    "carrier": (("auto", "stock"), "its own class holds it; ours is for codes alone, give bits"),
     "latent_norm": (("auto",), "its latents keep their own norm"),
     "freqfold": ((None,), "its rotated numbers stay"),
-    "bits": (
-        (None,),
-        "the own class, which keeps codes, has no norm on latents; its engine's 8-bit cache makes it less",
-    ),
 }
 """What settings may say for a source that is MLA already, and why."""
 
@@ -80,13 +82,15 @@ class SmallerLayerReport:
 class SmallerMLA(Structure[Source, ConvertSettings]):
     """The latents of an MLA model become fewer."""
 
+    keeps_class = takes_latents = True
+
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         config = opened.config
         rank = wanted_rank(settings, config.kv_lora_rank, config.qk_rope_head_dim)
         self._writes = SmallerLatents(opened.reader, opened.layers, rank, config.qk_rope_head_dim)
         if settings.engine is not None:
-            refuse_unless_loadable(settings.engine, self._writes.config())
+            refuse_unless_loadable(settings.engine, self._whole_config())
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: ConvertSettings) -> Source:
@@ -96,10 +100,24 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             SurgeryError: settings ask for what is not for such a source; or as :meth:`Structure.open`.
         """
         kind = reader.config["model_type"]
+        if settings.quantizes and reader.stored_names:
+            raise SurgeryError(f"bits: {reader.path} is a model of pictures and text, which stays in its class")
         for name, (allowed, why) in TAKEN.items():
-            if (asked := getattr(settings, name)) not in allowed:
+            asked = getattr(settings, name)
+            if asked not in allowed and not (name == "carrier" and settings.quantizes):  # bits mean the own class
                 raise SurgeryError(f"{name} {asked}: {reader.path} is MLA already ({kind}), and {why}")
-        return Source.of(reader, settings, latent_family_of(reader.config))
+        family = latent_family_of(reader.config)
+        if family.inside is not None and not reader.stored_names:
+            raise SurgeryError(
+                f"{reader.path}: {kind} alone is loaded by no AutoModelForCausalLM of transformers: convert the whole "
+                f"{family.inside} checkpoint that it is published in"
+            )
+        return Source.of(reader, settings, family)
+
+    @classmethod
+    def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
+        """Fewer latents in the source's class, and in codes of ours beside exact rotated keys."""
+        return [Candidate({}), *(Candidate({"bits": bits, "rope_bits": 16, "sinks": 4}) for bits in (8, 4))]
 
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but numbers."""
@@ -108,9 +126,16 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             config=writes.config(),
             tensors=self._tensors(),
             kv_bytes_per_token=writes.kv_bytes(1),
-            model_type=writes.model_type,
+            model_type=self._whole_config()["model_type"],
             reasons=writes.reasons(),
-            demand=Demand(cached=writes.rank + writes.rope_dim, statistics=True, gradients=True, exact=1),
+            engines=engine_table(self._whole_config()),
+            demand=Demand(
+                cached=writes.rank + writes.rope_dim,
+                statistics=True,
+                gradients=True,
+                exact=1,
+                quantizes=self.settings.quantizes,
+            ),
         )
 
     def gather(self, work: Work) -> None:
@@ -120,6 +145,13 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
     def plan(self, work: Work) -> dict[str, TensorSpec]:
         """Every tensor, those that read or make latents with fewer."""
         return self._tensors()
+
+    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+        """The latents that are kept, behind their norm."""
+        anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
+        smaller = smaller_latent(anatomy, work.library.load(layer)[0], self._writes.rank).layer
+        smaller = smaller.to(stream.device, stream.dtype)
+        return CapturedAttention(smaller) if cache is None else CodedAttention(smaller, cache)
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """Keeps a subspace of every layer's latents."""
@@ -146,6 +178,11 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             scores=ladder.scores(),
             simulated=ladder.hidden[SMALLER],
         )
+
+    def _whole_config(self) -> dict[str, Any]:
+        """config.json of the result, with what is beside its language model."""
+        stored, config = self.opened.reader, self._writes.config()
+        return put_back(stored.stored_config, stored.config, config) if stored.stored_names else config
 
     def _tensors(self) -> dict[str, TensorSpec]:
         return self._writes.plan(unchanged_tensors(self.opened.reader, self.opened.config))

@@ -55,6 +55,8 @@ from surgery.transforms.partial_rope import latent_form
 class MLA(Structure[Source, ConvertSettings]):
     """Keys and values become a latent and a rotated key that all heads share."""
 
+    takes_latents = True
+
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         if unchanged_length(opened.config) is not None:
@@ -63,7 +65,7 @@ class MLA(Structure[Source, ConvertSettings]):
                 "share rotates by one list of them: convert --to lowrank instead"
             )
         first = opened.first
-        self.kept = kept_layers(settings.keep_layers, opened.windows, opened.stateful)
+        self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)
         self.splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
         # Refuses what the engine does not take.
         self.stock = forecast(opened, self.splits[0], settings).carrier.stock
@@ -76,6 +78,8 @@ class MLA(Structure[Source, ConvertSettings]):
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """In stock where that can, in the own class, and there with a latent of 8 bits beside exact rotated keys."""
+        if config["model_type"] in LATENT_FAMILIES:
+            return SmallerMLA.candidates(config)
         return [Candidate({}), Candidate({"carrier": "own"}), Candidate({"bits": 8, "rope_bits": 16})]
 
     def foresee(self) -> Foreseen:

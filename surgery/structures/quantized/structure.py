@@ -12,8 +12,8 @@ from typing import Any
 from surgery.architectures.cached import REASON, check_quantizable
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
-from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
+from surgery.families import LATENT_FAMILIES, any_family_of
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
 from surgery.running.layer_stream import blocks_of
@@ -29,6 +29,8 @@ from surgery.verification.written import measured_tokens
 class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
     """The attention stays as it is, its cache becomes codes."""
 
+    takes_latents = True
+
     def __init__(self, opened: Source | OwnSource, settings: QuantizedSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         self._config = own_config(opened.reader.config, layer_entries(opened.reader.config))
@@ -39,19 +41,16 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
     def open(cls, reader: CheckpointReader, settings: QuantizedSettings) -> Source | OwnSource:
         """A checkpoint of a family or of the own class, with a plain cache."""
         model_type = reader.config.get("model_type")
-        if model_type == "deepseek_v3":
-            raise SurgeryError(
-                f"{reader.path}: stock deepseek_v3 keeps a plain cache: use its engine's own 8-bit cache, or if it was "
-                "converted, convert its source again with --carrier own, which makes MLA that can be quantised"
-            )
-        opened = OwnSource.open(reader, settings) if model_type == MODEL_TYPE else Source.of(reader, settings)
+        own = model_type == MODEL_TYPE
+        opened = OwnSource.open(reader, settings) if own else Source.of(reader, settings, any_family_of(reader.config))
         check_quantizable(reader.path, opened.config)
         return opened
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Plain caches of fewer bits."""
-        return [Candidate({"bits": bits, "sinks": 4}, scales=False) for bits in (8, 4, 3, 2)]
+        """Plain caches of fewer bits; rotated keys of MLA stay."""
+        rope = {"rope_bits": 16} if config["model_type"] in LATENT_FAMILIES else {}
+        return [Candidate({"bits": bits, "sinks": 4, **rope}, scales=False) for bits in (8, 4, 3, 2)]
 
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but measuring."""

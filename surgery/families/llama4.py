@@ -1,0 +1,45 @@
+"""Llama 4, text: three layers in four rotate and attend in chunks, with an RMS norm without weight behind the rotation.
+
+A rotation leaves norms as they are, so that this is a q/k-norm before it. Those layers stay, as their caches stop
+growing by themselves. The others attend to all tokens, unrotated and without that norm, and scale queries by position.
+"""
+
+from surgery.common.errors import SurgeryError
+from surgery.families.base import Family
+
+
+def _rotates(config, layer: int) -> bool:
+    return bool(config.no_rope_layers[layer])  # 1 where a layer has RoPE
+
+
+def _chunk(config, layer: int) -> int | None:
+    """Tokens of a chunk, which is what a cache holds at most and, to texts that are no longer, a window."""
+    chunked = config.layer_types[layer] == "chunked_attention"
+    if _rotates(config, layer) and not chunked:
+        raise SurgeryError(f"config.json: layer {layer} of llama4_text rotates and attends to all tokens at once")
+    return config.attention_chunk_size if chunked else None
+
+
+def _first_otherwise(config) -> int | None:
+    """Queries at p are multiplied by 1 + α log(1 + ⌊(p + 1) / scale⌋); the second chunk begins a chunk's size on."""
+    limits = [config.attention_chunk_size] * ("chunked_attention" in config.layer_types)
+    limits += [config.floor_scale - 1] * bool(config.attn_temperature_tuning)
+    return min(limits, default=None)
+
+
+def _expert_layers(single, config, layer: int) -> None:
+    single.moe_layers = [0] if layer in config.moe_layers else []
+
+
+LLAMA4_TEXT = Family(
+    model_type="llama4_text",
+    interleaved=True,
+    rotates=_rotates,
+    unit_norm=lambda config, layer: bool(config.use_qk_norm) and _rotates(config, layer),
+    stays=_rotates,
+    window=_chunk,
+    first_scaled=_first_otherwise,
+    experts=True,
+    expert_layers=_expert_layers,
+    beside="queries that are scaled by position",
+)

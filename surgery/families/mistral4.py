@@ -1,0 +1,13 @@
+"""Mistral Small 4: DeepSeek-V3's attention, with queries that are scaled by position as in Ministral 3."""
+
+from surgery.families.latent_family import LatentFamily, first_dense, mla_scale
+from surgery.families.ministral import first_scaled
+
+MISTRAL4 = LatentFamily(
+    model_type="mistral4",
+    scale=mla_scale,
+    first_scaled=first_scaled,
+    inside="mistral3",
+    experts=True,
+    expert_layers=first_dense,
+)
