@@ -11,7 +11,11 @@ from surgery.common.errors import SurgeryError
 
 ATTENTION, EXPERTS, WEIGHT, HEAD = ".self_attn.", ".experts.", ".weight", "lm_head"
 
-EXCLUDED = {"compressed-tensors": "ignore", "fp8": "modules_to_not_convert"}
+EXCLUDED = {
+    "bitsandbytes": "llm_int8_skip_modules",
+    "compressed-tensors": "ignore",
+    "fp8": "modules_to_not_convert",
+}
 """By ``quant_method``: where ``quantization_config`` names modules whose weights are numbers."""
 
 INSTEAD = "leave out --keep-quantised, which dequantises all weights"
@@ -41,7 +45,7 @@ def check_keepable(reader: CheckpointReader, settings: ConversionSettings) -> No
     said = reader.as_stored.config["quantization_config"]
     if (method := said["quant_method"]) not in EXCLUDED:
         raise SurgeryError(
-            f"{reader.source}: keep_quantised takes {' and '.join(EXCLUDED)}; a part of a {method} checkpoint was not "
+            f"{reader.source}: keep_quantised takes {', '.join(EXCLUDED)}; a part of a {method} checkpoint was not "
             f"tried in transformers: {INSTEAD}"
         )
     if said.get("kv_cache_scheme"):

@@ -19,7 +19,7 @@ def keep_quantised() -> Any:
     return setting(
         False,
         "Leave quantised weights outside of attention as they are stored.",
-        more="Of compressed-tensors and fp8 by blocks; otherwise all are dequantised.",
+        more="Of compressed-tensors, bitsandbytes and fp8 by blocks; otherwise all are dequantised.",
         section="Output",
     )
 

@@ -7,7 +7,7 @@ import torch
 from quantised_checkpoints import FORMATS, KNOWN, edit_config, make_known, make_quantised
 from safetensors.torch import load_file
 from tiny_models import make_checkpoint
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 import surgery
@@ -33,13 +33,17 @@ def logits(folder, dtype):
         return model(TOKENS).logits
 
 
-def check_stays_and_loads(source, out, dtype):
-    """What is not attention has the source's bytes, and transformers computes with it what the readers here say."""
+def stays_as_stored(source, out, part="scale"):
+    """What is not attention has the source's bytes, and attention none of these parts."""
     stored, written = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
     outside = [name for name in stored if "self_attn" not in name and name in written]
-    assert any("mlp" in name and "scale" in name for name in outside)
+    assert any("mlp" in name and part in name for name in outside)
     assert all(torch.equal(written[name], stored[name]) for name in outside)
-    assert not [name for name in written if "self_attn" in name and "scale" in name]
+    assert not [name for name in written if "self_attn" in name and part in name]
+
+
+def loads(out, dtype):
+    """transformers computes with it what the readers here say of it."""
     edit_config(out, dtype=str(dtype).removeprefix("torch."))  # what ours are rounded to
     assert torch.equal(logits(out, dtype), logits(CheckpointReader.open(out).model_folder(), dtype))
 
@@ -64,7 +68,8 @@ def test_compressed_tensors_beside_converted_attention(tmp_path, family, kind, t
     pytest.importorskip("compressed_tensors")
     source = make_quantised(tmp_path / "source", family, kind)
     converter.convert(source, tmp_path / "out", settings(to, **more))
-    check_stays_and_loads(source, tmp_path / "out", torch.float32)
+    stays_as_stored(source, tmp_path / "out")
+    loads(tmp_path / "out", torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +80,8 @@ def test_fp8_beside_converted_attention(tmp_path, family, monkeypatch):
     monkeypatch.setitem(FORMATS["FP8"][0], "weight_block_size", [8, 8])
     source, out = make_quantised(tmp_path / "source", family, "FP8"), tmp_path / "out"
     converter.convert(source, out, settings("mla"))
-    check_stays_and_loads(source, out, torch.bfloat16)  # which transformers makes of them without a GPU
+    stays_as_stored(source, out)
+    loads(out, torch.bfloat16)  # which transformers makes of them without a GPU
     # With one, it has modules of its own for what is stored in fp8.
     said = json.loads((out / "config.json").read_text())["quantization_config"]
     with torch.device("meta"):
@@ -85,6 +91,25 @@ def test_fp8_beside_converted_attention(tmp_path, family, monkeypatch):
     theirs = {name for name, module in model.named_modules() if type(module).__name__.startswith("FP8")}
     kept = {name.removesuffix(".weight_scale_inv") for name in load_file(out / "model.safetensors") if "_inv" in name}
     assert theirs == {name.partition(".experts.")[0] + ".experts" * (".experts." in name) for name in kept}
+
+
+@pytest.mark.parametrize("codes", [{"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}])
+def test_bitsandbytes_beside_converted_attention(tmp_path, codes):
+    pytest.importorskip("bitsandbytes")
+    shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }  # rows of whole blocks, as its CPU wants
+    LlamaForCausalLM(LlamaConfig(vocab_size=96, **shape, **heads)).bfloat16().save_pretrained(tmp_path / "exact")
+    asked = {"quantization_config": BitsAndBytesConfig(**codes), "dtype": torch.bfloat16, "device_map": "cpu"}
+    source, out = tmp_path / "source", tmp_path / "out"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "exact", **asked).save_pretrained(source)
+    converter.convert(source, out, settings("lowrank", kv_ratio=0.5))
+    stays_as_stored(source, out, "SCB" if "load_in_8bit" in codes else "absmax")
+    want = logits(CheckpointReader.open(out).model_folder(), torch.bfloat16)
+    assert (logits(out, torch.bfloat16) - want).abs().max() < 0.02 * want.abs().max()  # it computes in steps of its own
 
 
 def test_a_result_is_a_source_again(tmp_path):
@@ -118,7 +143,7 @@ def refused(source, message):
     assert not (source.parent / "out").exists()
 
 
-@pytest.mark.parametrize("kind", ["GPTQ int4", "AWQ int4", "nf4"])
+@pytest.mark.parametrize("kind", ["GPTQ int4", "AWQ int4"])
 def test_formats_of_which_no_part_was_tried_are_refused(tmp_path, kind):
     make_known(tmp_path / "source", "llama", kind)
     method = KNOWN[kind][0]["quant_method"]
