@@ -13,6 +13,7 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 import surgery
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
+from surgery.engines.diagnosis import diagnose
 from surgery.running.loading import load_config
 from surgery.structures import converter
 from surgery.structures.dry_run import plan_conversion
@@ -43,7 +44,8 @@ def stays_as_stored(source, out, part="scale"):
 
 
 def loads(out, dtype):
-    """transformers computes with it what the readers here say of it."""
+    """transformers computes with it what the readers here say of it; engines are not said to have run its codes."""
+    assert not [verdict for verdict in diagnose(out).verdicts if verdict.loads]
     edit_config(out, dtype=str(dtype).removeprefix("torch."))  # what ours are rounded to
     assert torch.equal(logits(out, dtype), logits(CheckpointReader.open(out).model_folder(), dtype))
 
