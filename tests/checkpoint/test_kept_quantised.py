@@ -50,6 +50,7 @@ def loads(out, dtype):
     assert torch.equal(logits(out, dtype), logits(CheckpointReader.open(out).model_folder(), dtype))
 
 
+FEW = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 CASES = [
     ("llama", "int4", "mla", {}),
     ("llama", "fp8", "lowrank", {"kv_ratio": 0.5, "bits": 8}),
@@ -58,6 +59,8 @@ CASES = [
         for case in (
             ("llama", "int8", "quantized", {"bits": 8}),
             ("llama", "int8 plain", "gqa", {}),
+            ("llama", "int8", "crosslayer", {"calibration": "builtin", **FEW}),
+            ("llama", "fp8", "hybrid", {"streaming": 1.0, "sinks": 2, "recent": 6}),
             ("gemma2", "int4", "mla", {}),
             ("glm4", "fp8", "mla", {}),
         )
