@@ -120,6 +120,7 @@ def test_bitsandbytes_beside_converted_attention(tmp_path, codes):
 def test_a_result_is_a_source_again(tmp_path):
     source, made = make_quantised(tmp_path / "source", "llama", "int4"), tmp_path / "made"
     converter.convert(source, made, settings("lowrank", kv_ratio=0.5))
+    assert "Matrices outside of attention are stored in int4" in (made / "README.md").read_text()
     assert not surgery.verify(made, device="cpu", progress=False).failed
     converter.convert(made, tmp_path / "slice", SliceSettings(kv_ratio=0.25, **QUICK))
     written, stored = load_file(tmp_path / "slice" / "model.safetensors"), load_file(made / "model.safetensors")
