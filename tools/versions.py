@@ -30,7 +30,9 @@ FLOOR, NEWEST = "floor", "newest"
 PAIRS = ("3.10:floor", "3.11:floor", "3.11:newest", "3.12:newest", "3.13:newest")
 EXTRAS = {FLOOR: "train,eval,gguf", NEWEST: "train,eval,gguf,kernels"}
 """Not the kernels at the floor: wheels of torch bring the Triton that they need, and the oldest torch an older one."""
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "compressed-tensors; python_version >= '3.11'")
+TESTS_NEED = ("pytest", "pytest-xdist", "hypothesis")
+ALSO = {FLOOR: (), NEWEST: ("compressed-tensors; python_version >= '3.11'",)}
+"""For tests that are skipped without: it wants a newer torch than the oldest."""
 
 TESTS = (
     *("tests/test_cli.py", "tests/test_convert.py", "tests/test_convert_low_rank.py", "tests/test_convert_heads.py"),
@@ -123,7 +125,7 @@ def try_pair(minor: str, end: str, wheel: Path, folder: Path) -> tuple[str, bool
     constraints.write_text("\n".join(floors(wheel)) if end == FLOOR else "")
     uv = shutil.which("uv")
     install = (uv, "pip", "install", "-p", python) if uv else (python, "-m", "pip", "install")
-    _run(*install, "-q", "-c", constraints, f"{wheel}[{EXTRAS[end]}]", *TEST_TOOLS)
+    _run(*install, "-q", "-c", constraints, f"{wheel}[{EXTRAS[end]}]", *TESTS_NEED, *ALSO[end])
     versions = _run(python, "-c", VERSIONS, *SHOWN).split()
     modules, *absent = _run(python, "-c", IMPORTS).split()
     print(f"{minor} {end}: {modules} modules imported; not here: {', '.join(absent) or 'none'}", flush=True)
