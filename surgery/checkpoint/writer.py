@@ -105,7 +105,7 @@ class CheckpointWriter:
         """
         self._admit(name, tensor)
         if name in self._parts:
-            raise SurgeryError(f"{self.out}: {name} is to stay as it is stored, and would have to be changed")
+            raise SurgeryError(f"{self.out}: {name} has to change, and is to stay as stored; drop --keep-quantised")
         tensor = tensor.detach().cpu().contiguous()
         self._put(name, tensor, offset=0)
         self._written.add(name)
