@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 from release import ROOT, build
 
 FLOOR, NEWEST = "floor", "newest"
-PAIRS = ("3.10:floor", "3.11:floor", "3.11:newest", "3.12:newest", "3.13:newest")
+PAIRS = ("3.10:floor", "3.11:floor", "3.10:newest", "3.11:newest", "3.12:newest", "3.13:newest")
 EXTRAS = {FLOOR: "train,eval,gguf", NEWEST: "train,eval,gguf,kernels"}
 """Not the kernels at the floor: wheels of torch bring the Triton that they need, and the oldest torch an older one."""
 TESTS_NEED = ("pytest", "pytest-xdist", "hypothesis")
