@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from surgery.architectures.entry_factors import entry_factors
 from surgery.architectures.neutral_norm import recognised_norm
 from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.named_models import demo_model
 from surgery.common.errors import SurgeryError
 from surgery.common.human import with_perplexity
 from surgery.common.progress import Progress
@@ -348,7 +349,8 @@ def test_errors_are_one_line(tmp_path, monkeypatch, capsys):
 def test_builtin_is_the_model_that_ships(tmp_path, monkeypatch, capsys):
     plans, config = [], tmp_path / "heal.yaml"
     config.write_text("teacher: builtin\n")
-    for teacher in (("--teacher", "builtin"), ("--teacher", str(DEMO)), ("--config", str(config))):
+    builtin = str(demo_model())
+    for teacher in (("--teacher", "builtin"), ("--teacher", builtin), ("--config", str(config))):
         asked = ("heal", str(DEMO), *teacher, "--max-tokens", "9999", "--out", str(tmp_path / "out"))
         code, out, _ = run_main(monkeypatch, capsys, *asked, "--device", "cpu", "--dry-run", "--json")
         assert code == 0

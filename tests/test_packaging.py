@@ -1,8 +1,10 @@
 """What people install: sdist and wheel, built as a release builds them and tried away from the repository."""
 
 import importlib.util
+import re
 import shutil
 import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -14,9 +16,16 @@ from surgery.eval.report.document import read_report
 from surgery.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
-spec = importlib.util.spec_from_file_location("release", ROOT / "tools" / "release.py")
-release = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(release)
+
+
+def tool(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+release, versions = tool("release"), tool("versions")
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +151,21 @@ def test_issue_templates_are_forms(path):
     form = yaml.safe_load(path.read_text())
     if path.stem != "config":
         assert form["name"] and form["description"] and all(each["attributes"]["label"] for each in form["body"])
+
+
+def test_both_ends_of_what_is_declared_were_tried(built):
+    """docs/versions.md has a row of every pair; tools/versions.py takes every bound of the wheel for the floor."""
+    held = zipfile.ZipFile(built[1])
+    (name,) = (each for each in held.namelist() if each.endswith(".dist-info/METADATA"))
+    said = held.read(name).decode()
+    minors = re.findall(r"^Classifier: .* Python :: (3\.\d+)$", said, re.MULTILINE)
+    assert {pair.partition(":")[0] for pair in versions.PAIRS} == set(minors)
+    assert f"\nRequires-Python: >={minors[0]}\n" in said
+    bounds = versions.floors(built[1])
+    assert all(f"Requires-Dist: {each.replace('==', '>=')}" in said.replace("[hf]", "") for each in bounds)
+    assert {"torch", "transformers", "pytest"} < {each.partition("==")[0] for each in bounds}
+    assert not [each for each in bounds if "triton" in each]
+    page = versions.PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (3\.\d+)\.\d+ \| (\w+) \|.* (\d+) \| (\d+) \| \d+ \| [\d-]+ \|$", page, re.MULTILINE)
+    assert [f"{minor}:{end}" for minor, end, *_ in rows] == list(versions.PAIRS)
+    assert all(int(passed) > 100 and failed == "0" for *_, passed, failed in rows)

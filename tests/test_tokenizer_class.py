@@ -6,6 +6,7 @@ import pytest
 from tiny_models import HELD_OUT
 from transformers import AutoTokenizer
 
+from surgery.checkpoint import CheckpointWriter
 from surgery.structures import converter
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
@@ -24,6 +25,17 @@ def test_text_is_cut_alike(checkpoints, tmp_path, name, target):
     text = HELD_OUT.read_text(encoding="utf-8")[:20_000]
     before, after = (AutoTokenizer.from_pretrained(folder)(text).input_ids for folder in (source, out))
     assert before == after
+
+
+def test_text_is_cut_alike_where_the_named_class_is_overruled(checkpoints, tmp_path, monkeypatch):
+    """As transformers 5.19 does for deepseek_v3: the class's way of cutting is then in tokenizer.json itself."""
+    write = CheckpointWriter.write_json
+    others = lambda self, name, value: None if name == "tokenizer_config.json" else write(self, name, value)  # noqa: E731
+    monkeypatch.setattr(CheckpointWriter, "write_json", others)
+    converter.convert(checkpoints("qwen2"), tmp_path / "out", ConvertSettings(**QUICK))
+    text = HELD_OUT.read_text(encoding="utf-8")[:20_000]
+    before, after = (AutoTokenizer.from_pretrained(folder) for folder in (checkpoints("qwen2"), tmp_path / "out"))
+    assert type(before) is not type(after) and before(text).input_ids == after(text).input_ids
 
 
 def test_a_config_is_not_touched_without_need(checkpoints, tmp_path):

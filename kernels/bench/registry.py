@@ -19,7 +19,8 @@ def _operations() -> dict[str, type[Case]]:
     found = {}
     for file in pkgutil.iter_modules(files.__path__):
         for each in vars(import_module(f"{files.__name__}.{file.name}")).values():
-            if isinstance(each, type) and issubclass(each, Case) and not isabstract(each):
+            # Python 3.10 takes list[int] for an instance of type.
+            if issubclass(type(each), type) and issubclass(each, Case) and not isabstract(each):
                 found[each.operation] = each
     return found
 

@@ -52,6 +52,11 @@ class DequantisedStore:
                 nbytes = math.prod(matrix.shape) * matrix.dtype.itemsize
                 self.infos[name] = TensorInfo(matrix.dtype, matrix.shape, nbytes, info.file)
 
+    def parts(self, name: str) -> dict[str, TensorInfo]:
+        """What a matrix is stored as; nothing for a tensor that is read as it is stored."""
+        matrix = self._matrices.get(name)
+        return {part: self._store.infos[part] for part in matrix.parts} if matrix else {}
+
     def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
         """As :meth:`Store.read`."""
         if name not in self._matrices:

@@ -173,6 +173,10 @@ class CheckpointReader:
         """The same without dequantisation, but of a GGUF file, whose numbers are read in no other way."""
         return self._behind if isinstance(self._store, DequantisedStore) and self._behind is not None else self
 
+    def stored_parts(self, name: str) -> dict[str, TensorInfo]:
+        """What a quantised matrix is in :attr:`as_stored`; nothing for tensors that are read as they are stored."""
+        return self._store.parts(name) if isinstance(self._store, DequantisedStore) else {}
+
     def model_folder(self) -> Path:
         """A folder that transformers can load: ``path``, or of quantised weights a temporary dequantised copy.
 

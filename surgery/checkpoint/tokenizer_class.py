@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
 from surgery.common.errors import SurgeryError
 
-CONFIG = "tokenizer_config.json"
+CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py")
 OF_A_CONFIG = ("model_type", "tokenizer_class", "auto_map")
 SAMPLES = (
@@ -42,10 +43,20 @@ def keep_tokens(reader: CheckpointReader, writer: CheckpointWriter) -> None:
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     writer.write_json(CONFIG, {**config, "tokenizer_class": source.name})
     if not _cuts_alike(writer.partial, source):
+        _copy_as_loaded(reader, writer)
+    if not _cuts_alike(writer.partial, source):
         raise SurgeryError(
             f"{reader.path}: its tokenizer, {source.name}, is not taken for the converted model's type and another "
             "would cut text otherwise; load it and save it with save_pretrained, then convert"
         )
+
+
+def _copy_as_loaded(reader: CheckpointReader, writer: CheckpointWriter) -> None:
+    """Writes how the source's class cuts into tokenizer.json, for types whose named class transformers overrules."""
+    with TemporaryDirectory() as folder:
+        _loaded(reader.path).save_pretrained(folder)
+        if (saved := Path(folder) / TOKENIZER).exists():
+            writer.copy_file(saved, TOKENIZER)
 
 
 class Cutting(NamedTuple):
@@ -72,11 +83,15 @@ def _cutting(folder: Path) -> Cutting | None:
     return _KNOWN[key]
 
 
-def _measured(folder: Path) -> Cutting | None:
+def _loaded(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _measured(folder: Path) -> Cutting | None:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = _loaded(folder)
         return Cutting(type(tokenizer).__name__, [tokenizer(text).input_ids for text in SAMPLES])
     except Exception:
         # Whatever a damaged or foreign tokenizer raises: it is copied as it is, and calibration says what is wrong.

@@ -35,6 +35,7 @@ class CheckpointWriter:
         metadata: of each safetensors file; ``{"format": "pt"}``, which transformers asks for, if not given.
         staging: of ``out``, made by the caller, who discards it too.
         stored_names: in the files, of tensors that the plan calls otherwise.
+        parts: of quantised matrices that are copied as they are stored, by their names in the plan: what that is.
 
     Attributes:
         out: where the checkpoint will be.
@@ -56,16 +57,19 @@ class CheckpointWriter:
         metadata: Mapping[str, str] | None = None,
         staging: Staging | None = None,
         stored_names: Mapping[str, str] | None = None,
+        parts: Mapping[str, Mapping[str, Described]] | None = None,
     ):
         self.plan = {name: _checked_spec(name, tensor) for name, tensor in plan.items()}
         if not self.plan:
             raise SurgeryError(f"{out}: no tensors are planned for it")
-        self._shards = _lay_out(self.plan, parse_size(max_shard_size))
+        self._parts = dict(parts or {})
+        files = {name: _checked_spec(name, tensor) for name, tensor in in_parts(self.plan, self._parts).items()}
+        self._shards = _lay_out(files, parse_size(max_shard_size))
         self._stored_names = dict(stored_names or {})
         self._metadata = {"format": "pt"} if metadata is None else metadata
         self._lent, self._staging = staging is not None, staging or Staging(Path(out), overwrite=overwrite)
         self.out, self.partial = self._staging.out, self._staging.partial
-        self._total_bytes = sum(spec.nbytes for spec in self.plan.values())
+        self._total_bytes = sum(spec.nbytes for spec in files.values())
         self._staging.check_space(self._total_bytes)
         self._places: dict[str, tuple[Path, int]] = {}
         self._written: set[str] = set()
@@ -100,6 +104,8 @@ class CheckpointWriter:
                 or the disk is full.
         """
         self._admit(name, tensor)
+        if name in self._parts:
+            raise SurgeryError(f"{self.out}: {name} has to change, and is to stay as stored; drop --keep-quantised")
         tensor = tensor.detach().cpu().contiguous()
         self._put(name, tensor, offset=0)
         self._written.add(name)
@@ -122,10 +128,12 @@ class CheckpointWriter:
             SurgeryError: as `write`, and where the other checkpoint has no such tensor or cannot be read.
         """
         self._admit(name, reader.info(name))
-        offset = 0
-        for piece in reader.chunks(name):
-            self._put(name, piece, offset)
-            offset += piece.nbytes
+        stored = reader.as_stored if name in self._parts else reader
+        for part in self._parts.get(name, (name,)):
+            offset = 0
+            for piece in stored.chunks(part):
+                self._put(part, piece, offset)
+                offset += piece.nbytes
         self._written.add(name)
 
     def write_json(self, name: str, value: Any) -> None:
@@ -184,7 +192,7 @@ class CheckpointWriter:
                 handle.truncate(len(header) + sum(spec.nbytes for spec in specs.values()))
             self._places |= {name: (path, offsets[self._stored(name)]) for name in specs}
         if len(files) > 1:
-            weight_map = {self._stored(name): self._places[name][0].name for name in self.plan}
+            weight_map = {self._stored(name): self._places[name][0].name for name in self._places}
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             path = self.partial / WEIGHTS_INDEX
             with disk_errors(path):
@@ -229,6 +237,11 @@ class CheckpointWriter:
     def _require_open(self) -> None:
         if not self._open:
             raise SurgeryError(f"{self.out}: its writer is not open; use it in a with block, before commit")
+
+
+def in_parts(plan: Mapping[str, Described], parts: Mapping[str, Mapping[str, Described]]) -> dict[str, Described]:
+    """The tensors of the files: those of a plan, but for what is written in parts."""
+    return {each: spec for name, whole in plan.items() for each, spec in parts.get(name, {name: whole}).items()}
 
 
 def _checked_spec(name: str, tensor: Described) -> TensorSpec:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from surgery.common.errors import SurgeryError
 from surgery.engines import in_transformers, llama_cpp, mlx, sglang, vllm
 from surgery.engines.facts import Facts
-from surgery.engines.verdict import REFUSED, Verdict
+from surgery.engines.verdict import NOT_TRIED, REFUSED, Verdict
 
 # What --engine asks of the table.
 ASKED = {
@@ -22,7 +23,7 @@ ASKED = {
 def verdicts(config: dict[str, Any], path: str = "CKPT") -> list[Verdict]:
     """What every engine does with a checkpoint of this config.json; commands name ``path``."""
     facts = Facts.of(config)
-    return [
+    said = [
         in_transformers.verdict(facts, path),
         vllm.cuda(facts, path),
         vllm.cpu(facts, path),
@@ -30,6 +31,8 @@ def verdicts(config: dict[str, Any], path: str = "CKPT") -> list[Verdict]:
         llama_cpp.verdict(facts, path),
         mlx.verdict(facts, path),
     ]
+    codes = {"status": NOT_TRIED, "reason": "its quantised weights took no part in a test"}
+    return [replace(each, **codes) if facts.quantised and each.loads else each for each in said]
 
 
 def engine_table(config: dict[str, Any], path: str = "CKPT") -> dict[str, dict[str, Any]]:

@@ -77,8 +77,8 @@ def cpu(facts: Facts, path: str) -> Verdict:
 
 def _plugin(facts: Facts, path: str, said: dict[str, str]) -> Verdict:
     """The own class: vLLM finds our plugin where this package is installed beside it."""
-    if facts.not_served:
-        reason = f"our plugin for it does not serve {facts.not_served}"
+    if not_served := facts.not_served or "quantised weights" * facts.quantised:
+        reason = f"our plugin for it does not serve {not_served}"
         return Verdict(**said, status=REFUSED, command=None, reason=reason)
     said |= {"command": f"pip install model-surgery && {SERVE[said['engine']]} {path}"}
     said |= facts.cache(NUMBER_BYTES)

@@ -58,7 +58,7 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
 
 Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"]))}),
 {_shape(source, target)}{_codes(target)}, method
-`{in_code(target["method"])}`. The KV bytes were measured on live caches.
+`{in_code(target["method"])}`. The KV bytes were measured on live caches.{_kept(report)}
 
 ```python
 {loading}
@@ -140,6 +140,14 @@ def _codes(target: dict) -> str:
     rotation = ", a Hadamard rotation folded into the weights" if target["hadamard"] else ""
     window = f", the last {cache['window']} tokens exact" if cache["window"] else ""
     return f" as {cache['format']} in groups of {cache['group']}{window}{rotation}"
+
+
+def _kept(report) -> str:
+    """What stayed as it was stored; a training writes all of it as numbers."""
+    if not report.settings.get("keep_quantised") or report.healing:
+        return ""
+    codes = in_markdown(report.source["dequantised_from"])
+    return f"\nMatrices outside of attention are stored in {codes} as the source's."
 
 
 def _range(numbers: list[int]) -> str:

@@ -92,7 +92,8 @@ def tapped(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None
     Raises:
         SurgeryError: the model takes no attention function.
     """
-    before = model.config._attn_implementation
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    before = [(config, config._attn_implementation) for config in configs.values()]
     try:
         attentions = [layer.self_attn for layer in model.base_model.layers]
         if None in attentions:  # Granite 4's, where a layer keeps a state
@@ -100,14 +101,18 @@ def tapped(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None
         model.set_attn_implementation(NAME)
     except (ValueError, AttributeError) as error:
         raise SurgeryError(f"{type(model).__name__} takes no attention function of ours ({error})") from None
+    # transformers 5.19 changes a model inside of another once only, where the two have configs of two classes.
+    model.base_model.config._attn_implementation = NAME
     for attention in attentions:
+        attention.config._attn_implementation = NAME
         attention.surgery_tap = function
     try:
         yield
     finally:
         for attention in attentions:
             del attention.surgery_tap
-        model.set_attn_implementation(before)
+        for config, implementation in before:  # those of models inside of others come later, and have the last word
+            config._attn_implementation = implementation
 
 
 def _attention(

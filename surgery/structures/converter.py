@@ -21,6 +21,7 @@ from surgery.checkpoint.carry_over import CARD, REPORT, copy_sidecars, copy_tens
 from surgery.checkpoint.config_file import with_rope_beside
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.unfinished import Unfinished
+from surgery.checkpoint.writer import in_parts
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
 from surgery.families.towers import put_back
@@ -28,6 +29,7 @@ from surgery.model import remote_code_files
 from surgery.reporting.report import Report, build_report
 from surgery.structures.alternatives import Alternatives
 from surgery.structures.base import Outcome, Structure, Work
+from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantisation_entry
 from surgery.structures.quantized.stage import in_own_class, quantize_written
 from surgery.structures.registry import TARGETS
 from surgery.structures.request import open_request
@@ -81,7 +83,8 @@ def convert(
     asked, out = open_request(source, out, settings, progress, overwrite=overwrite, allow_pickle=allow_pickle)
     if stored := asked.opened.reader.dequantised_from:
         dtype = str(asked.opened.weight_dtype).removeprefix("torch.")
-        progress.note(f"{stored} weights become {dtype} in the result, all of them")
+        which = "of attention alone" if asked_to_keep(settings) else "all of them"
+        progress.note(f"{stored} weights become {dtype} in the result, {which}")
     if left_out := asked.opened.reader.left_out:
         progress.note(
             f"left out: {len(left_out)} tensors that the model's class does not read, the first {left_out[0]}"
@@ -93,7 +96,9 @@ def convert(
     with Unfinished(out, facts, overwrite=overwrite, restart=restart, note=progress.note) as unfinished:
         folder, staging = unfinished.folder, unfinished.staging
         # The writer checks again, once the tensors are settled, and that may be hours from here.
-        staging.check_space(sum(spec.nbytes for spec in asked.foresee().tensors.values()))
+        foreseen = asked.foresee().tensors
+        kept = kept_matrices(asked.opened.reader, settings, foreseen)
+        staging.check_space(sum(spec.nbytes for spec in in_parts(foreseen, kept).values()))
         library, store, alternatives = StatisticsLibrary(folder), BoundaryStore(folder), Alternatives(folder)
         work = Work(asked.opened, settings, texts, library, store, alternatives, progress, unfinished.snapshots)
         with progress.step(2, STEPS):
@@ -102,6 +107,7 @@ def convert(
             tensors = asked.plan(work)
         written = {"max_shard_size": settings.max_shard_size, "staging": staging}
         written["stored_names"] = asked.opened.reader.stored_names
+        written["parts"] = kept_matrices(asked.opened.reader, settings, tensors)
         with CheckpointWriter(out, tensors, **written) as writer:
             with progress.step(4, STEPS):
                 outcome = asked.convert_layers(work, writer)
@@ -127,6 +133,9 @@ def _finish(
     reader, quantizes = work.opened.reader, getattr(work.settings, "quantizes", False)
     if quantizes:
         outcome = in_own_class(outcome)
+    entry = quantisation_entry(reader, tensors, kept_matrices(reader, work.settings, tensors))
+    final = outcome.final_config
+    outcome = replace(outcome, config=outcome.config | entry, final_config=None if final is None else final | entry)
     copy_tensors(reader, writer.missing(), outcome.factors, writer, work.progress)
     writer.write_json("config.json", _stored_config(reader, outcome.config))
     copy_sidecars(reader, remote_code_files() if outcome.own_class else (), writer)

@@ -19,11 +19,13 @@ from surgery.calibration.texts import (
 )
 from surgery.checkpoint import CheckpointWriter
 from surgery.checkpoint.staging import NoSpace
+from surgery.checkpoint.writer import in_parts
 from surgery.common.progress import Progress
 from surgery.families.base import head_shape
 from surgery.running.source import OwnSource, Source
 from surgery.structures.estimates import Workload, measure_speed
 from surgery.structures.kept_layers import converted_layers
+from surgery.structures.kept_matrices import kept_matrices
 from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
 from surgery.structures.registry import target_of
 from surgery.structures.request import open_request
@@ -87,14 +89,16 @@ def plan_conversion(
     if isinstance(opened, Source):
         for layer in converted_layers(opened.stateful, opened.layers):
             opened.anatomy(layer)  # refuses weights that are not finite
+    parts = kept_matrices(opened.reader, settings, foreseen.tensors)
     refusal = None
     try:  # its constructor refuses what cannot be written and writes nothing
-        CheckpointWriter(out, foreseen.tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite)
+        written = {"max_shard_size": settings.max_shard_size, "overwrite": overwrite, "parts": parts}
+        CheckpointWriter(out, foreseen.tensors, **written)
     except NoSpace as error:
         refusal = str(error)
 
     tokens = _tokens(opened, settings)
-    weights = sum(spec.nbytes for spec in foreseen.tensors.values())
+    weights = sum(spec.nbytes for spec in in_parts(foreseen.tensors, parts).values())
     work = Workload.of(opened, settings.batch_size, tokens, foreseen.demand)
     config = final_config(foreseen, settings)
     coded = "kv_cache" in config and foreseen.model_type != MODEL_TYPE

@@ -11,6 +11,7 @@ from surgery.checkpoint.output_place import settle_output
 from surgery.common.progress import Progress
 from surgery.running.unfused import unfused
 from surgery.structures.base import Structure
+from surgery.structures.kept_matrices import check_keepable
 from surgery.structures.registry import target_of
 
 
@@ -29,6 +30,7 @@ def open_request(
         SurgeryError: whatever can be refused before any work.
     """
     reader, target = unfused(CheckpointReader.open(source, allow_pickle=allow_pickle)), target_of(settings)
+    check_keepable(reader, settings)
     structure = target.structure().for_source(reader.config, settings)
     opened = structure.open(reader, settings)
     if getattr(settings, "quantizes", False):

@@ -14,6 +14,16 @@ RopeBits = Literal[16, 8, 4, 3, 2, "fp8"]
 Allocation = Literal["uniform", "spectrum"]
 
 
+def keep_quantised() -> Any:
+    """The setting of what a quantised source can stay in part."""
+    return setting(
+        False,
+        "Leave quantised weights outside of attention as they are stored.",
+        more="Of compressed-tensors, bitsandbytes and fp8 by blocks; otherwise all are dequantised.",
+        section="Output",
+    )
+
+
 @dataclass(frozen=True)
 class StructureSettings(ConversionSettings):
     """What conversions can be asked for whose result may keep its cache as codes of a few bits."""
@@ -37,6 +47,7 @@ class StructureSettings(ConversionSettings):
     )
     hadamard: bool = setting(False, "Fold a rotation into the weights that spreads outliers, with bits.")
     sinks: int | None = setting(0, "First tokens that stay exact in a quantised cache.", least=0)
+    keep_quantised: bool = keep_quantised()
 
     SINKS_OF_CODES: ClassVar[bool] = True
 

@@ -8,6 +8,7 @@ from typing import Literal
 from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
+from surgery.structures.settings import keep_quantised
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class SliceSettings(ConversionSettings):
         more="auto: what has the least held-out loss of both and their mean, where energies of layers compare and the "
         "class holds ranks that differ.",
     )
+    keep_quantised: bool = keep_quantised()
 
     def __post_init__(self) -> None:
         super().__post_init__()

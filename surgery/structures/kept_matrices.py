@@ -1,0 +1,84 @@
+"""Quantised matrices that a conversion leaves as they are stored: all but those of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from surgery.calibration.settings import ConversionSettings
+from surgery.checkpoint import CheckpointReader, TensorInfo, TensorSpec
+from surgery.common.errors import SurgeryError
+
+ATTENTION, EXPERTS, WEIGHT, HEAD = ".self_attn.", ".experts.", ".weight", "lm_head"
+
+EXCLUDED = {
+    "bitsandbytes": "llm_int8_skip_modules",
+    "compressed-tensors": "ignore",
+    "fp8": "modules_to_not_convert",
+}
+"""By ``quant_method``: where ``quantization_config`` names modules whose weights are numbers."""
+
+INSTEAD = "leave out --keep-quantised, which dequantises all weights"
+
+Parts = dict[str, dict[str, TensorInfo]]
+"""By the names of matrices: the stored tensors that each of them is."""
+
+
+def asked_to_keep(settings: ConversionSettings) -> bool:
+    """Whether settings, which need not have the one, ask for it."""
+    return getattr(settings, "keep_quantised", False)
+
+
+def check_keepable(reader: CheckpointReader, settings: ConversionSettings) -> None:
+    """Refuses ``keep_quantised`` where there is nothing to keep, or where no result was seen to load.
+
+    Raises:
+        SurgeryError: says why.
+    """
+    if not asked_to_keep(settings):
+        return
+    if reader.dequantised_from is None:
+        raise SurgeryError(f"{reader.source}: keep_quantised is of quantised weights, and these are not")
+    matrices = [name for name in reader.names() if reader.stored_parts(name)]
+    if not matrices:
+        raise SurgeryError(f"{reader.source}: its weights are read under other names than they are stored: {INSTEAD}")
+    said = reader.as_stored.config["quantization_config"]
+    if (method := said["quant_method"]) not in EXCLUDED:
+        raise SurgeryError(
+            f"{reader.source}: keep_quantised takes {', '.join(EXCLUDED)}; a part of a {method} checkpoint was not "
+            f"tried in transformers: {INSTEAD}"
+        )
+    if said.get("kv_cache_scheme"):
+        raise SurgeryError(f"{reader.source}: has scales of a quantised KV cache, which will be another: {INSTEAD}")
+    if method == "compressed-tensors" and any(EXPERTS in name for name in matrices):
+        raise SurgeryError(f"{reader.source}: transformers holds all experts as one tensor, not in codes: {INSTEAD}")
+    for name in matrices if method == "fp8" else ():
+        sizes = zip(reader.info(name).shape, said["weight_block_size"], strict=True)
+        if ATTENTION not in name and any(size % block for size, block in sizes):
+            raise SurgeryError(
+                f"{reader.source}: {name} ends in a part of a block, where transformers takes other scales on a CPU: "
+                f"{INSTEAD}"
+            )
+
+
+def kept_matrices(reader: CheckpointReader, settings: ConversionSettings, tensors: Mapping[str, TensorSpec]) -> Parts:
+    """The matrices of a result that stay as they are stored; none unless that was asked for.
+
+    Args:
+        tensors: every tensor of the result.
+    """
+    if not asked_to_keep(settings):
+        return {}
+    outside = [name for name in tensors if ATTENTION not in name and name in reader]
+    return {name: parts for name in outside if (parts := reader.stored_parts(name))}
+
+
+def quantisation_entry(reader: CheckpointReader, tensors: Mapping[str, TensorSpec], kept: Parts) -> dict[str, Any]:
+    """What config.json of the result says of kept matrices: as the source's, with all others excluded by name."""
+    if not kept:
+        return {}
+    said = reader.as_stored.config["quantization_config"]
+    listed = EXCLUDED[said["quant_method"]]
+    matrices = [name for name, spec in tensors.items() if name.endswith(WEIGHT) and len(spec.shape) == 2]
+    numbers = [name.removesuffix(WEIGHT) for name in [*matrices, HEAD + WEIGHT] if name not in kept]
+    return {"quantization_config": {**said, listed: list(dict.fromkeys([*(said.get(listed) or ()), *numbers]))}}
