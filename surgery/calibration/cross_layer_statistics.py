@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from surgery.calibration.sweep import BoundaryStore
+from surgery.running.activations import give_back
 from surgery.running.source import Source
 
 
@@ -43,4 +44,5 @@ def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, ba
             stacked.append(z if shift is None else z + shift)
         z = torch.cat(stacked, dim=-1)
         moment += (z.mT @ z).double().cpu()
+        give_back(*inputs)
     return moment / tokens

@@ -165,8 +165,9 @@ def make_plan(
 @contextmanager
 def opened_work(opened: Source, settings: PlanSettings, texts: Texts, progress: Progress) -> Iterator[Work]:
     """Statistics of all layers, for every structure, and nothing to try splits of a budget on."""
+    limit = settings.activation_memory
     untried = HeldOut(texts.held_out.tokens, 0, texts.held_out.answers[:0])
-    with StatisticsLibrary() as library, BoundaryStore() as store, Alternatives() as alternatives:
+    with StatisticsLibrary() as library, BoundaryStore(limit=limit) as store, Alternatives() as alternatives:
         with progress.step(2, STEPS):
             layer_statistics.gather(
                 opened,

@@ -21,6 +21,7 @@ from surgery.families.base import LAYER_PREFIX, per_layer
 from surgery.families.llama import LLAMA
 from surgery.model.attention_functions import own_softmax
 from surgery.model.logit_factor import logit_cap, logit_factor
+from surgery.running.activations import give_back
 from surgery.running.loading import loading
 
 SMALL = 2**26
@@ -136,6 +137,7 @@ class LayerStream:
             for start in range(0, len(hidden), batch_size):
                 batch = hidden[start : start + batch_size].to(self.device, self.dtype)
                 hidden[start : start + batch_size] = layer(batch, attention).to(hidden)
+                give_back(hidden)
         return hidden
 
     def final_norm(self, hidden: Tensor) -> Tensor:

@@ -84,13 +84,13 @@ def convert(
         progress.note(f"{stored} weights become {dtype} in the result, all of them")
     with progress.step(1, STEPS):
         texts = load_texts(asked.opened, settings, progress)
-    facts = {"source": asked.opened.reader.stamp(), "settings": settings.to_dict(), "texts": texts.hashes()}
-    facts["version"] = __version__
+    facts = {"source": asked.opened.reader.stamp(), "texts": texts.hashes(), "version": __version__}
+    facts["settings"] = {**settings.to_dict(), "activation_memory": None}  # which changes no bit
     with Unfinished(out, facts, overwrite=overwrite, restart=restart, note=progress.note) as unfinished:
-        folder, staging = unfinished.folder, unfinished.staging
+        folder, staging, limit = unfinished.folder, unfinished.staging, settings.activation_memory
         # The writer checks again, once the tensors are settled, and that may be hours from here.
         staging.check_space(sum(spec.nbytes for spec in asked.foresee().tensors.values()))
-        library, store, alternatives = StatisticsLibrary(folder), BoundaryStore(folder), Alternatives(folder)
+        library, store, alternatives = StatisticsLibrary(folder), BoundaryStore(folder, limit), Alternatives(folder)
         work = Work(asked.opened, settings, texts, library, store, alternatives, progress, unfinished.snapshots)
         with progress.step(2, STEPS):
             asked.gather(work)

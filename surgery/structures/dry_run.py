@@ -93,7 +93,7 @@ def plan_conversion(
 
     tokens = _tokens(opened, settings)
     weights = sum(spec.nbytes for spec in foreseen.tensors.values())
-    work = Workload.of(opened, settings.batch_size, tokens, foreseen.demand)
+    work = Workload.of(opened, settings, tokens, foreseen.demand)
     config = final_config(foreseen, settings)
     source_kv, kv = source_kv_bytes(opened), kv_bytes(foreseen, config, opened, settings)
     return ConversionPlan(
@@ -158,7 +158,8 @@ def _disk(opened: Source | OwnSource, out: Path, weights: int, work: Workload) -
         "output_free_bytes": _free(out.parent),
         "boundary_bytes": work.boundary_bytes,
         "statistics_bytes": work.statistics_bytes,
-        "temporary_bytes": work.boundary_bytes + work.statistics_bytes,
+        "spilled_bytes": work.spilled_bytes,
+        "temporary_bytes": work.boundary_bytes + work.statistics_bytes + work.spilled_bytes,
         "temporary_free_bytes": _free(out.parent),
         "temporary_folder": f"{out}.partial",
     }
