@@ -28,6 +28,7 @@ from surgery.model import remote_code_files
 from surgery.reporting.report import Report, build_report
 from surgery.structures.alternatives import Alternatives
 from surgery.structures.base import Outcome, Structure, Work
+from surgery.structures.estimates import Workload
 from surgery.structures.quantized.stage import in_own_class, quantize_written
 from surgery.structures.registry import TARGETS
 from surgery.structures.request import open_request
@@ -84,12 +85,14 @@ def convert(
         progress.note(f"{stored} weights become {dtype} in the result, all of them")
     with progress.step(1, STEPS):
         texts = load_texts(asked.opened, settings, progress)
+    foreseen = asked.foresee()
+    progress.expect(Workload.of(asked.opened, settings, texts.counts(), foreseen.demand).phase_flops())
     facts = {"source": asked.opened.reader.stamp(), "texts": texts.hashes(), "version": __version__}
     facts["settings"] = {**settings.to_dict(), "activation_memory": None}  # which changes no bit
     with Unfinished(out, facts, overwrite=overwrite, restart=restart, note=progress.note) as unfinished:
         folder, staging, limit = unfinished.folder, unfinished.staging, settings.activation_memory
         # The writer checks again, once the tensors are settled, and that may be hours from here.
-        staging.check_space(sum(spec.nbytes for spec in asked.foresee().tensors.values()))
+        staging.check_space(sum(spec.nbytes for spec in foreseen.tensors.values()))
         library, store, alternatives = StatisticsLibrary(folder), BoundaryStore(folder, limit), Alternatives(folder)
         work = Work(asked.opened, settings, texts, library, store, alternatives, progress, unfinished.snapshots)
         with progress.step(2, STEPS):

@@ -145,9 +145,7 @@ def _tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[st
     elif settings.calibration == "self":
         load_tokenizer(opened.reader.path)
     else:
-        texts = load_texts(opened, settings, Progress(silent=True), run_source=False)
-        sequences, length = texts.calibration.shape
-        held_out, prompts = texts.held_out.texts, len(texts.held_out.answers)
+        return load_texts(opened, settings, Progress(silent=True), run_source=False).counts()
     return {"length": length, "calibration": sequences, "held_out": held_out, "recall_prompts": prompts}
 
 

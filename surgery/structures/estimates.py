@@ -35,6 +35,14 @@ ALGEBRA_CUBES = 60
 # Reading held-out text through quantised caches, a few tokens at a time, against one forward pass: SmolLM2-135M on two
 # cores took 31 s and 6 s a sequence.
 CODES_SLOWDOWN = 5
+PHASE_OF = {
+    "lag statistics": "calibrate: backward",
+    "try splits": "try splits of the budget",
+    "fit": "convert",
+    "verify": "verify: reload and run",
+    "quantise": "measure",
+}
+"""The phase of a conversion in which a part of its work is done, where it has another name."""
 BENCHMARK_SIZE, BENCHMARK_SECONDS = 1024, 0.15
 
 
@@ -219,6 +227,14 @@ class Workload:
             **speed,
             "estimated_seconds": seconds,
         }
+
+    def phase_flops(self) -> dict[str, int]:
+        """Operations of the model's runs by the names of a conversion's phases, in their order."""
+        found: dict[str, int] = {}
+        for part, flops in self._model_flops().items():
+            name = PHASE_OF.get(part, part)
+            found[name] = found.get(name, 0) + flops
+        return found
 
     def _algebra_bytes(self) -> int:
         return self.demand.statistics * 8 * ALGEBRA_MATRICES * self.kv_width**2

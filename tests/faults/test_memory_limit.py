@@ -15,7 +15,18 @@ from surgery.checkpoint.staging import MARKER, UNFINISHED
 
 pytestmark = pytest.mark.slow
 
-TEXT = "--calibration-tokens 65536 --calibration-length 256 --held-out 1 --fit-steps 0 --kv-ratio 0.5".split()
+TEXT = [
+    "--calibration-tokens",
+    "65536",
+    "--calibration-length",
+    "256",
+    "--held-out",
+    "1",
+    "--fit-steps",
+    "0",
+    "--kv-ratio",
+    "0.5",
+]
 WIDE = ["--batch-size", "256"]  # of 256 sequences, whose activations under autograd take half a gigabyte
 TOO_LITTLE = 640 * 2**20
 EVERY_STATE = """
@@ -31,7 +42,7 @@ main()
 def limited(tmp_path):
     """Gives a folder of control groups below this process's own, whose processes have so much memory together."""
     # Lines are number:controllers:path, of the second version 0::path.
-    own = dict(line.strip().split(":", 2)[1:] for line in Path("/proc/self/cgroup").open())
+    own = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
     version_1 = "memory" in own
     parent = Path("/sys/fs/cgroup", "memory" if version_1 else "", own["memory" if version_1 else ""].strip("/"))
     group = parent / f"surgery-{os.getpid()}"
