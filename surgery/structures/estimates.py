@@ -242,10 +242,14 @@ class Workload:
     def _layer_bytes(self) -> int:
         return self.layer_parameters * (self.stored + self.compute)
 
-    def _vocabulary_bytes(self) -> int:
+    def _vocabulary_bytes(self, *, draws: bool = False) -> int:
+        """Of one slice of the vocabulary and of logits over it, from which labels may be drawn."""
         rows = min(self.vocabulary, VOCABULARY_SLICE)
         tokens = min(self.batch * self.length, TOKEN_SLICE)
-        return rows * self.hidden * (self.stored + self.compute) + 3 * 4 * rows * tokens
+        # Logits, what is less the normaliser, probabilities; later, of tokens whose label is in the slice, these once
+        # more and twice in float64.
+        copies = max(3, 2 + 5 * rows / self.vocabulary) if draws else 3
+        return rows * self.hidden * (self.stored + self.compute) + int(4 * copies * rows * tokens)
 
     def _calibration_memory(self) -> tuple[dict[str, int], dict[str, int]]:
         tokens, batch = self.calibration * self.length, min(self.batch, self.calibration) * self.length
@@ -257,7 +261,7 @@ class Workload:
             "activations": min((2 * self.hidden + met) * tokens * self.compute, self.limit),
             "statistics": self._algebra_bytes(),
         }
-        one_batch = max(batch * width * self.compute, self._vocabulary_bytes())
+        one_batch = max(batch * width * self.compute, self._vocabulary_bytes(draws=self.demand.gradients))
         device = {"one layer": self._layer_bytes(), "one batch": one_batch}
         weights = max(4 * self.demand.lags, 5 * self.own_softmax * min(self.batch, self.calibration))
         if weights:
