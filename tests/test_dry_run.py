@@ -7,11 +7,16 @@ from collections import namedtuple
 import pytest
 import torch
 from command_line import run_main
+from torch.utils.flop_counter import FlopCounterMode
 
+from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
 from surgery.running.skeleton import skeleton
+from surgery.running.source import Source
 from surgery.structures import converter
 from surgery.structures.base import LONG
 from surgery.structures.dry_run import plan_conversion
+from surgery.structures.estimates import Demand, Workload
+from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import SLICE, TARGETS
 
 WEIGHTS = {"calibration": "none", "device": "cpu"}
@@ -65,3 +70,25 @@ def test_too_small_a_disk_is_told_beside_the_plan(checkpoints, tmp_path, monkeyp
     plan = json.loads(shown)
     assert code == 1 and "the disk has 1.0 KB free" in errors and plan["refusal"] in errors
     assert plan["memory"]["host_bytes"] > 0 and plan["disk"]["output_free_bytes"] == 1000
+
+
+def causal_attention(query, key, *_, **__):
+    """Operations of scores and their use, of which causal attention does half; torch's counter knows no such kernel."""
+    batch, heads, queries, dim = query
+    return 2 * batch * heads * queries * key[-2] * dim
+
+
+def test_operations_of_the_sweeps_are_those_that_torch_counts(checkpoints):
+    """The forward sweep's to a hundredth; of the backward sweep not all that is small is counted."""
+    opened = Source.open(checkpoints("llama"), settings := ConvertSettings(batch_size=2))
+    tokens = torch.randint(4096, (4, 128), generator=torch.Generator().manual_seed(0))
+    counts = {"length": 128, "calibration": 4, "held_out": 0, "recall_prompts": 0}
+    foreseen = Workload.of(opened, settings, counts, Demand(cached=16, statistics=True, gradients=True)).phase_flops()
+    kernels = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: causal_attention}
+    with BoundaryStore() as store:
+        with FlopCounterMode(display=False, custom_mapping=kernels) as forward:
+            final = forward_sweep(opened.stream, tokens, store, 2, lambda: None)
+        with FlopCounterMode(display=False, custom_mapping=kernels) as backward:
+            list(backward_sweep(opened.stream, opened.anatomy, store, final, 2))
+    assert foreseen["calibrate: forward"] == pytest.approx(forward.get_total_flops(), rel=0.01)
+    assert foreseen["calibrate: backward"] == pytest.approx(backward.get_total_flops(), rel=0.1)

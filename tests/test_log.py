@@ -76,6 +76,29 @@ def test_a_phase_that_lasts_is_told_every_so_often(capsys, monkeypatch, logged_a
     assert events == ["begin", *["going"] * (len(told) - 1), "end"]
 
 
+def test_the_time_left_in_all_follows_from_the_work_expected(monkeypatch, logged_as):
+    monkeypatch.setattr(phases, "TOLD_EVERY", 0.2)
+    monkeypatch.setattr(phases, "SAMPLED_EVERY", 0.05)
+    lines, progress = logged_as("log.jsonl"), Progress()
+    progress.expect({"skipped": 7, "read": 1, "write": 4})
+    with progress.phase("read", 4) as advance:
+        advance(2)  # by an earlier run
+        advance()
+        time.sleep(0.3)
+        advance()
+    with progress.phase("unexpected", 1) as advance:
+        advance()
+    with progress.phase("write", 4) as advance:
+        advance()
+    events = {(event["event"], event["phase"]): event for event in map(json.loads, lines())}
+    going, read, write = events["going", "read"], events["end", "read"], events["end", "write"]
+    # A quarter of 1 took what the clock says, and a quarter of 1 and 4 are left; then 4 after a half; then 3 of 1.5.
+    assert going["seconds_left"] == pytest.approx(17 * going["seconds"], abs=0.2)
+    assert " left in all" in going["text"] and "seconds_left" not in events["end", "unexpected"]
+    assert read["seconds_left"] == pytest.approx(8 * read["seconds"], abs=0.2)
+    assert write["seconds_left"] == pytest.approx(2 * (read["seconds"] + write["seconds"]), abs=0.2)
+
+
 def test_a_phase_knows_the_memory_that_it_took():
     progress = Progress(silent=True)
     with progress.phase("small", 1):
@@ -142,6 +165,7 @@ def test_a_log_of_a_verb(checkpoints, tmp_path, monkeypatch, capsys):
     report = previous_report(out)
     assert report["phase_peak_bytes"].keys() == report["seconds"].keys() >= {"convert", "verify: reload and run"}
     assert 0 < max(report["phase_peak_bytes"].values()) <= report["peak_memory_bytes"]
+    assert min(report["phase_flops"].values()) > 0 and report["phase_flops"].keys() <= report["seconds"].keys()
     code, _, _ = run_main(monkeypatch, capsys, *asked)
     last = json.loads(file.read_text().splitlines()[-1])
     assert code == 1 and last["event"] == "error" and "exists" in last["text"]

@@ -109,6 +109,21 @@ def test_other_work_begins_anew(checkpoints, tmp_path, stops, capsys):
     assert "goes on with what" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("states", range(1, 7))
+def test_goes_on_with_another_limit_of_activations(states, checkpoints, tmp_path, stops):
+    source, settings = checkpoints("llama"), settings_of("lowrank")
+    stops(None)
+    converter.convert(source, tmp_path / "whole" / "small", settings)
+    out = tmp_path / "again" / "small"
+    stops(states)
+    with pytest.raises(Stopped):
+        converter.convert(source, out, settings_of("lowrank", activation_memory=None if states % 2 else "1KB"))
+    taken = stops(None)
+    converter.convert(source, out, settings_of("lowrank", activation_memory="1KB" if states % 2 else None))
+    assert len(taken) == 6 - states and results(out) == results(tmp_path / "whole" / "small")
+
+
 def test_an_error_leaves_nothing(checkpoints, tmp_path, stops, monkeypatch):
     def fail(*_):
         raise SurgeryError("the disk is full")

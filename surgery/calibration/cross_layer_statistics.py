@@ -7,6 +7,7 @@ from torch import Tensor
 
 from surgery.calibration.sweep import BoundaryStore
 from surgery.families.latent_anatomy import LatentAnatomy
+from surgery.running.activations import give_back
 from surgery.running.source import Source
 
 
@@ -46,6 +47,7 @@ def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, ba
             stacked.append(z if shift is None else z + shift)
         z = torch.cat(stacked, dim=-1)
         moment += (z.mT @ z).double().cpu()
+        give_back(*inputs)
     return moment / tokens
 
 
@@ -63,4 +65,5 @@ def _latent_moment(opened: Source, store: BoundaryStore, start: int, stop: int, 
             latents.append(latent * layer.gain(latent))
         z = torch.cat(latents, dim=-1)
         moment += (z.mT @ z).double().cpu()
+        give_back(*inputs)
     return moment / inputs[0].shape[:2].numel()

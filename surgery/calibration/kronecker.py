@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from surgery.running.activations import give_back
+
 SWEEPS = 2
 """Alternations; further ones change the loss of conversions of SmolLM2-135M by less than its error."""
 DAMPING = 1e-2
@@ -63,11 +65,11 @@ def weighted_moment(
     """``Σ w x xᵀ / N`` over N rows in batches [B, n], float64 on the CPU; weights [N], or of one."""
     total, start = 0.0, 0
     for batch in rows:
-        batch = batch.to(device)
-        weighted = batch
+        x = weighted = batch.to(device)
         if weight is not None:
-            weighted = batch * weight[start : start + len(batch), None].to(batch)
-        total, start = total + (batch.mT @ weighted).double().cpu(), start + len(batch)
+            weighted = x * weight[start : start + len(x), None].to(x)
+        total, start = total + (x.mT @ weighted).double().cpu(), start + len(x)
+        give_back(batch)
     return total / start
 
 
@@ -76,5 +78,9 @@ def _unusual(rows: Sequence[Tensor], moment: Tensor, device: str | torch.device)
     size = len(moment)
     damped = moment + DAMPING * moment.trace() / size * torch.eye(size, dtype=moment.dtype)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    batches = (batch.to(device) for batch in rows)
-    return torch.cat([((x @ inverse.to(x)) * x).sum(-1).double().cpu() for x in batches]) / size
+    found = []
+    for batch in rows:
+        x = batch.to(device)
+        found.append(((x @ inverse.to(x)) * x).sum(-1).double().cpu())
+        give_back(batch)
+    return torch.cat(found) / size

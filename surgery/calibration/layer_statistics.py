@@ -97,6 +97,7 @@ def gather(
             library.save(layer.index, layer.statistics, lags)
             advance(reached - layer.index)
             reached = layer.index
+            del layer  # before the next one is there
         advance(reached)
     if kept:
         kept.keep(library)

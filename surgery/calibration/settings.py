@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from surgery.checkpoint.disk import parse_size
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
 from surgery.common.setting import DTYPE_NAMES, setting
@@ -64,6 +65,13 @@ class ConversionSettings(FileSettings):
         "float32", "What layers run in while measuring; float32 and fp32 are one.", synonyms=DTYPE_NAMES
     )
     batch_size: int = setting(4, "Sequences at a time.", least=1)
+    activation_memory: str | None = setting(
+        None,
+        "Activations of the calibration text that may be in memory, as 4GiB; those beyond lie on the disk.",
+        more="Results are the same to the last bit. With them past it, fits compute again what they would keep.",
+        unset="all",
+        metavar="SIZE",
+    )
     max_shard_size: str = setting("5GB", "Largest weight file.", section="Output", metavar="SIZE")
     keep_statistics: str | None = setting(
         None,
@@ -75,5 +83,7 @@ class ConversionSettings(FileSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.activation_memory is not None:
+            parse_size(self.activation_memory)
         if self.held_out_text in ("builtin", "self", NO_CALIBRATION, self.calibration):
             raise SurgeryError(f"held_out_text {self.held_out_text}: name a text that is not the calibration's own")

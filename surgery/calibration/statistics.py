@@ -6,6 +6,7 @@ Plain moments are averages over tokens. What an error costs the loss is said by 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from surgery.families.anatomy import AttentionAnatomy, Projection
 from surgery.families.attention import attention_weights
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.rope import phases, to_complex
+from surgery.running.activations import give_back
 
 
 @dataclass
@@ -79,9 +81,19 @@ class MomentAccumulator:
     """Sums over batches; products are taken in the batch's dtype (float32 or better) and summed in float64.
 
     With gradients it holds keys, values, outputs and their gradients of all tokens, on the CPU, until :meth:`result`.
+
+    Args:
+        hold: keeps a batch of them.
     """
 
-    def __init__(self, anatomy: AttentionAnatomy | LatentAnatomy, *, gradients: bool):
+    def __init__(
+        self,
+        anatomy: AttentionAnatomy | LatentAnatomy,
+        *,
+        gradients: bool,
+        hold: Callable[[Tensor], Tensor] = Tensor.cpu,
+    ):
+        self._hold = hold
         width = anatomy.kv_width
         self._key_norm = anatomy.k_norm
         self.moment = torch.zeros(width, width, dtype=torch.float64)
@@ -118,15 +130,15 @@ class MomentAccumulator:
             k_grad, v_grad = projection.k.grad, projection.v.grad
             gradient = _rows(k_grad, v_grad)
             self.gradient += _gram(gradient)
-            self._rows.append(rows.cpu())
-            self._gradients.append(gradient.cpu())
-            self._outputs.append(output.detach().flatten(0, 1).cpu())
-            self._output_gradients.append(output.grad.flatten(0, 1).cpu())
+            self._rows.append(self._hold(rows))
+            self._gradients.append(self._hold(gradient))
+            self._outputs.append(self._hold(output.detach().flatten(0, 1)))
+            self._output_gradients.append(self._hold(output.grad.flatten(0, 1)))
             self.output_gradient += _gram(output.grad.flatten(0, 1))
             if self.raw_gradient is not None:
                 raw = _rows(raw_key_gradient(k, k_grad, projection.key_gain.detach(), self._key_norm.weight), v_grad)
                 self.raw_gradient += _gram(raw)
-                self._raw_gradients.append(raw.cpu())
+                self._raw_gradients.append(self._hold(raw))
         if inputs is not None:
             x = inputs.detach().flatten(0, 1)
             self.input_scale += x.abs().double().sum(0).cpu()
@@ -159,10 +171,14 @@ class MomentAccumulator:
         weight, raw = factors.token_weight, self._raw_gradients
         outputs = kronecker_factors(self._outputs, self._output_gradients, self._device)
         weights = weight.split([len(rows) for rows in self._rows])
+        mean = 0
+        for w, rows in zip(weights, self._rows, strict=True):
+            mean = mean + w @ rows.double()
+            give_back(rows)
         raw_metric = weighted_moment(raw, factors.gradient_weight, device=self._device) if raw else None
         return {
             "weighted_moment": factors.moment,
-            "weighted_mean": sum(w @ rows.double() for w, rows in zip(weights, self._rows, strict=True)) / len(weight),
+            "weighted_mean": mean / len(weight),
             "token_weight": weight.float(),
             "weighted_gradient": factors.gradient,
             "weighted_output_gradient": None if outputs is None else outputs.gradient,

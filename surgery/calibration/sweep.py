@@ -2,7 +2,7 @@
 
 The forward sweep stores what enters each layer (one file a layer, in a temporary folder); the backward sweep reloads
 one layer after the other from last to first, recomputes it with gradients and hands its statistics out. Memory holds
-one layer and the activations at one boundary.
+one layer and the activations at one boundary, or a limit of them.
 """
 
 from __future__ import annotations
@@ -12,26 +12,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from surgery.calibration.statistics import LayerStatistics, MomentAccumulator
+from surgery.checkpoint import TensorSpec
+from surgery.checkpoint.disk import disk_errors, parse_size
+from surgery.checkpoint.safetensors_format import encode_header, read_header
 from surgery.checkpoint.snapshots import Snapshots
+from surgery.checkpoint.tensors import as_bytes
 from surgery.common.layer_files import LayerFiles
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
+from surgery.running.activations import ActivationMemory, give_back, map_file
 from surgery.running.layer_stream import LayerStream
 
 
 class BoundaryStore(LayerFiles):
     """Hidden states at layer boundaries, one file each; they grow to tokens x hidden size x layers numbers.
 
+    Args:
+        limit: of the activations that are in memory beside the files, such as ``4GiB``; None for none.
+
     Attributes:
         filled: whether all are there.
+        memory: for the activations at the boundary that is at work.
     """
 
-    def __init__(self, parent: Path | None = None):
+    def __init__(self, parent: Path | None = None, limit: str | None = None):
         super().__init__("boundaries", parent)
+        self.memory = ActivationMemory(None if limit is None else parse_size(limit), self.folder)
         self._sweep: Callable[[], object] | None = None
         self.filled = False
 
@@ -40,13 +49,32 @@ class BoundaryStore(LayerFiles):
         self._sweep = sweep
 
     def save(self, index: int, hidden: Tensor) -> None:
-        save_file({"hidden": hidden.cpu().contiguous()}, self._path(index, ".safetensors"))
+        """Raises SurgeryError where the disk is full."""
+        path = self._path(index, ".safetensors")
+        header, _ = encode_header({"hidden": TensorSpec(hidden.dtype, tuple(hidden.shape))}, {})
+        with disk_errors(path), open(path, "wb") as file:
+            file.write(header)
+            for sequence in hidden:
+                file.write(as_bytes(sequence.cpu().contiguous()).numpy())
+                give_back(hidden)
 
     def load(self, index: int) -> Tensor:
+        """What entered a layer [N, T, D], mapped from its file: to be read, not to be changed."""
         if self._sweep:
             sweep, self._sweep = self._sweep, None
             sweep()
-        return load_file(self._path(index, ".safetensors"))["hidden"]
+        path = self._path(index, ".safetensors")
+        info, offset = read_header(path.parent, path.name)["hidden"]
+        return map_file(path, offset, info.shape, info.dtype)
+
+    def embed(self, stream: LayerStream, tokens: Tensor, batch_size: int) -> Tensor:
+        """Token embeddings of [N, T], for a sweep to go on with: [N, T, D]."""
+        shape = (*tokens.shape, stream.config.hidden_size)
+        hidden = self.memory.empty(shape, stream.dtype, stream.device)
+        for rows in torch.arange(len(tokens)).split(batch_size):
+            hidden[rows[0] : rows[-1] + 1] = stream.embed(tokens[rows])
+            give_back(hidden)
+        return hidden
 
 
 @dataclass
@@ -75,10 +103,10 @@ def forward_sweep(
     snapshots = snapshots or Snapshots()
     if state := snapshots.last("forward"):
         begin = state["layer"]
-        hidden = store.load(begin)
+        hidden = store.memory.copy(store.load(begin))
         progress(begin)
     else:
-        begin, hidden = 0, stream.embed(tokens)
+        begin, hidden = 0, store.embed(stream, tokens, batch_size)
         store.save(0, hidden)
     for index in range(begin, stream.num_layers):
         with stream.layer(index) as layer:
@@ -107,7 +135,8 @@ def backward_sweep(
 
     Args:
         anatomy_of: the anatomy of a layer, in any dtype.
-        final: the forward sweep's result [N, T, D]; None where a snapshot says how to go on.
+        final: the forward sweep's result [N, T, D], which gradients take the place of; None where a snapshot says how
+            to go on.
         gradients: take gradients of the loss (labels drawn from the model itself, ``seed``); without, the sweep
             recomputes activations only.
         snapshots: what a sweep that was killed goes on from; layers that were dealt with are not yielded again.
@@ -116,6 +145,7 @@ def backward_sweep(
     snapshots = snapshots or Snapshots()
     if state := snapshots.last("backward"):
         upstream, end, store.filled = state["upstream"], state["layer"], True
+        upstream = None if upstream is None else store.memory.copy(upstream)
     else:
         upstream, end = _upstream(stream, final, batch_size, seed) if gradients else None, stream.num_layers
     for index in reversed(range(end)):
@@ -126,8 +156,8 @@ def backward_sweep(
             continue
         anatomy = anatomy_of(index).to(stream.device, stream.dtype)
         hidden = store.load(index)
-        moments = MomentAccumulator(anatomy, gradients=gradients)
-        inputs = []
+        moments = MomentAccumulator(anatomy, gradients=gradients, hold=store.memory.hold)
+        inputs = store.memory.empty(hidden.shape, stream.dtype)
         with stream.layer(index) as layer:
             for start in range(0, len(hidden), batch_size):
                 rows = slice(start, start + batch_size)
@@ -139,8 +169,11 @@ def backward_sweep(
                     out.backward(upstream[rows].to(out))
                     upstream[rows] = leaf.grad.to(upstream)
                 moments.add(captured.projection, captured.outputs if gradients else None, captured.inputs)
-                inputs.append(captured.inputs.cpu())
-        yield SweptLayer(index, anatomy, moments.result(), torch.cat(inputs))
+                inputs[rows] = captured.inputs.to(inputs)
+                give_back(hidden, inputs, *([upstream] if gradients else []))
+        statistics, moments = moments.result(), None
+        yield SweptLayer(index, anatomy, statistics, inputs)
+        hidden = inputs = None  # before those of the next layer are there
         snapshots.take("backward", lambda index=index: {"layer": index, "upstream": upstream})
 
 
@@ -154,13 +187,16 @@ def _pass_gradients(stream: LayerStream, index: int, hidden: Tensor, upstream: T
                 out = layer(leaf)
             out.backward(upstream[rows].to(out))
             upstream[rows] = leaf.grad.to(upstream)
+            give_back(hidden, upstream)
 
 
 def _upstream(stream: LayerStream, final: Tensor, batch_size: int, seed: int) -> Tensor:
-    """The gradient of the loss at what the last layer puts out [N, T, D], for labels that the model draws itself."""
+    """The gradient of the loss at what the last layer puts out [N, T, D], in its place.
+
+    Labels are those that the model draws itself.
+    """
     generator = torch.Generator().manual_seed(seed)
-    upstream = torch.empty_like(final)
-    for start in range(0, len(final), batch_size):
-        rows = slice(start, start + batch_size)
-        upstream[rows] = stream.sampled_loss_gradient(final[rows], generator).to(upstream)
-    return upstream
+    for rows in final.split(batch_size):
+        rows.copy_(stream.sampled_loss_gradient(rows, generator))
+        give_back(final)
+    return final

@@ -40,6 +40,13 @@ class Texts:
         calibration = None if self.calibration is None else token_hash(self.calibration)
         return {"calibration": calibration, "held_out": token_hash(self.held_out.tokens)}
 
+    def counts(self) -> dict[str, int]:
+        """Tokens in a sequence, and how many sequences there are of each kind."""
+        calibration = 0 if self.calibration is None else len(self.calibration)
+        texts, prompts = self.held_out.texts, len(self.held_out.answers)
+        length = self.held_out.tokens.shape[1]
+        return {"length": length, "calibration": calibration, "held_out": texts, "recall_prompts": prompts}
+
 
 def load_texts(
     opened, settings: ConversionSettings, progress: Progress, *, run_source: bool = True, planted: bool = True

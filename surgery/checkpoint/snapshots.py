@@ -35,7 +35,7 @@ class Snapshots:
         if self._folder is None or not (path := self._path(loop)).is_file():
             return None
         with disk_errors(path), torch.serialization.safe_globals(list(types)):
-            return torch.load(path, weights_only=True)
+            return torch.load(path, weights_only=True, mmap=True)
 
     def take(self, loop: str, state: Callable[[], dict[str, Any]]) -> None:
         """Keeps a state, if the last one of any loop is old enough.

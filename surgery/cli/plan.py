@@ -36,6 +36,9 @@ def plan_(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing plan.", rich_help_panel=OUTPUT)
     ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Take statistics anew where an interrupted plan with --out would go on.")
+    ] = False,
     config: ConfigOption = None,
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
@@ -73,7 +76,8 @@ def plan_(
     from surgery.planning.plan import make_plan
     from surgery.planning.plan_file import write_plan
 
-    plan = make_plan(source, settings, called=checkpoint, allow_pickle=allow_pickle, progress=Progress())
+    kept = {"out": out, "restart": restart}
+    plan = make_plan(source, settings, called=checkpoint, allow_pickle=allow_pickle, **kept, progress=Progress())
     if out is not None:
         write_plan(plan, out)
     if plot is not None:

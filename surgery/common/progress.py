@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 
 from tqdm import tqdm
 
+from surgery.common.human import duration
 from surgery.common.log import is_verbose, log
 from surgery.common.phase import Phase
 
@@ -27,6 +28,7 @@ class Progress:
     Attributes:
         seconds: wall-clock seconds of every finished phase, in order.
         peaks: the most resident memory during each, in bytes.
+        expected: amounts of work in phases by name, in order, where :meth:`expect` told them.
     """
 
     def __init__(self, *, silent: bool = False, places: tuple[str, ...] = ()):
@@ -34,6 +36,8 @@ class Progress:
         self._silent, self._places = silent, places
         self.seconds: dict[str, float] = {}
         self.peaks: dict[str, int] = {}
+        self.expected: dict[str, float] = {}
+        self._worked = self._spent = 0.0  # in phases whose work was expected
 
     def fresh(self) -> Progress:
         """Another one that shows as much and has no phases behind it, for the next of several pieces of work."""
@@ -48,6 +52,10 @@ class Progress:
         finally:
             self._places = before
 
+    def expect(self, work: Mapping[str, float]) -> None:
+        """Tells how much work the phases to come are, in any unit and in their order: the time left is then told."""
+        self.expected = dict(work)
+
     def step(self, number: int, of: int) -> contextlib.AbstractContextManager[None]:
         """The same for one of several steps whose number is known."""
         return self.at(f"{number} of {of}")
@@ -58,15 +66,17 @@ class Progress:
 
         ``total`` is None where nobody knows.
         """
-        place = ", ".join(self._places)
+        place, already = ", ".join(self._places), 0
         lines, verbose = self._lines, is_verbose()
 
         def tell(event: str, phase: Phase, text: str, shown: str | None) -> None:
             """Logs a text and shows another, or none."""
-            prefix = f"{place}: " if place else ""
-            self._log(event, prefix + text, at=place or None, **phase.facts())
+            prefix, left = f"{place}: " if place else "", self._left(phase, already)
+            rest = f", about {duration(left)} left in all" if left and event == "going" else ""
+            facts = {} if left is None else {"seconds_left": round(left, 1)}
+            self._log(event, prefix + text + rest, at=place or None, **phase.facts(), **facts)
             if lines and shown is not None:
-                self._show(prefix + shown)
+                self._show(prefix + shown + rest)
 
         bar = tqdm(
             total=total,
@@ -80,7 +90,12 @@ class Progress:
         tell("begin", phase, phase.begins(), phase.begins() if verbose else None)
 
         def advance(count: int = 1) -> None:
+            nonlocal already
+            if not phase.done and count > 1:
+                already = count  # what an earlier run had done comes at once
             phase.done += count
+            if not bar.disable and (left := self._left(phase, already)):
+                bar.set_postfix_str(f"{duration(left)} left in all", refresh=False)
             bar.update(count)
 
         try:
@@ -92,6 +107,8 @@ class Progress:
             raise
         phase.end()
         tell("end", phase, phase.ended(memory=True), phase.ended(memory=verbose))
+        self._worked += self._work(phase, phase.done - already)
+        self._spent += phase.seconds if name in self.expected else 0.0
         self.seconds[name] = self.seconds.get(name, 0.0) + phase.seconds
         self.peaks[name] = max(self.peaks.get(name, 0), phase.peak_bytes)
 
@@ -100,6 +117,23 @@ class Progress:
         self._log("note", text, at=", ".join(self._places) or None)
         if self._shown:
             self._show(text)
+
+    def _work(self, phase: Phase, units: int) -> float:
+        return self.expected.get(phase.name, 0.0) * units / phase.total if phase.total else 0.0
+
+    def _left(self, phase: Phase, already: int) -> float | None:
+        """Seconds that this phase and the expected ones after it will take at the pace so far; None where unknown.
+
+        Args:
+            already: units of the phase that took no time, as an earlier run had done them.
+        """
+        worked = self._worked + self._work(phase, phase.done - already)
+        if phase.name not in self.expected or not worked:
+            return None
+        names = list(self.expected)
+        after = sum(self.expected[name] for name in names[names.index(phase.name) + 1 :])
+        rest = after + self._work(phase, phase.total - phase.done)
+        return rest * (self._spent + phase.seconds) / worked
 
     @property
     def _shown(self) -> bool:

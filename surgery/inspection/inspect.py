@@ -168,7 +168,7 @@ def _parameters(reader: CheckpointReader, *, tied: bool) -> int:
 def _spectra(opened: Source, settings: ConvertSettings, progress: Progress) -> tuple[list[LayerSpectrum], dict]:
     method = mla.METHODS["fisher"]  # the one whose statistics weigh by the loss
     texts = load_texts(opened, settings, progress)
-    with StatisticsLibrary() as library, BoundaryStore() as store:
+    with StatisticsLibrary() as library, BoundaryStore(limit=settings.activation_memory) as store:
         layer_statistics.gather(
             opened,
             library,

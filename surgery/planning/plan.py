@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,8 @@ from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import Texts, load_texts
 from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.snapshots import Snapshots
+from surgery.checkpoint.unfinished import Unfinished
 from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
@@ -37,6 +39,7 @@ from surgery.running.unfused import unfused
 from surgery.structures.alternatives import Alternatives
 from surgery.structures.base import BasisOf, Work
 from surgery.structures.registry import TARGETS
+from surgery.version import __version__
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 """Of the source's bytes, at which a picture of what can be had is taken."""
@@ -114,6 +117,8 @@ def make_plan(
     *,
     called: str | None = None,
     allow_pickle: bool = False,
+    out: Path | None = None,
+    restart: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """Finds the conversion of least loss within a budget, or of fewest bytes within a loss.
@@ -121,6 +126,9 @@ def make_plan(
     Args:
         called: the source, in commands; None for its place.
         allow_pickle: read pickled weights if there are no others.
+        out: the plan's file to be; beside it lie statistics, ``<out>.statistics.partial``, that a plan that was killed
+            goes on from. None keeps nothing.
+        restart: begin anew where such a plan could go on.
         progress: bars; silent if None.
 
     Raises:
@@ -132,7 +140,7 @@ def make_plan(
     share, gain = _share_of(settings, opened), _forecast(settings, opened)
     with progress.step(1, STEPS):
         texts = load_texts(opened, settings, progress, planted=False)
-    with opened_work(opened, settings, texts, progress) as work:
+    with opened_work(opened, settings, texts, progress, out, restart=restart) as work:
         candidates = Candidates(opened, work, settings)
         tried = list(candidates.at(_shares_around(share)))
         if not tried:
@@ -164,10 +172,32 @@ def make_plan(
 
 
 @contextmanager
-def opened_work(opened: Source, settings: PlanSettings, texts: Texts, progress: Progress) -> Iterator[Work]:
-    """Statistics of all layers, for every structure, and nothing to try splits of a budget on."""
+def opened_work(
+    opened: Source,
+    settings: PlanSettings,
+    texts: Texts,
+    progress: Progress,
+    out: Path | None = None,
+    *,
+    restart: bool = False,
+) -> Iterator[Work]:
+    """Statistics of all layers, for every structure, and nothing to try splits of a budget on.
+
+    Args:
+        out, restart: as of :func:`make_plan`.
+    """
+    limit, folder, snapshots = settings.activation_memory, None, Snapshots()
     untried = HeldOut(texts.held_out.tokens, 0, texts.held_out.answers[:0])
-    with StatisticsLibrary() as library, BoundaryStore() as store, Alternatives() as alternatives:
+    with ExitStack() as stack:
+        if out is not None:
+            facts = {"source": opened.reader.stamp(), "texts": texts.hashes(), "version": __version__}
+            facts["settings"] = {**settings.to_dict(), "activation_memory": None}  # which changes no bit
+            kept = Unfinished(out.with_name(f"{out.name}.statistics"), facts, restart=restart, note=progress.note)
+            stack.enter_context(kept)
+            folder, snapshots = kept.folder, kept.snapshots
+        library = stack.enter_context(StatisticsLibrary(folder))
+        store = stack.enter_context(BoundaryStore(folder, limit))
+        alternatives = stack.enter_context(Alternatives(folder))
         with progress.step(2, STEPS):
             layer_statistics.gather(
                 opened,
@@ -178,6 +208,7 @@ def opened_work(opened: Source, settings: PlanSettings, texts: Texts, progress: 
                 progress,
                 gradients=True,
                 basis_of=_lag_basis(opened, settings),
+                snapshots=snapshots,
             )
         yield Work(opened, settings, replace(texts, held_out=untried), library, store, alternatives, progress)
 

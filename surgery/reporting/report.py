@@ -35,6 +35,8 @@ class Report:
         ladder: loss in nats per token and recall after each stage, on held-out calibration text.
         splits: budget splits that were tried, with their held-out losses.
         seconds, phase_peak_bytes: of every phase; the most resident memory during it, where reports have it.
+        phase_flops: operations of the model's runs in a phase, as counted from shapes beforehand; those of matrices in
+            float64 are not among them.
         previous: the source's own report, where it was converted itself.
         healing: what recovery training did to it since, where there was one.
         files: SHA-256 of every file but report and card.
@@ -59,6 +61,7 @@ class Report:
     files: dict[str, str] | None = None
     probe: dict | None = None
     phase_peak_bytes: dict[str, int] | None = None
+    phase_flops: dict[str, int] | None = None
 
     def to_dict(self) -> dict:
         return {"schema": SCHEMA, "surgery_version": __version__, **asdict(self)}
@@ -170,6 +173,7 @@ def build_report(
         previous=previous_report(reader.path),
         probe=verification.probe,
         phase_peak_bytes=dict(progress.peaks),
+        phase_flops={name: flops for name, flops in progress.expected.items() if name in progress.seconds},
     )
 
 

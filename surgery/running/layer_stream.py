@@ -22,6 +22,7 @@ from surgery.families.llama import LLAMA
 from surgery.families.rope import unchanged_length
 from surgery.model.attention_functions import own_softmax
 from surgery.model.logit_factor import logit_cap, logit_factor
+from surgery.running.activations import give_back
 from surgery.running.loading import causal_class, loading, with_standard_names
 
 SMALL = 2**26
@@ -150,6 +151,7 @@ class LayerStream:
             for start in range(0, len(hidden), batch_size):
                 batch = hidden[start : start + batch_size].to(self.device, self.dtype)
                 hidden[start : start + batch_size] = layer(batch, attention).to(hidden)
+                give_back(hidden)
         return hidden
 
     def final_norm(self, hidden: Tensor) -> Tensor:

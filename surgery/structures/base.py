@@ -109,7 +109,7 @@ class Work(Generic[Opened, Settings]):
         if state := self.snapshots.last("layers", *types):
             said, ladder.hidden = state["said"], state["ladder"]
             if fit:
-                fit.hidden = state["fit"]
+                fit.hidden = self.store.memory.copy(state["fit"])
         with self.progress.phase("convert", self.opened.layers) as advance:
             advance(len(said))
             for layer in range(len(said), self.opened.layers):

@@ -29,6 +29,7 @@ from surgery.model import remote_code_files
 from surgery.reporting.report import Report, build_report
 from surgery.structures.alternatives import Alternatives
 from surgery.structures.base import Outcome, Structure, Work
+from surgery.structures.estimates import Workload
 from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantisation_entry
 from surgery.structures.quantized.stage import in_own_class, quantize_written
 from surgery.structures.registry import TARGETS
@@ -91,15 +92,16 @@ def convert(
         )
     with progress.step(1, STEPS):
         texts = load_texts(asked.opened, settings, progress)
-    facts = {"source": asked.opened.reader.stamp(), "settings": settings.to_dict(), "texts": texts.hashes()}
-    facts["version"] = __version__
+    foreseen = asked.foresee()
+    progress.expect(Workload.of(asked.opened, settings, texts.counts(), foreseen.demand).phase_flops())
+    facts = {"source": asked.opened.reader.stamp(), "texts": texts.hashes(), "version": __version__}
+    facts["settings"] = {**settings.to_dict(), "activation_memory": None}  # which changes no bit
     with Unfinished(out, facts, overwrite=overwrite, restart=restart, note=progress.note) as unfinished:
-        folder, staging = unfinished.folder, unfinished.staging
+        folder, staging, limit = unfinished.folder, unfinished.staging, settings.activation_memory
         # The writer checks again, once the tensors are settled, and that may be hours from here.
-        foreseen = asked.foresee().tensors
-        kept = kept_matrices(asked.opened.reader, settings, foreseen)
-        staging.check_space(sum(spec.nbytes for spec in in_parts(foreseen, kept).values()))
-        library, store, alternatives = StatisticsLibrary(folder), BoundaryStore(folder), Alternatives(folder)
+        kept = kept_matrices(asked.opened.reader, settings, foreseen.tensors)
+        staging.check_space(sum(spec.nbytes for spec in in_parts(foreseen.tensors, kept).values()))
+        library, store, alternatives = StatisticsLibrary(folder), BoundaryStore(folder, limit), Alternatives(folder)
         work = Work(asked.opened, settings, texts, library, store, alternatives, progress, unfinished.snapshots)
         with progress.step(2, STEPS):
             asked.gather(work)

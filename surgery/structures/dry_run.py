@@ -99,7 +99,7 @@ def plan_conversion(
 
     tokens = _tokens(opened, settings)
     weights = sum(spec.nbytes for spec in in_parts(foreseen.tensors, parts).values())
-    work = Workload.of(opened, settings.batch_size, tokens, foreseen.demand)
+    work = Workload.of(opened, settings, tokens, foreseen.demand)
     config = final_config(foreseen, settings)
     coded = "kv_cache" in config and foreseen.model_type != MODEL_TYPE
     source_kv, kv = source_kv_bytes(opened), kv_bytes(foreseen, config, opened, settings)
@@ -152,9 +152,7 @@ def _tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[st
     elif settings.calibration == "self":
         load_tokenizer(opened.reader.path)
     else:
-        texts = load_texts(opened, settings, Progress(silent=True), run_source=False)
-        sequences, length = texts.calibration.shape
-        held_out, prompts = texts.held_out.texts, len(texts.held_out.answers)
+        return load_texts(opened, settings, Progress(silent=True), run_source=False).counts()
     return {"length": length, "calibration": sequences, "held_out": held_out, "recall_prompts": prompts}
 
 
@@ -165,7 +163,8 @@ def _disk(opened: Source | OwnSource, out: Path, weights: int, work: Workload) -
         "output_free_bytes": _free(out.parent),
         "boundary_bytes": work.boundary_bytes,
         "statistics_bytes": work.statistics_bytes,
-        "temporary_bytes": work.boundary_bytes + work.statistics_bytes,
+        "spilled_bytes": work.spilled_bytes,
+        "temporary_bytes": work.boundary_bytes + work.statistics_bytes + work.spilled_bytes,
         "temporary_free_bytes": _free(out.parent),
         "temporary_folder": f"{out}.partial",
     }

@@ -7,6 +7,7 @@ largest decoder layer, s and c the bytes of a number in the checkpoint and in th
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,11 +16,14 @@ import psutil
 import torch
 
 from surgery.calibration.layer_statistics import LAG_SEQUENCES
+from surgery.calibration.settings import ConversionSettings
+from surgery.checkpoint.disk import parse_size
 from surgery.families.base import LAYER_PREFIX, head_shape
 from surgery.model.attention_functions import own_softmax
 from surgery.running.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
 from surgery.running.source import OwnSource, Source
 from surgery.structures.ladder import EXACT_TOKENS
+from surgery.transforms.attention_fit import BLOCKS
 
 # What a layer reaches of the rate of one large matrix product: norms, softmax and small products take the rest.
 EFFICIENCY = 0.5
@@ -31,6 +35,14 @@ ALGEBRA_CUBES = 60
 # Reading held-out text through quantised caches, a few tokens at a time, against one forward pass: SmolLM2-135M on two
 # cores took 31 s and 6 s a sequence.
 CODES_SLOWDOWN = 5
+PHASE_OF = {
+    "lag statistics": "calibrate: backward",
+    "try splits": "try splits of the budget",
+    "fit": "convert",
+    "verify": "verify: reload and run",
+    "quantise": "measure",
+}
+"""The phase of a conversion in which a part of its work is done, where it has another name."""
 BENCHMARK_SIZE, BENCHMARK_SECONDS = 1024, 0.15
 
 
@@ -73,6 +85,7 @@ class Workload:
     """The shapes that decide what a conversion costs, and what it demands.
 
     Attributes:
+        limit: bytes of activations that may be in memory.
         layer_parameters, active_parameters: of the largest decoder layer, all and those that one token passes (fewer
             with experts).
     """
@@ -97,10 +110,13 @@ class Workload:
     on_host: bool
     own_softmax: bool
     demand: Demand
+    limit: float = math.inf
 
     @classmethod
-    def of(cls, opened: Source | OwnSource, batch_size: int, tokens: dict[str, int], demand: Demand) -> Workload:
-        """Of an opened checkpoint, so many sequences at a time and tokens as the dry run counts them."""
+    def of(
+        cls, opened: Source | OwnSource, settings: ConversionSettings, tokens: dict[str, int], demand: Demand
+    ) -> Workload:
+        """Of an opened checkpoint, and tokens as the dry run counts them."""
         config, stored = opened.config, opened.weight_dtype.itemsize
         heads, kv_heads, head_dim = opened.family.shape(config) if isinstance(opened, Source) else head_shape(config)
         largest, active = _layer_sizes(opened)
@@ -122,12 +138,13 @@ class Workload:
             calibration=calibration,
             held_out=tokens["held_out"],
             recall_prompts=tokens["recall_prompts"],
-            batch=batch_size,
+            batch=settings.batch_size,
             stored=stored,
             compute=opened.stream.dtype.itemsize,
             on_host=opened.stream.device.type == "cpu",
             own_softmax=own_softmax(config),
             demand=replace(demand, fit_queries=min(demand.fit_queries, tokens["length"])),
+            limit=math.inf if settings.activation_memory is None else parse_size(settings.activation_memory),
         )
 
     @property
@@ -145,6 +162,13 @@ class Workload:
         return self.calibration * self.length * self.hidden * self.layers * self.compute
 
     @property
+    def spilled_bytes(self) -> int:
+        """Temporary disk of activations past the limit."""
+        met = 2 * (self.kv_width + self.hidden) if self.demand.gradients else 0
+        swept = max((2 * self.hidden + met), 3 * self.hidden * bool(self.demand.fit_steps))
+        return int(max(0, swept * self.calibration * self.length * self.compute - self.limit))
+
+    @property
     def statistics_bytes(self) -> int:
         """Temporary disk of the statistics: four moments n² and two D² (one n² without gradients), and lags."""
         if not self.demand.statistics:
@@ -159,14 +183,16 @@ class Workload:
 
         ======================= =====================================================================================
         one layer               P (s + c): its tensors as stored, and the module that runs
-        activations             calibration: 4 N T D c (a boundary, its gradient, the attention's inputs twice), and
+        activations             calibration: 2 N T D c (a boundary's gradient, the attention's inputs), and
                                 2 N T (n + D) c with gradients (a layer's keys, values, outputs and theirs);
-                                conversion: one M T D c per stage of the ladder, and 4 N T D c for the fit
+                                conversion: 3 N T D c for the fit; both up to the limit, if there is one
+        held-out text           conversion: one M T D c per stage of the ladder
         one batch               calibration: B T (16 D + 6 H d + 6 I) c for autograd; conversion: 3 B T H n c, queries
                                 of the merged stage; one slice of the vocabulary beside it
         attention weights       4 H T² c of one sequence, for lag statistics; 5 B H T² c where logits have a cap or
                                 learned sinks beside them, which no fused attention knows
-        fit                     N H Q (T + 5 k) c: the linearised attention of Q sampled queries, k numbers cached
+        fit                     N H Q (T + 5 k) c: the linearised attention of Q sampled queries, k numbers cached; a
+                                quarter of a sequence's with activations past the limit
         statistics              8 matrices [n, n] in float64
         float64 forms           the attention in float64, three times, and two merged stages, H d n numbers each
         rescaled tensor         the embeddings in float64, where the residual stream is rescaled
@@ -202,16 +228,28 @@ class Workload:
             "estimated_seconds": seconds,
         }
 
+    def phase_flops(self) -> dict[str, int]:
+        """Operations of the model's runs by the names of a conversion's phases, in their order."""
+        found: dict[str, int] = {}
+        for part, flops in self._model_flops().items():
+            name = PHASE_OF.get(part, part)
+            found[name] = found.get(name, 0) + flops
+        return found
+
     def _algebra_bytes(self) -> int:
         return self.demand.statistics * 8 * ALGEBRA_MATRICES * self.kv_width**2
 
     def _layer_bytes(self) -> int:
         return self.layer_parameters * (self.stored + self.compute)
 
-    def _vocabulary_bytes(self) -> int:
+    def _vocabulary_bytes(self, *, draws: bool = False) -> int:
+        """Of one slice of the vocabulary and of logits over it, from which labels may be drawn."""
         rows = min(self.vocabulary, VOCABULARY_SLICE)
         tokens = min(self.batch * self.length, TOKEN_SLICE)
-        return rows * self.hidden * (self.stored + self.compute) + 3 * 4 * rows * tokens
+        # Logits, what is less the normaliser, probabilities; later, of tokens whose label is in the slice, these once
+        # more and twice in float64.
+        copies = max(3, 2 + 5 * rows / self.vocabulary) if draws else 3
+        return rows * self.hidden * (self.stored + self.compute) + int(4 * copies * rows * tokens)
 
     def _calibration_memory(self) -> tuple[dict[str, int], dict[str, int]]:
         tokens, batch = self.calibration * self.length, min(self.batch, self.calibration) * self.length
@@ -220,10 +258,10 @@ class Workload:
         width = 16 * self.hidden + 6 * self.heads * self.head_dim + 6 * self.intermediate
         met = 2 * (self.kv_width + self.hidden) if self.demand.gradients else 0
         host = {
-            "activations": (4 * self.hidden + met) * tokens * self.compute,
+            "activations": min((2 * self.hidden + met) * tokens * self.compute, self.limit),
             "statistics": self._algebra_bytes(),
         }
-        one_batch = max(batch * width * self.compute, self._vocabulary_bytes())
+        one_batch = max(batch * width * self.compute, self._vocabulary_bytes(draws=self.demand.gradients))
         device = {"one layer": self._layer_bytes(), "one batch": one_batch}
         weights = max(4 * self.demand.lags, 5 * self.own_softmax * min(self.batch, self.calibration))
         if weights:
@@ -233,9 +271,11 @@ class Workload:
     def _conversion_memory(self) -> tuple[dict[str, int], dict[str, int]]:
         sequences = self.held_out + self.recall_prompts
         merged = self.heads * self.head_dim * self.kv_width if self.demand.exact else 0
-        fitted = 4 * self.calibration if self.demand.fit_steps else 0
+        boundary = self.length * self.hidden * self.compute
+        fitted = 3 * self.calibration * boundary if self.demand.fit_steps else 0
         host = {
-            "activations": (self.stages * sequences + fitted) * self.length * self.hidden * self.compute,
+            "activations": min(fitted, self.limit),
+            "held-out text": self.stages * sequences * boundary,
             "statistics": self._algebra_bytes(),
             "float64 forms": 8 * (3 * self.attention_parameters + 2 * merged),
         }
@@ -250,7 +290,8 @@ class Workload:
             rows = min(self.batch, sequences) * self.heads * self.length
             device["attention weights"] = 5 * rows * self.length * self.compute
         if self.demand.fit_steps:
-            rows = self.calibration * self.heads * self.demand.fit_queries
+            sequences = self.calibration if fitted <= self.limit else 1 / BLOCKS
+            rows = int(sequences * self.heads * self.demand.fit_queries)
             device["fit"] = rows * (self.length + 5 * self.demand.cached) * self.compute
         return host, device
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from surgery.calibration.sweep import BoundaryStore
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
+from surgery.running.activations import give_back
 from surgery.running.layer_stream import LayerStream, StreamedLayer
 
 Solve = Callable[[Tensor, Tensor], nn.Module]
@@ -36,7 +37,7 @@ class SequentialFit:
 
     def __init__(self, stream: LayerStream, store: BoundaryStore, tokens: Tensor, batch_size: int):
         self._stream, self._store, self._batch_size = stream, store, batch_size
-        self.hidden = stream.embed(tokens)
+        self.hidden = store.embed(stream, tokens, batch_size)
 
     def fit(self, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, solve: Solve) -> nn.Module:
         """Has one layer fitted and passes it; ``anatomy`` is the source's attention. Gives what ``solve`` gave."""
@@ -53,7 +54,9 @@ class SequentialFit:
     def _problem(self, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy) -> tuple[Tensor, Tensor]:
         """Inputs in the converted model and wanted outputs."""
         source_hidden = self._store.load(index)
-        inputs, targets = torch.empty_like(self.hidden), torch.empty_like(self.hidden)
+        inputs, targets = (
+            self._store.memory.empty(self.hidden.shape, self.hidden.dtype, self.hidden.device) for _ in range(2)
+        )
         for start in range(0, len(source_hidden), self._batch_size):
             rows = slice(start, start + self._batch_size)
             hidden = source_hidden[rows].to(self._stream.device, self._stream.dtype)
@@ -63,4 +66,5 @@ class SequentialFit:
             converted_hidden = self.hidden[rows].to(hidden)
             inputs[rows] = layer.attention_inputs(converted_hidden).to(inputs)
             targets[rows] = (out + hidden - converted_hidden).to(targets)
+            give_back(source_hidden, self.hidden, inputs, targets)
         return inputs, targets

@@ -10,8 +10,9 @@ structure's own (:mod:`surgery.transforms.kv_heads_fit`, :mod:`surgery.transform
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.rope import to_complex, to_real
 from surgery.kernels.mla_decode.reference import causal_mask
+from surgery.running.activations import give_back, in_file
 from surgery.transforms.algebra import psd_powers, relative
 from surgery.transforms.conjugate_gradients import solve
 
@@ -196,7 +198,7 @@ def fit_attention(
     unknowns: Tensor,
     kinds: list[int],
     linearise: Linearise,
-    whitening: Callable[[list[Linearised]], Whiten],
+    whitening: Callable[[Sequence[Linearised]], Whiten],
     targets: Tensor,
     root: Tensor,
     *,
@@ -212,7 +214,8 @@ def fit_attention(
         unknowns: flat. kinds: how many there are of each kind, one after the other.
         linearise: the layer at some query positions.
         whitening: from the linearised blocks of the first step to the preconditioner of all steps.
-        targets: [N, T, D] wanted outputs, the output bias left out, on any device.
+        targets: [N, T, D] wanted outputs, the output bias left out, on any device. Where they lie in a file, past the
+            limit of activations, nothing of all sequences is kept, and blocks are linearised whenever they are used.
         root: F^{1/2} [D, D], on the device and in the dtype to compute in.
         queries: query positions sampled from each sequence, anew in every step.
         damping: relative to the curvature along the gradient.
@@ -223,15 +226,16 @@ def fit_attention(
     """
     generator = torch.Generator().manual_seed(seed)
     whiten, before, after = None, 0.0, 0.0
+    of_each = Anew if in_file(targets) else lambda make, items: list(map(make, items))
     for _ in range(steps):
         blocks = sample_positions(*targets.shape[:2], queries, generator, root.device)
-        wanted = [targets[row, positions.to(targets.device)].to(root) @ root for row, positions in blocks]
-        linearised = [linearise(unknowns, *block) for block in blocks]
-        residuals = [want - part.out.value() for want, part in zip(wanted, linearised, strict=True)]
+        wanted = of_each(partial(_wanted, targets, root), blocks)
+        linearised = of_each(partial(_linearised, linearise, unknowns), blocks)
+        residuals = of_each(partial(_residual, wanted, linearised), range(len(blocks)))
         energy, before = sum(map(_energy, wanted)), sum(map(_energy, residuals))
         whiten = whiten or whitening(linearised)
         change = _solve(linearised, residuals, whiten, kinds, iterations, damping)
-        del linearised
+        del linearised, residuals
         after = before
         for factor in (1.0, 0.5, 0.25, 0.125):  # shorter where the linearisation does not reach
             trial = unknowns + factor * change
@@ -242,6 +246,35 @@ def fit_attention(
                 break
         before, after = relative(before, energy), relative(after, energy)
     return unknowns, before, after
+
+
+class Anew(Sequence):
+    """What a function makes of each item, made again whenever it is asked for: one at a time is in memory."""
+
+    def __init__(self, make: Callable, items: Sequence):
+        self._make, self._items = make, items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index):
+        items = self._items[index]
+        return Anew(self._make, items) if isinstance(index, slice) else self._make(items)
+
+
+def _wanted(targets: Tensor, root: Tensor, block: tuple[int, Tensor]) -> Tensor:
+    row, positions = block
+    found = targets[row, positions.to(targets.device)].to(root) @ root
+    give_back(targets)
+    return found
+
+
+def _linearised(linearise: Linearise, unknowns: Tensor, block: tuple[int, Tensor]) -> Linearised:
+    return linearise(unknowns, *block)
+
+
+def _residual(wanted: Sequence[Tensor], linearised: Sequence[Linearised], place: int) -> Tensor:
+    return wanted[place] - linearised[place].out.value()
 
 
 def sample_positions(
@@ -260,8 +293,8 @@ def sample_positions(
 
 
 def _solve(
-    blocks: list[Linearised],
-    residuals: list[Tensor],
+    blocks: Sequence[Linearised],
+    residuals: Sequence[Tensor],
     whiten: Whiten,
     kinds: list[int],
     iterations: int,
@@ -290,7 +323,7 @@ def _solve(
     return scaled(solution)
 
 
-def _balance(blocks: list[Linearised], gradient: Tensor, whiten: Whiten, kinds: list[int]) -> list[float]:
+def _balance(blocks: Sequence[Linearised], gradient: Tensor, whiten: Whiten, kinds: list[int]) -> list[float]:
     """A factor for each kind of unknowns that gives all the same curvature along their own whitened ``gradient``."""
     scales, parts = [], gradient.split(kinds)
     for kind in range(len(kinds)):
@@ -330,7 +363,7 @@ def inverse_root(moment: Tensor, like: Tensor) -> Tensor:
     return psd_powers(moment / mean, (-0.5,), floor=SEEN_FLOOR)[0].to(like)
 
 
-def heads_moment(blocks: list[Linearised]) -> Tensor:
+def heads_moment(blocks: Sequence[Linearised]) -> Tensor:
     """What the output projection reads, summed over positions: [H e, H e], float64."""
     return sum(gram(block.out.heads.transpose(0, 1).flatten(1)) for block in blocks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -143,7 +144,7 @@ class _Preconditioner:
     """
 
     def __init__(
-        self, layer: AttentionAnatomy, weights: _Weights, blocks: list[_Linearisation], moment: Tensor, root: Tensor
+        self, layer: AttentionAnatomy, weights: _Weights, blocks: Sequence[_Linearisation], moment: Tensor, root: Tensor
     ):
         metric, o = (root @ root).double(), weights.o.double()
         groups, repeat = layer.kv_heads, layer.heads // layer.kv_heads

@@ -7,6 +7,7 @@ the whole model in it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -189,7 +190,7 @@ class _Preconditioner:
     """
 
     def __init__(
-        self, layer: LatentLayer, weights: _Weights, blocks: list[_Linearisation], inputs: Tensor, root: Tensor
+        self, layer: LatentLayer, weights: _Weights, blocks: Sequence[_Linearisation], inputs: Tensor, root: Tensor
     ):
         queries = sum(gram(layer.source.project_queries(x.to(root)).transpose(0, 1)) for x in inputs)
         mixed = sum(gram(block.mixed) for block in blocks)

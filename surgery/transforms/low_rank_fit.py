@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -285,7 +285,7 @@ class _Preconditioner:
         self,
         layer: LowRankLayer,
         weights: _Weights,
-        blocks: list[_Linearisation],
+        blocks: Sequence[_Linearisation],
         moment: Tensor,
         root: Tensor,
         seed: int,

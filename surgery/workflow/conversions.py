@@ -143,7 +143,7 @@ def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress
             )
         progress.note(f"{path}: is there already")
         return
-    made = make_plan(source, settings, progress=progress)
+    made = make_plan(source, settings, out=path, progress=progress)
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(json.dumps({**made.to_dict(), **wanted}, indent=1) + "\n", encoding="utf-8")

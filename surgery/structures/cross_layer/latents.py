@@ -24,6 +24,7 @@ from surgery.families.base import ATTENTION_PREFIX
 from surgery.families.softmax import Softmax
 from surgery.model.attention_functions import normalise_heads, rotate_pairs
 from surgery.reporting.report import SourceShape
+from surgery.running.activations import give_back
 from surgery.running.source import OwnSource
 from surgery.structures.base import LONG, Foreseen, Outcome, Structure, Work
 from surgery.structures.cross_layer.budget import shared_rank
@@ -182,7 +183,10 @@ def _metrics(
     with progress.phase("calibrate: forward", stream.num_layers) as advance:
         final = forward_sweep(stream, tokens, store, size, advance)
     generator = torch.Generator().manual_seed(settings.seed)
-    upstream = torch.cat([stream.sampled_loss_gradient(rows, generator).cpu() for rows in final.split(size)])
+    upstream = final  # in its place
+    for rows in final.split(size):
+        rows.copy_(stream.sampled_loss_gradient(rows, generator))
+        give_back(final)
     metrics: list[Tensor] = []
     with progress.phase("calibrate: backward", stream.num_layers) as advance:
         for index in reversed(range(stream.num_layers)):
@@ -192,7 +196,8 @@ def _metrics(
                 seen: list[Tensor] = []
                 down = layer.model.layers[0].self_attn.kv_down
                 down.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(output))
-                for rows, above in zip(store.load(index).split(size), upstream.split(size), strict=True):
+                entered = store.load(index)
+                for rows, above in zip(entered.split(size), upstream.split(size), strict=True):
                     leaf = rows.to(stream.device, stream.dtype).requires_grad_()
                     seen.clear()
                     out = layer(leaf)
@@ -200,6 +205,7 @@ def _metrics(
                     flat = latent[..., :rank].flatten(0, 1)
                     metric += (flat.mT @ flat).double().cpu()
                     above.copy_(gradient)
+                    give_back(entered, upstream)
             metrics.append(damp(metric / tokens.numel(), METRIC_DAMPING))
             advance()
     return metrics[::-1]
@@ -224,6 +230,7 @@ def _joint_moment(opened: LatentSource, store: BoundaryStore, start: int, stop: 
             latents.append(nn.functional.linear(x, weight, bias))
         z = torch.cat(latents, dim=-1)
         moment += (z.mT @ z).double().cpu()
+        give_back(*inputs)
     return moment / inputs[0].shape[:2].numel()
 
 

@@ -1,0 +1,132 @@
+"""Activations past the limit lie in files: the bits are the same, and memory no longer grows with the text."""
+
+import gc
+import json
+
+import pytest
+import torch
+
+from surgery.calibration.statistics import MomentAccumulator
+from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
+from surgery.common.errors import SurgeryError
+from surgery.running.activations import ActivationMemory, give_back, in_file
+from surgery.running.source import Source
+from surgery.structures import converter
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.registry import find_target
+from surgery.transforms import attention_fit
+
+TEXT = {"calibration_tokens": 160, "calibration_length": 32, "held_out": 2, "batch_size": 3}
+FIT = {"fit_steps": 1, "kv_ratio": 0.5}
+SOME = "100KB"  # of a few of the tensors, and of no others
+CASES = {
+    "lowrank": ("lowrank", "llama", FIT | {"window": 8}, "1KB"),
+    "lowrank, some of them": ("lowrank", "llama", FIT, SOME),
+    "mla": ("mla", "qwen3", FIT, "1KB"),
+    "gqa, float64": ("gqa", "qwen2", {"kv_heads": 1, "fit_steps": 1, "dtype": "float64"}, "1KB"),
+    "crosslayer": ("crosslayer", "llama", FIT | {"method": "cascade", "group_size": 2}, "1KB"),
+    "xkv": ("crosslayer", "llama", {"kv_ratio": 0.5, "method": "xkv", "group_size": 2}, "1KB"),
+}
+TRIED = [case if case == "lowrank" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+
+
+def results(out):
+    report = json.loads((out / "surgery_report.json").read_text())
+    return (out / "model.safetensors").read_bytes(), [report[name] for name in ("layers", "ladder", "target", "splits")]
+
+
+@pytest.mark.parametrize("case", TRIED)
+def test_the_same_bits(checkpoints, tmp_path, monkeypatch, case):
+    to, source, asked, limit = CASES[case]
+    spilled, count = [], ActivationMemory._count
+    monkeypatch.setattr(
+        ActivationMemory, "_count", lambda self, place, size: spilled.append((place, size)) or count(self, place, size)
+    )
+    for folder, memory in (("all", None), ("limited", limit)):
+        settings = find_target(to).settings({**TEXT, **asked, "activation_memory": memory})
+        converter.convert(checkpoints(source), tmp_path / folder / "small", settings)
+        assert bool(spilled) == (memory is not None)
+    assert results(tmp_path / "limited" / "small") == results(tmp_path / "all" / "small")
+    assert {place for place, _ in spilled} == ({"used", "spilled"} if limit is SOME else {"spilled"})
+    gc.collect()
+    assert sum(size for _, size in spilled) == 0
+
+
+def live_bytes():
+    """Of all tensors in memory, each storage once."""
+    storages = {
+        found.untyped_storage().data_ptr(): found.untyped_storage().nbytes()
+        for found in gc.get_objects()
+        if isinstance(found, torch.Tensor) and found.device.type == "cpu" and not in_file(found)
+    }
+    return sum(storages.values())
+
+
+def most_in_a_sweep(checkpoint, monkeypatch, sequences, limit):
+    """Bytes of tensors while a layer's moments are made of all that was kept, at most."""
+    seen, result = [], MomentAccumulator.result
+
+    def count(self):
+        seen.append(live_bytes())
+        return result(self)
+
+    monkeypatch.setattr(MomentAccumulator, "result", count)
+    opened = Source.open(checkpoint, ConvertSettings())
+    tokens = torch.randint(4096, (sequences, 64), generator=torch.Generator().manual_seed(0))
+    before = live_bytes()
+    with BoundaryStore(limit=limit) as store:
+        final = forward_sweep(opened.stream, tokens, store, 2, lambda: None)
+        for layer in backward_sweep(opened.stream, opened.anatomy, store, final, 2):
+            del layer
+    monkeypatch.setattr(MomentAccumulator, "result", result)
+    return max(seen) - before - tokens.nbytes
+
+
+def test_memory_of_a_sweep_does_not_grow_with_the_text(checkpoints, monkeypatch):
+    all_of_it = [most_in_a_sweep(checkpoints("llama"), monkeypatch, count, None) for count in (8, 32)]
+    limited = [most_in_a_sweep(checkpoints("llama"), monkeypatch, count, "1KB") for count in (8, 32)]
+    kept = 24 * 64 * 4 * (2 * 32 + 2 * (32 + 32))  # of 24 sequences: 2 D + 2 (n + D) numbers a token
+    assert all_of_it[1] - all_of_it[0] == pytest.approx(kept, rel=0.1)
+    assert limited[1] - limited[0] <= 24 * 64 * 8  # weights of tokens
+    assert limited[1] < all_of_it[0]
+
+
+@pytest.mark.slow
+def test_a_fit_past_the_limit_keeps_one_block_at_a_time(checkpoints, tmp_path, monkeypatch):
+    most, solve = {}, attention_fit._solve
+
+    def count(*args):
+        most[memory] = max(most.get(memory, 0), live_bytes())
+        return solve(*args)
+
+    monkeypatch.setattr(attention_fit, "_solve", count)
+    for memory in (None, "1KB"):
+        settings = find_target("lowrank").settings(
+            {**TEXT, **FIT, "calibration_tokens": 512, "activation_memory": memory}
+        )
+        converter.convert(checkpoints("llama"), tmp_path / str(memory), settings)
+    assert most["1KB"] < most[None] / 4
+
+
+def test_a_limit_is_kept_and_freed(tmp_path):
+    memory = ActivationMemory(100, tmp_path)
+    one, two = memory.empty((10,), torch.float64), memory.empty((3, 2), torch.float64)
+    assert (memory.used, memory.spilled, in_file(one), in_file(two)) == (80, 48, False, True)
+    two.fill_(3.0)
+    give_back(two[1], one)
+    assert two.tolist() == [[3.0] * 2] * 3 and not list(tmp_path.iterdir())
+    part = two[1:]
+    del two
+    assert memory.spilled == 48 and part.sum() == 12
+    del one, part
+    assert (memory.used, memory.spilled) == (0, 0)
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    with pytest.raises(SurgeryError, match=r"no space left|File too large"):
+        ActivationMemory(0, tmp_path).empty((2**50,), torch.float32)
+
+
+def test_a_limit_is_a_size():
+    with pytest.raises(SurgeryError, match="'much' is not a size"):
+        ConvertSettings(activation_memory="much")

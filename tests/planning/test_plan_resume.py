@@ -1,0 +1,58 @@
+"""A plan that was killed goes on from its statistics, to the same choice."""
+
+import json
+import os
+import signal
+
+import pytest
+from command_line import run_main
+from processes import Fork
+
+KILLED = """
+import os, signal, sys
+from surgery.checkpoint import snapshots
+from surgery.cli.program import main
+
+snapshots.INTERVAL, left, take = 0.0, int(sys.argv.pop(1)), snapshots.Snapshots.take
+
+def killed(self, loop, state):
+    global left
+    take(self, loop, state)
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+snapshots.Snapshots.take = killed
+main()
+"""
+ASKED = ["--kv-ratio", "0.5", "--allow", "lowrank,quantized", "--calibration-tokens", "512"]
+ASKED += ["--calibration-length", "64", "--held-out", "2", "--recall", "0", "--context", "256"]
+
+
+@pytest.mark.slow
+def test_killed_after_every_state(checkpoints, tmp_path, monkeypatch, capsys):
+    source = checkpoints("llama")
+    code, whole, told = run_main(
+        monkeypatch, capsys, "plan", source, "--out", tmp_path / "whole.yaml", *ASKED, "--json"
+    )
+    assert code == 0 and os.listdir(tmp_path) == ["whole.yaml"], told
+    folder = tmp_path / "again"
+    folder.mkdir()
+    asked = ["plan", source, "--out", folder / "plan.yaml", *ASKED]
+    forward, backward, done = 1, 2, 1  # states of a model of two layers: what a run that goes on has left
+    for states in range(1, forward + backward + done + 1):
+        fork = Fork("1", *asked, code=KILLED)
+        assert fork.wait() == -signal.SIGKILL, fork.stderr
+        assert os.listdir(folder) == ["plan.yaml.statistics.partial"]
+        assert ("goes on with what" in fork.stderr) == (states > 1)
+    code, again, told = run_main(monkeypatch, capsys, *asked, "--json")
+    assert code == 0 and "goes on with what" in told and "calibrate" not in told
+    assert os.listdir(folder) == ["plan.yaml"]
+    assert json.loads(again)["rows"] == json.loads(whole)["rows"]
+    # But for the first line, which names the file.
+    plans = [file.read_text().split("\n", 1) for file in (folder / "plan.yaml", tmp_path / "whole.yaml")]
+    assert plans[0][1] == plans[1][1]
+    fork = Fork("1", *asked[:2], "--out", folder / "other.yaml", *ASKED, code=KILLED)
+    assert fork.wait() == -signal.SIGKILL
+    code, _, told = run_main(monkeypatch, capsys, *asked[:2], "--out", folder / "other.yaml", *ASKED, "--restart")
+    assert code == 0 and "goes on" not in told and "calibrate: forward" in told
