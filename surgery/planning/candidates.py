@@ -55,8 +55,9 @@ class Sized:
         layers = len(layer_entries(self.config))
         if not self.config.get("kv_cache"):
             return [None] * layers
-        config = skeleton(self.config, self.structure.opened.weight_dtype).config
-        return [config.quantized_layer(entry) for entry in config.attention_layers or [None] * layers]
+        return list(
+            map(skeleton(self.config, self.structure.opened.weight_dtype).config.quantized_layer, range(layers))
+        )
 
 
 class Candidates:
