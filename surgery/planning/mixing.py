@@ -1,9 +1,9 @@
 """Looks for a mixture of candidates, layer by layer, that costs less than every candidate alone.
 
 What each candidate cost as a whole is dealt out to its layers by the errors of their outputs in the metric of the loss,
-and what it cost on the answers of recall prompts by those at the answers, so that the costs of its layers add up to what
-was measured. A candidate for every layer within the bytes is then a knapsack. A few such choices are simulated exactly
-as candidates are. Around the best of them single layers are exchanged, which measures what layers cost there, and the
+and what it cost on the answers of recall prompts by those at the answers: the costs of its layers add up to what was
+measured. A candidate for every layer within the bytes is then a knapsack. A few such choices are simulated exactly as
+candidates are. Around the best of them single layers are exchanged, which measures what layers cost there, and the
 choice is made anew with these costs, as long as that helps and simulations are left.
 """
 
@@ -74,9 +74,10 @@ class Mixer:
         self._simulated: dict[Choice, Scored] = {}
         self.found: list[tuple[Mixture, Scored]] = []
 
-    def best(self, count: int) -> list[tuple[Mixture, Scored]]:
-        """Of the mixtures that were simulated, those that cost least."""
-        return sorted(self.found, key=lambda each: self._cost(each[1]))[:count]
+    def best(self, count: int, size: float | None) -> list[tuple[Mixture, Scored]]:
+        """Of the mixtures that were simulated, of no more bytes if that is given, those that cost least."""
+        fitting = [each for each in self.found if size is None or each[0].kv_bytes <= size]
+        return sorted(fitting, key=lambda each: self._cost(each[1]))[:count]
 
     def within(self, size: float) -> None:
         """Looks for what costs least within so many bytes, and refines it."""

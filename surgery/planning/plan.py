@@ -159,11 +159,12 @@ def make_plan(
             weighed = list(zip(tried, carried.scored, strict=True))
             if settings.mixtures:
                 mixer = Mixer(candidates, tried, carried, work, texts.held_out, settings)
-                if share is None:
+                held = None if share is None else share * candidates.source_bytes
+                if held is None:
                     mixer.for_loss(settings.max_loss)
                 else:
-                    mixer.within(share * candidates.source_bytes)
-                weighed += mixer.best(SHOWN)
+                    mixer.within(held)
+                weighed += mixer.best(SHOWN, held)
     scored_source = carried.source
     rows = _rows(weighed, scored_source, candidates.source_bytes, called, gain)
     budget = {"kv_ratio": share, "max_loss": settings.max_loss, "context": settings.tokens, "batch": settings.batch}
