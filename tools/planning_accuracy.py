@@ -93,10 +93,10 @@ def of_recipe(recipe: Path, work: Path) -> list[dict[str, Any]]:
             name: candidates.sized(find_target(each["to"]), {k: v for k, v in each.items() if k not in named}, None)
             for name, each in asked.items()
         }
-        expected, scored = measure(list(sized.values()), made, texts.held_out)
+        carried = measure(list(sized.values()), made, texts.held_out)
     lines = []
-    for (name, each), score in zip(sized.items(), scored, strict=True):
-        increase, found = score.beyond(expected), rows[name]["comparison"]["loss"]
+    for (name, each), score in zip(sized.items(), carried.scored, strict=True):
+        increase, found = score.beyond(carried.source), rows[name]["comparison"]["loss"]
         values = rows[name]["kv"]["ratio"], increase.mean, increase.low, increase.high
         values += found["difference"], found["low"], found["high"]
         lines.append(dict(zip(NAMES, (source["source"], f"surgery convert {each.name}", *values), strict=True)))

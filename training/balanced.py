@@ -72,9 +72,10 @@ def balance_latents(student: nn.Module, factors: Mapping[str, Tensor] | None = N
         factors: of entries that move less than others, or never, by parameter name.
     """
     config = getattr(student, "config", None)
-    codes = getattr(config, "kv_cache", None)
-    if codes is not None and (codes["keys"] == "token" or config.streams):
-        return 0
+    if getattr(config, "kv_cache", None) is not None:
+        codes = map(config.kv_cache_of, range(config.num_hidden_layers))
+        if config.streams or any(each and each["keys"] == "token" for each in codes):
+            return 0
     names = {id(parameter): name for name, parameter in student.named_parameters()}
     held = {id_: factors[name] for id_, name in names.items() if name in (factors or {})}
     changed = 0

@@ -25,13 +25,13 @@ from surgery.cli.push import HUB, BaseModelOption, PublicOption
 from surgery.cli.verbs import Verb, equip
 from surgery.common.errors import SurgeryError
 from surgery.engines.limits import cache_dtype_flags
-from surgery.structures.registry import TARGETS, described, find_target
+from surgery.structures.registry import MIXED, TARGETS, described, find_target
 
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
     classes = {target.name: target.settings_class for target in TARGETS.working().values() if not target.fixed}
-    app.command(cls=ConvertVerb)(with_settings(convert, classes))
+    app.command(cls=ConvertVerb)(with_settings(convert, {**classes, MIXED.name: MIXED.settings_class}))
 
 
 class ConvertVerb(Verb):

@@ -13,6 +13,7 @@ from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.console.verdicts import of_conversion, show_next, where_it_loads
 from surgery.engines import spoken
 from surgery.engines.verdict import Verdict
+from surgery.reporting.card import formats_of
 from surgery.reporting.quality import before_and_after, ladder_table
 
 OWN_CLASS = "surgery"
@@ -51,7 +52,7 @@ def _numbers(kv: dict, target: dict) -> list[tuple[str, str, str]]:
     if "numbers_bytes_per_token" not in target:
         return []
     kept = share(target["numbers_bytes_per_token"] / kv["source_bytes_per_token"])
-    return [("numbers kept", "100%", f"{kept}, as {target['kv_cache']['format']}")]
+    return [("numbers kept", "100%", f"{kept}, as {formats_of(target['kv_cache'])}")]
 
 
 def _flow(kv: dict) -> list[tuple[str, str, str]]:

@@ -20,7 +20,7 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
     rows = [
         (
             "→" if row is chosen else "·" if row.best else "",
-            row.command.partition(" --to ")[2],
+            row.name,
             row.kv_bytes,
             row.kv_ratio,
             row.loss_increase,
@@ -66,12 +66,14 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
     page.print(
         f"[bold]{plain(chosen.to)}[/bold] loses least of all that {_keeps(plan)}: {lost}, recall "
         f"{decimal(chosen.recall, 2)}, {size(chosen.kv_bytes)} at {budget['context']:,} tokens and batch "
-        f"{budget['batch']}.",
+        f"{budget['batch']}{_next_best(plan)}.",
         soft_wrap=True,
     )
     page.print(f"{duration(plan.seconds)}{f'; drawn in {plain(plot)}' if plot else ''}", soft_wrap=True)
     if written:
         page.print(f"Next: surgery convert {plain(plan.source['path'])} --plan {plain(written)}", soft_wrap=True)
+    elif chosen.to == "mixed":
+        page.print("Next: the same with --out plan.yaml, which surgery convert --plan carries out", soft_wrap=True)
     else:
         page.print(f"Next: {plain(chosen.command)}", soft_wrap=True)
 
@@ -87,6 +89,13 @@ def _budget(plan) -> str:
     if budget["kv_bytes"] is None:
         return f"{at}; at most {budget['max_loss']:g} nats per token may be lost"
     return f"{at}; {size(budget['kv_bytes'])} of them ({share(budget['kv_ratio'])}) may be kept"
+
+
+def _next_best(plan) -> str:
+    other = plan.next_best
+    if other is None:
+        return ""
+    return f"; {plain(other.name)} {cost(other.loss_increase)}, {size(other.kv_bytes)}"
 
 
 def _keeps(plan) -> str:

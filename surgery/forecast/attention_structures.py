@@ -79,11 +79,12 @@ def of_own_class(config: Any, number_bytes: float) -> list[Attention]:
     stock = of_family(config, windows_of(family, config), number_bytes)
     gains = key_gains(config.base_model_type, config.num_key_value_heads)
     entries = config.attention_layers or [None] * config.num_hidden_layers
-    entries = [entry for layer, entry in enumerate(entries) if not keeps_state(config, layer)]
-    return [
-        _of_entry(entry or {}, layer, gains, *_cached_bytes(config.kv_cache, entry or {}, number_bytes))
-        for entry, layer in zip(entries, stock, strict=True)
-    ]
+    places = [layer for layer in range(config.num_hidden_layers) if not keeps_state(config, layer)]
+    found = []
+    for place, layer in zip(places, stock, strict=True):
+        entry = entries[place] or {}
+        found.append(_of_entry(entry, layer, gains, *_cached_bytes(config.kv_cache_of(place), entry, number_bytes)))
+    return found
 
 
 def _of_entry(entry: dict[str, Any], stock: Grouped, gains: int, key_bytes: float, value_bytes: float) -> Attention:

@@ -90,14 +90,14 @@ class SurgeryConfig(PreTrainedConfig):
             among them), and `block`, `sinks` and `window` (int, see `group_cache`); `rank` (int, of the shared basis),
             or `key_rank` and `value_rank` (int, of one that each prompt gets), or for merged pairs `kept` (int, tokens
             of a block left unmerged) and `interpolation` (float, the later layer's share of the direction).
-        kv_cache (`dict`, *optional*):
+        kv_cache (`dict | list[dict | None]`, *optional*):
             Has every layer keep its cache quantised: `format` (int8, int4, int3, int2 or fp8), `group` and `window`
             (int) as in `QuantizedKVLayer`, and what shares a scale of `keys`, or of the latents in their place: the
             tokens of a `"channel"` or the channels of a `"token"`. What streams is quantised token by token, in
             `streaming_format` if that is given. The first `sinks` (int) tokens stay exact, and rotated keys of
             `"latent"` layers, and of a base model that is MLA, are in `rope_format`, a format or `"exact"`, if these
             are given. With `clip` (bool) the ranges of keys, or of latents in their place, leave the least squared
-            error.
+            error. A list says it of each layer; `None` in it is an exact cache.
         kwargs:
             The fields of the source's config.json.
     """
@@ -107,7 +107,7 @@ class SurgeryConfig(PreTrainedConfig):
 
     base_model_type: str = "llama"
     attention_layers: list[dict[str, Any] | None] | None = None
-    kv_cache: dict[str, Any] | None = None
+    kv_cache: dict[str, Any] | list[dict[str, Any] | None] | None = None
 
     def __post_init__(self, **kwargs):
         if self.base_model_type not in CONFIG_MAPPING:
@@ -136,11 +136,7 @@ class SurgeryConfig(PreTrainedConfig):
         if self.attention_layers is not None:
             self._check_attention_layers()
         if self.kv_cache is not None:
-            if set(self.kv_cache) - _KV_CACHE_OPTIONS != {"format", "group", "window", "keys"}:
-                raise ValueError(f"kv_cache has keys {sorted(self.kv_cache)}, not format, group, keys, window")
-            for entry in self.attention_layers or [None]:
-                self.quantized_layer(entry)
-            self.streaming_codes()
+            self._check_kv_cache()
 
     @property
     def exact_window(self) -> bool:
@@ -154,21 +150,28 @@ class SurgeryConfig(PreTrainedConfig):
         entries = self.attention_layers or []
         return any(entry and (entry.get("kind") == "hybrid" or entry.get("streaming")) for entry in entries)
 
-    def streaming_codes(self) -> TokenCodes:
-        """How `kv_cache` has streaming heads quantised.
+    def kv_cache_of(self, layer: int) -> dict[str, Any] | None:
+        """What `kv_cache` says of a layer; None where its cache is exact."""
+        return self.kv_cache[layer] if isinstance(self.kv_cache, list) else self.kv_cache
+
+    def streaming_codes(self, layer: int = 0) -> TokenCodes | None:
+        """How `kv_cache` has a layer's streaming heads quantised; None where they are exact.
 
         Raises:
             ValueError: `kv_cache` says what is impossible.
         """
-        return TokenCodes(self.kv_cache.get("streaming_format", self.kv_cache["format"]), self.kv_cache["group"])
+        said = self.kv_cache_of(layer)
+        return said and TokenCodes(said.get("streaming_format", said["format"]), said["group"])
 
-    def quantized_layer(self, entry: dict[str, Any] | None = None) -> QuantizedKVLayer:
-        """A new cache layer as `kv_cache` says, for the attention that an entry of `attention_layers` describes.
+    def quantized_layer(self, layer: int = 0) -> QuantizedKVLayer | None:
+        """A new cache layer as `kv_cache` and `attention_layers` say; None where the layer's cache is exact.
 
         Raises:
             ValueError: `kv_cache` says what is impossible.
         """
-        said, entry = self.kv_cache, entry or {}
+        said, entry = self.kv_cache_of(layer), (self.attention_layers and self.attention_layers[layer]) or {}
+        if said is None:
+            return None
         latent = entry.get("kind") == "latent" or (not entry and caches_latents(self))
         rope_format = said.get("rope_format") if latent else None
         spans = entry.get("codes") or ()
@@ -217,8 +220,23 @@ class SurgeryConfig(PreTrainedConfig):
         if any(layer and layer["kind"] in CROSS_LAYER_KEYS for layer in layers):
             if self.kv_cache is not None:
                 raise ValueError("kv_cache: layers that share a cache cannot quantise it, leave it out")
-            if self.streams:
-                raise ValueError("attention_layers: layers that share a cache cannot stand beside streaming ones")
+            if self.streams or self.exact_window:
+                raise ValueError(
+                    "attention_layers: layers that share a cache cannot stand beside streaming ones or exact windows"
+                )
+
+    def _check_kv_cache(self) -> None:
+        layers = self.num_hidden_layers if self.attention_layers or isinstance(self.kv_cache, list) else 1
+        if isinstance(self.kv_cache, list) and len(self.kv_cache) != layers:
+            raise ValueError(f"kv_cache has {len(self.kv_cache)} entries for {layers} layers")
+        for layer in range(layers):
+            said = self.kv_cache_of(layer)
+            if said is None:
+                continue
+            if set(said) - _KV_CACHE_OPTIONS != {"format", "group", "window", "keys"}:
+                raise ValueError(f"kv_cache has keys {sorted(said)}, not format, group, keys, window")
+            self.quantized_layer(layer)
+            self.streaming_codes(layer)
 
     def _divides_query_heads(self, kv_heads: int) -> bool:
         return kv_heads >= 1 and self.num_attention_heads % kv_heads == 0
@@ -242,8 +260,6 @@ class SurgeryConfig(PreTrainedConfig):
                 return f"the blocks' {name} are not the {len(heads)} KV heads, each once"
         if layer["sinks"] and not layer["window"]:
             return "sinks need a window of at least 1"
-        if any(((other or {}).get("window") or 0) != layer["window"] for other in self.attention_layers):
-            return "all layers have one window, or none"
         if layer["shared_layers"] > index or (layer["shared_layers"] and len(blocks) > 1):
             return "shared_layers needs that many layers before it, and one block"
         earlier = self.attention_layers[index - layer["shared_layers"] : index]

@@ -100,9 +100,8 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
             hook_calls(self.model, partial(_use_cache_layers, config))
         self.model.quantization_aware = False
         if config.kv_cache is not None:
-            for layer, entry in zip(self.model.layers, config.attention_layers, strict=True):
-                give_cache = partial(_use_own_layer, config, entry or {})
-                layer.self_attn.register_forward_pre_hook(give_cache, with_kwargs=True)
+            for index, layer in enumerate(self.model.layers):
+                layer.self_attn.register_forward_pre_hook(partial(_use_own_layer, config, index), with_kwargs=True)
         # The family's tensor-parallel plan splits heads, which a shared latent cannot follow.
         split = {name: plan for name, plan in self.model._tp_plan.items() if ".self_attn." not in name}
         self.model._tp_plan = {name: plan for name, plan in split.items() if ".attention." not in name}
@@ -168,7 +167,12 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if isinstance(self.model, BlockwiseDecoder):
             return self.model.kv_cache_bytes(batch, tokens)
-        return sum(layer.held(tokens) for layer in self._cached_layers(batch))
+        return sum(self.kv_layer_bytes(batch, tokens))
+
+    def kv_layer_bytes(self, batch: int, tokens: int) -> list[int]:
+        """The same of every layer by itself; layers that share a cache have none of their own."""
+        held = iter([layer.held(tokens) for layer in self._cached_layers(batch)])
+        return [next(held) if hasattr(layer, "self_attn") else 0 for layer in self.model.layers]
 
     def kv_peak_bytes(self, batch: int, prompt: int, chunk: int, steps: int) -> int:
         """The most bytes that keys and values will take while a prompt is read and continued, in the model's dtype.
@@ -296,13 +300,14 @@ def _cache_layers(config: SurgeryConfig, *, training: bool = False, aware: bool 
     quantizes = config.kv_cache is not None and (aware or not training)
     if not (quantizes or config.exact_window or config.streams):
         return None
-    return [_cache_layer(config, entry or {}, quantizes, aware) for entry in config.attention_layers]
+    return [_cache_layer(config, layer, quantizes, aware) for layer in range(config.num_hidden_layers)]
 
 
-def _cache_layer(config: SurgeryConfig, entry: dict[str, Any], quantizes: bool, aware: bool) -> CompactLayer:
-    """A new layer for the attention that an entry of `attention_layers` describes."""
-    whole = config.quantized_layer(entry) if quantizes else PlainLayer()
-    codes = config.streaming_codes() if quantizes else None
+def _cache_layer(config: SurgeryConfig, layer: int, quantizes: bool, aware: bool) -> CompactLayer:
+    """A new layer for the attention that the entry of a layer describes."""
+    entry, quantizes = config.attention_layers[layer] or {}, quantizes and config.kv_cache_of(layer) is not None
+    whole = config.quantized_layer(layer) if quantizes else PlainLayer()
+    codes = config.streaming_codes(layer) if quantizes else None
     if quantizes and aware:
         whole, codes = StraightThroughLayer(whole), StraightThroughCodes(codes)
     if entry.get("kind") == "hybrid":
@@ -316,7 +321,7 @@ def _cache_layer(config: SurgeryConfig, entry: dict[str, Any], quantizes: bool, 
         ranks = [block["rank"] for block in entry["blocks"]]
         width = sum(rank for number, rank in enumerate(ranks) if number not in settings["blocks"])
         return HybridLayer(whole if width else None, streaming, width=width)
-    if config.exact_window:
+    if entry.get("kind") == "low_rank" and entry["window"]:
         return ExactWindowLayer(entry["sinks"], entry["window"], whole if quantizes else None)
     return whole
 
@@ -347,11 +352,11 @@ def _use_cache_layers(config: SurgeryConfig, decoder: nn.Module, call: Call) -> 
 
 
 def _use_own_layer(
-    config: SurgeryConfig, entry: dict[str, Any], attention: nn.Module, args: tuple, call: Call
+    config: SurgeryConfig, index: int, attention: nn.Module, args: tuple, call: Call
 ) -> tuple[tuple, Call]:
     """Has an attention that is to read codes, and whose cache was taken away, read a new layer of its own."""
     if call.pop("quantization_aware", False) and call.get("past_key_values") is None:
-        layer = _cache_layer(config, entry, quantizes=True, aware=True)
+        layer = _cache_layer(config, index, quantizes=True, aware=True)
         call["past_key_values"] = Cache(layers=[layer] * config.num_hidden_layers)
     return args, call
 

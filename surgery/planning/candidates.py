@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
@@ -33,6 +33,7 @@ class Sized:
         asked: of its settings, those that are not the plan's own.
         kv_bytes: of all sequences at the plan's context.
         unspent: whether its structure has still to spend the budget.
+        mixes: whether its layers can stand beside those of others.
         engines: what each says of the result.
     """
 
@@ -44,6 +45,7 @@ class Sized:
     kv_bytes: float
     unspent: bool
     engines: dict[str, dict]
+    mixes: bool = True
 
     @property
     def name(self) -> str:
@@ -55,8 +57,9 @@ class Sized:
         layers = len(layer_entries(self.config))
         if not self.config.get("kv_cache"):
             return [None] * layers
-        config = skeleton(self.config, self.structure.opened.weight_dtype).config
-        return [config.quantized_layer(entry) for entry in config.attention_layers or [None] * layers]
+        return list(
+            map(skeleton(self.config, self.structure.opened.weight_dtype).config.quantized_layer, range(layers))
+        )
 
 
 class Candidates:
@@ -88,22 +91,32 @@ class Candidates:
                     continue
                 seen = set()  # a structure may have no more to spend a larger share on
                 for share in shares if candidate.scales else (None,):
-                    found = self.sized(target, asked, share)
+                    found = self.sized(target, asked, share, mixes=candidate.mixes)
                     if found and found.kv_bytes not in seen and found.config not in made:
                         seen.add(found.kv_bytes)
                         made.append(found.config)
                         yield found
 
-    def sized(self, target: Target, asked: dict[str, Any], share: float | None) -> Sized | None:
+    def sized(self, target: Target, asked: dict[str, Any], share: float | None, *, mixes: bool = True) -> Sized | None:
         """The candidate with at most that share of the source's bytes, its own if None; None where it is refused."""
         try:
             found = self._made(target, asked) if share is None else self._fitting(target, asked, share)
-            if found is not None and found.unspent:
+            if found is None:
+                return None
+            if found.unspent:
                 found.structure.plan(self._work)
-            return found
+            return replace(found, config=final_config(found.structure.foresee(), found.settings), mixes=mixes)
         except SurgeryError as error:
             self.refused[_named(target, asked)] = str(error)
             return None
+
+    def part(self, sized: Sized) -> Sized | None:
+        """A candidate in the own class, where its layers can stand beside those of others; None where they cannot."""
+        if not sized.mixes:
+            return None
+        if getattr(sized.settings, "carrier", "own") != "own":
+            sized = self.sized(sized.target, {**sized.asked, "carrier": "own"}, None)
+        return sized if sized and sized.config["model_type"] == MODEL_TYPE else None
 
     def _fitting(self, target: Target, asked: dict[str, Any], share: float) -> Sized | None:
         """The largest found that keeps to a share."""

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from statistics import NormalDist, fmean, stdev
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surgery.calibration.held_out import HeldOut
+from surgery.families.attention import CapturedAttention
 from surgery.planning.candidates import Sized
+from surgery.running.layer_stream import StreamedLayer
 from surgery.structures.base import Work
-from surgery.structures.ladder import Ladder
 
-SOURCE = "source"
 LEVEL = 0.8
 """Share of other texts' losses that the interval of a prediction should hold."""
 OTHER_TEXT = 0.25
@@ -78,26 +80,95 @@ class Scored:
         return Increase.of([own - other for own, other in zip(self.losses, source.losses, strict=True)])
 
 
-def measure(candidates: Sequence[Sized], work: Work, held_out: HeldOut) -> tuple[Scored, list[Scored]]:
-    """Scores of the source and of every candidate."""
-    opened, progress = work.opened, work.progress
-    stages = [str(number) for number in range(len(candidates))]
-    ladder = Ladder(opened.stream, held_out, work.settings.batch_size, tuple(stages))
-    caches = [candidate.caches() for candidate in candidates]
-    with progress.phase(f"try {len(candidates)} candidates", opened.layers) as advance:
+Line = Sequence["Sized | None"]
+"""A model: for every layer the candidate that it is of, None where it stays as it is."""
+
+WEIGHED_SEQUENCES = 2
+"""Of texts, and of recall prompts, on which errors of a layer's output are weighed."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What became of models that were carried through the layers side by side.
+
+    Attributes:
+        scored: each of them.
+        errors: of every layer by the candidate's ``id``: squared errors of its output in the metric of the loss, on
+            texts and where recall prompts are answered; empty where they were not asked for.
+    """
+
+    source: Scored
+    scored: list[Scored]
+    errors: list[dict[int, tuple[float, float]]]
+
+    def with_more(self, others: Carried) -> Carried:
+        """These models and others behind them."""
+        errors = [own | more for own, more in zip(self.errors, others.errors, strict=True)]
+        return Carried(self.source, [*self.scored, *others.scored], errors)
+
+
+def measure(candidates: Sequence[Sized], work: Work, held_out: HeldOut, *, weighs: bool = False) -> Carried:
+    """Carries candidates alone through the layers, each in all of them."""
+    return carry([[each] * work.opened.layers for each in candidates], work, held_out, weighs=weighs)
+
+
+@torch.no_grad()
+def carry(lines: Sequence[Line], work: Work, held_out: HeldOut, *, weighs: bool = False) -> Carried:
+    """Carries the source and models through the layers side by side; what begins alike goes the first way together.
+
+    Args:
+        weighs: whether to weigh the errors of every layer of candidates.
+    """
+    opened, stream, batch = work.opened, work.opened.stream, work.settings.batch_size
+    lines = [[None] * opened.layers, *lines]
+    caches = {id(item): item.caches() for line in lines for item in line if item}
+    states, places = {0: stream.embed(held_out.tokens)}, [0] * len(lines)
+    errors: list[dict[int, tuple[float, float]]] = []
+    with work.progress.phase(f"try {len(lines) - 1} candidates", opened.layers) as advance:
         for index in range(opened.layers):
-            forms = {
-                stage: partial(candidate.structure.closed_form, work, index, cache[index])
-                for stage, candidate, cache in zip(stages, candidates, caches, strict=True)
-            }
-            with opened.stream.layer(index) as layer:
-                if index in opened.stateful:
-                    ladder.go_past(layer, None)
-                else:
-                    ladder.advance(layer, opened.anatomy(index).to(torch.float64), forms, lossy=())
+            items = [None if index in opened.fixed else line[index] for line in lines]
+            ways = list(
+                dict.fromkeys((id(item) if item else 0, place) for item, place in zip(items, places, strict=True))
+            )
+            by_id, left = {id(item): item for item in items if item}, Counter(place for _, place in ways)
+            following, errors_here = {}, {}
+            with stream.layer(index) as layer:
+                weigh = _Weighing(work, index, layer, held_out, states[places[0]]) if weighs else None
+                for item, here in groupby(sorted(ways), key=itemgetter(0)):
+                    attention = item and by_id[item].structure.closed_form(work, index, caches[item][index])
+                    if weigh and attention:
+                        errors_here[item] = weigh(attention)
+                    for way in here:
+                        left[way[1]] -= 1
+                        hidden = states[way[1]].clone() if left[way[1]] else states.pop(way[1])
+                        following[ways.index(way)] = stream.run_layer(layer, hidden, batch, attention or None)
+            places = [ways.index((id(item) if item else 0, place)) for item, place in zip(items, places, strict=True)]
+            states = following
+            errors.append(errors_here)
             advance()
-    scored = {stage: _score(work, held_out, hidden) for stage, hidden in ladder.hidden.items()}
-    return scored[SOURCE], [scored[stage] for stage in stages]
+    scored = {place: _score(work, held_out, hidden) for place, hidden in states.items()}
+    return Carried(scored[places[0]], [scored[place] for place in places[1:]], errors)
+
+
+class _Weighing:
+    """Errors of a layer's output on the source's inputs, in the metric of the loss."""
+
+    def __init__(self, work: Work, index: int, layer: StreamedLayer, held_out: HeldOut, hidden: Tensor):
+        stream, texts = work.opened.stream, held_out.texts
+        rows = [*range(min(WEIGHED_SEQUENCES, texts)), *range(texts, len(hidden))[:WEIGHED_SEQUENCES]]
+        anatomy = work.opened.anatomy(index).to(stream.device, stream.dtype)
+        self._source = CapturedAttention(anatomy)
+        layer(hidden[rows].to(stream.device, stream.dtype), self._source)
+        self._metric = work.library.load(index)[0].output_metric.to(stream.device, stream.dtype)
+        self._texts = sum(row < texts for row in rows)
+        # An answer is read from the token before it.
+        self._answers = held_out.answers[: len(rows) - self._texts].roll(-1, dims=1).to(stream.device)
+
+    def __call__(self, attention: nn.Module) -> tuple[float, float]:
+        error = attention(self._source.inputs)[0] - self._source.outputs
+        cost = ((error @ self._metric) * error).sum(-1)
+        answers = cost[self._texts :][self._answers] if self._answers.any() else cost
+        return float(cost[: self._texts].mean()), float(answers.mean())
 
 
 def _score(work: Work, held_out: HeldOut, hidden: Tensor) -> Scored:

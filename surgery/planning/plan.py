@@ -32,7 +32,10 @@ from surgery.forecast.attention_structures import of_config
 from surgery.forecast.speed import find_gpu
 from surgery.kernels.planner import compare
 from surgery.planning.candidates import Candidates, Sized, held_bytes, named_candidates
-from surgery.planning.measure import Scored, measure
+from surgery.planning.cost import Cost
+from surgery.planning.measure import Carried, Scored, measure
+from surgery.planning.mixing import Mixer
+from surgery.planning.mixture import Mixture
 from surgery.planning.settings import PlanSettings, parse_size
 from surgery.running.source import Source
 from surgery.running.unfused import unfused
@@ -43,8 +46,8 @@ from surgery.version import __version__
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 """Of the source's bytes, at which a picture of what can be had is taken."""
-ANSWER_WEIGHT = 0.05
-"""What a nat on the answer of a recall prompt counts as, in nats on a token of text: the mean loss of text hides it."""
+SHOWN = 3
+"""Mixtures among the rows, at most: those that cost least."""
 DEFAULT_SHARE = 0.25
 
 
@@ -53,7 +56,8 @@ class Row:
     """A candidate as it was measured.
 
     Attributes:
-        command: what asks for it.
+        name: for people; of a mixture, how many layers become what.
+        command: what asks for it; of a mixture, with the plan's file.
         kv_bytes: of all sequences at the plan's context; ``kv_ratio`` the share of the source's.
         loss_increase: nats per token over the source's; ``low`` and ``high`` what it should be within
             on other text, in 80% of the cases.
@@ -65,6 +69,7 @@ class Row:
 
     to: str
     asked: dict[str, Any]
+    name: str
     command: str
     kv_bytes: float
     kv_ratio: float
@@ -107,6 +112,16 @@ class Plan:
     def chosen(self) -> Row:
         return self.rows[self.choice]
 
+    @property
+    def next_best(self) -> Row | None:
+        """What would be chosen, were there nothing like the choice: no mixture, or none of its structure and bits."""
+        chosen, share = self.chosen, self.budget["kv_ratio"]
+        others = [row for row in self.rows if (row.to, row.asked.get("bits")) != (chosen.to, chosen.asked.get("bits"))]
+        try:
+            return others[choose(others, share, self.budget["max_loss"])] if others else None
+        except SurgeryError:
+            return None
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -146,12 +161,21 @@ def make_plan(
         if not tried:
             raise SurgeryError(_nothing(candidates.refused))
         with progress.step(3, STEPS):
-            scored_source, scored = measure(tried, work, texts.held_out)
-        if settings.max_loss is not None and (more := _nearer(tried, scored, scored_source, candidates, settings)):
-            tried += more
-            with progress.step(3, STEPS):
-                scored += measure(more, work, texts.held_out)[1]
-    rows = _rows(tried, scored, scored_source, candidates.source_bytes, called, gain)
+            carried = measure(tried, work, texts.held_out, weighs=settings.mixtures > 0)
+            if settings.max_loss is not None and (more := _nearer(tried, carried, candidates, settings)):
+                tried += more
+                carried = carried.with_more(measure(more, work, texts.held_out, weighs=settings.mixtures > 0))
+            weighed = list(zip(tried, carried.scored, strict=True))
+            if settings.mixtures:
+                mixer = Mixer(candidates, tried, carried, work, texts.held_out, settings)
+                held = None if share is None else share * candidates.source_bytes
+                if held is None:
+                    mixer.for_loss(settings.max_loss)
+                else:
+                    mixer.within(held)
+                weighed += mixer.best(SHOWN, held)
+    scored_source = carried.source
+    rows = _rows(weighed, scored_source, candidates.source_bytes, called, gain)
     budget = {"kv_ratio": share, "max_loss": settings.max_loss, "context": settings.tokens, "batch": settings.batch}
     budget["kv_bytes"] = None if share is None else share * candidates.source_bytes
     return Plan(
@@ -232,7 +256,7 @@ def _share_of(settings: PlanSettings, opened: Source) -> float | None:
     return memory / held
 
 
-def _forecast(settings: PlanSettings, opened: Source) -> Callable[[Sized], float | None]:
+def _forecast(settings: PlanSettings, opened: Source) -> Callable[[Sized | Mixture], float | None]:
     """What a candidate's speedup is predicted to be.
 
     Raises:
@@ -243,7 +267,7 @@ def _forecast(settings: PlanSettings, opened: Source) -> Callable[[Sized], float
     gpu, number_bytes = find_gpu(settings.gpu), opened.weight_dtype.itemsize
     source = of_config(opened.reader.config, number_bytes)
 
-    def gain(sized: Sized) -> float:
+    def gain(sized: Sized | Mixture) -> float:
         return compare(source, of_config(sized.config, number_bytes), settings.tokens, settings.batch, gpu).speedup
 
     return gain
@@ -273,15 +297,13 @@ def _lag_basis(opened: Source, settings: PlanSettings) -> BasisOf | None:
     return None
 
 
-def _nearer(
-    tried: Sequence[Sized], scored: Sequence[Scored], source: Scored, candidates: Candidates, settings: PlanSettings
-) -> list[Sized]:
+def _nearer(tried: Sequence[Sized], carried: Carried, candidates: Candidates, settings: PlanSettings) -> list[Sized]:
     """Of structures whose size can be chosen, one more each, where its loss should be what is allowed."""
     curves: dict[tuple, list[tuple[float, float, Sized]]] = {}
-    for sized, score in zip(tried, scored, strict=True):
+    for sized, score in zip(tried, carried.scored, strict=True):
         if "kv_ratio" in sized.asked:
             fixed = {name: value for name, value in sized.asked.items() if name != "kv_ratio"}
-            point = (sized.kv_bytes / candidates.source_bytes, score.beyond(source).mean, sized)
+            point = (sized.kv_bytes / candidates.source_bytes, score.beyond(carried.source).mean, sized)
             curves.setdefault((sized.target.name, *sorted(fixed.items(), key=str)), []).append(point)
     found = []
     for points in curves.values():
@@ -298,30 +320,32 @@ def _nearer(
 
 
 def _rows(
-    tried: Sequence[Sized],
-    scored: Sequence[Scored],
+    weighed: Sequence[tuple[Sized | Mixture, Scored]],
     source: Scored,
     source_bytes: float,
     called: str,
-    gain: Callable[[Sized], float | None],
+    gain: Callable[[Sized | Mixture], float | None],
 ) -> list[Row]:
-    rows = []
-    for sized, score in zip(tried, scored, strict=True):
-        increase = score.beyond(source)
-        answers = None if score.answers is None else score.answers - source.answers
+    rows, cost = [], Cost(source)
+    for sized, score in weighed:
+        increase = cost.increase(score)
+        command = f"surgery convert {called} {sized.name}"
+        if isinstance(sized, Mixture):
+            command = f"surgery convert {called} --plan plan.yaml  # {sized.name}"
         rows.append(
             Row(
                 to=sized.target.name,
                 asked=sized.asked,
-                command=f"surgery convert {called} {sized.name}",
+                name=sized.name.removeprefix("--to "),
+                command=command,
                 kv_bytes=sized.kv_bytes,
                 kv_ratio=sized.kv_bytes / source_bytes,
                 loss_increase=increase.mean,
                 low=increase.low,
                 high=increase.high,
-                answer_increase=answers,
+                answer_increase=cost.answers(score),
                 recall=score.recall,
-                cost=increase.mean + ANSWER_WEIGHT * max(0.0, answers or 0.0),
+                cost=cost(score),
                 model_type=sized.config["model_type"],
                 engines=sized.engines,
                 speedup=gain(sized),

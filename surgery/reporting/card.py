@@ -113,6 +113,9 @@ def _healing(healing: dict | None) -> str:
 
 def _shape(source: dict, target: dict) -> str:
     """What of each token is cached, in words."""
+    if "parts" in target:
+        parts = [f"{len(part['layers'])} layers {part['to']}" for part in target["parts"]]
+        return ", ".join([*parts, *([f"{len(target['kept_layers'])} as they are"] if target["kept_layers"] else [])])
     if "full_heads" in target:
         extra = f", {target['compensated_heads']} of them with a compensation token" * bool(target["compensated_heads"])
         streaming = target["heads"] - target["full_heads"]
@@ -137,6 +140,8 @@ def _codes(target: dict) -> str:
     cache = target.get("kv_cache")
     if cache is None:
         return ""
+    if isinstance(cache, list):
+        return f", as {formats_of(cache)}"
     rotation = ", a Hadamard rotation folded into the weights" if target["hadamard"] else ""
     window = f", the last {cache['window']} tokens exact" if cache["window"] else ""
     return f" as {cache['format']} in groups of {cache['group']}{window}{rotation}"
@@ -148,6 +153,13 @@ def _kept(report) -> str:
         return ""
     codes = in_markdown(report.source["dequantised_from"])
     return f"\nMatrices outside of attention are stored in {codes} as the source's."
+
+
+def formats_of(kv_cache: dict | list) -> str:
+    """The formats of a cache of codes, in words."""
+    if isinstance(kv_cache, dict):
+        return kv_cache["format"]
+    return f"{', '.join(sorted({said['format'] if said else 'exact' for said in kv_cache}))} by layer"
 
 
 def _range(numbers: list[int]) -> str:

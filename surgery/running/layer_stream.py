@@ -309,7 +309,8 @@ class StreamedBlock(StreamedLayer):
 def _joined(singles: list):
     """One config of several layers from the configs of each."""
     config, count = singles[0], len(singles)
-    for name in (*per_layer(config), *(["attention_layers"] if getattr(config, "attention_layers", None) else [])):
+    own = [name for name in ("attention_layers", "kv_cache") if isinstance(getattr(config, name, None), list)]
+    for name in (*per_layer(config), *own):
         setattr(config, name, [entry for single in singles for entry in getattr(single, name)])
     if getattr(config, "mlp_only_layers", None) is not None:
         config.mlp_only_layers = [place for place, single in enumerate(singles) if single.mlp_only_layers]
@@ -331,6 +332,8 @@ def single_layer_config(config, layer: int):
     single = family_behind(config).single_layer_config(config, layer)
     if getattr(config, "attention_layers", None):
         single.attention_layers = [config.attention_layers[layer]]
+    if isinstance(getattr(config, "kv_cache", None), list):
+        single.kv_cache = [config.kv_cache[layer]]
     return single
 
 

@@ -26,9 +26,11 @@ from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
+from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import is_further
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
+from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import OwnSource, Source
 from surgery.structures.alternatives import Alternatives
 from surgery.structures.estimates import Demand
@@ -205,10 +207,25 @@ class Candidate:
     Attributes:
         settings: by name.
         scales: whether a ``kv_ratio`` beside them says how small the result is.
+        mixes: whether its layers are the same in the own class, where they can stand beside those of other structures.
     """
 
     settings: Mapping[str, Any]
     scales: bool = True
+    mixes: bool = True
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """A layer in one of the forms between which a conversion chooses.
+
+    Attributes:
+        attention: a stand-in for its attention, for prompts only.
+        tensors: what is written of it, by full names; all else is copied.
+    """
+
+    attention: nn.Module
+    tensors: Mapping[str, Tensor]
 
 
 class Structure(ABC, Generic[Opened, Settings]):
@@ -273,6 +290,21 @@ class Structure(ABC, Generic[Opened, Settings]):
             cache: an empty layer that keeps what is cached as codes; None where it is exact.
         """
         raise NotImplementedError
+
+    def layer_forms(
+        self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None
+    ) -> list[LayerForm]:
+        """A layer by itself, with an exact cache, as a part of a model whose layers differ; after :meth:`plan`.
+
+        Args:
+            layer: the source's, loaded.
+            anatomy: the source's attention in float64.
+            fit: carried through the layer where there is a second form.
+
+        Returns:
+            The closed form, and where the structure fits and ``fit`` is given the fitted one behind it.
+        """
+        return [LayerForm(self.closed_form(work, index, None), {})]
 
     def gather(self, work: Work) -> None:
         """Takes statistics; a structure that needs none leaves it."""

@@ -32,7 +32,7 @@ from surgery.structures.base import Outcome, Structure, Work
 from surgery.structures.estimates import Workload
 from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantisation_entry
 from surgery.structures.quantized.stage import in_own_class, quantize_written
-from surgery.structures.registry import TARGETS
+from surgery.structures.registry import MIXED, TARGETS
 from surgery.structures.request import open_request
 from surgery.verification.written import Verification
 from surgery.version import __version__
@@ -160,7 +160,8 @@ def _conclude(
 ) -> Report:
     """Reports on what was written and verified, and gives it its final name."""
     # A slice stays what it was; the number of KV heads decides between two names of one conversion.
-    called = getattr(TARGETS.get(outcome.target["to"]), "called", outcome.target["to"])
+    targets = {**TARGETS, MIXED.name: MIXED}
+    called = getattr(targets.get(outcome.target["to"]), "called", outcome.target["to"])
     predicted = outcome.kv_bytes(verification.kv_tokens) / verification.kv_tokens
     config = _stored_config(work.opened.reader, outcome.final_config or outcome.config)
     engines = engine_table(config, writer.out.name)

@@ -33,9 +33,7 @@ def kv_bytes(
     foreseen: Foreseen, config: dict[str, Any], opened: Source | OwnSource, settings: ConversionSettings
 ) -> float:
     """Of the result, per token: with bits those of its codes, or of the budget where bits are chosen with the ranks."""
-    if not config.get("kv_cache"):
+    if not (config.get("kv_cache") and foreseen.sized):
         return foreseen.kv_bytes_per_token
-    if settings.bits == "auto":
-        return (settings.kv_ratio or 0.25) * source_kv_bytes(opened)
     tokens = getattr(settings, "context", None) or LONG
     return skeleton(config, opened.weight_dtype).kv_cache_bytes(1, tokens) / tokens

@@ -92,8 +92,8 @@ class StructureSettings(ConversionSettings):
 
 
 @dataclass(frozen=True)
-class FittedSettings(StructureSettings):
-    """What conversions can be asked for that fit each layer by least squares after its closed form."""
+class FitSettings(ConversionSettings):
+    """How layers are fitted by least squares after their closed form."""
 
     fit_steps: int = setting(
         3,
@@ -104,6 +104,11 @@ class FittedSettings(StructureSettings):
     )
     fit_iterations: int = setting(8, "Conjugate-gradient iterations in each of these steps.", least=1)
     fit_queries: int = setting(256, "Query positions sampled from each sequence for the fit.", least=1)
+
+
+@dataclass(frozen=True)
+class FittedSettings(FitSettings, StructureSettings):
+    """What conversions can be asked for that fit each layer, and whose result may keep its cache as codes."""
 
     def check_spectrum(self) -> None:
         if self.allocate == "spectrum" and (self.method != "fisher" or self.calibration == NO_CALIBRATION):

@@ -27,6 +27,7 @@ from surgery.calibration.texts import Texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
+from surgery.families.anatomy import AttentionAnatomy
 from surgery.heads.import_patterns import read_pattern
 from surgery.heads.pattern import HeadPattern, count_of
 from surgery.heads.plan import HeadPlan, compile_plan
@@ -36,12 +37,14 @@ from surgery.model.cache_layer import check_full_attention
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
 from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.layer_stream import StreamedLayer
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
-from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Work, kept_with_attention
+from surgery.structures.base import Candidate, Foreseen, LayerForm, Outcome, Structure, Work, kept_with_attention
 from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.ladder import ERROR_SEQUENCES
+from surgery.structures.sequential_fit import SequentialFit
 from surgery.verification.flow import predicted_flow
 
 STREAMING = "streaming"
@@ -121,6 +124,12 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
         anatomy = self.opened.anatomy(layer).to(stream.device, stream.dtype)
         return StreamingAttention(anatomy, plan.streams[layer], plan.sinks, plan.recent, plan.compensated[layer])
 
+    def layer_forms(
+        self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None
+    ) -> list[LayerForm]:
+        """Masked, with its heads in their new order."""
+        return [LayerForm(self.closed_form(work, index, None), self._moved(index))]
+
     def foresee(self) -> Foreseen:
         """All of it, at the context that was asked for: nothing is left to the work but measuring."""
         opened, config = self.opened, own_config(self.opened.reader.config, self._entries)
@@ -147,9 +156,8 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
         reader, dtype = opened.reader, opened.weight_dtype
         hidden, scores, errors = _measure(opened, plan, work.texts, self.settings, work.progress)
         for layer in work.layers():
-            if self._entries[layer] and self._entries[layer]["kind"] == "hybrid":
-                for name, tensor in moved_tensors(reader, layer, plan.order(layer)).items():
-                    writer.write(name, tensor)
+            for name, tensor in self._moved(layer).items():
+                writer.write(name, tensor)
         config = own_config(reader.config, self._entries)
         # The source in the own class, to know its bytes.
         whole = skeleton(own_config(reader.config, layer_entries(reader.config)), dtype)
@@ -171,6 +179,12 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
             shape=SourceShape.of_config(opened.config, dtype, whole.kv_cache_bytes(1, self._context) / self._context),
             flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
         )
+
+    def _moved(self, layer: int) -> dict[str, Tensor]:
+        """Tensors of a layer whose heads change places."""
+        if self._entries[layer] is None or self._entries[layer]["kind"] != "hybrid":
+            return {}
+        return moved_tensors(self.opened.reader, layer, self._plan.order(layer))
 
 
 def plan_heads(

@@ -34,10 +34,10 @@ from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
 from surgery.families.towers import put_back
 from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.running.layer_stream import LayerStream
+from surgery.running.layer_stream import LayerStream, StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Work, kept_with_attention
+from surgery.structures.base import Candidate, Foreseen, LayerForm, Outcome, Structure, Work, kept_with_attention
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.ladder import Ladder
@@ -189,6 +189,18 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         merged = _merge(anatomy, work.library.load(layer)[0], self._plan.kv_heads[layer], self.settings).anatomy
         merged = merged.to(stream.device, stream.dtype)
         return CapturedAttention(merged) if cache is None else CodedAttention(merged, cache)
+
+    def layer_forms(
+        self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None
+    ) -> list[LayerForm]:
+        """Merged and fitted."""
+        stream, settings, statistics = self.opened.stream, self.settings, work.library.load(index)[0]
+        merged = _merge(anatomy, statistics, self._plan.kv_heads[index], settings)
+        forms = [CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))]
+        if fit and settings.method == "fisher":
+            forms.append(fit.fit(index, layer, anatomy, _solver(merged, statistics, index, stream, settings)))
+        dtype = self.opened.first.q.dtype
+        return [LayerForm(form, attention_tensors(form.anatomy.to("cpu", dtype), index)) for form in forms]
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The merged form and the fitted one, of which the one of less held-out loss is written."""

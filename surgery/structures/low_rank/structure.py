@@ -28,7 +28,7 @@ from surgery.model.quantized_cache import QuantizedKVLayer, Spans
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Work, replanned_tensors
+from surgery.structures.base import Candidate, Foreseen, LayerForm, Outcome, Structure, Work, replanned_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.ladder import Ladder
@@ -178,6 +178,24 @@ class LowRank(Structure[Source, LowRankSettings]):
         anatomy, statistics = self.opened.anatomy(layer).to(torch.float64), work.library.load(layer)[0]
         converted = low_rank_layer(anatomy, statistics, self._blocks[layer], self.asked.method).layer
         return SimulatedLowRank(converted.to(self.opened.stream.device, self.opened.stream.dtype), cache=cache)
+
+    def layer_forms(
+        self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None
+    ) -> list[LayerForm]:
+        """Closed and fitted; without an exact window, and of a layer's own."""
+        if index in self.kept:
+            return super().layer_forms(work, index, layer, anatomy, fit)
+        stream, statistics = self.opened.stream, work.library.load(index)[0]
+        forms = [low_rank_layer(anatomy, statistics, self._blocks[index], self.asked.method).layer]
+        if fit and self.asked.method == "fisher":
+            forms.append(fit.fit(index, layer, anatomy, self._solver(index, forms[0], statistics)).layer)
+        return [
+            LayerForm(
+                SimulatedLowRank(form.to(stream.device, stream.dtype)),
+                self._writes.tensors(index, form.to("cpu", torch.float64)),
+            )
+            for form in forms
+        ]
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The closed form and the fitted one, of which the one of less held-out loss is written."""

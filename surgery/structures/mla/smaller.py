@@ -117,7 +117,8 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """Fewer latents in the source's class, and in codes of ours beside exact rotated keys."""
-        return [Candidate({}), *(Candidate({"bits": bits, "rope_bits": 16, "sinks": 4}) for bits in (8, 4))]
+        coded = [{"bits": bits, "rope_bits": 16, "sinks": 4} for bits in (8, 4)]
+        return [Candidate(each, mixes=False) for each in ({}, *coded)]
 
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but numbers."""

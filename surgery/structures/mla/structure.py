@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surgery.architectures.choose import Carrier
 from surgery.calibration.layer_statistics import BasisOf
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
@@ -20,10 +21,10 @@ from surgery.families import LATENT_FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.rope import unchanged_length
 from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.running.layer_stream import LayerStream
+from surgery.running.layer_stream import LayerStream, StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Work
+from surgery.structures.base import Candidate, Foreseen, LayerForm, Outcome, Structure, Work
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.ladder import Form, Ladder
@@ -69,6 +70,7 @@ class MLA(Structure[Source, ConvertSettings]):
         self.splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
         # Refuses what the engine does not take.
         self.stock = forecast(opened, self.splits[0], settings).carrier.stock
+        self._carrier: Carrier | None = None
 
     @classmethod
     def for_source(cls, config: Mapping[str, Any], settings: ConvertSettings) -> type[Structure]:
@@ -80,14 +82,14 @@ class MLA(Structure[Source, ConvertSettings]):
         """In stock where that can, in the own class, and there with a latent of 8 bits beside exact rotated keys."""
         if config["model_type"] in LATENT_FAMILIES:
             return SmallerMLA.candidates(config)
-        return [Candidate({}), Candidate({"carrier": "own"}), Candidate({"bits": 8, "rope_bits": 16})]
+        return [Candidate({}, mixes=False), Candidate({"carrier": "own"}), Candidate({"bits": 8, "rope_bits": 16})]
 
     def foresee(self) -> Foreseen:
-        """Of the split that caches most; the frequencies that keep RoPE may be open."""
+        """Of the split that caches most, and frequencies that keep RoPE may be open, until one is chosen."""
         opened, settings, method = self.opened, self.settings, mla.METHODS[self.settings.method]
         forecasts = [forecast(opened, split, settings) for split in self.splits]
         chosen = max(forecasts, key=lambda found: found.kv_bytes_per_token)
-        carrier, steps = chosen.carrier, settings.fit_steps if method.gradients else 0
+        carrier, steps = self._carrier or chosen.carrier, settings.fit_steps if method.gradients else 0
         spreads = settings.spreads and not self.stock
         return Foreseen(
             config=carrier.writer.config(opened.reader.config),
@@ -140,6 +142,25 @@ class MLA(Structure[Source, ConvertSettings]):
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         converted = self._plan.convert(anatomy, work.library, layer).truncated
         return SimulatedAttention(converted.to(stream.device, stream.dtype), cache)
+
+    def layer_forms(
+        self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None
+    ) -> list[LayerForm]:
+        """Truncated and fitted."""
+        if index in self.kept:
+            return super().layer_forms(work, index, layer, anatomy, fit)
+        stream, settings = self.opened.stream, self.settings
+        forms = [self._plan.convert(anatomy, work.library, index).truncated]
+        if fit and mla.METHODS[settings.method].gradients:
+            metric = work.library.load(index)[0].output_metric
+            forms.append(fit.fit(index, layer, anatomy, _Solver(forms[0], metric, index, stream, settings)).layer)
+        return [
+            LayerForm(
+                SimulatedAttention(form.to(stream.device, stream.dtype)),
+                self._carrier.writer.tensors(index, form.to("cpu", torch.float64)),
+            )
+            for form in forms
+        ]
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The closed form and the fitted one, of which the one of less held-out loss is written."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from surgery.architectures.cached import REASON, check_quantizable, rotated_tensors
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
@@ -44,7 +44,7 @@ class QuantizedLayerReport:
 
     Attributes:
         layer: the first of them.
-        keys_by: what shares a scale of keys, or of the latent in their place: channel or token.
+        keys_by: what shares a scale of keys, or of the latent in their place: channel or token; "exact" without codes.
         measured: difference of the output to that with an exact cache, relative to what the layer adds to its inputs,
             on the source's inputs.
     """
@@ -88,7 +88,7 @@ def measure_quantized(
     own, is compared with something else; unless it keeps a window besides, which only itself knows how to.
     """
     stream, config = exact.stream, load_config(written)
-    new_layers = [config.quantized_layer(entry) for entry in config.attention_layers]
+    new_layers = [config.quantized_layer(layer) for layer in range(exact.layers)]
     by_hand = not (config.exact_window or config.streams)
     coded = stream
     if not by_hand:
@@ -102,7 +102,8 @@ def measure_quantized(
             def new_cache(start: int = start, stop: int = stop) -> Cache:
                 if not by_hand:
                     return DynamicCache()
-                return Cache(layers=[QuantizedKVLayer(*layer.settings()) for layer in new_layers[start:stop]])
+                held = new_layers[start:stop]
+                return Cache(layers=[QuantizedKVLayer(*each.settings()) if each else DynamicLayer() for each in held])
 
             inputs = hidden[EXACT][:ERROR_SEQUENCES].clone()
             with coded.block(start, stop) as layer:
@@ -112,7 +113,8 @@ def measure_quantized(
                 stream.run_layer(layer, hidden[EXACT], batch)
             want = hidden[EXACT][:ERROR_SEQUENCES]
             error = float((read - want).norm() / (want - inputs).norm())
-            layers.append(QuantizedLayerReport(start, new_layers[start].keys_by, {QUANTIZED: error}))
+            keys_by = new_layers[start].keys_by if new_layers[start] else "exact"
+            layers.append(QuantizedLayerReport(start, keys_by, {QUANTIZED: error}))
             advance(stop - start)
     scores = {stage: held_out.score(stream, states) for stage, states in hidden.items()}
     return Measured(hidden, scores, layers)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from surgery.architectures.cached import REASON, check_quantizable
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
@@ -21,8 +23,8 @@ from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
 from surgery.structures.base import LONG, Candidate, Foreseen, Outcome, Structure, Work, kept_with_attention
 from surgery.structures.estimates import Demand
+from surgery.structures.passing import source_attention
 from surgery.structures.quantized.settings import QuantizedSettings
-from surgery.transforms.coded_reading import CodedAttention
 from surgery.verification.written import measured_tokens
 
 
@@ -49,8 +51,9 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """Plain caches of fewer bits; rotated keys of MLA stay."""
-        rope = {"rope_bits": 16} if config["model_type"] in LATENT_FAMILIES else {}
-        return [Candidate({"bits": bits, "sinks": 4, **rope}, scales=False) for bits in (8, 4, 3, 2)]
+        latent = config["model_type"] in LATENT_FAMILIES
+        said = {"sinks": 4, **({"rope_bits": 16} if latent else {})}
+        return [Candidate({"bits": bits, **said}, scales=False, mixes=not latent) for bits in (8, 4, 3, 2)]
 
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but measuring."""
@@ -69,10 +72,9 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
         """Every tensor stays."""
         return kept_with_attention(self.opened.reader, self.opened.config)
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> CodedAttention:
+    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """The source's attention over codes."""
-        stream = self.opened.stream
-        return CodedAttention(self.opened.anatomy(layer).to(stream.device, stream.dtype), cache)
+        return source_attention(self.opened, layer, cache)
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """Runs the source, which what is written has to equal before its cache is quantised."""

@@ -1,0 +1,1 @@
+"""Layers that become different things, each as one of the other structures makes it."""
