@@ -18,7 +18,7 @@ from surgery.common.setting import Setting, settings_of
 from surgery.evaluation.settings import EvalSettings
 from surgery.heads.settings import HeadSettings
 from surgery.planning.settings import PlanSettings
-from surgery.structures.registry import SLICE, TARGETS
+from surgery.structures.registry import MIXED, SLICE, TARGETS
 from surgery.training.settings import HealSettings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
@@ -41,7 +41,12 @@ def page() -> str:
             continue
         own = {name: each for name, each in settings_of(target.settings_class).items() if each != common.get(name)}
         parts += [f"### `convert --to {target.name}`\n", _table(own)]
-    verbs = {"plan": PlanSettings, "slice": SLICE.settings_class, "heads": HeadSettings}
+    verbs = {
+        f"convert --to {MIXED.name}": MIXED.settings_class,
+        "plan": PlanSettings,
+        "slice": SLICE.settings_class,
+        "heads": HeadSettings,
+    }
     for name, cls in (verbs | {"eval": EvalSettings, "heal": HealSettings}).items():
         own = {key: each for key, each in settings_of(cls).items() if each != common.get(key)}
         parts += [f"### `{name}`\n", _table(own)]

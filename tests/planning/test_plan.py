@@ -8,8 +8,9 @@ import pytest
 import torch
 import yaml
 from command_line import run_main
+from decoded_losses import decoded
 from tiny_models import HELD_OUT
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from surgery.calibration.texts import load_texts
 from surgery.common.errors import SurgeryError
@@ -47,19 +48,6 @@ CASES = {
 @pytest.fixture(scope="module")
 def plan(checkpoints):
     return make_plan(checkpoints("llama"), PlanSettings(kv_ratio=0.4, gpu="h200", **TEXT, **CONTEXT), called="ckpt")
-
-
-@torch.no_grad()
-def decoded(model, tokens):
-    """Mean loss of each text read one token at a time, and the cache after all."""
-    cache, logits = DynamicCache(config=model.config), []
-    for token in tokens.split(1, dim=1):
-        out = model(token, past_key_values=cache)
-        cache, _ = out.past_key_values, logits.append(out.logits[:, -1].double())
-    losses = torch.nn.functional.cross_entropy(
-        torch.stack(logits[:-1], 1).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
-    )
-    return losses.view(len(tokens), -1).mean(1), cache
 
 
 ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with a window", "hybrid")
