@@ -74,7 +74,7 @@ evaluation, healing, quantised sources. Made by `python tools/versions.py`, on x
 """
 REMARKS = """
 Triton is not asked for at the floor: each torch brings the one that it needs, and that of the oldest is older than the
-kernels take.
+kernels take. For Python 3.10 the newest torch and transformers that can be installed are older ones.
 """
 
 
