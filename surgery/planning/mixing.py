@@ -71,7 +71,9 @@ class Mixer:
                 [nothing] * opened.layers,
             ]
         ).double()  # [options, layers, text and answers]
-        self._simulated: dict[Choice, Scored] = {}
+        # One option for all layers is known already.
+        alone = enumerate([*self._scored, carried.source])
+        self._simulated: dict[Choice, Scored] = {(option,) * opened.layers: scored for option, scored in alone}
         self.found: list[tuple[Mixture, Scored]] = []
 
     def best(self, count: int, size: float | None) -> list[tuple[Mixture, Scored]]:
@@ -145,7 +147,7 @@ class Mixer:
         return min(measured, key=lambda choice: self._cost(self._simulated[choice]), default=None)
 
     def _simulate(self, choices: Sequence[Choice]) -> None:
-        new = [choice for choice in choices if choice not in self._simulated and len(set(choice)) > 1]
+        new = [choice for choice in choices if choice not in self._simulated]
         lines, mixtures = [], []
         for choice in new[: self._left]:
             line = [self._items[option] for option in choice]

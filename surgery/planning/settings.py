@@ -49,8 +49,8 @@ class PlanSettings(ConversionSettings):
         (), "Structures to choose among, and bits for caches of codes.", unset="all", metavar="A,B"
     )
     mixtures: int = setting(
-        24,
-        "Mixtures of structures by layer that may be simulated; 0: one structure for all layers.",
+        0,
+        "Mixtures of structures by layer that may be simulated, such as 24; 0: one structure for all layers.",
         least=0,
     )
     held_out: int = setting(4, "Held-out sequences on which candidates are compared.")

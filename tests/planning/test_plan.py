@@ -47,7 +47,9 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def plan(checkpoints):
-    return make_plan(checkpoints("llama"), PlanSettings(kv_ratio=0.4, gpu="h200", **TEXT, **CONTEXT), called="ckpt")
+    return make_plan(
+        checkpoints("llama"), PlanSettings(kv_ratio=0.4, gpu="h200", mixtures=24, **TEXT, **CONTEXT), called="ckpt"
+    )
 
 
 ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with a window", "hybrid")
