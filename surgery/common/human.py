@@ -105,3 +105,10 @@ def in_markdown(text: object) -> str:
 def in_code(text: object) -> str:
     """Text between backticks or in a block of code, which it cannot end."""
     return one_line(text).replace("`", "'")
+
+
+def formats_of(kv_cache: dict | list) -> str:
+    """The formats of a cache of codes, as a config's ``kv_cache`` has them of all layers or of each."""
+    if isinstance(kv_cache, dict):
+        return kv_cache["format"]
+    return f"{', '.join(sorted({said['format'] if said else 'exact' for said in kv_cache}))} by layer"

@@ -6,14 +6,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from surgery.common.human import duration, origin, per_token, share, size, with_perplexity
+from surgery.common.human import duration, formats_of, origin, per_token, share, size, with_perplexity
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.console.verdicts import of_conversion, show_next, where_it_loads
 from surgery.engines import spoken
 from surgery.engines.verdict import Verdict
-from surgery.reporting.card import formats_of
 from surgery.reporting.quality import before_and_after, ladder_table
 
 OWN_CLASS = "surgery"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surgery.common.human import in_code, in_markdown, origin
+from surgery.common.human import formats_of, in_code, in_markdown, origin
 from surgery.common.tables import markdown
 from surgery.common.tables.table import Column, Table
 from surgery.engines import spoken
@@ -153,13 +153,6 @@ def _kept(report) -> str:
         return ""
     codes = in_markdown(report.source["dequantised_from"])
     return f"\nMatrices outside of attention are stored in {codes} as the source's."
-
-
-def formats_of(kv_cache: dict | list) -> str:
-    """The formats of a cache of codes, in words."""
-    if isinstance(kv_cache, dict):
-        return kv_cache["format"]
-    return f"{', '.join(sorted({said['format'] if said else 'exact' for said in kv_cache}))} by layer"
 
 
 def _range(numbers: list[int]) -> str:

@@ -5,6 +5,7 @@ import torch
 from surgery.kernels.hybrid_decode.operator import hybrid_decode
 from surgery.kernels.sink_recent_prefill.operator import sink_recent_prefill
 from surgery.kernels.split_kv import merge
+from surgery.model.attention_functions import project_heads
 from surgery.model.hybrid_cache import HybridLayer, PlainLayer, StreamingLayer, layer_of
 
 
@@ -21,7 +22,7 @@ def through_operators(
 
     For layers of which some head streams.
     """
-    query, key, value = self._projected(hidden_states, position_embeddings)
+    query, key, value = project_heads(self, hidden_states, position_embeddings)
     new = HybridLayer(PlainLayer(), StreamingLayer(self.sinks, self.recent, self.compensated_heads))
     layer = layer_of(past_key_values, self.layer_idx, new, len(query), left_padding)
     streaming, full = layer.streaming, self.full_heads
