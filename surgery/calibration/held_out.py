@@ -45,6 +45,16 @@ class HeldOut:
         generator = torch.Generator().manual_seed(seed)
         return cls(torch.randint(vocabulary, (count, length), generator=generator), 0, torch.zeros(count, length) > 0)
 
+    def halves(self) -> tuple[HeldOut, HeldOut]:
+        """Half of the texts and of the recall prompts, and the others."""
+        texts, prompts = self.texts // 2, len(self.answers) // 2
+        first, second = self.tokens[: self.texts].split([texts, self.texts - texts])
+        asked, others = self.tokens[self.texts :].split([prompts, len(self.answers) - prompts])
+        return (
+            HeldOut(torch.cat([first, asked]), texts, self.answers[:prompts]),
+            HeldOut(torch.cat([second, others]), self.texts - texts, self.answers[prompts:]),
+        )
+
     def with_recall(self, tokens: Tensor, answers: Tensor) -> HeldOut:
         return HeldOut(torch.cat([self.tokens, tokens]), self.texts, answers)
 

@@ -52,6 +52,10 @@ class Sized:
         """As an option of ``surgery convert`` says it."""
         return _named(self.target, self.asked)
 
+    def over(self, layers: int) -> list[Sized]:
+        """What every layer is of."""
+        return [self] * layers
+
     def caches(self) -> list[QuantizedKVLayer | None]:
         """An empty layer of every layer's cache of codes; None where it is exact."""
         layers = len(layer_entries(self.config))

@@ -76,10 +76,10 @@ class Mixer:
         self._simulated: dict[Choice, Scored] = {(option,) * opened.layers: scored for option, scored in alone}
         self.found: list[tuple[Mixture, Scored]] = []
 
-    def best(self, count: int, size: float | None) -> list[tuple[Mixture, Scored]]:
+    def best(self, count: int, size: float | None) -> list[Mixture]:
         """Of the mixtures that were simulated, of no more bytes if that is given, those that cost least."""
         fitting = [each for each in self.found if size is None or each[0].kv_bytes <= size]
-        return sorted(fitting, key=lambda each: self._cost(each[1]))[:count]
+        return [mixture for mixture, _ in sorted(fitting, key=lambda each: self._cost(each[1]))[:count]]
 
     def within(self, size: float) -> None:
         """Looks for what costs least within so many bytes, and refines it."""

@@ -44,6 +44,10 @@ class Mixture:
                 return None
         return cls(tuple(line), config, held_bytes(config, opened, settings), engine_table(config))
 
+    def over(self, layers: int) -> Line:
+        """What every layer is of."""
+        return self.line
+
     @property
     def asked(self) -> dict[str, Any]:
         """Settings of the target."""

@@ -33,7 +33,7 @@ from surgery.forecast.speed import find_gpu
 from surgery.kernels.planner import compare
 from surgery.planning.candidates import Candidates, Sized, held_bytes, named_candidates
 from surgery.planning.cost import Cost
-from surgery.planning.measure import Carried, Scored, measure
+from surgery.planning.measure import Carried, Scored, carry, measure
 from surgery.planning.mixing import Mixer
 from surgery.planning.mixture import Mixture
 from surgery.planning.settings import PlanSettings, parse_size
@@ -153,29 +153,33 @@ def make_plan(
     reader = unfused(CheckpointReader.open(source, allow_pickle=allow_pickle))
     opened = Source.of(reader, settings, any_family_of(reader.config))
     share, gain = _share_of(settings, opened), _forecast(settings, opened)
+    # The best of many mixtures owes part of its lead to the texts that it was found on: all rows are of others then.
+    twice = replace(settings, held_out=2 * settings.held_out) if settings.mixtures else settings
     with progress.step(1, STEPS):
-        texts = load_texts(opened, settings, progress, planted=False)
+        texts = load_texts(opened, twice, progress, planted=False)
+    held_out, unseen = texts.held_out.halves() if settings.mixtures else (texts.held_out, None)
     with opened_work(opened, settings, texts, progress, out, restart=restart) as work:
         candidates = Candidates(opened, work, settings)
         tried = list(candidates.at(_shares_around(share)))
         if not tried:
             raise SurgeryError(_nothing(candidates.refused))
         with progress.step(3, STEPS):
-            carried = measure(tried, work, texts.held_out, weighs=settings.mixtures > 0)
+            carried = measure(tried, work, held_out, weighs=settings.mixtures > 0)
             if settings.max_loss is not None and (more := _nearer(tried, carried, candidates, settings)):
                 tried += more
-                carried = carried.with_more(measure(more, work, texts.held_out, weighs=settings.mixtures > 0))
-            weighed = list(zip(tried, carried.scored, strict=True))
+                carried = carried.with_more(measure(more, work, held_out, weighs=settings.mixtures > 0))
+            weighed: list[Sized | Mixture] = [*tried]
             if settings.mixtures:
-                mixer = Mixer(candidates, tried, carried, work, texts.held_out, settings)
+                mixer = Mixer(candidates, tried, carried, work, held_out, settings)
                 held = None if share is None else share * candidates.source_bytes
                 if held is None:
                     mixer.for_loss(settings.max_loss)
                 else:
                     mixer.within(held)
                 weighed += mixer.best(SHOWN, held)
+                carried = carry([each.over(opened.layers) for each in weighed], work, unseen)
     scored_source = carried.source
-    rows = _rows(weighed, scored_source, candidates.source_bytes, called, gain)
+    rows = _rows(list(zip(weighed, carried.scored, strict=True)), scored_source, candidates.source_bytes, called, gain)
     budget = {"kv_ratio": share, "max_loss": settings.max_loss, "context": settings.tokens, "batch": settings.batch}
     budget["kv_bytes"] = None if share is None else share * candidates.source_bytes
     return Plan(

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import surgery
+from surgery.calibration.held_out import HeldOut
 from surgery.calibration.sequences import build_calibration, token_hash
 from surgery.common.errors import SurgeryError
 
@@ -150,3 +151,13 @@ def test_impossible_requests(tokenizer, source, request_, message):
     arguments = {"source": source, "tokens": 512, "length": 256, "held_out": 2, **request_}
     with pytest.raises(SurgeryError, match=message):
         build_calibration(tokenizer, **arguments)
+
+
+def test_halves_of_held_out_text_share_no_row():
+    answers = torch.eye(3, 6, dtype=torch.bool)
+    whole = HeldOut(torch.arange(48).view(8, 6), 5, answers)
+    first, second = whole.halves()
+    assert (first.texts, second.texts) == (2, 3) and torch.equal(torch.cat([first.answers, second.answers]), answers)
+    rows = [part.tokens.split([part.texts, len(part.answers)]) for part in (first, second)]
+    texts, prompts = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    assert torch.equal(torch.cat([texts, prompts]), whole.tokens)
