@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from surgery.kernels.backend import refusal
-from surgery.kernels.launch import Launch
+from surgery.kernels.backend import refusal, tell_once
 from surgery.kernels.reference_gradient import differentiate_by
 
 Results = tuple[Tensor, ...]
@@ -21,20 +21,25 @@ def operation(
     name: str,
     reference: Callable[..., Results],
     outputs: Callable[..., Results],
+    unsupported: Callable[..., str | None],
     *,
+    kernel: str | None = None,
     settings: tuple[str, ...] = (),
     differentiable: bool = True,
-) -> Callable[[Callable[..., Results]], CustomOpDef]:
-    """Registers what it decorates as `surgery::<name>`, with the arguments of `reference`, in their order.
+) -> CustomOpDef:
+    """Registers `surgery::<name>`, with the arguments of `reference`, in their order.
 
-    What is decorated is given a `Call` and then all arguments by name, and runs kernels or `call.reference()`.
+    It runs kernels, or the reference where none can run, and says so once.
 
     Args:
         reference: the operation in plain PyTorch; annotated, since the schema is read off its signature.
         outputs: the results, uninitialised, of the arguments by name; what tracing sees of the operation.
+        unsupported: of the arguments by name, why the kernel does not take them; None if it does.
+        kernel: the module whose `launches` are run, `<name>/kernel.py` by default; imported only then: it needs Triton.
         settings: arguments behind those of the reference that only kernels have a use for: optional integers.
         differentiable: gradients are those of the reference; else the caller registers others, or there are none.
     """
+    module = kernel or f"surgery.kernels.{name}.kernel"
     signature = inspect.signature(reference, eval_str=True)
     optional = inspect.Parameter("_", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=int | None)
     parameters = [*signature.parameters.values(), *(optional.replace(name=setting) for setting in settings)]
@@ -48,48 +53,26 @@ def operation(
         given = named(args, kwargs)
         return reference(**{name: value for name, value in given.items() if name not in settings})
 
-    def register(kernels: Callable[..., Results]) -> CustomOpDef:
-        def compute(*args: Any, **kwargs: Any) -> Results:
-            given = named(args, kwargs)
-            return kernels(Call(given, plain, outputs), **given)
-
-        compute.__signature__ = signature.replace(parameters=parameters)
-        schema = torch.library.infer_schema(compute, mutates_args=())
-        registered = torch.library.custom_op(f"surgery::{name}", compute, mutates_args=(), schema=schema)
-        registered.register_fake(lambda *args, **kwargs: outputs(**named(args, kwargs)))
-        if differentiable:
-            differentiate_by(registered, plain)
-        return registered
-
-    return register
-
-
-class Call:
-    """One call of an operation, its arguments by name."""
-
-    def __init__(
-        self, arguments: dict[str, Any], reference: Callable[..., Results], outputs: Callable[..., Results]
-    ) -> None:
-        self.arguments = arguments
-        self._reference, self._outputs = reference, outputs
-
-    def refusal(self) -> str | None:
-        """Why no kernel at all can run on these tensors; None if one can."""
-        return refusal(*(value for value in self.arguments.values() if isinstance(value, Tensor)))
-
-    def reference(self) -> Results:
-        """The results in plain PyTorch."""
-        return self._reference(**self.arguments)
-
-    def run(self, launches: Callable[..., list[Launch]]) -> Results:
-        """The results of the launches that these arguments and memory for `out` and `lse` are made into.
-
-        Tensors are handed over with the numbers of their last dimension side by side, copied where they are not.
-        """
-        out, lse = self._outputs(**self.arguments)
-        for launch in launches(**{name: side_by_side(each) for name, each in self.arguments.items()}, out=out, lse=lse):
+    def compute(*args: Any, **kwargs: Any) -> Results:
+        given = named(args, kwargs)
+        reason = refusal(*(value for value in given.values() if isinstance(value, Tensor))) or unsupported(**given)
+        if reason:
+            tell_once(name, reason)
+            return plain(**given)
+        out, lse = outputs(**given)
+        # Kernels take the numbers of a last dimension side by side.
+        given = {name: side_by_side(value) for name, value in given.items()}
+        for launch in import_module(module).launches(**given, out=out, lse=lse):
             launch.run()
         return out, lse
+
+    compute.__signature__ = signature.replace(parameters=parameters)
+    schema = torch.library.infer_schema(compute, mutates_args=())
+    registered = torch.library.custom_op(f"surgery::{name}", compute, mutates_args=(), schema=schema)
+    registered.register_fake(lambda *args, **kwargs: outputs(**named(args, kwargs)))
+    if differentiable:
+        differentiate_by(registered, plain)
+    return registered
 
 
 def side_by_side(value: Any) -> Any:
@@ -103,3 +86,9 @@ def attention_outputs(query: Tensor, width: int) -> Results:
     """Memory for out [B, T, H, width] in the dtype of query [B, T, H, ·], and for lse [B, T, H] in fp32 at least."""
     wide = torch.promote_types(query.dtype, torch.float32)
     return query.new_empty(*query.shape[:3], width), query.new_empty(query.shape[:3], dtype=wide)
+
+
+def prefill_outputs(query: Tensor, value: Tensor, **_: object) -> Results:
+    """Memory for out [B, T, H, v] and lse [B, H, T] of queries [B, H, T, ·] and values [B, G, S, v]."""
+    out, lse = attention_outputs(query.transpose(1, 2), value.shape[-1])
+    return out, lse.new_empty(query.shape[:3])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from surgery.kernels.backend import tell_once
 from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, check_pages, check_positive
 from surgery.kernels.gqa_decode.reference import grouped_query_attention
-from surgery.kernels.operation import Call, attention_outputs, operation
+from surgery.kernels.operation import attention_outputs, operation
 
 WIDEST = 1024
 """Bytes of a token's key or value, padded to a power of two, that a tile takes."""
@@ -61,21 +60,13 @@ def _outputs(query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]
     return attention_outputs(query, value.shape[-1])
 
 
-@operation("gqa_decode", grouped_query_attention, _outputs, settings=("splits",))
-def _gqa_decode(call: Call, key: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-    reason = call.refusal() or _unsupported(key, value)
-    if reason:
-        tell_once("gqa_decode", reason)
-        return call.reference()
-    from surgery.kernels.gqa_decode.kernel import launches
-
-    return call.run(launches)
-
-
-def _unsupported(key: Tensor, value: Tensor) -> str | None:
+def _unsupported(key: Tensor, value: Tensor, **_: object) -> str | None:
     for name, tensor in (("keys", key), ("values", value)):
         if tensor.stride(-1) != 1:
             return f"the numbers of a token's {name} do not lie side by side"
         if (1 << (tensor.shape[-1] - 1).bit_length()) * tensor.dtype.itemsize > WIDEST:
             return f"{name} of {tensor.shape[-1]} numbers in {tensor.dtype} are too wide"
     return None
+
+
+_gqa_decode = operation("gqa_decode", grouped_query_attention, _outputs, _unsupported, settings=("splits",))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surgery.kernels.backend import tell_once
 from surgery.kernels.checks import check_counts, check_heads, check_keys, check_positive
 from surgery.kernels.gqa_decode_quantized.reference import quantized_attention
-from surgery.kernels.operation import Call, attention_outputs, operation
+from surgery.kernels.operation import attention_outputs, operation
 from surgery.kernels.quantization import BITS
 
 
@@ -98,17 +97,6 @@ def _outputs(query: Tensor, value_codes: Tensor, **_: object) -> tuple[Tensor, T
     return attention_outputs(query, value_codes.shape[-1])
 
 
-@operation("gqa_decode_quantized", quantized_attention, _outputs, settings=("splits",))
-def _quantized(call: Call, **given: object) -> tuple[Tensor, Tensor]:
-    reason = call.refusal() or _unsupported(**given)
-    if reason:
-        tell_once("gqa_decode_quantized", reason)
-        return call.reference()
-    from surgery.kernels.gqa_decode_quantized.kernel import launches
-
-    return call.run(launches)
-
-
 def _unsupported(
     query: Tensor,
     key_codes: Tensor,
@@ -141,3 +129,6 @@ def _unsupported(
     if step_tokens(config_of(query, value_scale, format, group, keys), format, group, keys) is None:
         return f"keys in groups of {group} tokens"
     return None
+
+
+_quantized = operation("gqa_decode_quantized", quantized_attention, _outputs, _unsupported, settings=("splits",))

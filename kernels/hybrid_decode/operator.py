@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from surgery.kernels.backend import tell_once
 from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, check_positive, too_wide
 from surgery.kernels.hybrid_decode.reference import hybrid_attention
-from surgery.kernels.operation import Call, attention_outputs, operation
+from surgery.kernels.operation import attention_outputs, operation
 
 
 def hybrid_decode(
@@ -84,12 +83,8 @@ def _outputs(query: Tensor, full_value: Tensor, **_: object) -> tuple[Tensor, Te
     return attention_outputs(query, full_value.shape[-1])
 
 
-@operation("hybrid_decode", hybrid_attention, _outputs, settings=("splits",))
-def _hybrid_decode(call: Call, query: Tensor, full_value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-    reason = call.refusal() or too_wide(query, full_value)
-    if reason:
-        tell_once("hybrid_decode", reason)
-        return call.reference()
-    from surgery.kernels.hybrid_decode.kernel import launches
+def _unsupported(query: Tensor, full_value: Tensor, **_: object) -> str | None:
+    return too_wide(query, full_value)
 
-    return call.run(launches)
+
+_hybrid_decode = operation("hybrid_decode", hybrid_attention, _outputs, _unsupported, settings=("splits",))

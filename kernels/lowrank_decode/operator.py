@@ -30,9 +30,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from surgery.kernels.backend import tell_once
 from surgery.kernels.lowrank_decode.reference import STEP, lowrank_attention, rotation_tables
-from surgery.kernels.operation import Call, attention_outputs, operation
+from surgery.kernels.operation import attention_outputs, operation
 from surgery.kernels.quantization import BITS, group_size
 
 __all__ = ["lowrank_decode", "lowrank_decode_quantized", "rotation_tables"]
@@ -193,18 +192,6 @@ def _outputs(
     return out, lse.new_empty(lse.shape, dtype=torch.float32)
 
 
-@operation("lowrank_decode", lowrank_attention, _outputs)
-def lowrank_decode_op(call: Call, **given: object) -> tuple[Tensor, Tensor]:
-    """Both outputs side by side [B, T, H, r_v + v], and lse [B, T, H]; latents are codes where `bits` is not 0."""
-    reason = call.refusal() or _unsupported(**given)
-    if reason:
-        tell_once("lowrank_decode", reason)
-        return call.reference()
-    from surgery.kernels.lowrank_decode.launches import launches
-
-    return call.run(launches)
-
-
 def _unsupported(
     query: Tensor,
     latent: Tensor,
@@ -226,6 +213,12 @@ def _unsupported(
     if key_up.shape[-1] > 2048 or not query.shape[1] or not latent.shape[1]:
         return f"latents {list(latent.shape)} of which a key reads {key_up.shape[-1]}"
     return None
+
+
+lowrank_decode_op = operation(
+    "lowrank_decode", lowrank_attention, _outputs, _unsupported, kernel="surgery.kernels.lowrank_decode.launches"
+)
+"""Both outputs side by side [B, T, H, r_v + v], and lse [B, T, H]; latents are codes where `bits` is not 0."""
 
 
 def _check(query: Tensor, latent: Tensor, key_up: Tensor, options: dict) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from surgery.kernels.backend import tell_once
 from surgery.kernels.checks import check_counts, check_dtypes, check_pages, check_positive
 from surgery.kernels.mla_decode.reference import ragged_latent_attention
-from surgery.kernels.operation import Call, attention_outputs, operation
+from surgery.kernels.operation import attention_outputs, operation
 
 
 def mla_decode(
@@ -78,20 +77,12 @@ def _outputs(query: Tensor, latent: Tensor, **_: object) -> tuple[Tensor, Tensor
     return attention_outputs(query, latent.shape[-1])
 
 
-@operation("mla_decode", ragged_latent_attention, _outputs)
-def _mla_decode(call: Call, **given: object) -> tuple[Tensor, Tensor]:
-    reason = call.refusal() or unsupported(given)
-    if reason:
-        tell_once("mla_decode", reason)
-        return call.reference()
-    from surgery.kernels.mla_decode.kernel import launches
-
-    return call.run(launches)
-
-
-def unsupported(given: dict[str, object]) -> str | None:
+def unsupported(**given: object) -> str | None:
     """Why the kernel does not take these tensors, which are in order otherwise."""
     for tensor in given.values():
         if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             return "the last dimension of a tensor is not contiguous"
     return None
+
+
+_mla_decode = operation("mla_decode", ragged_latent_attention, _outputs, unsupported)

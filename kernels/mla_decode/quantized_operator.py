@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surgery.kernels.backend import tell_once
 from surgery.kernels.checks import check_counts, check_positive
 from surgery.kernels.mla_decode.operator import check_gain, unsupported
 from surgery.kernels.mla_decode.quantized_reference import quantized_latent_attention
-from surgery.kernels.operation import Call, attention_outputs, operation
+from surgery.kernels.operation import attention_outputs, operation
 from surgery.kernels.quantization import BITS
 
 
@@ -100,17 +99,19 @@ def _outputs(query: Tensor, codes: Tensor, **_: object) -> tuple[Tensor, Tensor]
     return attention_outputs(query, codes.shape[-1])
 
 
-@operation("mla_decode_quantized", quantized_latent_attention, _outputs)
-def _mla_decode_quantized(
-    call: Call, query: Tensor, codes: Tensor, group: int, by_channel: bool, **_: object
-) -> tuple[Tensor, Tensor]:
-    reason = call.refusal() or unsupported(call.arguments)
-    if not reason:
-        from surgery.kernels.mla_decode import quantized_kernel as kernel
+def _unsupported(query: Tensor, codes: Tensor, group: int, by_channel: bool, **others: object) -> str | None:
+    from surgery.kernels.mla_decode import quantized_kernel
 
-        if query.device.type == "cuda":
-            reason = kernel.unsupported(codes.shape[-1], group, by_channel, query.dtype)
-    if reason:
-        tell_once("mla_decode_quantized", reason)
-        return call.reference()
-    return call.run(kernel.launches)
+    reason = unsupported(query=query, codes=codes, **others)
+    if reason or query.device.type != "cuda":
+        return reason
+    return quantized_kernel.unsupported(codes.shape[-1], group, by_channel, query.dtype)
+
+
+_mla_decode_quantized = operation(
+    "mla_decode_quantized",
+    quantized_latent_attention,
+    _outputs,
+    _unsupported,
+    kernel="surgery.kernels.mla_decode.quantized_kernel",
+)

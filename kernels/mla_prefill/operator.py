@@ -10,7 +10,7 @@ from torch import Tensor
 from surgery.kernels.backend import refusal, tell_once
 from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, too_wide
 from surgery.kernels.mla_prefill.reference import document_bounds, prefill_attention, prefill_gradients
-from surgery.kernels.operation import Call, attention_outputs, operation, side_by_side
+from surgery.kernels.operation import operation, prefill_outputs, side_by_side
 
 
 def mla_prefill(
@@ -72,20 +72,7 @@ def mla_prefill(
     return _mla_prefill(query, key, value, float(scale), causal, window, starts, lengths, bounds, offsets)
 
 
-def _outputs(query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-    out, lse = attention_outputs(query.transpose(1, 2), value.shape[-1])
-    return out, lse.new_empty(query.shape[:3])
-
-
-@operation("mla_prefill", prefill_attention, _outputs, differentiable=False)
-def _mla_prefill(call: Call, query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-    reason = call.refusal() or too_wide(query, value)
-    if reason:
-        tell_once("mla_prefill", reason)
-        return call.reference()
-    from surgery.kernels.mla_prefill.kernel import launches
-
-    return call.run(launches)
+_mla_prefill = operation("mla_prefill", prefill_attention, prefill_outputs, too_wide, differentiable=False)
 
 
 @torch.library.custom_op("surgery::mla_prefill_backward", mutates_args=())

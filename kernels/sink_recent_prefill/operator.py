@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from surgery.kernels.backend import tell_once
 from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, too_wide
-from surgery.kernels.operation import Call, attention_outputs, operation
+from surgery.kernels.operation import operation, prefill_outputs
 from surgery.kernels.sink_recent_prefill.reference import sink_recent_attention
 
 
@@ -55,17 +54,4 @@ def sink_recent_prefill(
     return _sink_recent_prefill(query, key, value, scale, sinks, recent, starts)
 
 
-def _outputs(query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-    out, lse = attention_outputs(query.transpose(1, 2), value.shape[-1])
-    return out, lse.new_empty(query.shape[:3])
-
-
-@operation("sink_recent_prefill", sink_recent_attention, _outputs)
-def _sink_recent_prefill(call: Call, query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-    reason = call.refusal() or too_wide(query, value)
-    if reason:
-        tell_once("sink_recent_prefill", reason)
-        return call.reference()
-    from surgery.kernels.sink_recent_prefill.kernel import launches
-
-    return call.run(launches)
+_sink_recent_prefill = operation("sink_recent_prefill", sink_recent_attention, prefill_outputs, too_wide)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from kernel_checks import only_kernels
 from own_models import (
     FULL_ATTENTION,
     KINDS,
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, S
 from surgery.acceleration import accelerate, decelerate
 from surgery.acceleration.accelerate import STATE
 from surgery.kernels import backend
+from surgery.kernels.launch import Launch
 from surgery.model import SurgeryConfig, SurgeryForCausalLM, quantized_cache
 
 SLOW = pytest.mark.slow
@@ -70,14 +72,6 @@ def calls(monkeypatch):
     """How often each operator ran as a kernel: a fallback to its reference would pass every comparison."""
     counted = {}
 
-    def told(operation, reason):
-        raise AssertionError(f"{operation} fell back: {reason}")
-
-    for name in ("mla_decode", "gqa_decode", "lowrank_decode", "hybrid_decode", "sink_recent_prefill"):
-        module = __import__(f"surgery.kernels.{name}.operator", fromlist=["operator"])
-        monkeypatch.setattr(module, "tell_once", told)
-    from surgery.kernels.launch import Launch
-
     run = Launch.run
 
     def counting(launch):
@@ -86,7 +80,8 @@ def calls(monkeypatch):
         run(launch)
 
     monkeypatch.setattr(Launch, "run", counting)
-    return counted
+    with only_kernels():
+        yield counted
 
 
 def deepseek(**overrides):

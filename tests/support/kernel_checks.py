@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -36,6 +39,18 @@ def assert_close(name: str, got: Tensor, expected: Tensor, *, units: float = 4.0
         error = relative_error(got[finite], expected[finite])
         most = max(units * EPSILON[got.dtype], 2e-6)
         assert error <= most, f"{name}: relative error {error:.2e}, at most {most:.2e}"
+
+
+@contextmanager
+def only_kernels() -> Iterator[None]:
+    """Within it, an operation fails where it would run as its reference, which would pass every comparison."""
+
+    def fail(operation: str, reason: str) -> None:
+        pytest.fail(f"{operation} would have run in plain PyTorch: {reason}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("surgery.kernels.operation.tell_once", fail)
+        yield
 
 
 def compiled(cases: str, capabilities: tuple[int, ...] = (80, 90)) -> dict[str, dict[str, dict]]:
