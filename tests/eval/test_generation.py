@@ -4,10 +4,10 @@ import dataclasses
 import json
 import logging
 import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
+from sessions import Bars
 from tiny_models import DEMO
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,22 +18,6 @@ from surgery.eval.tasks.generate import GenerateTask
 from surgery.running.processes import Processes
 
 PROMPTS = [[1, 40, 7, 300], [1], [9, 9, 12], list(range(5, 30)), [1, 2, 77], [1, 55, 56, 57, 58, 3000], [800, 4000]]
-
-
-class Bars:
-    """Remembers what was shown."""
-
-    def __init__(self):
-        self.phases = []
-
-    @contextmanager
-    def phase(self, name, total, unit="item"):
-        phase = {"name": name, "total": total, "unit": unit, "done": 0}
-        self.phases.append(phase)
-        yield lambda count=1: phase.update(done=phase["done"] + count)
-
-    def note(self, text):
-        pass
 
 
 @pytest.fixture

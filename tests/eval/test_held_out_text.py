@@ -1,16 +1,10 @@
 import pytest
 import torch
-from tiny_models import DEMO, HELD_OUT
-from transformers import AutoTokenizer
+from tiny_models import HELD_OUT
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.held_out_text import Document, held_out_text
 from surgery.eval.sequences import random_windows, tokenize
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO)
 
 
 def test_windows_are_those_of_the_whole_text(tokenizer):

@@ -6,10 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
+from sessions import Bars
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("lm_eval")
@@ -73,25 +73,6 @@ def length(doc, results):
     return {"length": sum(map(ord, results[0]))}
 """
 DOCUMENTS = 8
-
-
-class Bars:
-    """Counts what it is told."""
-
-    def __init__(self):
-        self.advanced, self.total = 0, 0
-
-    @contextmanager
-    def phase(self, name, total, unit="item"):
-        self.total += total
-
-        def advance(count=1):
-            self.advanced += count
-
-        yield advance
-
-    def note(self, text):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +176,8 @@ def test_a_single_task(folder, loaded):
     assert result["metrics"]["acc"]["value"] * DOCUMENTS == round(result["metrics"]["acc"]["value"] * DOCUMENTS)
     assert result["metrics"]["acc"]["stderr"] >= 0 and result["metrics"]["acc"]["higher_is_better"] is True
     assert (result["n_samples"], result["n_shot"], result["versions"]) == (DOCUMENTS, 2, {"user_choice": 3})
-    assert bars_of.progress.advanced == bars_of.progress.total == 3 * DOCUMENTS
+    shown = [[phase[key] for phase in bars_of.progress.phases] for key in ("done", "total")]
+    assert sum(shown[0]) == sum(shown[1]) == 3 * DOCUMENTS
     assert json.loads(json.dumps(result, allow_nan=False)) == result
 
 

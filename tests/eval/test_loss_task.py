@@ -4,32 +4,21 @@ import math
 
 import pytest
 import torch
-from tiny_models import DEMO, FAMILIES, HELD_OUT
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from sessions import session
+from tiny_models import FAMILIES, HELD_OUT
+from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
-from surgery.common.progress import Progress
 from surgery.eval.held_out_text import Document, held_out_text
 from surgery.eval.loss import LogitReader
-from surgery.eval.session import Session
 from surgery.eval.tasks.loss import LossTask, position_buckets
 from surgery.eval.token_losses import divergence, losses_through_cache
-from surgery.running.processes import Processes
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO)
 
 
 @pytest.fixture(scope="module")
 def text(tokenizer):
     content = HELD_OUT.read_text(encoding="utf-8")
     return held_out_text(tokenizer, [Document(content, ((0, "first"), (40_000, "second")))], 5, 40, seed=0)
-
-
-def session(tokenizer, **options):
-    return Session(tokenizer, Processes(), Progress(silent=True), **{"batch_size": 2, **options})
 
 
 def load(path):
@@ -39,7 +28,7 @@ def load(path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_transformers_own_loss_in_one_forward_and_through_the_cache(checkpoints, tokenizer, text, family):
     model = load(checkpoints(family))
-    found = LossTask(text, decoded=9).run(model, session(tokenizer), None)
+    found = LossTask(text, decoded=9).run(model, session(tokenizer, batch_size=2), None)
     with torch.no_grad():
         expected = [model(row[None], labels=row[None], use_cache=False).loss.item() for row in text.tokens]
     assert found["per_sequence"] == pytest.approx(expected, abs=1e-5)
@@ -49,7 +38,7 @@ def test_equals_transformers_own_loss_in_one_forward_and_through_the_cache(check
 
 
 def test_parts_add_up(checkpoints, tokenizer, text):
-    found = LossTask(text, decoded=0).run(load(checkpoints("llama")), session(tokenizer), None)
+    found = LossTask(text, decoded=0).run(load(checkpoints("llama")), session(tokenizer, batch_size=2), None)
     assert found["cached"] is None and found["divergence"] is None
     for parts in (list(found["by_source"].values()), found["by_position"]):
         assert sum(part["tokens"] for part in parts) == found["tokens"] == 5 * 39
@@ -60,10 +49,10 @@ def test_parts_add_up(checkpoints, tokenizer, text):
 
 def test_divergence_from_the_baseline(checkpoints, tokenizer, text):
     task, one, other = LossTask(text, decoded=0), load(checkpoints("llama")), load(checkpoints("mistral"))
-    kept = task.keep(one, session(tokenizer))
-    same = task.run(one, session(tokenizer), kept)["divergence"]
+    kept = task.keep(one, session(tokenizer, batch_size=2))
+    same = task.run(one, session(tokenizer, batch_size=2), kept)["divergence"]
     assert same["kl"] == pytest.approx(0, abs=1e-6) and same["top1_agreement"] == 1
-    found = task.run(other, session(tokenizer), kept)["divergence"]
+    found = task.run(other, session(tokenizer, batch_size=2), kept)["divergence"]
     with torch.no_grad():
         p, q = (model(text.tokens, use_cache=False).logits[:, :-1].double().log_softmax(-1) for model in (one, other))
     assert found["kl_per_sequence"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean(1).tolist(), rel=1e-4)
@@ -91,14 +80,14 @@ def test_a_wrong_cache_shows(checkpoints, tokenizer, text, monkeypatch):
         return keys, values * (1 if keys.shape[-2] < 35 else 0)
 
     monkeypatch.setattr(DynamicLayer, "update", forgetful)
-    found = LossTask(text, decoded=9).run(load(checkpoints("llama")), session(tokenizer), None)
+    found = LossTask(text, decoded=9).run(load(checkpoints("llama")), session(tokenizer, batch_size=2), None)
     assert found["cached"]["largest_difference"] > 0.01
 
 
 def test_limit_takes_the_first_windows(checkpoints, tokenizer, text):
     model = load(checkpoints("llama"))
-    every = LossTask(text, 5).run(model, session(tokenizer), None)
-    first = LossTask(text, 5).run(model, session(tokenizer, limit=2), None)
+    every = LossTask(text, 5).run(model, session(tokenizer, batch_size=2), None)
+    first = LossTask(text, 5).run(model, session(tokenizer, batch_size=2, limit=2), None)
     assert first["sequences"] == 2 and first["per_sequence"] == pytest.approx(every["per_sequence"][:2], abs=1e-6)
 
 

@@ -4,36 +4,25 @@ import re
 import pytest
 import torch
 from copying_model import CopyingModel
-from tiny_models import CONFIGS, DEMO, HELD_OUT
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from sessions import session
+from tiny_models import CONFIGS, HELD_OUT
+from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
-from surgery.common.progress import Progress
 from surgery.eval.haystack import python_reference
 from surgery.eval.needle import ANSWER_TOKENS, NeedleHaystack, default_lengths, needle_prompts
 from surgery.eval.recall import QUESTION, fact_line, recall_accuracy, recall_prompts
 from surgery.eval.ruler.domain import DOMAINS
 from surgery.eval.sequences import tokenize
-from surgery.eval.session import Session
 from surgery.eval.tasks.needle import NeedleTask
-from surgery.running.processes import Processes
 
 SOURCE = HELD_OUT.read_text(encoding="utf-8")[:40_000]
 TEXTS = {"text": python_reference()[:40_000], "code": SOURCE}
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO)
-
-
-@pytest.fixture(scope="module")
 def haystacks(tokenizer):
     return {name: NeedleHaystack(tokenizer, domain, TEXTS[name]) for name, domain in DOMAINS.items()}
-
-
-def session(tokenizer, **options):
-    return Session(tokenizer, Processes(), Progress(silent=True), **options)
 
 
 @pytest.mark.parametrize("domain", DOMAINS)

@@ -6,29 +6,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from copying_model import CopyingModel
-from tiny_models import DEMO, HELD_OUT
-from transformers import AutoTokenizer
+from sessions import session
+from tiny_models import HELD_OUT
 
 import surgery.eval.tasks.ruler as ruler_task
 from surgery.common.errors import SurgeryError
-from surgery.common.progress import Progress
 from surgery.eval.haystack import python_reference
 from surgery.eval.recall import FACT, NAMES, QUESTION
 from surgery.eval.ruler.domain import CODE, DOMAINS, TEXT
 from surgery.eval.ruler.niah import DEPTHS
 from surgery.eval.ruler.sample import Sample
 from surgery.eval.ruler.suite import TASKS, build
-from surgery.eval.session import Session
 from surgery.eval.tasks.ruler import RulerTask
-from surgery.running.processes import Processes
 
 LENGTH = 1536
 SOURCE = HELD_OUT.read_text(encoding="utf-8")[:60_000]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO)
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +40,6 @@ def samples(tokenizer, haystacks):
         return made[key]
 
     return get
-
-
-def session(tokenizer, **options):
-    return Session(tokenizer, Processes(), Progress(silent=True), **options)
 
 
 EVERY = pytest.mark.parametrize("domain,task", [(domain, task) for domain in DOMAINS for task in TASKS])

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState
 from processes import Fork
 from safetensors.torch import load_file
 
+from surgery.training import loop
 from surgery.training.heal import heal
 from surgery.training.settings import HealSettings
 
@@ -53,6 +58,21 @@ def heal_here(values: dict) -> dict:
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
+
+
+@contextmanager
+def stopped_after(step: int) -> Iterator[None]:
+    """A healing within it is told to end, as by a scheduler, when it has reported that step."""
+    report = loop.Loop._report
+
+    def report_and_stop(self, *arguments):
+        report(self, *arguments)
+        if self.at.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Loop, "_report", report_and_stop)
+        yield
 
 
 def forked(command: list[str], environment: dict[str, str]) -> int:

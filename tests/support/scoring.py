@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from sessions import Bars
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.heads.journal import Journal
@@ -15,25 +15,6 @@ from surgery.heads.settings import HeadSettings
 from surgery.running.processes import Processes
 
 SHAPE = {"sinks": 4, "recent": 12, "length": 96, "facts": 1}
-
-
-class Silence:
-    """Counts what was done in the last phase, and keeps the notes."""
-
-    def __init__(self):
-        self.done, self.notes = 0, []
-
-    @contextmanager
-    def phase(self, name, total, unit="item"):
-        self.done = 0
-
-        def advance(count=1):
-            self.done += count
-
-        yield advance
-
-    def note(self, text):
-        self.notes.append(text)
 
 
 def scoring_session(checkpoint: Path, journal: Journal | None = None, processes=None, **settings) -> ScoringSession:
@@ -55,6 +36,6 @@ def scoring_session(checkpoint: Path, journal: Journal | None = None, processes=
         needles,
         asked.seed,
         processes or Processes(cpu=True),
-        Silence(),
+        Bars(),
         journal or Journal(None, {}),
     )

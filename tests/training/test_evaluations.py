@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from healing import heal_here, heal_settings, log_of, losses_of, settings_file
+from healing import heal_here, heal_settings, log_of, losses_of, settings_file, stopped_after
 from safetensors.torch import load_file, save_file
-from tiny_models import DEMO, HELD_OUT, make_checkpoint
+from tiny_models import DEMO, HELD_OUT
 
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
@@ -29,16 +28,6 @@ from surgery.training.settings import EVALUATIONS, HealSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 EVALUATED = {"evaluate_every": 2, "evaluate_limit": 3, "length": 96, "max_steps": 5}
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("teacher"), "llama")
-
-
-@pytest.fixture(scope="module")
-def student(tmp_path_factory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("student"), "llama", seed=1)
 
 
 @pytest.fixture
@@ -115,20 +104,11 @@ def test_a_training_does_not_notice(settings, others):
     assert same_weights(measured, without)
 
 
-def test_a_resumed_run_has_the_same_evaluations(settings, monkeypatch):
+def test_a_resumed_run_has_the_same_evaluations(settings):
     whole, parts = settings(name="whole"), settings(name="parts", save_every=None)
     facts = heal_here(whole)
-    real = loop.Loop._report
-
-    def stop_after_two(self, *arguments):
-        real(self, *arguments)
-        if self.at.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(loop.Loop, "_report", stop_after_two)
-    with pytest.raises(Interrupted):
+    with stopped_after(2), pytest.raises(Interrupted):
         heal_here(parts)
-    monkeypatch.undo()
     resumed = heal_here(parts)
     assert [entry["step"] for entry in resumed["evaluations"]] == [0, 2, 4, 5]
     assert resumed["evaluations"] == facts["evaluations"]

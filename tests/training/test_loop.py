@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from healing import heal_here, heal_settings, log_of, losses_of, settings_file
+from healing import heal_here, heal_settings, log_of, losses_of, settings_file, stopped_after
 from own_models import lossless_low_rank, lossless_model, tiny_source
 from safetensors.torch import load_file
 from tiny_models import make_checkpoint
@@ -18,17 +18,6 @@ from surgery.training import guards, loop
 from surgery.training.guards import Interrupted, SpikeGuard, knobs, memory_errors
 from surgery.training.heal import main
 from surgery.training.settings import HealSettings
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("teacher"), "llama")
-
-
-@pytest.fixture(scope="module")
-def student(tmp_path_factory) -> Path:
-    """The teacher's shape with other weights."""
-    return make_checkpoint(tmp_path_factory.mktemp("student"), "llama", seed=1)
 
 
 @pytest.fixture
@@ -77,24 +66,16 @@ def test_equal_seeds_give_equal_runs(settings):
     assert losses_of(runs[0]) == losses_of(runs[1]) != losses_of(runs[2])
 
 
-def test_a_resumed_run_goes_on_exactly(settings, monkeypatch):
+def test_a_resumed_run_goes_on_exactly(settings):
     whole, parts = settings(name="whole"), settings(name="parts")
     heal_here(whole)
-    real = loop.Loop._report
-
-    def stop_after_three(self, *arguments):
-        real(self, *arguments)
-        if self.at.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(loop.Loop, "_report", stop_after_three)
-    with pytest.raises(Interrupted, match=r"signal 15 after step 3; saved in .*run the same command") as stopped:
+    message = r"signal 15 after step 3; saved in .*run the same command"
+    with stopped_after(3), pytest.raises(Interrupted, match=message) as stopped:
         heal_here(parts)
     assert stopped.value.code == 143
     assert log_of(parts, "stop", finished=False)[0]["step"] == 3
     assert not Path(parts["out"]).exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    monkeypatch.undo()
     facts = heal_here(parts)
     assert facts["steps"] == 6
     assert losses_of(parts) == losses_of(whole)

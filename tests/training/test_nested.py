@@ -1,14 +1,13 @@
 """Nested ranks: what trains is what a slice computes, draws follow from the step, factors stay orthonormal."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from healing import heal_here, heal_settings, log_of, losses_of, settings_file
+from healing import heal_here, heal_settings, log_of, losses_of, settings_file, stopped_after
 from own_models import KINDS, lossless_low_rank, low_rank_entry, tiny_source
 from own_models import tokens as random_tokens
 from safetensors.torch import load_file
@@ -19,7 +18,6 @@ from surgery.architectures.sliced import LatentModel, sliced_tensors
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
-from surgery.training import loop
 from surgery.training.guards import Interrupted
 from surgery.training.nested import NestedRanks, kept_rank
 from surgery.training.orthogonal import OrthogonalFactors
@@ -292,20 +290,11 @@ def test_the_slices_loss_is_that_of_the_sliced_checkpoint(settings, models, tmp_
     assert facts["held_out"]["first"]["cross_entropy_at_0.5"] == pytest.approx(found["cross_entropy"], rel=1e-5)
 
 
-def test_a_resumed_run_draws_what_it_would_have(settings, monkeypatch):
+def test_a_resumed_run_draws_what_it_would_have(settings):
     whole, parts = (settings(name=name, orthogonal=True, max_steps=5) for name in ("whole", "parts"))
     heal_here(whole)
-    real = loop.Loop._report
-
-    def stop_after_three(self, *arguments):
-        real(self, *arguments)
-        if self.at.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(loop.Loop, "_report", stop_after_three)
-    with pytest.raises(Interrupted):
+    with stopped_after(3), pytest.raises(Interrupted):
         heal_here(parts)
-    monkeypatch.undo()
     with pytest.raises(SurgeryError, match=r"was made with nested_ranks \[1.0, 0.5, 0.25\], not"):
         heal_here(parts | {"nested_ranks": [], "orthogonal": False})
     heal_here(parts)

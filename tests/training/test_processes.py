@@ -11,7 +11,6 @@ import torch
 from healing import heal_here, heal_settings, log_of, losses_of, same_results, settings_file
 from processes import ROOT, Fork, two_forks
 from safetensors.torch import load_file
-from tiny_models import make_checkpoint
 
 HEAL = ["-m", "surgery.training.heal", "--config"]
 KILLED_AT_STEP_9 = """
@@ -29,16 +28,6 @@ RunLog.write = last_write
 runpy.run_module("surgery.training.heal", run_name="__main__", alter_sys=True)
 """
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("teacher"), "llama")
-
-
-@pytest.fixture(scope="module")
-def student(tmp_path_factory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("student"), "llama", seed=1)
 
 
 @pytest.fixture
