@@ -158,6 +158,8 @@ def test_a_program_registers_without_a_package():
             surgery.register_scorer("duo", lambda session: None)
         with pytest.raises(SurgeryError, match="cannot be added: choose lowrank, gqa"):
             surgery.register_method("mla", "mine", None)
+        with pytest.raises(SurgeryError, match=r"method .mine. is a function: wrap it, .*low_rank_methods.Method"):
+            surgery.register_method("lowrank", "mine", lambda block, rank: None)
     finally:
         from surgery.common import plugins
 

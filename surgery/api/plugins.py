@@ -48,11 +48,14 @@ def register_method(structure: str, name: str, method: Any) -> None:
         method: a :class:`surgery.transforms.low_rank_methods.Method` or :class:`surgery.transforms.kv_heads.Method`.
 
     Raises:
-        SurgeryError: another structure, whose methods are not alike enough to be told by a few functions.
+        SurgeryError: another structure, whose methods are not alike enough to be told by a few functions; or no Method.
     """
     from surgery.transforms import kv_heads, low_rank_methods
 
-    methods = {"lowrank": low_rank_methods.METHODS, "gqa": kv_heads.METHODS}
-    if structure not in methods:
-        raise SurgeryError(f"methods of {structure!r} cannot be added: choose {', '.join(methods)}")
-    methods[structure].register(name, method)
+    modules = {"lowrank": low_rank_methods, "gqa": kv_heads}
+    if structure not in modules:
+        raise SurgeryError(f"methods of {structure!r} cannot be added: choose {', '.join(modules)}")
+    module = modules[structure]
+    if not isinstance(method, module.Method):
+        raise SurgeryError(f"method {name!r} is a {type(method).__name__}: wrap it, {module.__name__}.Method(...)")
+    module.METHODS.register(name, method)
