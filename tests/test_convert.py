@@ -270,3 +270,12 @@ def test_a_wrong_tensor_is_caught_before_the_output_gets_its_name(checkpoints, t
 def test_stock_is_refused_by_name_where_it_cannot_be(checkpoints, tmp_path):
     with pytest.raises(SurgeryError, match="q/k-norm"):
         converter.convert(checkpoints("qwen3"), tmp_path / "out", ConvertSettings(**QUICK, carrier="stock"))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_layers_that_run_in_bfloat16_are_measured_in_float32(checkpoints, tmp_path, name):
+    """Biases and key norms; moments of 16-bit products have no inverse."""
+    text = {"calibration": str(HELD_OUT), "calibration_tokens": 512, "calibration_length": 64, "fit_steps": 1}
+    settings = ConvertSettings(**{**QUICK, **text}, dtype="bfloat16")
+    report = converter.convert(checkpoints(name), tmp_path / "out", settings).report
+    assert all(torch.isfinite(torch.tensor(row["loss"])) for row in report.ladder if row.get("loss") is not None)

@@ -132,9 +132,10 @@ class MomentAccumulator:
             self.gradient += _gram(gradient)
             self._rows.append(self._hold(rows))
             self._gradients.append(self._hold(gradient))
-            self._outputs.append(self._hold(output.detach().flatten(0, 1)))
-            self._output_gradients.append(self._hold(output.grad.flatten(0, 1)))
-            self.output_gradient += _gram(output.grad.flatten(0, 1))
+            output_gradient = _wide(output.grad.flatten(0, 1))
+            self._outputs.append(self._hold(_wide(output.detach().flatten(0, 1))))
+            self._output_gradients.append(self._hold(output_gradient))
+            self.output_gradient += _gram(output_gradient)
             if self.raw_gradient is not None:
                 raw = _rows(raw_key_gradient(k, k_grad, projection.key_gain.detach(), self._key_norm.weight), v_grad)
                 self.raw_gradient += _gram(raw)
@@ -238,7 +239,7 @@ def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor) -> LagStati
     for sequence in inputs:
         x = sequence[None].to(device, dtype)
         projection = anatomy.project(x)
-        weights = attention_weights(anatomy, projection)[0]  # [H, T, T]
+        weights = _wide(attention_weights(anatomy, projection)[0])  # [H, T, T]
         # Denormal numbers make matrix products ten times slower on CPUs, and count for nothing.
         weights.masked_fill_(weights < 1e-20, 0)
         k = to_complex(projection.k[0])
@@ -260,7 +261,12 @@ def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor) -> LagStati
 
 def _rows(keys: Tensor, values: Tensor) -> Tensor:
     """``z`` or gradients at it, one row a token: [B T, n] of [B, T, G, ·] each."""
-    return torch.cat([keys.flatten(2), values.flatten(2)], dim=-1).flatten(0, 1)
+    return _wide(torch.cat([keys.flatten(2), values.flatten(2)], dim=-1).flatten(0, 1))
+
+
+def _wide(rows: Tensor) -> Tensor:
+    """In float32 at least: moments of 16-bit products may be of no inverse."""
+    return rows.float() if rows.itemsize < 4 else rows
 
 
 def _gram(rows: Tensor) -> Tensor:

@@ -379,7 +379,7 @@ def _turned(x: Tensor, phase: Tensor) -> Tensor:
     if not rotated:
         return x
     content, rope = x.split([x.shape[-1] - rotated, rotated], dim=-1)
-    rope = to_real(to_complex(rope) * phase)
+    rope = to_real(to_complex(rope) * phase).to(x)
     return torch.cat([content, rope], dim=-1) if content.shape[-1] else rope
 
 
