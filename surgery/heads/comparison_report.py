@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from surgery.common.human import with_perplexity
 from surgery.common.tables.markdown import render
 from surgery.common.tables.table import Column, Table
 
@@ -117,12 +118,12 @@ def _measured(measured: dict[str, Any]) -> str:
     ratios = {f"{100 * p['share']:.3g}%": p["kv_ratio"] for p in measured["points"] if p["name"] == first}
     header, recall = curve_table(measured, "recall")
     _, loss = curve_table(measured, "loss")
-    kv = ["KV bytes", *(f"{100 * ratios[share]:.1f}%" for share in header[1:])]
+    kv, source = ["KV bytes", *(f"{100 * ratios[share]:.1f}%" for share in header[1:])], measured["source"]
     about = (
         f"{measured['checkpoint']} with its lowest heads streaming, {measured['sinks']} sinks and {measured['recent']} "
         f"recent tokens, at {measured['length']:,} tokens ({measured['windows']} held-out windows, "
-        f"{measured['prompts']} recall prompts). Source: loss {measured['source']['loss']:.4f}, recall "
-        f"{measured['source']['recall']:.2f}. The KV bytes are those of a hybrid cache at that length."
+        f"{measured['prompts']} recall prompts). Source: loss {with_perplexity(source['loss'])} nats per token "
+        f"(perplexity), recall {source['recall']:.2f}. The KV bytes are those of a hybrid cache at that length."
     )
     return "\n\n".join(
         [
