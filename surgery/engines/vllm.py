@@ -51,8 +51,9 @@ def cuda(facts: Facts, path: str) -> Verdict:
     reason = f"{checked}, and r + rope is {facts.width}, not {FAST_WIDTH}"
     # Conversions keep half of the bytes or less, so the source of one that is wider than 288 caches more than 576.
     within = FAST_WIDTH // 2 < facts.width < FAST_WIDTH and not facts.real_experts
-    remedy = f"convert with --kv-lora-rank {FAST_WIDTH - FAST_ROPE} --rope-dim {FAST_ROPE}" if within else None
-    return Verdict(**said, status=NOT_TRIED, command=command, reason=reason, remedy=remedy)
+    # Not a remedy: those are of results that are refused to `convert --engine vllm`.
+    reason += f"; --kv-lora-rank {FAST_WIDTH - FAST_ROPE} --rope-dim {FAST_ROPE} makes it so" * within
+    return Verdict(**said, status=NOT_TRIED, command=command, reason=reason)
 
 
 def cpu(facts: Facts, path: str) -> Verdict:
