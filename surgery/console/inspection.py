@@ -11,8 +11,8 @@ from surgery.common.tables.table import Column
 from surgery.console.bench import show_speed
 from surgery.console.conversion import class_and_why
 from surgery.console.page import make_table, new_page, plain, print_json
-from surgery.console.verdicts import show_next
-from surgery.engines import LOADS, LOADS_WITH, spoken
+from surgery.console.verdicts import ran, show_next
+from surgery.engines import spoken
 from surgery.families import LATENT_FAMILIES
 
 
@@ -76,7 +76,7 @@ def _show_targets(page: Console, inspection) -> None:
             refused.append(f"{name}: does not apply, {'; '.join(target['reasons'])}")
             continue
         held = f"{per_token(target['kv_bytes_per_token'])}, {share(target['kv_ratio'])}"
-        loads = [engine for engine, row in target["engines"].items() if row["status"] in (LOADS, LOADS_WITH)]
+        loads = [engine for engine, row in target["engines"].items() if ran(row)]
         for engine in loads:
             least = smallest.setdefault(engine, target)
             if target["kv_ratio"] < least["kv_ratio"]:

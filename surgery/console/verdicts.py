@@ -38,10 +38,19 @@ def of_healing(healing: dict[str, Any]) -> str | None:
 def where_it_loads(engines: Mapping[str, Any]) -> str:
     """Of a report's table of engines; those that refuse it are named too."""
     verdicts = {engine: said["status"] for engine, said in engines.items() if not isinstance(said, str)}
-    loads = [engine for engine, status in verdicts.items() if status in (LOADS, LOADS_WITH)]
+    loads = [
+        engine if ran(engines[engine]) else f"{engine} (by its own check, not run)"
+        for engine, status in verdicts.items()
+        if status in (LOADS, LOADS_WITH)
+    ]
     refuse = [engine for engine, status in verdicts.items() if status == "refused"]
     told = f"loads in {', '.join(loads)}" if loads else "no engine is known to load it"
     return f"{told}; refused by {', '.join(refuse)}" if refuse else told
+
+
+def ran(verdict: Mapping[str, Any]) -> bool:
+    """Whether a yes is that of a test, not of the engine's own check."""
+    return verdict["status"] in (LOADS, LOADS_WITH) and verdict["reason"].startswith("ran in")
 
 
 def show_next(page: Console, commands: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ heads only, on the CPU its MLA kernel is built for 576 numbers per token.
 from __future__ import annotations
 
 from surgery.engines.facts import DECILM, MLA, OWN, Facts
-from surgery.engines.limits import FAST_WIDTH
+from surgery.engines.limits import FAST_ROPE, FAST_WIDTH
 from surgery.engines.trials import VLLM_CHECKED, VLLM_CPU, VLLM_MLA_HEADS, VLLM_PLUGIN
 from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict
 
@@ -27,7 +27,7 @@ def cuda(facts: Facts, path: str) -> Verdict:
         return _plugin(facts, path, said)
     obstacle = _obstacle(facts)
     if obstacle is None and facts.structure == MLA and facts.head_sizes not in VLLM_MLA_HEADS:
-        obstacle = f"its prefill takes heads of {facts.head_sizes} (nope, rope, value) on no such GPU"
+        obstacle = f"its prefill takes heads of {facts.head_sizes} (nope, rope, value) on no GPU before Blackwell"
     if obstacle:
         return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=_remedy(facts))
     said |= facts.cache(NUMBER_BYTES)
@@ -48,7 +48,12 @@ def cuda(facts: Facts, path: str) -> Verdict:
         return Verdict(**said, status=LOADS, command=f"vllm serve {path}", reason=checked)
     command = f"vllm serve {path} --attention-backend TRITON_MLA"
     # Its Triton kernel takes any width, but what builds its metadata names 320, 512 and 576 (get_supported_head_sizes).
-    return Verdict(**said, status=NOT_TRIED, command=command, reason=f"{checked}, and r + rope is not 576")
+    reason = f"{checked}, and r + rope is {facts.width}, not {FAST_WIDTH}"
+    # Conversions keep half of the bytes or less, so the source of one that is wider than 288 caches more than 576.
+    within = FAST_WIDTH // 2 < facts.width < FAST_WIDTH and not facts.real_experts
+    # Not a remedy: those are of results that are refused to `convert --engine vllm`.
+    reason += f"; --kv-lora-rank {FAST_WIDTH - FAST_ROPE} --rope-dim {FAST_ROPE} makes it so" * within
+    return Verdict(**said, status=NOT_TRIED, command=command, reason=reason)
 
 
 def cpu(facts: Facts, path: str) -> Verdict:

@@ -196,7 +196,8 @@ def checked_device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:120]
-        raise SurgeryError(f"--device {name}: cannot be used here ({reason})") from None
+        what_else = "without --device it takes what there is"
+        raise SurgeryError(f"--device {name}: cannot be used here ({reason}); {what_else}") from None
 
 
 def process_device(name: str, processes: Processes) -> torch.device:
