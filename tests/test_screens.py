@@ -15,6 +15,7 @@ from surgery.console import verdicts
 from surgery.console.heal import show_healed
 from surgery.console.inspection import show_inspection
 from surgery.console.recipe import show_made
+from surgery.console.verdicts import of_conversion
 from surgery.eval.report.document import read_report
 from surgery.eval.report.verdict import by_checkpoint
 from surgery.healing.heal import Healed
@@ -174,3 +175,13 @@ def test_an_inspection_is_one_screen(tmp_path, capsys):
     assert "smallest cache here: in transformers --to hybrid" in shown and "not timed but predicted" in shown
     show_inspection(inspection, verbose=True)
     assert len(capsys.readouterr().out.splitlines()) > 60
+
+
+@pytest.mark.parametrize(
+    ("result", "told"), [({"result": "truncated"}, True), ({"result": "fitted"}, False), ({}, False)]
+)
+def test_a_conversion_says_that_its_fit_was_not_kept(result, told):
+    stages = [("source", 2.0), ("truncated", 2.1), ("fitted", 2.3), ("reloaded", 2.1)]
+    ladder = [{"stage": stage, "loss": loss, "recall": None} for stage, loss in stages]
+    said = of_conversion({"ladder": ladder, "kv": {"ratio": 0.25}, "target": {"engines": {}, **result}})
+    assert ("the fit was worse on held-out text" in said) == told and "+0.1000" in said

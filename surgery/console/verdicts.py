@@ -21,7 +21,11 @@ def of_conversion(report: dict[str, Any]) -> str:
     predicted = report["target"].get("predicted")
     planned = f"; the plan expected {predicted['loss_increase']:+.4f}" if predicted else ""
     change = cost(last["loss"] - first["loss"], (first["recall"], last["recall"]))
-    return f"{kept} of the KV bytes for {change}{planned}; {where}"
+    lost = (
+        "fitted" in {row["stage"] for row in report["ladder"]} and report["target"].get("result", "fitted") != "fitted"
+    )
+    unfitted = "; the fit was worse on held-out text and is not in it, --fit-steps 0 saves its time" * lost
+    return f"{kept} of the KV bytes for {change}{planned}{unfitted}; {where}"
 
 
 def of_healing(healing: dict[str, Any]) -> str | None:
