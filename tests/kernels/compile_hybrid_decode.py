@@ -8,11 +8,6 @@ from surgery.kernels.launch import Launch
 CACHED = 131_072
 
 
-def hybrid_decode_launch() -> dict[str, Launch]:
-    """The one of a decoding step of Llama-3-8B."""
-    return {"decode": _launches(32, 8, 128, sinks=64, recent=256, splits=16)[0]}
-
-
 def hybrid_decode_launches() -> dict[str, Launch]:
     """Half of the heads of Llama-2-7B and Llama-3-8B streaming: one new token and eight, split and not."""
     cases = {}

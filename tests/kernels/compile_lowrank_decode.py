@@ -76,23 +76,7 @@ def launch(
         )[0]
 
 
-def launches_80() -> dict[str, Launch]:
-    return _few(80)
-
-
-def launches_90() -> dict[str, Launch]:
-    return _few(90)
-
-
-def more_launches_80() -> dict[str, Launch]:
-    return _more(80)
-
-
-def more_launches_90() -> dict[str, Launch]:
-    return _more(90)
-
-
-def _few(capability: int) -> dict[str, Launch]:
+def few(capability: int) -> dict[str, Launch]:
     """One of each way through the kernel."""
     return {
         "blocks of two heads": launch(32, 8, 128, 256, width=1024, capability=capability),
@@ -101,7 +85,7 @@ def _few(capability: int) -> dict[str, Launch]:
     }
 
 
-def _more(capability: int) -> dict[str, Launch]:
+def more(capability: int) -> dict[str, Launch]:
     """The shapes of the models that are converted most, plain, beside exact tokens and as codes."""
     made = {
         "Llama-3-8B, joint 1024": launch(32, 8, 128, 1024, capability=capability),

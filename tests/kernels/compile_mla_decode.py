@@ -20,7 +20,7 @@ def launch(
     rank: int,
     rope: int,
     *,
-    shared: int,
+    sm: int,
     page: int = 0,
     gains: int = 0,
     window: int | None = None,
@@ -34,7 +34,7 @@ def launch(
     """The attention itself, on meta tensors; its merge is `split_kv`'s and checked there."""
     with torch.device("meta"):
         rows = (4096, page) if page else (batch, capacity)
-        config = config or default_config(tokens * heads, rank, rope, dtype, shared, paged=page > 0)
+        config = config or default_config(tokens * heads, rank, rope, dtype, SHARED_LIMITS[sm], paged=page > 0)
         return launches(
             torch.empty(batch, tokens, heads, rank + rope, dtype=dtype),
             torch.empty(*rows, rank, dtype=dtype),
@@ -51,24 +51,21 @@ def launch(
         )[0]
 
 
-def cases(shared: int) -> dict[str, Launch]:
-    """By name, with the default configuration for so much shared memory."""
-    made = {f"{heads} x {rank}+{rope}": launch(heads, rank, rope, shared=shared) for heads, rank, rope in SHAPES}
+def cases(sm: int) -> dict[str, Launch]:
+    """By name, with the default configuration for such a GPU."""
+    made = {f"{heads} x {rank}+{rope}": launch(heads, rank, rope, sm=sm) for heads, rank, rope in SHAPES}
     made |= {
-        f"{heads} x {rank}+{rope} paged": launch(heads, rank, rope, shared=shared, page=64)
-        for heads, rank, rope in SHAPES[:4]
+        f"{heads} x {rank}+{rope} paged": launch(heads, rank, rope, sm=sm, page=64) for heads, rank, rope in SHAPES[:4]
     }
-    made["32 x 512+0, one split"] = launch(32, 512, 0, shared=shared, splits=1)
-    made["16 x 512+64, window"] = launch(16, 512, 64, shared=shared, window=4096)
-    made["32 x 256+64, 8 gains"] = launch(32, 256, 64, shared=shared, gains=8)
-    made["32 x 256+64, 4 tokens"] = launch(32, 256, 64, shared=shared, tokens=4)
-    made["32 x 512+64, fp32"] = launch(32, 512, 64, shared=shared, dtype=torch.float32)
+    made["32 x 512+0, one split"] = launch(32, 512, 0, sm=sm, splits=1)
+    made["16 x 512+64, window"] = launch(16, 512, 64, sm=sm, window=4096)
+    made["32 x 256+64, 8 gains"] = launch(32, 256, 64, sm=sm, gains=8)
+    made["32 x 256+64, 4 tokens"] = launch(32, 256, 64, sm=sm, tokens=4)
+    made["32 x 512+64, fp32"] = launch(32, 512, 64, sm=sm, dtype=torch.float32)
     return made
 
 
-def quantized(
-    heads: int, rank: int, rope: int, format: str, by_channel: bool, *, shared: int, group: int = 32
-) -> Launch:
+def quantized(heads: int, rank: int, rope: int, format: str, by_channel: bool, *, sm: int, group: int = 32) -> Launch:
     """`mla_decode_quantized` of one new token on meta tensors."""
     batch, total, splits, dtype = 4, 131_072, 32, torch.bfloat16
     stored = total * BITS[format] // 8
@@ -92,48 +89,23 @@ def quantized(
             torch.empty(batch, dtype=torch.int32),
             out=torch.empty(batch, 1, heads, rank, dtype=dtype),
             lse=torch.empty(batch, 1, heads),
-            config=replace(quantized_kernel.default_config(heads, rank, shared), splits=splits),
-            native_fp8=shared > SHARED_LIMITS[80],
+            config=replace(quantized_kernel.default_config(heads, rank, SHARED_LIMITS[sm]), splits=splits),
+            native_fp8=sm > 80,
         )[0]
 
 
-def quantized_cases(shared: int) -> dict[str, Launch]:
+def quantized_cases(sm: int) -> dict[str, Launch]:
     """Of what `quantized_kernel.unsupported` does not refuse."""
     made = {}
     for rank, format, by_channel in product((512, 256, 96), ("int8", "int4", "int2", "fp8"), (True, False)):
         assert quantized_kernel.unsupported(rank, 32, by_channel, torch.bfloat16) is None
         name = f"32 x {rank}+64 {format} by {'channel' if by_channel else 'token'}"
-        made[name] = quantized(32, rank, 64, format, by_channel, shared=shared)
-    made["128 x 512+64 int4 by token, groups of 64"] = quantized(128, 512, 64, "int4", False, shared=shared, group=64)
-    made["28 x 448+64 int4 by channel, groups of 128"] = quantized(28, 448, 64, "int4", True, shared=shared, group=128)
+        made[name] = quantized(32, rank, 64, format, by_channel, sm=sm)
+    made["128 x 512+64 int4 by token, groups of 64"] = quantized(128, 512, 64, "int4", False, sm=sm, group=64)
+    made["28 x 448+64 int4 by channel, groups of 128"] = quantized(28, 448, 64, "int4", True, sm=sm, group=128)
     return made
 
 
 def first_launches() -> dict[str, Launch]:
     """The one shape that each default run looks at."""
-    return {"32 x 512+64": launch(32, 512, 64, shared=SHARED_LIMITS[80])}
-
-
-def quantized_first() -> dict[str, Launch]:
-    """The one shape over codes that each default run looks at."""
-    return {"32 x 512+64 int4 by token": quantized(32, 512, 64, "int4", False, shared=SHARED_LIMITS[90])}
-
-
-def quantized_80() -> dict[str, Launch]:
-    """What an A100 is given."""
-    return quantized_cases(SHARED_LIMITS[80])
-
-
-def quantized_90() -> dict[str, Launch]:
-    """What an H100 or H200 is given."""
-    return quantized_cases(SHARED_LIMITS[90])
-
-
-def launches_80() -> dict[str, Launch]:
-    """What an A100 is given."""
-    return cases(SHARED_LIMITS[80])
-
-
-def launches_90() -> dict[str, Launch]:
-    """What an H100 or H200 is given."""
-    return cases(SHARED_LIMITS[90])
+    return {"32 x 512+64": launch(32, 512, 64, sm=80)}

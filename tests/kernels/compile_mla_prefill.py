@@ -50,11 +50,3 @@ def launches_of(capability: int) -> dict[str, Launch]:
     for name, setting in {"masks": {"masks": True}, "fp32": {"dtype": torch.float32}}.items():
         made |= {f"{name}, {part}": one for part, one in of_shape(*widest, capability=capability, **setting).items()}
     return made
-
-
-def launches_80() -> dict[str, Launch]:
-    return launches_of(80)
-
-
-def launches_90() -> dict[str, Launch]:
-    return launches_of(90)

@@ -6,11 +6,6 @@ from surgery.kernels.launch import Launch
 from surgery.kernels.sink_recent_prefill.kernel import launches
 
 
-def sink_recent_prefill_launch() -> dict[str, Launch]:
-    """The one of Llama-3-8B."""
-    return {"llama-3-8b": _launch(32, 8, 128)}
-
-
 def sink_recent_prefill_launches() -> dict[str, Launch]:
     """Whole texts of 131,072 tokens; how many sinks and recent tokens a head has, the device alone knows."""
     return {

@@ -210,7 +210,4 @@ def of_a_warp(name, capability, mma):
     return mma == ["mma"] or "decode" not in name or "float32" in name
 
 
-COMPILED = [
-    slow(Compiled("compile_hybrid_decode:hybrid_decode_launch", of_a_warp)),
-    slow(Compiled("compile_hybrid_decode:hybrid_decode_launches", of_a_warp)),
-]
+COMPILED = [slow(Compiled("compile_hybrid_decode:hybrid_decode_launches", of_a_warp))]

@@ -386,13 +386,12 @@ def spilled(name, capability):
     return known.get(name, 0) if capability == 80 else 0
 
 
-def launches_compiled(name, capability):
-    return Compiled(f"compile_lowrank_decode:{name}", among_others, (capability,), spilled, frames=True)
+def launches_compiled(name, *capabilities):
+    return Compiled(f"compile_lowrank_decode:{name}", among_others, capabilities, spilled, frames=True)
 
 
 COMPILED = [
-    slow(launches_compiled("launches_80", 80)),
-    launches_compiled("launches_90", 90),
-    slow(launches_compiled("more_launches_80", 80)),
-    slow(launches_compiled("more_launches_90", 90)),
+    launches_compiled("few", 90),
+    slow(launches_compiled("few", 80)),
+    slow(launches_compiled("more", 80, 90)),
 ]

@@ -223,7 +223,4 @@ def of_many_rows(name, capability, mma):
     return mma == ([] if "fp32" in name else ["wgmma"] if rows_of_wgmma else ["mma"])
 
 
-COMPILED = [
-    slow(Compiled("compile_mla_decode:launches_80", of_many_rows, (80,), frames=True)),
-    slow(Compiled("compile_mla_decode:launches_90", of_many_rows, (90,), frames=True)),
-]
+COMPILED = [slow(Compiled("compile_mla_decode:cases", of_many_rows, frames=True))]

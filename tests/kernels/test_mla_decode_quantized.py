@@ -178,8 +178,4 @@ EXAMPLES = {
         [],
     ),
 }
-COMPILED = [
-    slow(Compiled("compile_mla_decode:quantized_first", of_the_gpu, (90,))),
-    slow(Compiled("compile_mla_decode:quantized_80", of_the_gpu, (80,))),
-    slow(Compiled("compile_mla_decode:quantized_90", of_the_gpu, (90,))),
-]
+COMPILED = [slow(Compiled("compile_mla_decode:quantized_cases", of_the_gpu))]

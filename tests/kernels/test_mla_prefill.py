@@ -168,7 +168,4 @@ def spilled(name, capability):
     return float("inf") if "fp32" in name else 0
 
 
-COMPILED = [
-    slow(Compiled("compile_mla_prefill:launches_80", of_prefill, (80,), spilled, frames=True)),
-    slow(Compiled("compile_mla_prefill:launches_90", of_prefill, (90,), spilled, frames=True)),
-]
+COMPILED = [slow(Compiled("compile_mla_prefill:launches_of", of_prefill, spilled=spilled, frames=True))]

@@ -153,7 +153,4 @@ EXAMPLES = {
         ],
     ),
 }
-COMPILED = [
-    slow(Compiled("compile_sink_recent_prefill:sink_recent_prefill_launch", of_the_gpu)),
-    slow(Compiled("compile_sink_recent_prefill:sink_recent_prefill_launches", of_the_gpu)),
-]
+COMPILED = [slow(Compiled("compile_sink_recent_prefill:sink_recent_prefill_launches", of_the_gpu))]

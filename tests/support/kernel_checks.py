@@ -57,7 +57,8 @@ def compiled(cases: str, capabilities: tuple[int, ...] = (80, 90)) -> dict[str, 
     """Facts of launches, by name and "80" or "90"; compiled in a process that does not interpret kernels.
 
     Args:
-        cases: "module:function" in the folders of tests; the function returns launches by name, on the meta device.
+        cases: "module:function" in the folders of tests; the function returns launches by name, on the meta device,
+            and may want the capability.
         capabilities: what each is compiled for.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

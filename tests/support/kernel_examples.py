@@ -89,7 +89,8 @@ class Compiled:
     """Launches of real sizes, and what the compiler may make of them.
 
     Attributes:
-        cases: "module:function" in the folders of tests; the function returns launches by name, on the meta device.
+        cases: "module:function" in the folders of tests; the function returns launches by name, on the meta device,
+            and may want the capability.
         mma: whether the kinds of matrix instructions are right, of a launch's name, a capability and the kinds.
         capabilities: 80 and 90.
         spilled: bytes of registers that may be, of a launch's name and a capability.
