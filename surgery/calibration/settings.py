@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from surgery.checkpoint.disk import parse_size
 from surgery.common.errors import SurgeryError
@@ -80,6 +80,10 @@ class ConversionSettings(FileSettings):
         section="Inputs",
         metavar="FOLDER",
     )
+
+    def deciding(self) -> dict[str, Any]:
+        """Plain values of what decides a result's bits, which is not where activations lie."""
+        return {**self.to_dict(), "activation_memory": None}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,7 +27,7 @@ from surgery.transforms.allocation import Frontier
 
 EXPONENTS = (1.0, 0.5)
 """Of the errors that costs are dealt out by: losses that are no longer small differ less than errors by layer."""
-ROUNDS = 3
+ROUNDS = 3  # these numbers were chosen on the demo model alone
 """Of exchanges, or of aims at a loss, at most."""
 PRICE_STEP = 0.05
 """Share of the bytes over which the price of one is looked at."""

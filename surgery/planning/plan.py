@@ -164,10 +164,11 @@ def make_plan(
         if not tried:
             raise SurgeryError(_nothing(candidates.refused))
         with progress.step(3, STEPS):
-            carried = measure(tried, work, held_out, weighs=settings.mixtures > 0)
+            weighs = settings.mixtures > 0
+            carried = measure(tried, work, held_out, weighs=weighs)
             if settings.max_loss is not None and (more := _nearer(tried, carried, candidates, settings)):
                 tried += more
-                carried = carried.with_more(measure(more, work, held_out, weighs=settings.mixtures > 0))
+                carried = carried.with_more(measure(more, work, held_out, weighs=weighs))
             weighed: list[Sized | Mixture] = [*tried]
             if settings.mixtures:
                 mixer = Mixer(candidates, tried, carried, work, held_out, settings)
@@ -219,7 +220,7 @@ def opened_work(
     with ExitStack() as stack:
         if out is not None:
             facts = {"source": opened.reader.stamp(), "texts": texts.hashes(), "version": __version__}
-            facts["settings"] = {**settings.to_dict(), "activation_memory": None}  # which changes no bit
+            facts["settings"] = settings.deciding()
             kept = Unfinished(out.with_name(f"{out.name}.statistics"), facts, restart=restart, note=progress.note)
             stack.enter_context(kept)
             folder, snapshots = kept.folder, kept.snapshots

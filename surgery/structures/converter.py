@@ -95,7 +95,7 @@ def convert(
     foreseen = asked.foresee()
     progress.expect(Workload.of(asked.opened, settings, texts.counts(), foreseen.demand).phase_flops())
     facts = {"source": asked.opened.reader.stamp(), "texts": texts.hashes(), "version": __version__}
-    facts["settings"] = {**settings.to_dict(), "activation_memory": None}  # which changes no bit
+    facts["settings"] = settings.deciding()
     with Unfinished(out, facts, overwrite=overwrite, restart=restart, note=progress.note) as unfinished:
         folder, staging, limit = unfinished.folder, unfinished.staging, settings.activation_memory
         # The writer checks again, once the tensors are settled, and that may be hours from here.
