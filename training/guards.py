@@ -24,6 +24,9 @@ FEWEST = 3
 FLOOR = 0.01
 """Nats below which a median counts as this: what a student that is almost its teacher does is noise."""
 
+PATIENCE = 3
+"""Losses in a row that are spikes and end a run: of few rows a step, a single one may just have been hard."""
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -40,21 +43,25 @@ class Interrupted(SurgeryError):
 
 
 class SpikeGuard:
-    """Refuses losses that are not finite or far above the last ones.
+    """Refuses losses that are not finite, and several in a row that are far above the last ones.
 
     Attributes:
-        recent: the last `WINDOW` losses; they belong in a checkpoint.
+        recent: the last `WINDOW` losses that were no spikes; they belong in a checkpoint.
+        spikes: how many have come in a row; they do, too.
     """
 
-    def __init__(self, factor: float | None, recent: list[float] | None = None) -> None:
+    def __init__(self, factor: float | None, recent: list[float] | None = None, spikes: int = 0) -> None:
         """`factor` times the median of the last losses is too much; None refuses only nan and infinity."""
-        self._factor, self.recent = factor, list(recent or [])
+        self._factor, self.recent, self.spikes = factor, list(recent or []), spikes
 
-    def check(self, loss: float, gradient_norm: float, step: int, last_good: Path | None) -> None:
+    def check(self, loss: float, gradient_norm: float, step: int, last_good: Path | None) -> str | None:
         """Looks at the loss of a step, counted from 1, before its update where that is possible.
 
+        Returns:
+            None, or of a spike what is to be said: its update should be left out.
+
         Raises:
-            SurgeryError: the loss or the gradient's norm is not finite, or the loss is a spike.
+            SurgeryError: the loss or the gradient's norm is not finite, or the loss is the last of `PATIENCE` spikes.
         """
         where = f"step {step}: the loss is {loss:.4g}"
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
@@ -62,10 +69,13 @@ class SpikeGuard:
         if self._factor is not None and len(self.recent) >= FEWEST:
             usual = median(self.recent)
             if loss > self._factor * max(usual, FLOOR):
-                raise SurgeryError(
-                    f"{where}, over {self._factor:g} times the last steps' median of {usual:.4g}; {_advice(last_good)}"
-                )
-        self.recent = [*self.recent, loss][-WINDOW:]
+                self.spikes += 1
+                spike = f"{where}, over {self._factor:g} times the last steps' median of {usual:.4g}"
+                if self.spikes < PATIENCE:
+                    return f"{spike}; its update is left out"
+                raise SurgeryError(f"{spike}, as in the {PATIENCE - 1} steps before; {_advice(last_good)}")
+        self.recent, self.spikes = [*self.recent, loss][-WINDOW:], 0
+        return None
 
 
 class StopRequest:

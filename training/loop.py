@@ -45,6 +45,7 @@ class Position:
         step_seconds: of them, those inside of steps.
         measuring_seconds: of held-out losses and evaluations, beside those of training.
         recent: losses that a spike is measured against; `recent_nested`, by the share of latents that made them.
+        spikes: steps in a row that were left out for theirs.
         first_loss, last_loss: of the first and the last step, the weighted sum.
         first_held_out, last_held_out: measurements, by name.
         best_held_out, best_step: the lowest cross-entropy on held-out rows, with nested ranks the mean of all shares',
@@ -62,6 +63,7 @@ class Position:
     measuring_seconds: float = 0.0
     recent: list[float] = field(default_factory=list)
     recent_nested: dict[str, list[float]] = field(default_factory=dict)
+    spikes: int = 0
     first_loss: float | None = None
     last_loss: float | None = None
     first_held_out: dict[str, float] = field(default_factory=dict)
@@ -159,7 +161,8 @@ class Loop:
 
         Raises:
             Interrupted: SIGTERM or SIGINT came; a checkpoint was saved.
-            SurgeryError: the loss is not finite or a spike, memory ran out, or a checkpoint cannot be written.
+            SurgeryError: the loss is not finite, or a spike several times in a row; memory ran out; a checkpoint cannot
+                be written.
         """
         settings = self._t.settings
         self._began = time.monotonic() - self.at.seconds
@@ -225,20 +228,24 @@ class Loop:
         # A scaler of fp16 losses finds its scale by gradients that overflow, and skips their steps itself.
         checked = 0.0 if t.accelerator.scaler is not None else norm
         guard = self._guard(share)
-        guard.check(losses["loss"], checked, at.step + 1, t.checkpoints.last_good)
-        t.optimizer.step()
-        t.factors.after_step()
-        if self._orthogonal is not None:
-            self._orthogonal.after_step()
+        spike = guard.check(losses["loss"], checked, at.step + 1, t.checkpoints.last_good)
+        if spike is not None:
+            t.progress.note(spike)
+        else:
+            t.optimizer.step()
+            t.factors.after_step()
+            if self._orthogonal is not None:
+                self._orthogonal.after_step()
         t.optimizer.zero_grad()
         at.step += 1
         at.tokens += self._batch * settings.length
         # Now, for the rows of the next step are taken before it is known whether there will be one.
         at.data = t.sequences.state()
-        self._remember(share, guard.recent)
+        self._remember(share, guard)
         at.last_loss = losses["loss"]
         at.first_loss = losses["loss"] if at.first_loss is None else at.first_loss
-        self._report({**losses, **drawn}, rate, norm, time.monotonic() - began)
+        left_out = {} if spike is None else {"left_out": True}
+        self._report({**losses, **drawn}, rate, norm, time.monotonic() - began, **left_out)
 
     def _drawn_ranks(self) -> AbstractContextManager[float | None]:
         """Cuts the student for the coming step; gives the share of latents that all its blocks have, None if none."""
@@ -247,13 +254,14 @@ class Loop:
     def _guard(self, share: float | None) -> SpikeGuard:
         """What compares a loss with the last ones of its share of latents; with none where blocks have several."""
         recent = self.at.recent if share == 1 else self.at.recent_nested.get(f"{share}")
-        return SpikeGuard(None if share is None else self._t.settings.spike, recent)
+        return SpikeGuard(None if share is None else self._t.settings.spike, recent, self.at.spikes)
 
-    def _remember(self, share: float | None, recent: list[float]) -> None:
+    def _remember(self, share: float | None, guard: SpikeGuard) -> None:
+        self.at.spikes = guard.spikes
         if share == 1:
-            self.at.recent = recent
+            self.at.recent = guard.recent
         elif share is not None:
-            self.at.recent_nested[f"{share}"] = recent
+            self.at.recent_nested[f"{share}"] = guard.recent
 
     def _set_learning_rate(self) -> float:
         """That of the middle of the coming step."""
@@ -266,7 +274,7 @@ class Loop:
             group["lr"] = rate
         return rate
 
-    def _report(self, losses: dict[str, float], rate: float, norm: float, seconds: float) -> None:
+    def _report(self, losses: dict[str, float], rate: float, norm: float, seconds: float, **said: bool) -> None:
         at, tokens = self.at, self._batch * self._t.settings.length
         at.step_seconds += seconds
         line = {
@@ -279,7 +287,7 @@ class Loop:
             "tokens_per_second": tokens / seconds,
             "memory_bytes": peak_memory(self._t.accelerator.device),
         }
-        self._t.log.write("step", **line)
+        self._t.log.write("step", **line, **said)
         self._t.log.track(at.step, {name: value for name, value in line.items() if name != "step"})
         if at.step % self._t.settings.log_every == 0 or at.step == 1:
             used = self._budget.used(at.step, at.tokens, at.seconds + seconds)

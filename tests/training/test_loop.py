@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.training import guards, loop
+from surgery.training.distillation import Distillation
 from surgery.training.guards import Interrupted, SpikeGuard, knobs, memory_errors
 from surgery.training.heal import main
 from surgery.training.settings import HealSettings
@@ -100,32 +101,51 @@ def test_a_finished_run_goes_on_with_a_larger_budget_only_as_it_was(settings):
 
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [(lambda loss: loss * float("nan"), "the loss is nan"), (lambda loss: loss * 100, "over 5 times the last steps'")],
+    [
+        (lambda loss: loss * float("nan"), "step 5: the loss is nan"),
+        (lambda loss: loss * 100, r"step 7: .* over 5 times the last steps' .*, as in the 2 steps before"),
+    ],
 )
-def test_a_loss_that_explodes_stops_before_the_step(settings, monkeypatch, damage, message):
-    from surgery.training.distillation import Distillation
+def test_losses_that_explode_stop_before_the_step(settings, monkeypatch, damage, message):
+    damaged_from(monkeypatch, damage, 8, None)
+    values = settings(held_out=0, max_steps=20, save_every=4)
+    with pytest.raises(SurgeryError, match=rf"{message}.*last good checkpoint is .*step-00000004"):
+        heal_here(values)
+    assert not Path(values["out"]).exists()
 
+
+def test_a_step_with_a_spike_is_left_out(settings, monkeypatch, capfd):
+    damaged_from(monkeypatch, lambda loss: loss * 100, 8, 12)  # two steps of two batches
+    values = settings(held_out=0, max_steps=8)
+    heal_here(values)
+    steps = log_of(values)
+    assert [line["step"] for line in steps if line.get("left_out")] == [5, 6] and len(steps) == 8
+    assert capfd.readouterr().err.count("its update is left out") == 2
+
+
+def damaged_from(monkeypatch, damage, start, stop):
+    """Damages the losses of batches in training, counted from 0."""
     real, calls = Distillation.forward, []
 
     def forward(self, batch, positions, cached=None, measure=False):
         total, parts = real(self, batch, positions, cached, measure)
         calls.append(measure)
-        return (damage(total), parts) if calls.count(False) > 8 else (total, parts)
+        damaged = not measure and calls.count(False) > start and (stop is None or calls.count(False) <= stop)
+        return (damage(total), parts) if damaged else (total, parts)
 
     monkeypatch.setattr(Distillation, "forward", forward)
-    values = settings(held_out=0, max_steps=20)
-    with pytest.raises(SurgeryError, match=rf"step 5: .*{message}.*last good checkpoint is .*step-00000004"):
-        heal_here(values)
-    assert not Path(values["out"]).exists()
 
 
 def test_a_spike_is_measured_against_what_is_usual():
     guard = SpikeGuard(3.0)
     for number in range(guards.WINDOW + 9):
-        guard.check(1.0 + number % 2, 1.0, number, None)
+        assert guard.check(1.0 + number % 2, 1.0, number, None) is None
     assert len(guard.recent) == guards.WINDOW
+    assert "left out" in guard.check(9.0, 1.0, 98, None) and 9.0 not in guard.recent
+    assert guard.check(1.0, 1.0, 98, None) is None and guard.spikes == 0
+    goes_on = SpikeGuard(3.0, guard.recent, guards.PATIENCE - 1)
     with pytest.raises(SurgeryError, match="no checkpoint was saved yet"):
-        guard.check(9.0, 1.0, 99, None)
+        goes_on.check(9.0, 1.0, 99, None)
     with pytest.raises(SurgeryError, match="gradient's norm inf"):
         SpikeGuard(None).check(1.0, float("inf"), 1, None)
     SpikeGuard(None, [1.0] * 50).check(1e9, 1.0, 1, None)
