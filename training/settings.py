@@ -176,7 +176,7 @@ class HealSettings(FileSettings):
     )
     spike: float | None = setting(
         5.0,
-        "Leave a step out when its loss is above so many times the median of the last ones; three in a row end the run.",
+        "Leave a step out when its loss is above so many times the median of the last; three in a row end the run.",
         above=1,
         unset="only for nan and infinity",
     )
