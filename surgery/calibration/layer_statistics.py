@@ -11,8 +11,8 @@ from torch import Tensor
 from surgery.calibration.kept_statistics import WITH_LAGS, KeptStatistics
 from surgery.calibration.latent_weights import latent_weight_statistics
 from surgery.calibration.library import StatisticsLibrary, prior_lags, weight_statistics
-from surgery.calibration.sequences import token_hash
 from surgery.calibration.parts import Parts
+from surgery.calibration.sequences import token_hash
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.statistics import LayerStatistics, lag_statistics
 from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
@@ -100,9 +100,7 @@ def gather(
                 chosen = torch.linspace(0, len(tokens) - 1, min(LAG_SEQUENCES, len(tokens))).long().tolist()
                 basis = processes.from_main(lambda layer=layer: basis_of(layer.anatomy, layer.statistics))
                 lags = lag_statistics(layer.anatomy, basis, parts.gather(layer.inputs, chosen), processes)
-            processes.from_main(
-                lambda layer=layer, lags=lags: library.save(layer.index, layer.statistics, lags)
-            )
+            processes.from_main(lambda layer=layer, lags=lags: library.save(layer.index, layer.statistics, lags))
             advance(reached - layer.index)
             reached = layer.index
             del layer  # before the next one is there

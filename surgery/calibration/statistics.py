@@ -233,9 +233,7 @@ class LagStatistics:
         return (self.energy * (1 - self.constant().abs().square()).clamp_min(0)).sum(-1)
 
 
-def lag_statistics(
-    anatomy: AttentionAnatomy, basis, inputs: Tensor, processes: Processes = ALONE
-) -> LagStatistics:
+def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, processes: Processes = ALONE) -> LagStatistics:
     """Accumulates :class:`LagStatistics` over attention inputs [N, T, D], which all processes have.
 
     One sequence at a time: its attention weights are [H, T, T].
