@@ -57,7 +57,8 @@ def gather(
         processes: that share the tokens. They have one folder for boundaries; the main one fills the library.
     """
     if tokens is None:
-        _from_weights(opened, library, progress, basis_of)
+        if processes.is_main:
+            _from_weights(opened, library, progress, basis_of)
         return
     stream, kept, snapshots = opened.stream, None, snapshots or Snapshots()
 

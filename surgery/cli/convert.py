@@ -14,6 +14,7 @@ import typer
 
 from surgery.cli.generated import Given, with_settings
 from surgery.cli.options import (
+    MACHINE,
     OUTPUT,
     CheckpointArgument,
     ConfigOption,
@@ -83,6 +84,16 @@ def convert(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print what it would do and take; write nothing.")
     ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes",
+            metavar="N",
+            min=1,
+            help="That share the calibration, a GPU each [a launcher's, or 1].",
+            rich_help_panel=MACHINE,
+        ),
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew where an interrupted conversion would go on.")
     ] = False,
@@ -194,8 +205,11 @@ def convert(
         command=shlex.join(["surgery", *sys.argv[1:]]),
         predicted=planned and planned.predicted,
         restart=restart,
+        processes=processes,
         progress=Progress(),
     )
+    if conversion is None:
+        return
     address = publication.push(conversion.path) if publication else None
     if wandb:
         from surgery.reporting.tracking import log_conversion

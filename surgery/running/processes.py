@@ -57,7 +57,7 @@ class Processes:
             self.rank, self.count = self._state.process_index, self._state.num_processes
             if self._state.backend == "gloo":
                 # Its threads abort a process that ends before them, now and then.
-                atexit.register(self._state.destroy_process_group)
+                atexit.register(leave)
 
     @property
     def is_main(self) -> bool:
@@ -171,7 +171,10 @@ class Processes:
             yield
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
-            raise ProcessLost(f"process {self.rank} of {self.count} misses another ({reason})") from error
+            raise ProcessLost(
+                f"one of {self.count} processes has ended before its work was done ({reason}); what was finished is "
+                "kept, the same command goes on"
+            ) from error
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean of every process's `tensor` of one shape, the same to the last bit on all of them.
@@ -193,6 +196,12 @@ class Processes:
         if self._state is not None:
             with self._together():
                 self._state.wait_for_everyone()
+
+
+def leave() -> None:
+    """Ends what this process has in common with others; where these wait for it, they miss it."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 ALONE = Processes(alone=True)
