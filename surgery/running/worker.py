@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import threading
+import time
 
 from surgery import own_program
 from surgery.common.errors import ProcessLost, SurgeryError
@@ -19,10 +21,13 @@ from surgery.running.workers import LOST, READY
 def main() -> None:
     """Exit code 1 where the function fails, with a line through the pipe."""
     own_program.begin()
-    pipe = int(sys.argv[1])
+    pipe, parent = map(int, sys.argv[1:])
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     with interruptible():
         try:
             function, arguments = pickle.load(sys.stdin.buffer)
+            import accelerate  # noqa: F401 - takes its time, in which the other would wait for this one
+
             os.write(pipe, READY)
             function(**arguments)
         except KeyboardInterrupt:
@@ -35,6 +40,13 @@ def main() -> None:
                 raise
             os.write(pipe, line.encode())
             sys.exit(1)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process once the one that started it is gone, whatever it waits for."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(LOST)
 
 
 if __name__ == "__main__":

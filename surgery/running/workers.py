@@ -102,7 +102,7 @@ class _Worker:
     def __init__(self, rank: int, work: bytes):
         self._rank = rank
         reader, writer = os.pipe()
-        command = [sys.executable, "-m", "surgery.running.worker", str(writer)]
+        command = [sys.executable, "-m", "surgery.running.worker", str(writer), str(os.getpid())]
         variables = {**os.environ, **QUIET, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         self._process = subprocess.Popen(
             command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[writer]
