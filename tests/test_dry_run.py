@@ -3,13 +3,17 @@
 import json
 import shutil
 from collections import namedtuple
+from itertools import accumulate
 
 import pytest
 import torch
 from command_line import run_main
+from tiny_models import CONFIGS, random_model
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
+from surgery.families.attention import CapturedAttention
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
 from surgery.structures import converter
@@ -70,6 +74,35 @@ def test_too_small_a_disk_is_told_beside_the_plan(checkpoints, tmp_path, monkeyp
     plan = json.loads(shown)
     assert code == 1 and "the disk has 1.0 KB free" in errors and plan["refusal"] in errors
     assert plan["memory"]["host_bytes"] > 0 and plan["disk"]["output_free_bytes"] == 1000
+
+
+def most_allocated(work):
+    """Bytes that tensors take at a time, at most, beyond those that were there."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_memory_of_a_batch_with_gradients(family, tmp_path):
+    """Of experts a token passes several, each as wide as the feed-forward block of a model without."""
+    config = CONFIGS[family]()
+    config.intermediate_size, config.vocab_size = 512, 64
+    random_model(config, 0).save_pretrained(tmp_path / "wide")
+    opened = Source.open(tmp_path / "wide", settings := ConvertSettings(batch_size=2))
+    counts = {"length": 128, "calibration": 2, "held_out": 0, "recall_prompts": 0}
+    demand = Demand(cached=16, statistics=True, gradients=True)
+    foreseen = Workload.of(opened, settings, counts, demand)._calibration_memory()[1]["one batch"]
+    hidden, captured = torch.randn(2, 128, 32), CapturedAttention(opened.anatomy(0), gradients=True)
+
+    def run():
+        with torch.enable_grad():
+            layer(hidden.requires_grad_(), captured).sum().backward()
+
+    with opened.stream.layer(0) as layer:
+        run()
+        assert 0.6 * foreseen < most_allocated(run) < foreseen
 
 
 def causal_attention(query, key, *_, **__):

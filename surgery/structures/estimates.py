@@ -88,6 +88,7 @@ class Workload:
         limit: bytes of activations that may be in memory.
         layer_parameters, active_parameters: of the largest decoder layer, all and those that one token passes (fewer
             with experts).
+        intermediate: of the feed-forward block, I; of all experts together that a token passes.
     """
 
     layers: int
@@ -119,6 +120,8 @@ class Workload:
         """Of an opened checkpoint, and tokens as the dry run counts them."""
         config, stored = opened.config, opened.weight_dtype.itemsize
         heads, kv_heads, head_dim = opened.family.shape(config) if isinstance(opened, Source) else head_shape(config)
+        expert = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        attention = 2 * (heads + kv_heads) * head_dim * config.hidden_size
         largest, active = _layer_sizes(opened)
         calibration = tokens["calibration"] if demand.statistics else 0
         if not calibration:
@@ -127,8 +130,8 @@ class Workload:
             layers=opened.layers,
             layer_parameters=largest,
             active_parameters=active,
-            attention_parameters=2 * (heads + kv_heads) * head_dim * config.hidden_size,
-            intermediate=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+            attention_parameters=attention,
+            intermediate=max(expert, (active - attention) // (3 * config.hidden_size)),
             hidden=config.hidden_size,
             heads=heads,
             head_dim=head_dim,
@@ -193,7 +196,7 @@ class Workload:
                                 learned sinks beside them, which no fused attention knows
         fit                     N H Q (T + 5 k) c: the linearised attention of Q sampled queries, k numbers cached; a
                                 quarter of a sequence's with activations past the limit
-        statistics              8 matrices [n, n] in float64
+        statistics              8 matrices [n, n] in float64; sums of two and of one [D, D], twice, while they are taken
         float64 forms           the attention in float64, three times, and two merged stages, H d n numbers each
         rescaled tensor         the embeddings in float64, where the residual stream is rescaled
         process                 Python, torch and transformers as they are loaded now
@@ -239,6 +242,10 @@ class Workload:
     def _algebra_bytes(self) -> int:
         return self.demand.statistics * 8 * ALGEBRA_MATRICES * self.kv_width**2
 
+    def _sums_bytes(self) -> int:
+        moments = 2 * self.kv_width**2 + self.hidden**2 if self.demand.gradients else self.kv_width**2
+        return 2 * 8 * moments
+
     def _layer_bytes(self) -> int:
         return self.layer_parameters * (self.stored + self.compute)
 
@@ -259,7 +266,7 @@ class Workload:
         met = 2 * (self.kv_width + self.hidden) if self.demand.gradients else 0
         host = {
             "activations": min((2 * self.hidden + met) * tokens * self.compute, self.limit),
-            "statistics": self._algebra_bytes(),
+            "statistics": max(self._algebra_bytes(), self._sums_bytes()),
         }
         one_batch = max(batch * width * self.compute, self._vocabulary_bytes(draws=self.demand.gradients))
         device = {"one layer": self._layer_bytes(), "one batch": one_batch}
