@@ -112,7 +112,7 @@ def causal_attention(query, key, *_, **__):
 
 
 def test_operations_of_the_sweeps_are_those_that_torch_counts(checkpoints):
-    """The forward sweep's to a hundredth; of the backward sweep not all that is small is counted."""
+    """The forward sweep's to a hundredth, the backward sweep's to five."""
     opened = Source.open(checkpoints("llama"), settings := ConvertSettings(batch_size=2))
     tokens = torch.randint(4096, (4, 128), generator=torch.Generator().manual_seed(0))
     counts = {"length": 128, "calibration": 4, "held_out": 0, "recall_prompts": 0}
@@ -124,4 +124,4 @@ def test_operations_of_the_sweeps_are_those_that_torch_counts(checkpoints):
         with FlopCounterMode(display=False, custom_mapping=kernels) as backward:
             list(backward_sweep(opened.stream, opened.anatomy, store, final, 2))
     assert foreseen["calibrate: forward"] == pytest.approx(forward.get_total_flops(), rel=0.01)
-    assert foreseen["calibrate: backward"] == pytest.approx(backward.get_total_flops(), rel=0.1)
+    assert foreseen["calibrate: backward"] == pytest.approx(backward.get_total_flops(), rel=0.05)

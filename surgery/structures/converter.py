@@ -140,9 +140,7 @@ def _convert(
         _share_calibration(asked, settings, texts, together)
         return None
     foreseen = asked.foresee()
-    shared = {"calibrate: forward": together.count, "calibrate: backward": together.count}
-    work = Workload.of(asked.opened, settings, texts.counts(), foreseen.demand).phase_flops()
-    progress.expect({phase: flops / shared.get(phase, 1) for phase, flops in work.items()})
+    progress.expect(Workload.of(asked.opened, settings, texts.counts(), foreseen.demand).phase_flops())
     facts = {"source": asked.opened.reader.stamp(), "texts": texts.hashes(), "version": __version__}
     facts["settings"] = settings.deciding()
     with Unfinished(out, facts, overwrite=overwrite, restart=restart, note=progress.note) as unfinished:

@@ -15,6 +15,7 @@ from functools import cache
 import psutil
 import torch
 
+from surgery.calibration.kronecker import SWEEPS
 from surgery.calibration.layer_statistics import LAG_SEQUENCES
 from surgery.calibration.settings import ConversionSettings
 from surgery.checkpoint.disk import parse_size
@@ -36,6 +37,7 @@ ALGEBRA_CUBES = 60
 # cores took 31 s and 6 s a sequence.
 CODES_SLOWDOWN = 5
 PHASE_OF = {
+    "moments": "calibrate: backward",
     "lag statistics": "calibrate: backward",
     "try splits": "try splits of the budget",
     "fit": "convert",
@@ -303,7 +305,7 @@ class Workload:
         return host, device
 
     def _model_flops(self) -> dict[str, int]:
-        """Of runs of the model: forward once, backward three times (recomputed, and twice the forward's work)."""
+        """Of runs of the model."""
         forward = 2 * self.active_parameters + 2 * self.length * self.heads * self.head_dim
         vocabulary = 2 * self.vocabulary * self.hidden
         tokens = self.calibration * self.length
@@ -312,9 +314,12 @@ class Workload:
         found = {}
         if tokens:
             found["calibrate: forward"] = tokens * self.layers * forward
-            passes = 3 if self.demand.gradients else 1
+            # Weights have no gradients: behind a product of one comes one for what entered it, of two matrices two.
+            backward = 2 * self.active_parameters + 4 * self.length * self.heads * self.head_dim
+            backward = forward + backward * self.demand.gradients
             sampling = 3 * self.demand.gradients * vocabulary
-            found["calibrate: backward"] = tokens * (self.layers * passes * forward + sampling)
+            found["calibrate: backward"] = tokens * (self.layers * backward + sampling)
+            found["moments"] = tokens * self.layers * self._moment_flops()
             if self.demand.lags:
                 sequences = min(LAG_SEQUENCES, self.calibration)
                 # Three sums per component over the whole attention matrix of every head.
@@ -346,9 +351,18 @@ class Workload:
         """Of one token's attention with absorbed queries of ``width`` numbers, in a simulated layer."""
         return 2 * self.heads * self.head_dim * width + 2 * self.length * self.heads * width
 
+    def _moment_flops(self) -> int:
+        """Of one token and layer: products of keys and values, outputs and gradients with themselves and inverses."""
+        if not self.demand.gradients:
+            return 2 * self.kv_width**2
+        # Two matrices each are fitted to the others' weights: a plain sum, then by sweeps a sum and a form.
+        fitted = 2 * (1 + 2 * SWEEPS)
+        return 2 * ((2 + fitted) * self.kv_width**2 + (1 + fitted) * self.hidden**2)
+
     def _algebra_flops(self) -> int:
         forms = self.demand.splits + 1 + self.demand.spectra / 2  # eigenvalues without eigenvectors
-        return int(self.demand.statistics * self.layers * forms * ALGEBRA_CUBES * self.kv_width**3)
+        inverted = 2 * SWEEPS * self.demand.gradients * bool(self.calibration) * (self.kv_width**3 + self.hidden**3)
+        return int(self.demand.statistics * self.layers * (forms * ALGEBRA_CUBES * self.kv_width**3 + inverted))
 
 
 def measure_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
