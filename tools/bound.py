@@ -2,7 +2,7 @@
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tools/bound.py llama3-8b FOLDER --layers 4 -- --to lowrank --kv-ratio 0.25
 
-What follows ``--`` is of ``surgery convert``. Products are those that the dry run counts, at rates that this machine has
+What follows ``--`` is of ``surgery convert``. Products are those that the dry run counts, at rates that the machine has
 for large ones in each dtype, before and after. Their time and the conversion's are those of the processor, which other
 work on the machine does not lengthen; the disk's is for what went past the page cache, at rates measured here.
 """

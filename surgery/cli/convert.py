@@ -14,13 +14,13 @@ import typer
 
 from surgery.cli.generated import Given, with_settings
 from surgery.cli.options import (
-    MACHINE,
     OUTPUT,
     CheckpointArgument,
     ConfigOption,
     JsonOption,
     OverwriteOption,
     PickleOption,
+    ProcessesOption,
 )
 from surgery.cli.push import HUB, BaseModelOption, PublicOption
 from surgery.cli.verbs import Verb, equip
@@ -84,16 +84,7 @@ def convert(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print what it would do and take; write nothing.")
     ] = False,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            "--processes",
-            metavar="N",
-            min=1,
-            help="That share the calibration, a GPU each [a launcher's, or 1].",
-            rich_help_panel=MACHINE,
-        ),
-    ] = None,
+    processes: ProcessesOption = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew where an interrupted conversion would go on.")
     ] = False,

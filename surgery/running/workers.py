@@ -27,7 +27,7 @@ PATIENCE = 20.0
 
 
 @contextmanager
-def workers(count: int, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Iterator[None]:
+def workers(count: int | None, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Iterator[None]:
     """Has ``count`` - 1 processes call a function while the block lasts, as what `Processes` then finds.
 
     Processors are shared: in the others torch takes that part of the threads that it has here.
@@ -36,12 +36,14 @@ def workers(count: int, function: Callable[..., Any], arguments: Mapping[str, An
         function: of a module, with arguments that pickle.
 
     Raises:
-        SurgeryError: accelerate is not installed.
+        SurgeryError: accelerate is not installed, or this process is one of several already.
         ProcessLost: one has ended before its work was done.
     """
-    if count == 1:
+    if count in (None, 1):
         yield
         return
+    if "WORLD_SIZE" in os.environ:
+        raise SurgeryError("--processes starts processes, of which a launcher has started some: leave it out")
     try:
         from accelerate import PartialState
     except ImportError:
@@ -73,10 +75,10 @@ def thread_share(count: int) -> int:
 
 
 @contextmanager
-def sharing_threads(count: int) -> Iterator[None]:
+def sharing_threads(count: int | None) -> Iterator[None]:
     """Has torch take that part of its threads in the block that it takes in each of the others."""
     before = torch.get_num_threads()
-    torch.set_num_threads(thread_share(count))
+    torch.set_num_threads(thread_share(count or 1))
     try:
         yield
     finally:

@@ -92,8 +92,7 @@ def convert(
         ProcessLost: another process has ended; what was finished is kept.
     """
     request = {"source": source, "out": out, "settings": settings, "overwrite": overwrite, "allow_pickle": allow_pickle}
-    started = processes or 1
-    with workers(started, convert, {**request, "processes": None}):
+    with workers(processes, convert, {**request, "processes": None}):
         together = Processes(cpu=True, alone=processes == 1)  # what they hand each other lies on the host
         progress = progress if progress and together.is_main else Progress(silent=True)
         if not together.is_main:
@@ -104,7 +103,7 @@ def convert(
             predicted=predicted,
             restart=restart,
             together=together,
-            started=started,
+            started=processes,
             progress=progress,
         )
 
@@ -120,7 +119,7 @@ def _convert(
     predicted: Mapping[str, Any] | None,
     restart: bool,
     together: Processes,
-    started: int,
+    started: int | None,
     progress: Progress,
 ) -> Conversion | None:
     asked, out = together.first_on_main(
