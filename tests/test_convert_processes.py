@@ -12,6 +12,7 @@ import pytest
 import torch
 from processes import Fork, two_forks
 
+import surgery
 from surgery.calibration.parts import PARTS, Parts
 from surgery.calibration.sweep import BoundaryStore
 from surgery.running.activations import ActivationMemory
@@ -120,6 +121,21 @@ def test_started_by_the_verb(checkpoints, tmp_path):
     assert process.returncode == 0, errors
     convert_alone(checkpoints("qwen3"), *ASKED, "--out", tmp_path / "one" / "small")
     assert results(tmp_path / "one" / "small") == results(tmp_path / "three" / "small")
+
+
+@pytest.mark.slow
+def test_started_from_a_program(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before, threads = dict(os.environ), torch.get_num_threads()
+    torch.set_num_threads(1)
+    few = {"kv_ratio": 0.5, "fit_steps": 0, "calibration_tokens": 512, "calibration_length": 64, "held_out": 1}
+    places = tmp_path / "one" / "small", tmp_path / "two" / "small"
+    for count, out in enumerate(places, 1):
+        surgery.convert("builtin", "lowrank", out=out, processes=count, progress=False, **few)
+    torch.set_num_threads(threads)
+    assert results(places[0]) == results(places[1])
+    assert dict(os.environ) == before and not psutil.Process().children()
+    assert not torch.distributed.is_initialized() and Processes().count == 1
 
 
 @pytest.mark.slow
