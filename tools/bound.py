@@ -77,14 +77,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--dtype", default="bfloat16", help="that layers run in")
-    parser.add_argument("options", nargs="*", help="of surgery convert, behind --")
-    said = parser.parse_args()
+    own, options = sys.argv[1:], []
+    if "--" in own:
+        own, options = own[: own.index("--")], own[own.index("--") + 1 :]
+    said = parser.parse_args(own)
     config = SHAPES[said.shape] | ({"num_hidden_layers": said.layers} if said.layers else {})
     source, out = said.folder / f"{said.shape}-{config['num_hidden_layers']}", said.folder / "out"
     if not source.exists():
         said.folder.mkdir(parents=True, exist_ok=True)
         make_random_checkpoint(source, config, Progress())
-    asked = [source, "--out", out, "--overwrite", "--dtype", said.dtype, "--device", "cpu", *said.options]
+    asked = [source, "--out", out, "--overwrite", "--dtype", said.dtype, "--device", "cpu", *options]
     foreseen, _, _ = convert(*asked, "--dry-run")
     dtypes = {"": getattr(torch, said.dtype), IN_FLOAT32: torch.float32, IN_FLOAT64: torch.float64}
     before = {part: flops_per_second(dtype) for part, dtype in dtypes.items()}

@@ -56,7 +56,8 @@ def workers(count: int | None, function: Callable[..., Any], arguments: Mapping[
     work, started = pickle.dumps((function, dict(arguments))), []
     try:
         with environment(**world, RANK="0", LOCAL_RANK="0"):
-            started += [_Worker(rank, work) for rank in range(1, count)]
+            for rank in range(1, count):
+                started.append(_Worker(rank, work))
             if not all([worker.ready() for worker in started]):
                 raise ProcessLost("a process did not begin")
             yield
