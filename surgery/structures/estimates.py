@@ -1,4 +1,4 @@
-"""How much memory, disk and time a conversion takes, from shapes alone and one quick benchmark.
+"""How much memory, disk and operations a conversion takes, from shapes alone.
 
 Numbers are counted in the symbols of :mod:`surgery.families.anatomy`, with n = G (d + e) the KV width of a layer, T the
 length of a sequence, N calibration and M held-out sequences, B the batch, V the vocabulary, P the parameters of the
@@ -8,12 +8,9 @@ largest decoder layer, s and c the bytes of a number in the checkpoint and in th
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
-from functools import cache
 
 import psutil
-import torch
 
 from surgery.calibration.kronecker import SWEEPS
 from surgery.calibration.layer_statistics import LAG_SEQUENCES
@@ -45,7 +42,6 @@ PHASE_OF = {
     "quantise": "measure",
 }
 """The phase of a conversion in which a part of its work is done, where it has another name."""
-BENCHMARK_SIZE, BENCHMARK_SECONDS = 1024, 0.15
 
 
 @dataclass(frozen=True)
@@ -363,33 +359,6 @@ class Workload:
         forms = self.demand.splits + 1 + self.demand.spectra / 2  # eigenvalues without eigenvectors
         inverted = 2 * SWEEPS * self.demand.gradients * bool(self.calibration) * (self.kv_width**3 + self.hidden**3)
         return int(self.demand.statistics * self.layers * (forms * ALGEBRA_CUBES * self.kv_width**3 + inverted))
-
-
-def measure_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Floating point operations per second of a large matrix product: in ``dtype`` on the device, in float64 here."""
-    return {
-        "flops_per_second": _matmul_speed(device, dtype),
-        "float64_flops_per_second": _matmul_speed(torch.device("cpu"), torch.float64),
-    }
-
-
-@cache
-def _matmul_speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Measured once in a process: dry runs of many targets ask for it."""
-    matrix = torch.ones(BENCHMARK_SIZE, BENCHMARK_SIZE, device=device, dtype=dtype)
-
-    def synchronise() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-
-    _ = matrix @ matrix
-    synchronise()
-    start, runs = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - start) < BENCHMARK_SECONDS or not runs:
-        _ = matrix @ matrix
-        synchronise()
-        runs += 1
-    return 2 * BENCHMARK_SIZE**3 * runs / elapsed
 
 
 def _layer_sizes(opened: Source | OwnSource) -> tuple[int, int]:
