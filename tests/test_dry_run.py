@@ -3,13 +3,17 @@
 import json
 import shutil
 from collections import namedtuple
+from itertools import accumulate
 
 import pytest
 import torch
 from command_line import run_main
+from tiny_models import CONFIGS, random_model
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
+from surgery.families.attention import CapturedAttention
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
 from surgery.structures import converter
@@ -72,6 +76,35 @@ def test_too_small_a_disk_is_told_beside_the_plan(checkpoints, tmp_path, monkeyp
     assert plan["memory"]["host_bytes"] > 0 and plan["disk"]["output_free_bytes"] == 1000
 
 
+def most_allocated(work):
+    """Bytes that tensors take at a time, at most, beyond those that were there."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_memory_of_a_batch_with_gradients(family, tmp_path):
+    """Of experts a token passes several, each as wide as the feed-forward block of a model without."""
+    config = CONFIGS[family]()
+    config.intermediate_size, config.vocab_size = 512, 64
+    random_model(config, 0).save_pretrained(tmp_path / "wide")
+    opened = Source.open(tmp_path / "wide", settings := ConvertSettings(batch_size=2))
+    counts = {"length": 128, "calibration": 2, "held_out": 0, "recall_prompts": 0}
+    demand = Demand(cached=16, statistics=True, gradients=True)
+    foreseen = Workload.of(opened, settings, counts, demand)._calibration_memory()[1]["one batch"]
+    hidden, captured = torch.randn(2, 128, 32), CapturedAttention(opened.anatomy(0), gradients=True)
+
+    def run():
+        with torch.enable_grad():
+            layer(hidden.requires_grad_(), captured).sum().backward()
+
+    with opened.stream.layer(0) as layer:
+        run()
+        assert 0.6 * foreseen < most_allocated(run) < foreseen
+
+
 def causal_attention(query, key, *_, **__):
     """Operations of scores and their use, of which causal attention does half; torch's counter knows no such kernel."""
     batch, heads, queries, dim = query
@@ -79,7 +112,7 @@ def causal_attention(query, key, *_, **__):
 
 
 def test_operations_of_the_sweeps_are_those_that_torch_counts(checkpoints):
-    """The forward sweep's to a hundredth; of the backward sweep not all that is small is counted."""
+    """The forward sweep's to a hundredth, the backward sweep's to five."""
     opened = Source.open(checkpoints("llama"), settings := ConvertSettings(batch_size=2))
     tokens = torch.randint(4096, (4, 128), generator=torch.Generator().manual_seed(0))
     counts = {"length": 128, "calibration": 4, "held_out": 0, "recall_prompts": 0}
@@ -91,4 +124,4 @@ def test_operations_of_the_sweeps_are_those_that_torch_counts(checkpoints):
         with FlopCounterMode(display=False, custom_mapping=kernels) as backward:
             list(backward_sweep(opened.stream, opened.anatomy, store, final, 2))
     assert foreseen["calibrate: forward"] == pytest.approx(forward.get_total_flops(), rel=0.01)
-    assert foreseen["calibrate: backward"] == pytest.approx(backward.get_total_flops(), rel=0.1)
+    assert foreseen["calibrate: backward"] == pytest.approx(backward.get_total_flops(), rel=0.05)

@@ -147,6 +147,7 @@ def convert(
     config: str | Path | None = None,
     overwrite: bool = False,
     allow_pickle: bool = False,
+    processes: int = 1,
     progress: bool = True,
     **settings: Any,
 ) -> Converted:
@@ -160,6 +161,7 @@ def convert(
         config: YAML file of settings, or the name of one that ships; ``settings`` win over it.
         overwrite: replace an existing checkpoint in ``out``.
         allow_pickle: read pickled weights if there are no others.
+        processes: that share the calibration, this one and others that it starts.
         progress: show bars on standard error.
         **settings: of the target, such as ``kv_ratio``, ``method``, ``calibration``, ``device``; ``heads`` of a hybrid
             also takes what :func:`score_heads` returns.
@@ -181,7 +183,8 @@ def convert(
         settings["heads"] = str(settings["heads"].path)
     target = find_target(to)
     asked = target.settings(settings, None if config is None else find_shipped(config, "configs"))
-    return _convert(target, asked, model, out, tokenizer, overwrite, allow_pickle, progress, f"convert(to={to!r})")
+    call = f"convert(to={to!r})"
+    return _convert(target, asked, model, out, tokenizer, overwrite, allow_pickle, progress, call, processes)
 
 
 def slice(
@@ -412,6 +415,7 @@ def _convert(
     allow_pickle: bool,
     progress: bool,
     call: str,
+    processes: int = 1,
 ) -> Converted:
     with (
         on_disk(model, tokenizer, tokenized=settings.calibration != NO_CALIBRATION) as source,
@@ -427,6 +431,7 @@ def _convert(
             overwrite=overwrite,
             allow_pickle=allow_pickle,
             command=f"surgery.{call}",
+            processes=processes,
             progress=Progress(silent=not progress),
         )
         found = {"source": _lasting(model, source), "_device": source.device, "_kept": kept}

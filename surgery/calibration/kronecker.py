@@ -10,18 +10,23 @@ Maximum likelihood for ``g zᵀ`` under a matrix normal distribution ``F ⊗ A``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from surgery.running.activations import give_back
+from surgery.running.processes import ALONE, Processes
 
 SWEEPS = 2
 """Alternations; further ones change the loss of conversions of SmolLM2-135M by less than its error."""
 DAMPING = 1e-2
 """Added to a factor's diagonal before it is inverted, in shares of its mean: few tokens leave directions empty."""
+
+
+Held = Sequence[Sequence[Tensor]]
+"""Rows of tokens in batches [B, n], by parts of the tokens; parts that other processes have are empty."""
 
 
 @dataclass
@@ -30,57 +35,96 @@ class KroneckerFactors:
 
     moment: Tensor  # A [n, n], float64, scaled to a mean: Σ w z zᵀ / Σ w
     gradient: Tensor  # F [n, n], float64
-    token_weight: Tensor  # w of every token, of mean one, float64 [N]
-    gradient_weight: Tensor  # what each token's g gᵀ counts in F, float64 [N]
+    token_weights: list[Tensor]  # w of every token, of mean one, float64, by parts
+    gradient_weights: list[Tensor]  # what each token's g gᵀ counts in F, float64, by parts
 
 
 def kronecker_factors(
-    rows: Sequence[Tensor], gradients: Sequence[Tensor], device: str | torch.device = "cpu"
+    rows: Held, gradients: Held, device: str | torch.device = "cpu", processes: Processes = ALONE
 ) -> KroneckerFactors | None:
     """Fits the two factors.
 
     Args:
-        rows: z in batches [B, n]; products are taken in their dtype (float32 or better) and summed in float64.
+        rows: z; products are taken in their dtype (float32 or better) and summed in float64.
         gradients: g of the same tokens.
         device: where products are taken, batch by batch.
+        processes: that share the parts.
 
     Returns:
         The factors on the CPU; None where all gradients, or all rows, are zero.
     """
-    gradient = weighted_moment(gradients, device=device)
-    if not (gradient.trace() > 0 and weighted_moment(rows, device=device).trace() > 0):
+    options = {"device": device, "processes": processes}
+    gradient = weighted_moment(gradients, **options)
+    if not (gradient.trace() > 0 and weighted_moment(rows, **options).trace() > 0):
         return None
     for _ in range(SWEEPS):
-        weight = _unusual(gradients, gradient, device)
-        moment = weighted_moment(rows, weight, device=device)
-        gradient_weight = _unusual(rows, moment, device)
-        gradient = weighted_moment(gradients, gradient_weight, device=device)
-    mean = weight.mean()
-    return KroneckerFactors(moment / mean, gradient * mean, weight / mean, gradient_weight * mean)
+        weights = _unusual(gradients, gradient, **options)
+        moment = weighted_moment(rows, weights, **options)
+        gradient_weights = _unusual(rows, moment, **options)
+        gradient = weighted_moment(gradients, gradient_weights, **options)
+    mean = torch.cat(weights).mean()
+    return KroneckerFactors(
+        moment / mean, gradient * mean, [w / mean for w in weights], [w * mean for w in gradient_weights]
+    )
 
 
 def weighted_moment(
-    rows: Sequence[Tensor], weight: Tensor | None = None, *, device: str | torch.device = "cpu"
+    rows: Held,
+    weights: Sequence[Tensor] | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    processes: Processes = ALONE,
 ) -> Tensor:
-    """``Σ w x xᵀ / N`` over N rows in batches [B, n], float64 on the CPU; weights [N], or of one."""
-    total, start = 0.0, 0
-    for batch in rows:
-        x = weighted = batch.to(device)
-        if weight is not None:
-            weighted = x * weight[start : start + len(x), None].to(x)
-        total, start = total + (x.mT @ weighted).double().cpu(), start + len(x)
-        give_back(batch)
-    return total / start
+    """``Σ w x xᵀ / N`` over N rows, float64 on the CPU; weights by parts, or of one."""
+
+    def product(batch: Tensor, weight: Tensor | None) -> Tensor:
+        x = batch.to(device)
+        return (x.mT @ (x if weight is None else x * weight[:, None].to(x))).double().cpu()
+
+    return _mean(product, rows, weights, processes)
 
 
-def _unusual(rows: Sequence[Tensor], moment: Tensor, device: str | torch.device) -> Tensor:
-    """``xᵀ M⁻¹ x / n`` of every row, float64 [N]: one on average where M is the rows' own moment."""
+def weighted_mean(rows: Held, weights: Sequence[Tensor], processes: Processes = ALONE) -> Tensor:
+    """``Σ w x / N`` over N rows, float64 on the CPU."""
+    return _mean(lambda batch, weight: weight @ batch.double(), rows, weights, processes)
+
+
+def _mean(
+    of_batch: Callable[[Tensor, Tensor | None], Tensor],
+    rows: Held,
+    weights: Sequence[Tensor] | None,
+    processes: Processes,
+) -> Tensor:
+    """The sum over batches of all parts, over all rows."""
+
+    def of_part(part: int) -> tuple[Tensor | float, int]:
+        total, start = 0.0, 0
+        for batch in rows[part]:
+            weight = None if weights is None else weights[part][start : start + len(batch)]
+            total += of_batch(batch, weight)
+            start += len(batch)
+            give_back(batch)
+        return total, start
+
+    total, count = 0.0, 0
+    for summed, tokens in processes.in_turn(of_part, range(len(rows))):
+        total += summed
+        count += tokens
+    return total / count
+
+
+def _unusual(rows: Held, moment: Tensor, *, device: str | torch.device, processes: Processes) -> list[Tensor]:
+    """``xᵀ M⁻¹ x / n`` of every row, float64, by parts: one on average where M is the rows' own moment."""
     size = len(moment)
     damped = moment + DAMPING * moment.trace() / size * torch.eye(size, dtype=moment.dtype)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    found = []
-    for batch in rows:
-        x = batch.to(device)
-        found.append(((x @ inverse.to(x)) * x).sum(-1).double().cpu())
-        give_back(batch)
-    return torch.cat(found) / size
+
+    def of_part(part: int) -> Tensor:
+        found = []
+        for batch in rows[part]:
+            x = batch.to(device)
+            found.append(((x @ inverse.to(x)) * x).sum(-1).double().cpu())
+            give_back(batch)
+        return torch.cat(found) / size
+
+    return processes.map(of_part, range(len(rows)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from surgery.calibration.kept_statistics import WITH_LAGS, KeptStatistics
 from surgery.calibration.latent_weights import latent_weight_statistics
 from surgery.calibration.library import StatisticsLibrary, prior_lags, weight_statistics
+from surgery.calibration.parts import Parts
 from surgery.calibration.sequences import token_hash
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.statistics import LayerStatistics, lag_statistics
@@ -19,6 +20,7 @@ from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.latent_anatomy import LatentAnatomy
+from surgery.running.processes import ALONE, Processes
 from surgery.running.source import Source
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ def gather(
     gradients: bool,
     basis_of: BasisOf | None = None,
     snapshots: Snapshots | None = None,
+    processes: Processes = ALONE,
 ) -> None:
     """Fills the library by one forward and one backward sweep over calibration tokens [N, T], or from weights alone.
 
@@ -51,17 +54,19 @@ def gather(
         gradients: whether moments of the loss gradient are wanted.
         basis_of: for lag statistics; None for none.
         snapshots: what work that was killed goes on from; the library and the store then hold what it had done.
+        processes: that share the tokens. They have one folder for boundaries; the main one fills the library.
     """
     if tokens is None:
-        _from_weights(opened, library, progress, basis_of)
+        if processes.is_main:
+            _from_weights(opened, library, progress, basis_of)
         return
     stream, kept, snapshots = opened.stream, None, snapshots or Snapshots()
 
-    def forward(snapshots: Snapshots | None = None) -> Tensor:
+    def forward(snapshots: Snapshots | None = None, processes: Processes = ALONE) -> Tensor:
         with progress.phase("calibrate: forward", stream.num_layers) as advance:
-            return forward_sweep(stream, tokens, store, settings.batch_size, advance, snapshots)
+            return forward_sweep(stream, tokens, store, settings.batch_size, advance, snapshots, processes)
 
-    if state := snapshots.last("statistics"):
+    if state := processes.from_main(lambda: snapshots.last("statistics")):
         store.filled = state["boundaries"]
         if not store.filled:
             store.fill_when_asked(forward)
@@ -69,11 +74,11 @@ def gather(
 
     if settings.keep_statistics:
         kept = KeptStatistics(settings.keep_statistics, _facts(opened, tokens, settings, gradients, basis_of))
-        if kept.read_into(library):
+        if processes.from_main(lambda: kept.read_into(library)):
             progress.note(f"statistics: those kept in {settings.keep_statistics}")
             store.fill_when_asked(forward)
             return
-    final = None if snapshots.taken("backward") else forward(snapshots)
+    final = None if snapshots.taken("backward") else forward(snapshots, processes)
     with progress.phase("calibrate: backward", stream.num_layers) as advance:
         layers = backward_sweep(
             stream,
@@ -85,23 +90,25 @@ def gather(
             seed=settings.seed,
             snapshots=snapshots,
             stateful=opened.stateful,
+            processes=processes,
         )
+        parts = Parts(len(tokens), settings.batch_size, processes)
         reached = stream.num_layers
         for layer in layers:
             lags = None
             if basis_of is not None:
                 # Evenly spread, so that text with and without planted recalls is in it.
-                chosen = torch.linspace(0, len(tokens) - 1, min(LAG_SEQUENCES, len(tokens))).long()
-                basis = basis_of(layer.anatomy, layer.statistics)
-                lags = lag_statistics(layer.anatomy, basis, layer.inputs[chosen])
-            library.save(layer.index, layer.statistics, lags)
+                chosen = torch.linspace(0, len(tokens) - 1, min(LAG_SEQUENCES, len(tokens))).long().tolist()
+                basis = processes.from_main(lambda layer=layer: basis_of(layer.anatomy, layer.statistics))
+                lags = lag_statistics(layer.anatomy, basis, parts.gather(layer.inputs, chosen), processes)
+            processes.from_main(lambda layer=layer, lags=lags: library.save(layer.index, layer.statistics, lags))
             advance(reached - layer.index)
             reached = layer.index
             del layer  # before the next one is there
         advance(reached)
     if kept:
-        kept.keep(library)
-    snapshots.take("statistics", lambda: {"boundaries": store.filled})
+        processes.from_main(lambda: kept.keep(library))
+    parts.take(snapshots, "statistics", lambda: {"boundaries": store.filled})
 
 
 def _facts(

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from surgery.calibration.kronecker import KroneckerFactors, kronecker_factors, weighted_moment
+from surgery.calibration.kronecker import KroneckerFactors, kronecker_factors, weighted_mean, weighted_moment
 from surgery.families.anatomy import AttentionAnatomy, Projection
 from surgery.families.attention import attention_weights
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.rope import phases, to_complex
-from surgery.running.activations import give_back
+from surgery.running.processes import ALONE, Processes
 
 
 @dataclass
@@ -84,6 +85,8 @@ class MomentAccumulator:
 
     Args:
         hold: keeps a batch of them.
+        parts: of the tokens, each summed by itself.
+        processes: that share the parts, as :class:`surgery.calibration.parts.Parts` deals them out.
     """
 
     def __init__(
@@ -92,99 +95,105 @@ class MomentAccumulator:
         *,
         gradients: bool,
         hold: Callable[[Tensor], Tensor] = Tensor.cpu,
+        parts: int = 1,
+        processes: Processes = ALONE,
     ):
-        self._hold = hold
-        width = anatomy.kv_width
-        self._key_norm = anatomy.k_norm
-        self.moment = torch.zeros(width, width, dtype=torch.float64)
-        self.gradient = torch.zeros(width, width, dtype=torch.float64) if gradients else None
-        self.query_norm = torch.zeros(anatomy.heads, anatomy.head_dim // 2, dtype=torch.float64)
-        self.key_norm = torch.zeros(anatomy.kv_heads, anatomy.head_dim // 2, dtype=torch.float64)
-        self.output_gradient = torch.zeros(anatomy.hidden, anatomy.hidden, dtype=torch.float64) if gradients else None
-        self.mean = torch.zeros(width, dtype=torch.float64)
-        self.query_energy = torch.zeros(anatomy.heads, anatomy.head_dim, dtype=torch.float64)
-        self.raw_gradient = torch.zeros_like(self.moment) if gradients and anatomy.k_norm is not None else None
-        self.input_scale = torch.zeros(anatomy.hidden, dtype=torch.float64)
-        self.input_energy = torch.zeros(anatomy.hidden, dtype=torch.float64)
-        self._device = anatomy.o.device
-        self._rows: list[Tensor] = []
-        self._gradients: list[Tensor] = []
-        self._raw_gradients: list[Tensor] = []
-        self._outputs: list[Tensor] = []
-        self._output_gradients: list[Tensor] = []
-        self.tokens = self.input_tokens = 0
+        self._gradients, self._hold, self._processes = gradients, hold, processes
+        self._key_norm, self._device = anatomy.k_norm, anatomy.o.device
+        self._sums: list[dict[str, Any]] = [{} for _ in range(parts)]
+        names = ("rows", "gradients", "raw_gradients", "outputs", "output_gradients")
+        self._held: dict[str, list[list[Tensor]]] = {name: [[] for _ in range(parts)] for name in names}
+        self._total: dict[str, Any] = {}
 
-    def add(self, projection: Projection, output: Tensor | None = None, inputs: Tensor | None = None) -> None:
+    def add(
+        self, projection: Projection, output: Tensor | None = None, inputs: Tensor | None = None, part: int = 0
+    ) -> None:
         """Adds one batch; the gradients of keys, values and output are what a backward pass left on them.
 
         Args:
             output: the attention's [B, T, D]; needed with gradients.
             inputs: what was projected [B, T, D]; without them nothing is known of inputs.
+            part: that the batch belongs to.
         """
         k, v = projection.k.detach(), projection.v.detach()
-        rows = _rows(k, v)
-        self.moment += _gram(rows)
-        self.mean += rows.double().sum(0).cpu()
-        self.query_energy += projection.q.detach().square().double().sum((0, 1)).cpu()
-        if self.gradient is not None:
+        sums, rows = self._sums[part], _rows(k, v)
+        gain = 1 if projection.key_gain is None else projection.key_gain.detach()[..., None]
+        _add(sums, "tokens", k.shape[0] * k.shape[1])
+        _add(sums, "moment", _gram(rows))
+        _add(sums, "mean", rows.double().sum(0).cpu())
+        _add(sums, "query_energy", projection.q.detach().square().double().sum((0, 1)).cpu())
+        _add(sums, "query_norm", to_complex(projection.q.detach().float()).abs().double().sum((0, 1)).cpu())
+        _add(sums, "key_norm", (to_complex(k.float()).abs() * gain).double().sum((0, 1)).cpu())
+        if self._gradients:
             k_grad, v_grad = projection.k.grad, projection.v.grad
-            gradient = _rows(k_grad, v_grad)
-            self.gradient += _gram(gradient)
-            self._rows.append(self._hold(rows))
-            self._gradients.append(self._hold(gradient))
-            output_gradient = _wide(output.grad.flatten(0, 1))
-            self._outputs.append(self._hold(_wide(output.detach().flatten(0, 1))))
-            self._output_gradients.append(self._hold(output_gradient))
-            self.output_gradient += _gram(output_gradient)
-            if self.raw_gradient is not None:
-                raw = _rows(raw_key_gradient(k, k_grad, projection.key_gain.detach(), self._key_norm.weight), v_grad)
-                self.raw_gradient += _gram(raw)
-                self._raw_gradients.append(self._hold(raw))
+            met = {
+                "rows": rows,
+                "gradients": _rows(k_grad, v_grad),
+                "outputs": _wide(output.detach().flatten(0, 1)),
+                "output_gradients": _wide(output.grad.flatten(0, 1)),
+            }
+            _add(sums, "gradient", _gram(met["gradients"]))
+            _add(sums, "output_gradient", _gram(met["output_gradients"]))
+            if self._key_norm is not None:
+                raw = raw_key_gradient(k, k_grad, projection.key_gain.detach(), self._key_norm.weight)
+                met["raw_gradients"] = _rows(raw, v_grad)
+                _add(sums, "raw_gradient", _gram(met["raw_gradients"]))
+            for name, batch in met.items():
+                self._held[name][part].append(self._hold(batch))
         if inputs is not None:
             x = inputs.detach().flatten(0, 1)
-            self.input_scale += x.abs().double().sum(0).cpu()
-            self.input_energy += x.square().double().sum(0).cpu()
-            self.input_tokens += len(x)
-        gain = 1 if projection.key_gain is None else projection.key_gain.detach()[..., None]
-        self.query_norm += to_complex(projection.q.detach().float()).abs().double().sum((0, 1)).cpu()
-        self.key_norm += (to_complex(k.float()).abs() * gain).double().sum((0, 1)).cpu()
-        self.tokens += k.shape[0] * k.shape[1]
+            _add(sums, "input_scale", x.abs().double().sum(0).cpu())
+            _add(sums, "input_energy", x.square().double().sum(0).cpu())
+
+    def collect(self, add: Callable[[int], None]) -> None:
+        """Has ``add`` add all batches of a part, by its number, on the process that has it, and sums over the parts."""
+
+        def sums(part: int) -> dict[str, Any]:
+            add(part)
+            found, self._sums[part] = self._sums[part], {}
+            return found
+
+        for found in self._processes.in_turn(sums, range(len(self._sums))):
+            for name, value in found.items():
+                _add(self._total, name, value)
 
     def result(self) -> LayerStatistics:
-        count, inputs = self.tokens, self.input_tokens
-        factors = kronecker_factors(self._rows, self._gradients, self._device) if self._rows else None
+        if not self._total:
+            self.collect(lambda part: None)
+        total, count = self._total, self._total.pop("tokens")
+        factors = self._factors("rows", "gradients") if self._gradients else None
         return LayerStatistics(
-            moment=self.moment / count,
-            gradient=None if self.gradient is None else self.gradient / count,
-            query_norm=self.query_norm / count,
-            key_norm=self.key_norm / count,
             tokens=count,
-            output_gradient=None if self.output_gradient is None else self.output_gradient / count,
-            mean=self.mean / count,
-            query_energy=self.query_energy / count,
-            raw_gradient=None if self.raw_gradient is None else self.raw_gradient / count,
-            input_scale=self.input_scale / inputs if inputs else None,
-            input_energy=self.input_energy / inputs if inputs else None,
+            **({"gradient": None} | {name: summed / count for name, summed in total.items()}),
             **(self._weighted(factors) if factors else {}),
         )
 
+    def _factors(self, rows: str, gradients: str) -> KroneckerFactors | None:
+        return kronecker_factors(self._held[rows], self._held[gradients], self._device, self._processes)
+
     def _weighted(self, factors: KroneckerFactors) -> dict[str, Tensor]:
-        weight, raw = factors.token_weight, self._raw_gradients
-        outputs = kronecker_factors(self._outputs, self._output_gradients, self._device)
-        weights = weight.split([len(rows) for rows in self._rows])
-        mean = 0
-        for w, rows in zip(weights, self._rows, strict=True):
-            mean = mean + w @ rows.double()
-            give_back(rows)
-        raw_metric = weighted_moment(raw, factors.gradient_weight, device=self._device) if raw else None
+        held, processes, raw_metric = self._held, self._processes, None
+        outputs = self._factors("outputs", "output_gradients")
+        mean = weighted_mean(held["rows"], factors.token_weights, processes)
+        if self._key_norm is not None:
+            raw = held["raw_gradients"]
+            raw_metric = weighted_moment(raw, factors.gradient_weights, device=self._device, processes=processes)
         return {
             "weighted_moment": factors.moment,
-            "weighted_mean": mean / len(weight),
-            "token_weight": weight.float(),
+            "weighted_mean": mean,
+            "token_weight": torch.cat(factors.token_weights).float(),
             "weighted_gradient": factors.gradient,
             "weighted_output_gradient": None if outputs is None else outputs.gradient,
             "weighted_raw_gradient": raw_metric,
         }
+
+
+def _add(sums: dict[str, Any], name: str, value: Tensor | int) -> None:
+    """Adds to a sum, in its place."""
+    if name in sums:
+        sums[name] += value
+    else:
+        sums[name] = value
 
 
 def raw_key_gradient(keys: Tensor, gradient: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
@@ -224,19 +233,20 @@ class LagStatistics:
         return (self.energy * (1 - self.constant().abs().square()).clamp_min(0)).sum(-1)
 
 
-def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor) -> LagStatistics:
-    """Accumulates :class:`LagStatistics` over attention inputs [N, T, D].
+def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, processes: Processes = ALONE) -> LagStatistics:
+    """Accumulates :class:`LagStatistics` over attention inputs [N, T, D], which all processes have.
 
     One sequence at a time: its attention weights are [H, T, T].
     """
     device, dtype = anatomy.k.device, anatomy.k.dtype
     complex_dtype = dtype.to_complex()
     key, query = basis.key.to(device, complex_dtype), basis.query.to(device, complex_dtype)
-    turned = torch.zeros(basis.components, anatomy.heads, dtype=torch.complex128)
-    energy = torch.zeros(basis.components, anatomy.heads, dtype=torch.float64)
     frequencies = anatomy.inv_freq[basis.frequency]
     group_of = torch.arange(anatomy.heads) // (anatomy.heads // anatomy.kv_heads)
-    for sequence in inputs:
+
+    def of_sequence(sequence: Tensor) -> tuple[Tensor, Tensor]:
+        turned = torch.zeros(basis.components, anatomy.heads, dtype=torch.complex128)
+        energy = torch.zeros(basis.components, anatomy.heads, dtype=torch.float64)
         x = sequence[None].to(device, dtype)
         projection = anatomy.project(x)
         weights = _wide(attention_weights(anatomy, projection)[0])  # [H, T, T]
@@ -254,8 +264,13 @@ def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor) -> LagStati
             q = to_complex(projection.q[0, :, head])
             query_energy = (q @ query[:, group_of[head]].T).abs().square()  # [T, P]
             plain, real, imag = (weights[head] @ summed).chunk(3, dim=-1)
-            energy[:, head] += (query_energy * plain).sum(0).double().cpu()
-            turned[:, head] += (query_energy * phase.conj() * torch.complex(real, imag)).sum(0).to(turned)
+            energy[:, head] = (query_energy * plain).sum(0).double().cpu()
+            turned[:, head] = (query_energy * phase.conj() * torch.complex(real, imag)).sum(0).to(turned)
+        return turned, energy
+
+    turned, energy = 0, 0
+    for one, other in processes.map(of_sequence, inputs):
+        turned, energy = turned + one, energy + other
     return LagStatistics(turned, energy)
 
 

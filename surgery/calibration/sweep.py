@@ -7,6 +7,7 @@ one layer and the activations at one boundary, or a limit of them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from surgery.calibration.parts import Parts
 from surgery.calibration.statistics import LayerStatistics, MomentAccumulator
 from surgery.checkpoint import TensorSpec
 from surgery.checkpoint.disk import disk_errors, parse_size
@@ -25,6 +27,7 @@ from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
 from surgery.running.activations import ActivationMemory, give_back, map_file
 from surgery.running.layer_stream import LayerStream
+from surgery.running.processes import ALONE, Processes
 
 
 class BoundaryStore(LayerFiles):
@@ -48,12 +51,22 @@ class BoundaryStore(LayerFiles):
         """Has ``sweep``, which saves all boundaries here, run when the first is loaded, if ever one is."""
         self._sweep = sweep
 
-    def save(self, index: int, hidden: Tensor) -> None:
-        """Raises SurgeryError where the disk is full."""
+    def save(self, index: int, hidden: Tensor, first: int = 0, of: int | None = None) -> None:
+        """Keeps what enters a layer, [n, T, D].
+
+        Args:
+            first: the first of these sequences among all; others may be written by other processes.
+            of: how many there are; None: these.
+
+        Raises:
+            SurgeryError: the disk is full.
+        """
         path = self._path(index, ".safetensors")
-        header, _ = encode_header({"hidden": TensorSpec(hidden.dtype, tuple(hidden.shape))}, {})
-        with disk_errors(path), open(path, "wb") as file:
+        shape = (len(hidden) if of is None else of, *hidden.shape[1:])
+        header, _ = encode_header({"hidden": TensorSpec(hidden.dtype, shape)}, {})
+        with disk_errors(path), open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
             file.write(header)
+            file.seek(first * hidden[0].nbytes, os.SEEK_CUR)
             for sequence in hidden:
                 file.write(as_bytes(sequence.cpu().contiguous()).numpy())
                 give_back(hidden)
@@ -67,13 +80,15 @@ class BoundaryStore(LayerFiles):
         info, offset = read_header(path.parent, path.name)["hidden"]
         return map_file(path, offset, info.shape, info.dtype)
 
-    def embed(self, stream: LayerStream, tokens: Tensor, batch_size: int) -> Tensor:
-        """Token embeddings of [N, T], for a sweep to go on with: [N, T, D]."""
-        shape = (*tokens.shape, stream.config.hidden_size)
+    def embed(self, stream: LayerStream, tokens: Tensor, batch_size: int, parts: Parts | None = None) -> Tensor:
+        """Token embeddings of [N, T], or of a process's own sequences, for a sweep to go on with: [n, T, D]."""
+        parts = parts or Parts(len(tokens), batch_size)
+        shape = (parts.held, tokens.shape[1], stream.config.hidden_size)
         hidden = self.memory.empty(shape, stream.dtype, stream.device)
-        for rows in torch.arange(len(tokens)).split(batch_size):
-            hidden[rows[0] : rows[-1] + 1] = stream.embed(tokens[rows])
-            give_back(hidden)
+        for part in parts.own:
+            for rows, own in parts.batches(part):
+                hidden[own] = stream.embed(tokens[rows])
+                give_back(hidden)
         return hidden
 
 
@@ -84,7 +99,7 @@ class SweptLayer:
     index: int
     anatomy: AttentionAnatomy
     statistics: LayerStatistics
-    inputs: Tensor  # what entered its attention (after the layer's norm), [N, T, D]
+    inputs: Tensor  # what entered its attention (after the layer's norm), [n, T, D] of this process's sequences
 
 
 def forward_sweep(
@@ -94,27 +109,37 @@ def forward_sweep(
     batch_size: int,
     progress: Callable[..., None],
     snapshots: Snapshots | None = None,
+    processes: Processes = ALONE,
 ) -> Tensor:
-    """Runs tokens [N, T] through all layers, storing what enters each; returns the last layer's output.
+    """Runs tokens [N, T] through all layers, storing what enters each; returns the last layer's output [n, T, D].
 
     Args:
         snapshots: what a sweep that was killed goes on from: the last boundary that is surely stored.
+        processes: that share the sequences; they have one folder to store in, and each the output of its own n.
     """
-    snapshots = snapshots or Snapshots()
+    snapshots, parts = snapshots or Snapshots(), Parts(len(tokens), batch_size, processes)
+
+    def save(index: int, part: int) -> None:
+        store.save(index, hidden[parts.own_rows(part)], parts.rows(part).start, len(tokens))
+
+    def run(part: int) -> None:
+        stream.run_layer(layer, hidden[parts.own_rows(part)], batch_size)
+        if index + 1 < stream.num_layers:
+            save(index + 1, part)
+
     if state := snapshots.last("forward"):
         begin = state["layer"]
-        hidden = store.memory.copy(store.load(begin))
+        hidden = parts.pick(store.load(begin), store.memory)
         progress(begin)
     else:
-        begin, hidden = 0, store.embed(stream, tokens, batch_size)
-        store.save(0, hidden)
+        begin, hidden = 0, store.embed(stream, tokens, batch_size, parts)
+        processes.map(lambda part: save(0, part), range(parts.count))
     for index in range(begin, stream.num_layers):
         with stream.layer(index) as layer:
-            hidden = stream.run_layer(layer, hidden, batch_size)
+            processes.map(run, range(parts.count))
         progress()
         if index + 1 < stream.num_layers:
-            store.save(index + 1, hidden)
-            snapshots.take("forward", lambda index=index: {"layer": index + 1})
+            parts.take(snapshots, "forward", lambda index=index: {"layer": index + 1})
     store.filled = True
     return hidden
 
@@ -130,73 +155,105 @@ def backward_sweep(
     seed: int = 0,
     snapshots: Snapshots | None = None,
     stateful: Collection[int] = (),
+    processes: Processes = ALONE,
 ) -> Iterator[SweptLayer]:
     """Yields every layer's statistics, from last to first.
 
     Args:
         anatomy_of: the anatomy of a layer, in any dtype.
-        final: the forward sweep's result [N, T, D], which gradients take the place of; None where a snapshot says how
+        final: the forward sweep's result [n, T, D], which gradients take the place of; None where a snapshot says how
             to go on.
         gradients: take gradients of the loss (labels drawn from the model itself, ``seed``); without, the sweep
             recomputes activations only.
         snapshots: what a sweep that was killed goes on from; layers that were dealt with are not yielded again.
         stateful: layers without keys and values, which gradients only pass.
+        processes: that share the sequences, as those of the forward sweep; each ends with the statistics of all.
     """
     snapshots = snapshots or Snapshots()
+    parts = Parts(len(store.load(0)), batch_size, processes)
     if state := snapshots.last("backward"):
         upstream, end, store.filled = state["upstream"], state["layer"], True
-        upstream = None if upstream is None else store.memory.copy(upstream)
+        upstream = None if upstream is None else parts.pick(upstream, store.memory)
     else:
-        upstream, end = _upstream(stream, final, batch_size, seed) if gradients else None, stream.num_layers
+        upstream, end = _upstream(stream, final, parts, seed) if gradients else None, stream.num_layers
+
+    def taken(index: int) -> None:
+        state = {"layer": index}
+        parts.take(
+            snapshots, "backward", lambda: state | {"upstream": None if upstream is None else parts.whole(upstream)}
+        )
+
     for index in reversed(range(end)):
         if index in stateful:
             if gradients:
-                _pass_gradients(stream, index, store.load(index), upstream, batch_size)
-            snapshots.take("backward", lambda index=index: {"layer": index, "upstream": upstream})
+                _pass_gradients(stream, index, store.load(index), upstream, parts)
+            taken(index)
             continue
-        anatomy = anatomy_of(index).to(stream.device, stream.dtype)
-        hidden = store.load(index)
-        moments = MomentAccumulator(anatomy, gradients=gradients, hold=store.memory.hold)
-        inputs = store.memory.empty(hidden.shape, stream.dtype)
-        with stream.layer(index) as layer:
-            for start in range(0, len(hidden), batch_size):
-                rows = slice(start, start + batch_size)
-                captured = CapturedAttention(anatomy, gradients=gradients)
-                leaf = hidden[rows].to(stream.device, stream.dtype).requires_grad_(gradients)
-                with torch.set_grad_enabled(gradients):
-                    out = layer(leaf, captured)
-                if gradients:
-                    out.backward(upstream[rows].to(out))
-                    upstream[rows] = leaf.grad.to(upstream)
-                moments.add(captured.projection, captured.outputs if gradients else None, captured.inputs)
-                inputs[rows] = captured.inputs.to(inputs)
-                give_back(hidden, inputs, *([upstream] if gradients else []))
-        statistics, moments = moments.result(), None
-        yield SweptLayer(index, anatomy, statistics, inputs)
-        hidden = inputs = None  # before those of the next layer are there
-        snapshots.take("backward", lambda index=index: {"layer": index, "upstream": upstream})
+        yield _swept(stream, index, anatomy_of(index), store, upstream, parts)
+        taken(index)
 
 
-def _pass_gradients(stream: LayerStream, index: int, hidden: Tensor, upstream: Tensor, batch_size: int) -> None:
-    """Carries gradients [N, T, D] from what a layer puts out to what enters it, in place."""
+def _swept(
+    stream: LayerStream,
+    index: int,
+    anatomy: AttentionAnatomy,
+    store: BoundaryStore,
+    upstream: Tensor | None,
+    parts: Parts,
+) -> SweptLayer:
+    """Passes a layer; where there are gradients [n, T, D] at what it puts out, those at what enters it replace them."""
+    anatomy, hidden, gradients = anatomy.to(stream.device, stream.dtype), store.load(index), upstream is not None
+    moments = MomentAccumulator(
+        anatomy, gradients=gradients, hold=store.memory.hold, parts=parts.count, processes=parts.processes
+    )
+    inputs = store.memory.empty((parts.held, *hidden.shape[1:]), stream.dtype)
+
+    def add(part: int) -> None:
+        for rows, own in parts.batches(part):
+            captured = CapturedAttention(anatomy, gradients=gradients)
+            leaf = hidden[rows].to(stream.device, stream.dtype).requires_grad_(gradients)
+            with torch.set_grad_enabled(gradients):
+                out = layer(leaf, captured)
+            if gradients:
+                out.backward(upstream[own].to(out))
+                upstream[own] = leaf.grad.to(upstream)
+            moments.add(captured.projection, captured.outputs if gradients else None, captured.inputs, part)
+            inputs[own] = captured.inputs.to(inputs)
+            give_back(hidden, inputs, *([upstream] if gradients else []))
+
     with stream.layer(index) as layer:
-        for start in range(0, len(hidden), batch_size):
-            rows = slice(start, start + batch_size)
-            leaf = hidden[rows].to(stream.device, stream.dtype).requires_grad_()
-            with torch.enable_grad():
-                out = layer(leaf)
-            out.backward(upstream[rows].to(out))
-            upstream[rows] = leaf.grad.to(upstream)
-            give_back(hidden, upstream)
+        moments.collect(add)
+    return SweptLayer(index, anatomy, moments.result(), inputs)
 
 
-def _upstream(stream: LayerStream, final: Tensor, batch_size: int, seed: int) -> Tensor:
-    """The gradient of the loss at what the last layer puts out [N, T, D], in its place.
+def _pass_gradients(stream: LayerStream, index: int, hidden: Tensor, upstream: Tensor, parts: Parts) -> None:
+    """Carries gradients [n, T, D] from what a layer puts out to what enters it, in place."""
+    with stream.layer(index) as layer:
 
-    Labels are those that the model draws itself.
+        def run(part: int) -> None:
+            for rows, own in parts.batches(part):
+                leaf = hidden[rows].to(stream.device, stream.dtype).requires_grad_()
+                with torch.enable_grad():
+                    out = layer(leaf)
+                out.backward(upstream[own].to(out))
+                upstream[own] = leaf.grad.to(upstream)
+                give_back(hidden, upstream)
+
+        parts.processes.map(run, range(parts.count))
+
+
+def _upstream(stream: LayerStream, final: Tensor, parts: Parts, seed: int) -> Tensor:
+    """The gradient of the loss at what the last layer puts out [n, T, D], in its place.
+
+    Labels are those that the model draws itself, by one generator for the sequences of all processes.
     """
-    generator = torch.Generator().manual_seed(seed)
-    for rows in final.split(batch_size):
-        rows.copy_(stream.sampled_loss_gradient(rows, generator))
-        give_back(final)
+    generator, length = torch.Generator().manual_seed(seed), final.shape[1]
+    for part in range(parts.count):
+        if part not in parts.own:
+            rows = parts.rows(part)
+            torch.rand((rows.stop - rows.start) * length, generator=generator, dtype=torch.float64)
+            continue
+        for _, own in parts.batches(part):
+            final[own] = stream.sampled_loss_gradient(final[own], generator)
+            give_back(final)
     return final

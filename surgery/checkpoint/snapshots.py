@@ -37,6 +37,10 @@ class Snapshots:
         with disk_errors(path), torch.serialization.safe_globals(list(types)):
             return torch.load(path, weights_only=True, mmap=True)
 
+    def due(self) -> bool:
+        """Whether the last state of any loop is old enough for another."""
+        return self._folder is not None and time.monotonic() - self._written >= INTERVAL
+
     def take(self, loop: str, state: Callable[[], dict[str, Any]]) -> None:
         """Keeps a state, if the last one of any loop is old enough.
 
@@ -45,7 +49,7 @@ class Snapshots:
         Raises:
             SurgeryError: the disk is full.
         """
-        if self._folder is None or time.monotonic() - self._written < INTERVAL:
+        if not self.due():
             return
         path = self._path(loop)
         part = path.with_suffix(".part")

@@ -17,6 +17,7 @@ import torch
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.staging import UNFINISHED, Staging
+from surgery.common.errors import ProcessLost
 
 _FACTS = "facts.json"
 
@@ -77,7 +78,7 @@ class Unfinished:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stays = kind is not None and issubclass(kind, KeyboardInterrupt) and self.snapshots.taken()
+        stays = kind is not None and issubclass(kind, (KeyboardInterrupt, ProcessLost)) and self.snapshots.taken()
         self.staging.discard(keep_unfinished=stays)
 
     def _same_work(self) -> bool:

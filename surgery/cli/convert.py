@@ -20,6 +20,7 @@ from surgery.cli.options import (
     JsonOption,
     OverwriteOption,
     PickleOption,
+    ProcessesOption,
 )
 from surgery.cli.push import HUB, BaseModelOption, PublicOption
 from surgery.cli.verbs import Verb, equip
@@ -83,6 +84,7 @@ def convert(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print what it would do and take; write nothing.")
     ] = False,
+    processes: ProcessesOption = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew where an interrupted conversion would go on.")
     ] = False,
@@ -194,8 +196,11 @@ def convert(
         command=shlex.join(["surgery", *sys.argv[1:]]),
         predicted=planned and planned.predicted,
         restart=restart,
+        processes=processes,
         progress=Progress(),
     )
+    if conversion is None:
+        return
     address = publication.push(conversion.path) if publication else None
     if wandb:
         from surgery.reporting.tracking import log_conversion

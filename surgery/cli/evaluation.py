@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import OUTPUT, ConfigOption, JsonOption, PickleOption
+from surgery.cli.options import OUTPUT, ConfigOption, JsonOption, PickleOption, ProcessesOption
 from surgery.evaluation.settings import EvalSettings
 
 
@@ -39,12 +39,13 @@ def evaluate(
         bool, typer.Option("--trust-remote-code", help="Run code that lies beside the weights.")
     ] = False,
     allow_pickle: PickleOption = False,
+    processes: ProcessesOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure models beside their source and beside cheap baselines, and write a report.
 
-    Started again with the same --out it goes on where it stopped. `accelerate launch -m surgery eval ...` shares the
-    work over processes, with the same results.
+    Started again with the same --out it goes on where it stopped. Results are the same with any number of processes;
+    those of `accelerate launch -m surgery eval ...` share the work, too.
 
     Examples:
 
@@ -72,6 +73,7 @@ def evaluate(
     from surgery.console.conversion import show_evaluation
     from surgery.evaluation.output import track, write_report
     from surgery.evaluation.run import Request, evaluate
+    from surgery.running.workers import sharing_threads, workers
 
     request = Request(
         models,
@@ -83,7 +85,9 @@ def evaluate(
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
     )
-    evaluation = evaluate(request, Progress())
+    asked = {"request": request, "progress": Progress(silent=True)}
+    with workers(processes, evaluate, asked), sharing_threads(processes):
+        evaluation = evaluate(request, Progress())
     if not evaluation.is_main:
         return
     written = write_report(evaluation.report, evaluation.folder)

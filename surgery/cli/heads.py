@@ -10,7 +10,15 @@ from typing import Annotated
 import typer
 
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import OUTPUT, CheckpointArgument, ConfigOption, DeviceOption, JsonOption, PickleOption
+from surgery.cli.options import (
+    OUTPUT,
+    CheckpointArgument,
+    ConfigOption,
+    DeviceOption,
+    JsonOption,
+    PickleOption,
+    ProcessesOption,
+)
 from surgery.cli.verbs import VerbsWithDefault
 from surgery.heads.settings import SUFFIX, HeadSettings
 
@@ -43,12 +51,13 @@ def score(
         bool, typer.Option("--overwrite", help="Replace an existing file.", rich_help_panel=OUTPUT)
     ] = False,
     allow_pickle: PickleOption = False,
+    processes: ProcessesOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Score every KV head of a checkpoint: the higher, the more it needs its whole context.
 
     Writes a pattern file for `surgery convert --to hybrid`, and a heat map beside it. An interrupted scoring goes on
-    where it was. Several GPUs: `accelerate launch -m surgery heads CKPT`.
+    where it was. Processes of `accelerate launch -m surgery heads CKPT` share the work, too.
 
     Examples:
 
@@ -70,8 +79,12 @@ def score(
     from surgery.common.progress import Progress
     from surgery.console.heads import show_pattern
     from surgery.heads.scoring import score_heads
+    from surgery.running.workers import sharing_threads, workers
 
-    scored = score_heads(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle, progress=Progress())
+    request = {"source": checkpoint, "out": out, "settings": settings}
+    request |= {"overwrite": overwrite, "allow_pickle": allow_pickle}
+    with workers(processes, score_heads, request), sharing_threads(processes):
+        scored = score_heads(**request, progress=Progress())
     if scored.is_main:
         show_pattern(scored, as_json=as_json)
 

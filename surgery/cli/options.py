@@ -42,6 +42,16 @@ ConfigOption = Annotated[
         callback=config_file,
     ),
 ]
+ProcessesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--processes",
+        metavar="N",
+        min=1,
+        help="That share the work, each with a GPU where there are some [a launcher's, or 1].",
+        rich_help_panel=MACHINE,
+    ),
+]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)
 ]

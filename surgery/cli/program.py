@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,7 @@ from surgery.cli import verify as cli_verify
 from surgery.cli.generated import Given, with_settings
 from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption
 from surgery.cli.verbs import Verbs, equip
-from surgery.common.errors import SurgeryError
+from surgery.common.errors import ProcessLost, SurgeryError
 from surgery.common.interruption import interruptible
 from surgery.common.machine_faults import told
 from surgery.version import __version__
@@ -174,7 +175,8 @@ def main() -> None:
         try:
             app()
         except SurgeryError as error:
-            print(f"surgery: error: {error}", file=sys.stderr)
+            if os.environ.get("RANK", "0") == "0" or not (error.shared or isinstance(error, ProcessLost)):
+                print(f"surgery: error: {error}", file=sys.stderr)
             sys.exit(1)
         except Exception as error:
             if (line := told(error)) is None:

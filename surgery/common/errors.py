@@ -8,8 +8,17 @@ class SurgeryError(Exception):
 
     The message is one line that says what is wrong, where, and what to do. The command line prints it without a
     traceback and exits with 1. What it repeats of a file cannot break that line, command a terminal or fill it.
+
+    Attributes:
+        shared: whether several processes raise it at once, of which the main one tells it.
     """
+
+    shared = False
 
     def __init__(self, message: str):
         line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(message))
         super().__init__(line if len(line) <= _LONGEST else f"{line[:1000]} … {line[-400:]}")
+
+
+class ProcessLost(SurgeryError):
+    """One of several processes has ended before their work was done: the same work, asked for again, may go on."""

@@ -11,7 +11,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -48,6 +47,7 @@ from surgery.healing.verification import verify_healed
 from surgery.model import register
 from surgery.reporting.healing_table import gap_closed, quality_table, stages
 from surgery.reporting.report import Report, previous_report
+from surgery.running.workers import ended
 from surgery.training.models import check_writable
 from surgery.training.settings import LEARNED_FROM, HealSettings
 from surgery.training.trackers import check_tracker
@@ -312,15 +312,7 @@ def _train(
         environment = keeps_freed_memory(environment)
     code = run_to_its_end(command, environment)
     if code:
-        raise SurgeryError(f"the training {_ended(code)}, see above; the same command goes on")
-
-
-def _ended(code: int) -> str:
-    """How a process ended, in words; below zero its exit code is the signal that ended it."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
-    return f"was ended by {name}" + (", as systems do that run out of memory" if name == "SIGKILL" else "")
+        raise SurgeryError(f"the training {ended(code)}, see above; the same command goes on")
 
 
 def _trained_already(work: Path, settings: HealSettings) -> bool:

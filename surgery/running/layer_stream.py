@@ -22,7 +22,7 @@ from surgery.families.llama import LLAMA
 from surgery.families.rope import unchanged_length
 from surgery.model.attention_functions import own_softmax
 from surgery.model.logit_factor import logit_cap, logit_factor
-from surgery.running.activations import give_back
+from surgery.running.activations import give_back, give_back_freed
 from surgery.running.loading import causal_class, loading, with_standard_names
 
 SMALL = 2**26
@@ -100,8 +100,7 @@ class LayerStream:
         try:
             yield streamed
         finally:
-            # The caller's name for the layer outlives the block, into the loading of the next one.
-            streamed.model = None
+            self._drop(streamed)
 
     @contextlib.contextmanager
     def block(self, start: int, stop: int) -> Iterator[StreamedBlock]:
@@ -114,11 +113,18 @@ class LayerStream:
         try:
             yield streamed
         finally:
-            streamed.model = None
+            self._drop(streamed)
+
+    def _drop(self, streamed: StreamedLayer) -> None:
+        streamed.model = None  # the caller's name for it outlives the block, into the loading of the next one
+        if self._loaded is None:
+            give_back_freed()
 
     def _model(self, start: int, stop: int) -> nn.Module:
         if self._loaded is None:
-            return self._load(start, stop)
+            model = self._load(start, stop)
+            give_back_freed()  # what was read, and cast or joined
+            return model
         if (start, stop) not in self._loaded:
             self._loaded[start, stop] = self._load(start, stop)
         return self._loaded[start, stop]

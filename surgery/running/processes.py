@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from surgery.common.errors import SurgeryError
+from surgery.common.errors import ProcessLost, SurgeryError
+from surgery.common.machine_faults import told
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -33,15 +35,19 @@ class Processes:
         count: how many there are.
     """
 
-    def __init__(self, *, cpu: bool = False) -> None:
-        """`cpu` keeps them off the accelerators.
+    def __init__(self, *, cpu: bool = False, alone: bool = False) -> None:
+        """Joins them.
+
+        Args:
+            cpu: keeps them off the accelerators.
+            alone: whether this one works by itself, whatever others there are.
 
         Raises:
             SurgeryError: there are several processes and accelerate is not installed.
         """
         self.rank, self.count = 0, 1
         self._state = None
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if not alone and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             try:
                 from accelerate import PartialState
             except ImportError:
@@ -51,7 +57,7 @@ class Processes:
             self.rank, self.count = self._state.process_index, self._state.num_processes
             if self._state.backend == "gloo":
                 # Its threads abort a process that ends before them, now and then.
-                atexit.register(self._state.destroy_process_group)
+                atexit.register(leave)
 
     @property
     def is_main(self) -> bool:
@@ -75,20 +81,39 @@ class Processes:
                 mine.append((index, function(items[index])))
                 for _ in range(min(self.count, len(items) - index + self.rank)):
                     done()
-        except SurgeryError as error:
-            refusal = error
+        except Exception as error:
+            refusal = self._refusal(error)
         if self._state is None:
             shares = [(mine, refusal)]
         else:
             from accelerate.utils import gather_object
 
-            shares = gather_object([(mine, refusal)])
+            with self._together():
+                shares = gather_object([(mine, refusal)])
         for _, refusal in shares:
             if refusal is not None:
                 raise refusal
         return [
             result for _, result in sorted((pair for share, _ in shares for pair in share), key=lambda pair: pair[0])
         ]
+
+    def in_turn(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+        """The same one result after the other, for large ones: no process holds more than two of them.
+
+        Every process has to take all of them.
+
+        Raises:
+            SurgeryError: `function` did in some process, in place of its result.
+        """
+        for start in range(0, len(items), self.count):
+            outcome: tuple[Any, SurgeryError | None] = (None, None)
+            if start + self.rank < len(items):
+                try:
+                    outcome = (function(items[start + self.rank]), None)
+                except Exception as error:
+                    outcome = (None, self._refusal(error))
+            for rank in range(min(self.count, len(items) - start)):
+                yield self._from(rank, outcome)
 
     def from_main(self, function: Callable[[], Result]) -> Result:
         """What `function` gives on the main process; the others wait for it and do not call it.
@@ -98,18 +123,58 @@ class Processes:
         """
         if self._state is None:
             return function()
-        from accelerate.utils import broadcast_object_list
-
         outcome: tuple[Any, SurgeryError | None] = (None, None)
         if self.is_main:
             try:
                 outcome = (function(), None)
-            except SurgeryError as error:
-                outcome = (None, error)
-        result, refusal = broadcast_object_list([outcome])[0]
+            except Exception as error:
+                outcome = (None, self._refusal(error))
+        return self._from(0, outcome)
+
+    def first_on_main(self, function: Callable[[], Result]) -> Result:
+        """What `function` gives on each process, once it went well on the main one.
+
+        Raises:
+            SurgeryError: `function` did on the main process; every process raises it.
+        """
+        found: list[Result] = []
+        self.from_main(lambda: found.append(function()))
+        return found[0] if found else function()
+
+    def _from(self, rank: int, outcome: tuple[Any, SurgeryError | None]) -> Any:
+        """The result that one process has; where it has a refusal, all raise that."""
+        if self._state is not None:
+            from accelerate.utils import broadcast_object_list
+
+            with self._together():
+                (outcome,) = broadcast_object_list([outcome], from_process=rank)
+        result, refusal = outcome
         if refusal is not None:
             raise refusal
         return result
+
+    def _refusal(self, error: Exception) -> SurgeryError:
+        """What is told to all processes; raises an error that is no refusal."""
+        if self._state is None:
+            raise error
+        if not isinstance(error, SurgeryError):
+            if (line := told(error)) is None:
+                raise error
+            error = SurgeryError(line)
+        error.shared = True
+        return error
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What all processes do at once fails where one of them has ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ProcessLost(
+                f"one of {self.count} processes has ended before its work was done ({reason}); what was finished is "
+                "kept, the same command goes on"
+            ) from error
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean of every process's `tensor` of one shape, the same to the last bit on all of them.
@@ -120,7 +185,8 @@ class Processes:
             return tensor
         from accelerate.utils import gather_object
 
-        total, *others = gather_object([tensor.detach().cpu()])
+        with self._together():
+            total, *others = gather_object([tensor.detach().cpu()])
         for other in others:
             total = total + other
         return (total / self.count).to(tensor.device)
@@ -128,4 +194,14 @@ class Processes:
     def wait(self) -> None:
         """Until all processes are here."""
         if self._state is not None:
-            self._state.wait_for_everyone()
+            with self._together():
+                self._state.wait_for_everyone()
+
+
+def leave() -> None:
+    """Ends what this process has in common with others; where these wait for it, they miss it."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+ALONE = Processes(alone=True)

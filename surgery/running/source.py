@@ -201,12 +201,13 @@ def checked_device(name: str) -> torch.device:
 
 
 def process_device(name: str, processes: Processes) -> torch.device:
-    """The device of that name for one of several processes: on a machine with accelerators each has its own.
+    """The device of that name for one of several processes: on a machine with accelerators each has its own,
+    where there are as many.
 
     Raises:
         SurgeryError: there is no such device on this machine.
     """
     device = checked_device(name)
     if device.type == "cuda" and processes.count > 1:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return device

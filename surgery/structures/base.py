@@ -31,6 +31,7 @@ from surgery.families.base import is_further
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
 from surgery.running.layer_stream import StreamedLayer
+from surgery.running.processes import ALONE, Processes
 from surgery.running.source import OwnSource, Source
 from surgery.structures.alternatives import Alternatives
 from surgery.structures.estimates import Demand
@@ -56,6 +57,7 @@ class Work(Generic[Opened, Settings]):
         store: what entered every layer in the forward sweep over the calibration text.
         alternatives: new tensors of every layer in more than one form.
         snapshots: what a conversion that was killed goes on from.
+        processes: that share the calibration.
     """
 
     opened: Opened
@@ -66,6 +68,7 @@ class Work(Generic[Opened, Settings]):
     alternatives: Alternatives
     progress: Progress
     snapshots: Snapshots = field(default_factory=Snapshots)
+    processes: Processes = ALONE
 
     def gather(self, *, gradients: bool = True, basis_of: BasisOf | None = None) -> None:
         """Fills the library, by :func:`surgery.calibration.layer_statistics.gather`."""
@@ -79,6 +82,7 @@ class Work(Generic[Opened, Settings]):
             gradients=gradients,
             basis_of=basis_of,
             snapshots=self.snapshots,
+            processes=self.processes,
         )
 
     def fit(self, wanted: bool) -> SequentialFit | None:

@@ -15,11 +15,12 @@ from typing import Any
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.sweep import BoundaryStore
-from surgery.calibration.texts import load_texts
+from surgery.calibration.texts import Texts, load_texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, verify_files
 from surgery.checkpoint.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
 from surgery.checkpoint.config_file import with_rope_beside
 from surgery.checkpoint.file_hashes import hash_files
+from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.checkpoint.writer import in_parts
 from surgery.common.progress import Progress
@@ -27,6 +28,9 @@ from surgery.engines import engine_table
 from surgery.families.towers import put_back
 from surgery.model import remote_code_files
 from surgery.reporting.report import Report, build_report
+from surgery.running.processes import Processes
+from surgery.running.source import process_device
+from surgery.running.workers import sharing_threads, workers
 from surgery.structures.alternatives import Alternatives
 from surgery.structures.base import Outcome, Structure, Work
 from surgery.structures.estimates import Workload
@@ -60,11 +64,13 @@ def convert(
     command: str = "",
     predicted: Mapping[str, Any] | None = None,
     restart: bool = False,
+    processes: int | None = 1,
     progress: Progress | None = None,
-) -> Conversion:
+) -> Conversion | None:
     """Converts a checkpoint as its settings say and writes the result as a Hugging Face checkpoint.
 
-    The same conversion, killed or interrupted, goes on from what lies in ``<out>.partial``, to the same bits.
+    The same conversion, killed or interrupted, goes on from what lies in ``<out>.partial``, to the same bits. Several
+    processes share the calibration; one of them does the rest.
 
     Args:
         source: local folder or file, or hub id.
@@ -75,13 +81,50 @@ def convert(
         command: what the user typed, for the report.
         predicted: what a plan expected of it, for the report.
         restart: begin anew where an interrupted conversion could go on.
+        processes: this one and others that it starts; None: those that a launcher started, or this one alone.
         progress: bars; silent if None.
+
+    Returns:
+        None on the processes that only share the calibration.
 
     Raises:
         SurgeryError: bad input or an impossible request; nothing is left behind.
+        ProcessLost: another process has ended; what was finished is kept.
     """
-    progress = progress or Progress(silent=True)
-    asked, out = open_request(source, out, settings, progress, overwrite=overwrite, allow_pickle=allow_pickle)
+    request = {"source": source, "out": out, "settings": settings, "overwrite": overwrite, "allow_pickle": allow_pickle}
+    with workers(processes, convert, {**request, "processes": None}):
+        together = Processes(cpu=True, alone=processes == 1)  # what they hand each other lies on the host
+        progress = progress if progress and together.is_main else Progress(silent=True)
+        if not together.is_main:
+            request["settings"] = replace(settings, device=str(process_device(settings.device, together)))
+        return _convert(
+            **request,
+            command=command,
+            predicted=predicted,
+            restart=restart,
+            together=together,
+            started=processes,
+            progress=progress,
+        )
+
+
+def _convert(
+    source: str | Path,
+    out: str | Path | None,
+    settings: ConversionSettings,
+    *,
+    overwrite: bool,
+    allow_pickle: bool,
+    command: str,
+    predicted: Mapping[str, Any] | None,
+    restart: bool,
+    together: Processes,
+    started: int | None,
+    progress: Progress,
+) -> Conversion | None:
+    asked, out = together.first_on_main(
+        lambda: open_request(source, out, settings, progress, overwrite=overwrite, allow_pickle=allow_pickle)
+    )
     if stored := asked.opened.reader.dequantised_from:
         dtype = str(asked.opened.weight_dtype).removeprefix("torch.")
         which = "of attention alone" if asked_to_keep(settings) else "all of them"
@@ -91,7 +134,10 @@ def convert(
             f"left out: {len(left_out)} tensors that the model's class does not read, the first {left_out[0]}"
         )
     with progress.step(1, STEPS):
-        texts = load_texts(asked.opened, settings, progress)
+        texts = together.from_main(lambda: load_texts(asked.opened, settings, progress))
+    if not together.is_main:
+        _share_calibration(asked, settings, texts, together)
+        return None
     foreseen = asked.foresee()
     progress.expect(Workload.of(asked.opened, settings, texts.counts(), foreseen.demand).phase_flops())
     facts = {"source": asked.opened.reader.stamp(), "texts": texts.hashes(), "version": __version__}
@@ -102,8 +148,10 @@ def convert(
         kept = kept_matrices(asked.opened.reader, settings, foreseen.tensors)
         staging.check_space(sum(spec.nbytes for spec in in_parts(foreseen.tensors, kept).values()))
         library, store, alternatives = StatisticsLibrary(folder), BoundaryStore(folder, limit), Alternatives(folder)
-        work = Work(asked.opened, settings, texts, library, store, alternatives, progress, unfinished.snapshots)
-        with progress.step(2, STEPS):
+        others = alternatives, progress, unfinished.snapshots, together
+        work = Work(asked.opened, settings, texts, library, store, *others)
+        together.from_main(lambda: folder)
+        with progress.step(2, STEPS), sharing_threads(started):
             asked.gather(work)
         with progress.step(3, STEPS):
             tensors = asked.plan(work)
@@ -120,6 +168,14 @@ def convert(
             with progress.step(6, STEPS):
                 report = _conclude(work, writer, outcome, verification, command)
     return Conversion(writer.out, report, str(source))
+
+
+def _share_calibration(asked: Structure, settings: ConversionSettings, texts: Texts, together: Processes) -> None:
+    """What a process does that is not the main one: its share of the sweeps, in the folder of that."""
+    folder: Path = together.from_main(Path)
+    library, store = StatisticsLibrary(folder), BoundaryStore(folder, settings.activation_memory)
+    others = Alternatives(folder), Progress(silent=True), Snapshots(folder), together
+    asked.gather(Work(asked.opened, settings, texts, library, store, *others))
 
 
 def _finish(

@@ -23,10 +23,11 @@ from surgery.checkpoint.writer import in_parts
 from surgery.common.progress import Progress
 from surgery.families.base import head_shape
 from surgery.running.source import OwnSource, Source
-from surgery.structures.estimates import Workload, measure_speed
+from surgery.structures.estimates import Workload
 from surgery.structures.kept_layers import converted_layers
 from surgery.structures.kept_matrices import kept_matrices
 from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
+from surgery.structures.machine_speed import measure_speed
 from surgery.structures.registry import target_of
 from surgery.structures.request import open_request
 

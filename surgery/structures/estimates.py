@@ -1,4 +1,4 @@
-"""How much memory, disk and time a conversion takes, from shapes alone and one quick benchmark.
+"""How much memory, disk and operations a conversion takes, from shapes alone.
 
 Numbers are counted in the symbols of :mod:`surgery.families.anatomy`, with n = G (d + e) the KV width of a layer, T the
 length of a sequence, N calibration and M held-out sequences, B the batch, V the vocabulary, P the parameters of the
@@ -8,13 +8,11 @@ largest decoder layer, s and c the bytes of a number in the checkpoint and in th
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
-from functools import cache
 
 import psutil
-import torch
 
+from surgery.calibration.kronecker import SWEEPS
 from surgery.calibration.layer_statistics import LAG_SEQUENCES
 from surgery.calibration.settings import ConversionSettings
 from surgery.checkpoint.disk import parse_size
@@ -36,6 +34,7 @@ ALGEBRA_CUBES = 60
 # cores took 31 s and 6 s a sequence.
 CODES_SLOWDOWN = 5
 PHASE_OF = {
+    "moments": "calibrate: backward",
     "lag statistics": "calibrate: backward",
     "try splits": "try splits of the budget",
     "fit": "convert",
@@ -43,7 +42,6 @@ PHASE_OF = {
     "quantise": "measure",
 }
 """The phase of a conversion in which a part of its work is done, where it has another name."""
-BENCHMARK_SIZE, BENCHMARK_SECONDS = 1024, 0.15
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,7 @@ class Workload:
         limit: bytes of activations that may be in memory.
         layer_parameters, active_parameters: of the largest decoder layer, all and those that one token passes (fewer
             with experts).
+        intermediate: of the feed-forward block, I; of all experts together that a token passes.
     """
 
     layers: int
@@ -119,6 +118,8 @@ class Workload:
         """Of an opened checkpoint, and tokens as the dry run counts them."""
         config, stored = opened.config, opened.weight_dtype.itemsize
         heads, kv_heads, head_dim = opened.family.shape(config) if isinstance(opened, Source) else head_shape(config)
+        expert = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        attention = 2 * (heads + kv_heads) * head_dim * config.hidden_size
         largest, active = _layer_sizes(opened)
         calibration = tokens["calibration"] if demand.statistics else 0
         if not calibration:
@@ -127,8 +128,8 @@ class Workload:
             layers=opened.layers,
             layer_parameters=largest,
             active_parameters=active,
-            attention_parameters=2 * (heads + kv_heads) * head_dim * config.hidden_size,
-            intermediate=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+            attention_parameters=attention,
+            intermediate=max(expert, (active - attention) // (3 * config.hidden_size)),
             hidden=config.hidden_size,
             heads=heads,
             head_dim=head_dim,
@@ -193,7 +194,7 @@ class Workload:
                                 learned sinks beside them, which no fused attention knows
         fit                     N H Q (T + 5 k) c: the linearised attention of Q sampled queries, k numbers cached; a
                                 quarter of a sequence's with activations past the limit
-        statistics              8 matrices [n, n] in float64
+        statistics              8 matrices [n, n] in float64; sums of two and of one [D, D], twice, while they are taken
         float64 forms           the attention in float64, three times, and two merged stages, H d n numbers each
         rescaled tensor         the embeddings in float64, where the residual stream is rescaled
         process                 Python, torch and transformers as they are loaded now
@@ -239,6 +240,10 @@ class Workload:
     def _algebra_bytes(self) -> int:
         return self.demand.statistics * 8 * ALGEBRA_MATRICES * self.kv_width**2
 
+    def _sums_bytes(self) -> int:
+        moments = 2 * self.kv_width**2 + self.hidden**2 if self.demand.gradients else self.kv_width**2
+        return 2 * 8 * moments
+
     def _layer_bytes(self) -> int:
         return self.layer_parameters * (self.stored + self.compute)
 
@@ -259,7 +264,7 @@ class Workload:
         met = 2 * (self.kv_width + self.hidden) if self.demand.gradients else 0
         host = {
             "activations": min((2 * self.hidden + met) * tokens * self.compute, self.limit),
-            "statistics": self._algebra_bytes(),
+            "statistics": max(self._algebra_bytes(), self._sums_bytes()),
         }
         one_batch = max(batch * width * self.compute, self._vocabulary_bytes(draws=self.demand.gradients))
         device = {"one layer": self._layer_bytes(), "one batch": one_batch}
@@ -296,7 +301,7 @@ class Workload:
         return host, device
 
     def _model_flops(self) -> dict[str, int]:
-        """Of runs of the model: forward once, backward three times (recomputed, and twice the forward's work)."""
+        """Of runs of the model."""
         forward = 2 * self.active_parameters + 2 * self.length * self.heads * self.head_dim
         vocabulary = 2 * self.vocabulary * self.hidden
         tokens = self.calibration * self.length
@@ -305,9 +310,12 @@ class Workload:
         found = {}
         if tokens:
             found["calibrate: forward"] = tokens * self.layers * forward
-            passes = 3 if self.demand.gradients else 1
+            # Weights have no gradients: behind a product of one comes one for what entered it, of two matrices two.
+            backward = 2 * self.active_parameters + 4 * self.length * self.heads * self.head_dim
+            backward = forward + backward * self.demand.gradients
             sampling = 3 * self.demand.gradients * vocabulary
-            found["calibrate: backward"] = tokens * (self.layers * passes * forward + sampling)
+            found["calibrate: backward"] = tokens * (self.layers * backward + sampling)
+            found["moments"] = tokens * self.layers * self._moment_flops()
             if self.demand.lags:
                 sequences = min(LAG_SEQUENCES, self.calibration)
                 # Three sums per component over the whole attention matrix of every head.
@@ -339,36 +347,18 @@ class Workload:
         """Of one token's attention with absorbed queries of ``width`` numbers, in a simulated layer."""
         return 2 * self.heads * self.head_dim * width + 2 * self.length * self.heads * width
 
+    def _moment_flops(self) -> int:
+        """Of one token and layer: products of keys and values, outputs and gradients with themselves and inverses."""
+        if not self.demand.gradients:
+            return 2 * self.kv_width**2
+        # Two matrices each are fitted to the others' weights: a plain sum, then by sweeps a sum and a form.
+        fitted = 2 * (1 + 2 * SWEEPS)
+        return 2 * ((2 + fitted) * self.kv_width**2 + (1 + fitted) * self.hidden**2)
+
     def _algebra_flops(self) -> int:
         forms = self.demand.splits + 1 + self.demand.spectra / 2  # eigenvalues without eigenvectors
-        return int(self.demand.statistics * self.layers * forms * ALGEBRA_CUBES * self.kv_width**3)
-
-
-def measure_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Floating point operations per second of a large matrix product: in ``dtype`` on the device, in float64 here."""
-    return {
-        "flops_per_second": _matmul_speed(device, dtype),
-        "float64_flops_per_second": _matmul_speed(torch.device("cpu"), torch.float64),
-    }
-
-
-@cache
-def _matmul_speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Measured once in a process: dry runs of many targets ask for it."""
-    matrix = torch.ones(BENCHMARK_SIZE, BENCHMARK_SIZE, device=device, dtype=dtype)
-
-    def synchronise() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-
-    _ = matrix @ matrix
-    synchronise()
-    start, runs = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - start) < BENCHMARK_SECONDS or not runs:
-        _ = matrix @ matrix
-        synchronise()
-        runs += 1
-    return 2 * BENCHMARK_SIZE**3 * runs / elapsed
+        inverted = 2 * SWEEPS * self.demand.gradients * bool(self.calibration) * (self.kv_width**3 + self.hidden**3)
+        return int(self.demand.statistics * self.layers * (forms * ALGEBRA_CUBES * self.kv_width**3 + inverted))
 
 
 def _layer_sizes(opened: Source | OwnSource) -> tuple[int, int]:

@@ -69,16 +69,16 @@ def test_moments_and_gradients_equal_autograd(checkpoints, monkeypatch, name):
         ):
             want = (rows.T @ rows / len(rows)).detach()
             assert float((got - want).norm() / want.norm()) < 1e-4
-        want = kronecker_factors([o.detach().flatten(0, 1).double()], [out]).gradient
+        want = kronecker_factors([[o.detach().flatten(0, 1).double()]], [[out]]).gradient
         assert float((layer.statistics.output_metric - want).norm() / want.norm()) < 1e-3
-        factors = kronecker_factors([z.detach()], [g])
+        factors = kronecker_factors([[z.detach()]], [[g]])
         for got, want in (
             (layer.statistics.weighted_moment, factors.moment),
             (layer.statistics.metric, factors.gradient),
-            (layer.statistics.weighted_mean, factors.token_weight @ z.detach() / len(z)),
+            (layer.statistics.weighted_mean, factors.token_weights[0] @ z.detach() / len(z)),
         ):
             assert float((got - want).norm() / want.norm()) < 1e-3
-        want = factors.token_weight.float()
+        want = factors.token_weights[0].float()
         torch.testing.assert_close(layer.statistics.token_weight, want, rtol=1e-2, atol=1e-3)
 
 

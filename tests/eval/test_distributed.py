@@ -63,10 +63,14 @@ def measure(checkpoint: Path, scratch: Path) -> dict:
     squares = processes.map(square, range(5), lambda: advanced.append(1))
     fewer = processes.map(lambda item: item, [7])
     nothing = processes.map(square, [])
+    turns = list(processes.in_turn(lambda item: -item, range(5)))
+    both = processes.first_on_main(lambda: processes.rank + 1)
     answer = processes.from_main(lambda: asked.append(1) or {"rank": processes.rank, "value": 0.1})
     refusals = [
         refusal(lambda: processes.map(refuse, range(3))),
         refusal(lambda: processes.from_main(lambda: refuse(1))),
+        refusal(lambda: processes.first_on_main(lambda: refuse(1))),
+        refusal(lambda: list(processes.in_turn(refuse, range(3)))),
     ]
     # Of tensors that differ: a process's rank, and one third more.
     mean = processes.mean(torch.tensor([processes.rank, 1 / 3 + processes.rank], dtype=torch.float32)).tolist()
@@ -75,7 +79,8 @@ def measure(checkpoint: Path, scratch: Path) -> dict:
     session = Session(tokenizer, processes, Bars(), batch_size=2, scratch=scratch)
     completions = complete(model, session, PROMPTS, 6, "write")
     return {
-        "same": [squares, fewer, nothing, answer, refusals, completions],
+        "same": [squares, fewer, nothing, turns, answer, refusals, completions],
+        "both": both,
         "mean": mean,
         "rank": processes.rank,
         "count": processes.count,
@@ -89,10 +94,10 @@ def measure(checkpoint: Path, scratch: Path) -> dict:
 
 def test_one_process(checkpoints, tmp_path):
     result = measure(checkpoints("llama"), tmp_path)
-    squares, fewer, nothing, answer, refusals, completions = result["same"]
-    assert (squares, fewer, nothing) == ([0, 1, 4, 9, 16], [7], [])
+    squares, fewer, nothing, turns, answer, refusals, completions = result["same"]
+    assert (squares, fewer, nothing, turns) == ([0, 1, 4, 9, 16], [7], [], [0, -1, -2, -3, -4])
     assert answer == {"rank": 0, "value": 0.1}
-    assert refusals == ["item 1 is refused"] * 2
+    assert refusals == ["item 1 is refused"] * 4
     assert len(completions) == len(PROMPTS) and len({tuple(completion) for completion in completions}) > 3
     assert (result["rank"], result["count"], result["own"]) == (0, 1, [0, 1, 2, 3, 4])
     assert (result["asked"], result["advanced"], result["prompts"]) == (1, 5, 7)
@@ -119,7 +124,7 @@ def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
     assert main["same"] == other["same"] == one["same"]
     assert [(each["rank"], each["count"]) for each in (main, other)] == [(0, 2), (1, 2)]
     assert (main["own"], other["own"]) == ([0, 2, 4], [1, 3])
-    assert (main["asked"], other["asked"]) == (1, 0)
+    assert (main["asked"], other["asked"]) == (1, 0) and (main["both"], other["both"]) == (1, 2)
     assert (main["advanced"], main["prompts"]) == (5, 7)
     assert main["mean"] == other["mean"] == pytest.approx([0.5, 5 / 6])
     assert sorted(file.name for file in (tmp_path / "two").iterdir()) == ["completions-0.jsonl", "completions-1.jsonl"]

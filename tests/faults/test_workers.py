@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from surgery.healing.heal import _ended
 from surgery.healing.launchers import run_to_its_end
+from surgery.running.workers import ended
 
 
 @pytest.mark.parametrize(
@@ -17,9 +17,9 @@ from surgery.healing.launchers import run_to_its_end
 def test_a_worker_that_dies(number, words):
     child = f"import os; os.kill(os.getpid(), {int(number)})"
     code = run_to_its_end([sys.executable, "-c", child], dict(os.environ))
-    assert words in _ended(code)
+    assert words in ended(code)
 
 
 def test_a_worker_that_fails():
     code = run_to_its_end([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ))
-    assert _ended(code) == "ended with exit code 3"
+    assert ended(code) == "ended with exit code 3"

@@ -154,8 +154,8 @@ def test_the_predicted_error_is_the_measured_one(method, kv_heads):
         torch.cat([k.flatten(2), v.flatten(2)], dim=-1).flatten(0, 1)
         for k, v in ((source.k, source.v), gradients_of(layer, x))
     ]
-    factors = kronecker_factors(*([rows] for rows in both))
-    weight, gradient_weight = factors.token_weight, factors.gradient_weight  # tokens count by what they meet
+    factors = kronecker_factors(*([[rows]] for rows in both))
+    weight, gradient_weight = factors.token_weights[0], factors.gradient_weights[0]  # tokens count by what they meet
     order, repeat = query_order(merged.groups), H // G
     heads = torch.tensor(sum(merged.groups, ()))
     # q' = conj(up) q in the first query head of each KV head; o' = o up.

@@ -108,7 +108,8 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
         tokens = work.texts.calibration
         if tokens is None:
             raise SurgeryError("method xkv: what layers have in common shows in text only: drop --calibration none")
-        self._metrics = _metrics(self.opened, tokens, work.store, self.settings, work.progress)
+        if work.processes.is_main:  # sweeps of its own, which are not shared
+            self._metrics = _metrics(self.opened, tokens, work.store, self.settings, work.progress)
 
     def plan(self, work: Work) -> dict[str, TensorSpec]:
         """Everything stays, and bases come beside it."""
