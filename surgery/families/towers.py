@@ -16,6 +16,9 @@ from surgery.common.errors import SurgeryError
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 """Of the language model's tensors, as transformers and as published checkpoints have them."""
 
+INSIDE = "model."
+"""Of all tensors but the output head, as transformers has them."""
+
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
@@ -34,8 +37,13 @@ TOWERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "llava_next": _same,
     "mistral3": _same,
     "qwen2_5_vl": _qwen2,
+    "qwen3_vl": _same,
+    "surgery_pictures": _same,
 }
 """By ``model_type``: from the config of the language model, that of the family that it is read as."""
+
+HOLD_OWN = ("llava", "llava_next", "mistral3", "qwen3_vl", "surgery_pictures")
+"""Those in which the language model may become one of the own class."""
 
 
 def text_names(names: Collection[str], where: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from surgery.architectures.beside_pictures import whole_config
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.forecast.attention_structures import of_config
@@ -53,9 +54,9 @@ def _foreseen(opened: Source, target: Target, request: dict[str, Any], speed: Sp
         return {"applies": False, "class": None, "reasons": [str(error)], "engines": {}, "speed": []}
     return {
         "applies": True,
-        "class": foreseen.model_type if opened.reader.stored_names else config["model_type"],
+        "class": whole_config(opened.reader, config)["model_type"],
         "reasons": foreseen.reasons,
-        "engines": foreseen.engines_of(config),
+        "engines": foreseen.engines_of(opened.reader, config),
         "kv_bytes_per_token": held,
         "kv_ratio": held / of_source,
         "speed": speed(of_config(config, opened.weight_dtype.itemsize)),

@@ -1,28 +1,40 @@
-"""The project's own model class: any supported decoder with a converted attention in place of its own.
+"""The project's own model classes: any supported decoder with a converted attention in place of its own.
 
-Used where no stock class can carry a conversion. Its files travel beside the weights, so that the checkpoint loads
+By itself, or inside of a model of pictures and text. Used where no stock class can carry a conversion. Its files travel beside the weights, so that the checkpoint loads
 without this package; they import torch, transformers and each other, nothing else.
 """
 
 from pathlib import Path
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from .axis_decoder import AXIS_FAMILIES
 from .configuration_surgery import SurgeryConfig
+from .configuration_surgery_pictures import SurgeryPicturesConfig
 from .family_decoders import DECODERS
 from .latent_attention import LatentAttention
 from .modeling_surgery import SurgeryForCausalLM
+from .modeling_surgery_pictures import SurgeryForPicturesAndText
 
 # What config.json has to say for `trust_remote_code=True` to find the classes in the files of `remote_code_files`.
 AUTO_MAP = {
     "AutoConfig": "configuration_surgery.SurgeryConfig",
     "AutoModelForCausalLM": "modeling_surgery.SurgeryForCausalLM",
 }
+PICTURES_AUTO_MAP = {
+    "AutoConfig": "configuration_surgery_pictures.SurgeryPicturesConfig",
+    "AutoModelForImageTextToText": "modeling_surgery_pictures.SurgeryForPicturesAndText",
+}
+"""The same of a model of pictures and text."""
 
 
 REMOTE_CODE = (
     "configuration_surgery",
     "modeling_surgery",
+    "configuration_surgery_pictures",
+    "modeling_surgery_pictures",
+    "converted_decoder",
+    "axis_decoder",
     "attention_functions",
     "logit_factor",
     "latent_attention",
@@ -48,13 +60,17 @@ REMOTE_CODE = (
 
 
 def register() -> None:
-    """Make `AutoConfig` and `AutoModelForCausalLM` know the model class; safe to call more than once."""
+    """Make transformers' auto classes know the model classes; safe to call more than once."""
     AutoConfig.register(SurgeryConfig.model_type, SurgeryConfig, exist_ok=True)
+    AutoConfig.register(SurgeryPicturesConfig.model_type, SurgeryPicturesConfig, exist_ok=True)
     AutoModelForCausalLM.register(SurgeryConfig, SurgeryForCausalLM, exist_ok=True)
+    AutoModelForImageTextToText.register(SurgeryPicturesConfig, SurgeryForPicturesAndText, exist_ok=True)
     # From here on `save_pretrained` copies the files below beside the weights and writes the auto_map, so whatever
     # a trainer saves loads without this package too.
     SurgeryConfig.register_for_auto_class("AutoConfig")
     SurgeryForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    SurgeryPicturesConfig.register_for_auto_class("AutoConfig")
+    SurgeryForPicturesAndText.register_for_auto_class("AutoModelForImageTextToText")
 
 
 def remote_code_files() -> list[Path]:
@@ -65,10 +81,14 @@ def remote_code_files() -> list[Path]:
 
 __all__ = [
     "AUTO_MAP",
+    "AXIS_FAMILIES",
     "DECODERS",
+    "PICTURES_AUTO_MAP",
     "LatentAttention",
     "SurgeryConfig",
     "SurgeryForCausalLM",
+    "SurgeryForPicturesAndText",
+    "SurgeryPicturesConfig",
     "register",
     "remote_code_files",
 ]

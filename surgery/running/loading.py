@@ -76,10 +76,10 @@ def attention_of(path: Path) -> dict[str, str]:
 
 
 def with_standard_names(config):
-    """A transformers config, or that of the own class where a family's own has other names for its modules."""
+    """A transformers config, or that of the own class where a family's own has other names for its modules, or none."""
     from surgery import model as own_model
 
-    if config.model_type not in own_model.DECODERS:
+    if config.model_type not in (*own_model.DECODERS, *own_model.AXIS_FAMILIES):
         return config
     own_model.register()
     return own_model.SurgeryConfig.from_base(config, [None] * config.num_hidden_layers)

@@ -1,0 +1,51 @@
+"""What is written of a model of pictures and text: config.json and names of tensors, in its class or in ours around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from surgery.architectures.own_class import MODEL_TYPE as OWN
+from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.config_file import with_rope_beside
+from surgery.families.towers import INSIDE, PREFIXES, put_back
+
+MODEL_TYPE = "surgery_pictures"
+
+
+def whole_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a result, whose language model's is ``config``, and all of it where there is nothing beside.
+
+    Args:
+        reader: of the source.
+    """
+    if not reader.stored_names:
+        return config
+    whole = reader.stored_config
+    if config["model_type"] != OWN:
+        return put_back(whole, with_rope_beside(reader.config), config)
+    from surgery.model import PICTURES_AUTO_MAP
+
+    own = {"architectures": ["SurgeryForPicturesAndText"], "model_type": MODEL_TYPE, "auto_map": PICTURES_AUTO_MAP}
+    if whole["model_type"] != MODEL_TYPE:
+        own["base_model_type"] = whole["model_type"]
+    text = {name: value for name, value in config.items() if name not in ("architectures", "auto_map")}
+    return {**whole, **own, "text_config": text}
+
+
+def whole_names(reader: CheckpointReader, config: dict[str, Any], tensors: Iterable[str]) -> dict[str, str]:
+    """How the files of a result name ``tensors``, which are those of a language model and what is beside it.
+
+    The own class is read under the names of the source's class alone, which published checkpoints need not have.
+    """
+    if not reader.stored_names or config["model_type"] != OWN:
+        return reader.stored_names
+    native, alone = PREFIXES[0], PREFIXES[-1]
+    beside = {name for name in reader.names() if name not in reader.stored_names}
+    found = {}
+    for name in tensors:
+        if name in beside:
+            found[name] = name if name.startswith(INSIDE) else INSIDE + name
+        else:
+            found[name] = native + name.removeprefix(alone) if name.startswith(alone) else name
+    return found
