@@ -1,4 +1,4 @@
-"""What is written of a model of pictures and text: config.json and names of tensors, in its class or in ours around it."""
+"""What is written of a model of pictures and text, in its class or in ours: config.json, and names of tensors."""
 
 from __future__ import annotations
 

@@ -49,8 +49,7 @@ def copy_sidecars(reader: CheckpointReader, code: Iterable[Path], writer: Checkp
             writer.copy_file(path, SOURCE_CARD if relative == CARD else relative)
     for path in code:
         writer.copy_file(path, path.name)
-    if not reader.stored_names:  # the model type, by which transformers takes a tokenizer's class, stays as it is
-        keep_tokens(reader, writer)
+    keep_tokens(reader.stored_path if reader.stored_names else reader.path, writer)
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:

@@ -1,7 +1,8 @@
 """The project's own model classes: any supported decoder with a converted attention in place of its own.
 
-By itself, or inside of a model of pictures and text. Used where no stock class can carry a conversion. Its files travel beside the weights, so that the checkpoint loads
-without this package; they import torch, transformers and each other, nothing else.
+By itself, or inside of a model of pictures and text. Used where no stock class can carry a conversion. Their files
+travel beside the weights, so that the checkpoint loads without this package; they import torch, transformers and each
+other, nothing else.
 """
 
 from pathlib import Path
@@ -31,8 +32,6 @@ PICTURES_AUTO_MAP = {
 REMOTE_CODE = (
     "configuration_surgery",
     "modeling_surgery",
-    "configuration_surgery_pictures",
-    "modeling_surgery_pictures",
     "converted_decoder",
     "axis_decoder",
     "attention_functions",
@@ -57,6 +56,8 @@ REMOTE_CODE = (
     "group_entries",
     "family_decoders",
 )
+PICTURES_CODE = ("configuration_surgery_pictures", "modeling_surgery_pictures")
+"""Beside those, for a model of pictures and text."""
 
 
 def register() -> None:
@@ -73,10 +74,13 @@ def register() -> None:
     SurgeryForPicturesAndText.register_for_auto_class("AutoModelForImageTextToText")
 
 
-def remote_code_files() -> list[Path]:
-    """Return the files to copy beside the weights of a checkpoint whose config.json holds `AUTO_MAP`."""
+def remote_code_files(*, pictures: bool = False) -> list[Path]:
+    """Return the files to copy beside the weights of a checkpoint whose config.json holds `AUTO_MAP`.
+
+    With `pictures` those for `PICTURES_AUTO_MAP`.
+    """
     folder = Path(__file__).parent
-    return [folder / f"{name}.py" for name in REMOTE_CODE]
+    return [folder / f"{name}.py" for name in (*REMOTE_CODE, *(PICTURES_CODE if pictures else ()))]
 
 
 __all__ = [

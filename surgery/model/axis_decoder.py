@@ -1,8 +1,8 @@
 """Decoders whose rotary pairs turn by positions of several axes: Qwen3-VL's, by time, height and width.
 
-Text has three equal positions. Of a picture's tokens they differ, and the distance of two tokens in the cache is none of
-their distances. So attention that rotates keys when it reads them has to know the positions of all tokens: they are kept
-with the cache, once for all layers, from the first call on that gives three.
+Text has three equal positions. Of a picture's tokens they differ, and the distance of two tokens in the cache is none
+of theirs. So attention that rotates keys when it reads them has to know the positions of all tokens: they are kept with
+the cache, once for all layers, from the first call on that gives three.
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """

@@ -199,7 +199,7 @@ class Foreseen:
     sized: bool = True
 
     def engines_of(self, reader: CheckpointReader, config: dict[str, Any]) -> dict[str, dict]:
-        """What engines say of the result, whose config.json is ``config`` with its codes, of the source's ``reader``."""
+        """What engines say of the result of a source, whose config.json is ``config`` with its codes."""
         if self.engines is None or "kv_cache" in config or reader.stored_names:
             return engine_table(whole_config(reader, config))
         return self.engines

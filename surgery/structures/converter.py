@@ -139,7 +139,8 @@ def _finish(
     outcome = replace(outcome, config=outcome.config | entry, final_config=None if final is None else final | entry)
     copy_tensors(reader, writer.missing(), outcome.factors, writer, work.progress)
     writer.write_json("config.json", whole_config(reader, outcome.config))
-    copy_sidecars(reader, remote_code_files() if outcome.own_class else (), writer)
+    code = remote_code_files(pictures=bool(reader.stored_names)) if outcome.own_class else ()
+    copy_sidecars(reader, code, writer)
     writer.finish()
     verify_files(writer.partial, writer.stored_plan)
     if quantizes:
