@@ -41,11 +41,12 @@ def whole_names(reader: CheckpointReader, config: dict[str, Any], tensors: Itera
     if not reader.stored_names or config["model_type"] != OWN:
         return reader.stored_names
     native, alone = PREFIXES[0], PREFIXES[-1]
+    others = "" if any(name.startswith(native) for name in reader.stored_names.values()) else INSIDE
     beside = {name for name in reader.names() if name not in reader.stored_names}
     found = {}
     for name in tensors:
         if name in beside:
-            found[name] = name if name.startswith(INSIDE) else INSIDE + name
+            found[name] = name if name.startswith(INSIDE) else others + name
         else:
             found[name] = native + name.removeprefix(alone) if name.startswith(alone) else name
     return found

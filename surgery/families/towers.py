@@ -32,17 +32,22 @@ def _qwen2(text: dict[str, Any]) -> dict[str, Any]:
 
 
 TOWERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "gemma3": _same,
     "llama4": _same,
     "llava": _same,
     "llava_next": _same,
     "mistral3": _same,
     "qwen2_5_vl": _qwen2,
+    "qwen3_5": _same,
+    "qwen3_5_moe": _same,
     "qwen3_vl": _same,
+    "qwen3_vl_moe": _same,
     "surgery_pictures": _same,
 }
 """By ``model_type``: from the config of the language model, that of the family that it is read as."""
 
-HOLD_OWN = ("llava", "llava_next", "mistral3", "qwen3_vl", "surgery_pictures")
+HOLD_OWN = ("gemma3", "llava", "llava_next", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+HOLD_OWN += ("surgery_pictures",)
 """Those in which the language model may become one of the own class."""
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from .axis_decoder import AXIS_FAMILIES
 from .configuration_surgery import SurgeryConfig
 from .configuration_surgery_pictures import SurgeryPicturesConfig
 from .family_decoders import DECODERS
@@ -85,7 +84,6 @@ def remote_code_files(*, pictures: bool = False) -> list[Path]:
 
 __all__ = [
     "AUTO_MAP",
-    "AXIS_FAMILIES",
     "DECODERS",
     "PICTURES_AUTO_MAP",
     "LatentAttention",

@@ -1,4 +1,4 @@
-"""Decoders whose rotary pairs turn by positions of several axes: Qwen3-VL's, by time, height and width.
+"""Decoders whose rotary pairs turn by positions of several axes: Qwen's, by time, height and width.
 
 Text has three equal positions. Of a picture's tokens they differ, and the distance of two tokens in the cache is none
 of theirs. So attention that rotates keys when it reads them has to know the positions of all tokens: they are kept with
@@ -14,8 +14,8 @@ from transformers import Cache, DynamicCache
 from .cache_layer import keeps_cache
 from .family_decoders import FamilyDecoder
 
-AXIS_FAMILIES = ("qwen3_vl_text", "qwen3_vl_moe_text")
-"""Language models that are part of models of pictures and text alone, by `model_type`."""
+AXIS_FAMILIES = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text")
+"""By `model_type` of the language model."""
 
 AXES = 3
 
@@ -27,21 +27,18 @@ class AxisDecoder(FamilyDecoder):
     are at their places in the cache.
     """
 
-    def axes_of(self, frequencies: tuple[float, ...]) -> list[int]:
-        """By whose positions pairs turn that have some of the family's inverse frequencies.
+    def axes_of(self, frequencies: tuple[float, ...]) -> list[int] | None:
+        """By whose positions pairs turn that have some of the family's inverse frequencies; None if others are there.
 
-        Raises:
-            ValueError: a frequency that is none of the family's.
+        Pairs of frequency 0 stand still.
         """
         with torch.device("cpu"):  # the decoder's own may have no memory yet
             rotary: nn.Module = type(self.rotary_emb)(self.config)
             one = torch.eye(AXES, dtype=torch.long)[:, :, None]  # row r is at position 1 of axis r alone
             _, sin = rotary(torch.zeros(1, dtype=torch.float64), one)
         axes = sin[:, 0, : len(rotary.inv_freq)].abs().argmax(dim=0).tolist()
-        of = dict(zip(rotary.inv_freq.tolist(), axes, strict=True))
-        if unknown := [frequency for frequency in frequencies if frequency not in of]:
-            raise ValueError(f"rope_inv_freq {unknown[0]} is no frequency of {self.config.model_type}, so of no axis")
-        return [of[frequency] for frequency in frequencies]
+        of = dict(zip(rotary.inv_freq.tolist(), axes, strict=True)) | {0.0: 0}
+        return [of[frequency] for frequency in frequencies] if of.keys() >= set(frequencies) else None
 
     def forward(
         self,

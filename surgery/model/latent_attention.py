@@ -59,6 +59,8 @@ class LatentRotaryEmbedding(nn.Module):
 
     def forward(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """position_ids [B, T], or of all axes [A, B, T] → cos, sin [B, 1, T, ρ/2] in fp32."""
+        if position_ids.ndim == 3 and self.axes is None:
+            raise ValueError("positions of several axes: some rope_inv_freq are no frequencies of the family")
         of_pairs = position_ids[..., None] if position_ids.ndim == 2 else position_ids[self.axes].permute(1, 2, 0)
         angles = of_pairs[:, None].float() * self.inv_freq
         return angles.cos(), angles.sin()

@@ -27,7 +27,6 @@ from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
-from surgery.families import LATENT_FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import is_further
 from surgery.families.towers import HOLD_OWN
@@ -349,7 +348,7 @@ def _check_beside_pictures(reader: CheckpointReader, can: bool) -> None:
             f"{kind} is a model of pictures and text, and what this target writes is of a class that holds a language "
             "model alone: convert --to gqa, which keeps the source's class"
         )
-    if not can or reader.config["model_type"] in LATENT_FAMILIES:
+    if not can:
         raise SurgeryError(
             f"{kind} is a model of pictures and text, whose language model this target does not write: convert --to "
             "mla, lowrank, hybrid or quantized"

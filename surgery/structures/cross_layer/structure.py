@@ -243,11 +243,6 @@ def plan_groups(
             f"{opened.family.model_type} scales queries by their position, and layers that share a cache know only its "
             "slots: convert --to lowrank instead"
         )
-    if opened.family.axes:
-        raise SurgeryError(
-            f"{opened.family.model_type} turns its rotary pairs by positions of several axes, and layers that share a "
-            "cache know only its slots: convert --to lowrank instead"
-        )
     recent = {"block": settings.block, "sinks": settings.sinks, "window": settings.window}
     if settings.method == "minicache":
         if settings.kv_ratio is not None or settings.rank is not None:

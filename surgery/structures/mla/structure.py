@@ -65,9 +65,9 @@ class MLA(Structure[Source, ConvertSettings]):
                 "RoPE longrope changes its frequencies with the length of the text, and the key that heads of MLA "
                 "share rotates by one list of them: convert --to lowrank instead"
             )
-        if opened.family.axes and mla.METHODS[settings.method].folds:
+        if opened.reader.stored_names and opened.family.axes and mla.METHODS[settings.method].folds:
             raise SurgeryError(
-                f"method {settings.method} takes neighbouring rotary pairs for one, and those of "
+                f"method {settings.method} takes neighbouring rotary pairs for one, and in a picture those of "
                 f"{opened.family.model_type} turn by positions of different axes: leave out --method"
             )
         first = opened.first
