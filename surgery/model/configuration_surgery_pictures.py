@@ -52,6 +52,8 @@ class SurgeryPicturesConfig(PreTrainedConfig):
         super().__post_init__(**inherited, **runtime)
         for name in inherited.keys() - self.__dict__.keys():
             setattr(self, name, inherited[name])
+        for other, name in base.attribute_map.items():  # other names, by which transformers asks
+            setattr(self, other, getattr(base, name))
 
     def base_config(self) -> PreTrainedConfig:
         """Return the source's own configuration, as its class expects it."""

@@ -21,7 +21,7 @@ class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin
 
     def __new__(cls, config: SurgeryPicturesConfig | None = None, *args, **kwargs):
         """An instance of a class that is the source's too; copies are made of that class, and without a config."""
-        if config is None or not isinstance(config, SurgeryPicturesConfig):
+        if config is None:
             return super().__new__(cls)
         stock = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config.base_config())]
         return super().__new__(family_attention_class(cls, stock))
