@@ -28,7 +28,8 @@ class SurgeryPicturesConfig(PreTrainedConfig):
     """
 
     model_type = "surgery_pictures"
-    sub_configs: ClassVar[dict[str, type]] = {"text_config": SurgeryConfig, "vision_config": AutoConfig}
+    # What modules of the model hold; those of its language model hold the source's.
+    sub_configs: ClassVar[dict[str, type]] = {"vision_config": AutoConfig}
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
     base_model_type: str = "llava"
@@ -47,7 +48,7 @@ class SurgeryPicturesConfig(PreTrainedConfig):
             vision_config=self.vision_config,
         )
         self.vision_config = base.vision_config
-        own = {"base_model_type", *self.sub_configs, *IDENTITY_FIELDS}
+        own = {"base_model_type", "text_config", "vision_config", *IDENTITY_FIELDS}
         inherited = {name: value for name, value in base.to_dict().items() if name not in own}
         super().__post_init__(**inherited, **runtime)
         for name in inherited.keys() - self.__dict__.keys():
@@ -57,11 +58,12 @@ class SurgeryPicturesConfig(PreTrainedConfig):
 
     def base_config(self) -> PreTrainedConfig:
         """Return the source's own configuration, as its class expects it."""
-        own = {"base_model_type", "text_config", *IDENTITY_FIELDS}
+        own = {"base_model_type", "text_config", "vision_config", *IDENTITY_FIELDS}
         source = {name: value for name, value in self.to_dict().items() if name not in own}
         return CONFIG_MAPPING[self.base_model_type](
             **source,
             text_config=self.text_config.base_config(),
+            vision_config=self.vision_config,
             attn_implementation=self._attn_implementation,
             experts_implementation=self._experts_implementation,
         )

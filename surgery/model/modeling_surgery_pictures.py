@@ -38,7 +38,10 @@ class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin
         config._attn_implementation = base._attn_implementation
         self.config = config
         decoder = self.get_decoder()
-        decoder.__class__ = family_decoder_class(text.base_model_type, type(decoder))
+        wanted = family_decoder_class(text.base_model_type, type(decoder))
+        if wanted is not type(decoder):
+            decoder = wanted(decoder.config)
+            self.set_decoder(decoder)
         convert_decoder(decoder, text)
         self.post_init()
 

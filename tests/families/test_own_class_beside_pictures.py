@@ -1,6 +1,7 @@
 """The own class inside of models of pictures and text: all else stays, and pictures are read as before."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from picture_models import GRIDS, check_caches, loaded, prompt
 from processes import Fork
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT
+from transformers import AutoProcessor
 
 from surgery.common.errors import SurgeryError
 from surgery.engines import LOADS_WITH
@@ -147,6 +149,18 @@ def test_a_conversation_goes_on_from_its_cache(picture_models, tmp_path):
             turn = model.generate(**{**new, **ids}, **how, past_key_values=turn.past_key_values)
         said.append(turn.sequences)
     assert torch.equal(*said)
+
+
+def test_its_processor_is_the_source_s(picture_models, tmp_path):
+    """transformers finds it by the model type, which is another one, where no file names it."""
+    source = shutil.copytree(picture_models("llava"), tmp_path / "source")
+    sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    (source / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "CLIPImageProcessor", **sizes})
+    )
+    convert(source, tmp_path / "out", "hybrid")
+    made = [AutoProcessor.from_pretrained(folder) for folder in (source, tmp_path / "out")]
+    assert type(made[0]) is type(made[1]) and made[1].image_processor.size == made[0].image_processor.size
 
 
 @pytest.mark.slow
