@@ -12,6 +12,8 @@ from surgery.families.towers import INSIDE, PREFIXES, put_back
 
 MODEL_TYPE = "surgery_pictures"
 
+SHARED, ROPE = {"tie_word_embeddings", "dtype"}, {"rope_theta", "rope_scaling"}
+
 
 def whole_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, Any]:
     """config.json of a result, whose language model's is ``config``, and all of it where there is nothing beside.
@@ -30,6 +32,8 @@ def whole_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, 
     if whole["model_type"] != MODEL_TYPE:
         own["base_model_type"] = whole["model_type"]
     text = {name: value for name, value in config.items() if name not in ("architectures", "auto_map")}
+    if "text_config" not in whole:  # early checkpoints of Qwen2.5-VL say it at the top
+        whole = {name: value for name, value in whole.items() if name not in config.keys() - SHARED | ROPE}
     return {**whole, **own, "text_config": text}
 
 

@@ -29,7 +29,7 @@ from surgery.families.qwen2 import QWEN2
 from surgery.families.qwen3 import QWEN3
 from surgery.families.qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from surgery.families.qwen3_moe import QWEN3_MOE
-from surgery.families.qwen3_vl import QWEN3_VL_MOE_TEXT, QWEN3_VL_TEXT
+from surgery.families.qwen_vl import QWEN2_5_VL_TEXT, QWEN3_VL_MOE_TEXT, QWEN3_VL_TEXT
 from surgery.families.seed_oss import SEED_OSS
 from surgery.families.smollm3 import SMOLLM3
 from surgery.families.stablelm import STABLELM
@@ -39,7 +39,8 @@ BUILT_IN = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
     *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GPT_OSS),
     *(QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, MINISTRAL3, LLAMA4_TEXT),
-    *(GPT_NEOX, GPT2, GLM4_MOE, GRANITE_HYBRID, QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT),
+    *(GPT_NEOX, GPT2, GLM4_MOE, GRANITE_HYBRID),
+    *(QWEN2_5_VL_TEXT, QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT),
 )
 
 FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})

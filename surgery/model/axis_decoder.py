@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache
 from .cache_layer import keeps_cache
 from .family_decoders import FamilyDecoder
 
-AXIS_FAMILIES = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text")
+AXIS_FAMILIES = ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text")
 """By `model_type` of the language model."""
 
 AXES = 3

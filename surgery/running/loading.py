@@ -17,7 +17,7 @@ from surgery.families import FAMILIES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PARTS = ("qwen3_vl_text", "qwen3_vl_moe_text")
+PARTS = ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
 """Language models for which transformers has no class by themselves."""
 
 LOADING = (

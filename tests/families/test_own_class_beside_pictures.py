@@ -30,7 +30,7 @@ STRUCTURES = {
 }
 WINDOWED = ("gemma3", "qwen3_5", "qwen3_5_moe")
 """Of which some layers keep a window or a state."""
-SOURCES = ("llava", "llava_next", "mistral3", "mistral3 of ministral3", "gemma3", *GRIDS[1:])
+SOURCES = ("llava", "llava_next", "mistral3", "mistral3 of ministral3", "gemma3", *GRIDS)
 FIRST = {("qwen3_vl", to) for to in STRUCTURES}
 FIRST |= {("gemma3", "mla"), ("llava", "mla")}
 CASES = [
@@ -116,14 +116,19 @@ WHOLE = {
     ("name", "to"),
     [("qwen3_vl", to) for to in WHOLE]
     + [pytest.param(name, to, marks=pytest.mark.slow) for name in SOURCES[-3:] for to in ("lowrank", "mla")]
-    + [("gemma3", "lowrank"), pytest.param("gemma3", "mla", marks=pytest.mark.slow)],
+    + [
+        ("gemma3", "lowrank"),
+        ("qwen2_5_vl of many heads", "lowrank"),
+        pytest.param("gemma3", "mla", marks=pytest.mark.slow),
+    ],
 )
 @torch.no_grad()
 def test_latents_that_hold_all_change_nothing(picture_models, tmp_path, name, to):
     """Pictures too, whose tokens have three positions, or see each other."""
     target = "lowrank" if to == "window" else to.removeprefix("mha2")
     keep = {"keep_layers": "none"} if name == "gemma3" else {}
-    convert(picture_models(name), tmp_path / "out", target, **TEXT, **WHOLE[to], **keep, fit_steps=0)
+    asked = {"rank": 32} if "many heads" in name else WHOLE[to]
+    convert(picture_models(name), tmp_path / "out", target, **TEXT, **asked, **keep, fit_steps=0)
     before, after, given = loaded(picture_models(name)), loaded(tmp_path / "out"), prompt(name)
     whole = before(**given).logits
     torch.testing.assert_close(after(**given).logits, whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
@@ -149,6 +154,19 @@ def test_a_conversation_goes_on_from_its_cache(picture_models, tmp_path):
             turn = model.generate(**{**new, **ids}, **how, past_key_values=turn.past_key_values)
         said.append(turn.sequences)
     assert torch.equal(*said)
+
+
+@torch.no_grad()
+def test_early_configs_say_the_language_model_at_the_top(picture_models, tmp_path):
+    source, name = shutil.copytree(picture_models("qwen2_5_vl"), tmp_path / "source"), "qwen2_5_vl"
+    config = json.loads((source / "config.json").read_text())
+    config = {**config, **config.pop("text_config"), "model_type": name, "rope_theta": 1e4}
+    config["rope_scaling"] = {"type": "mrope", "mrope_section": config.pop("rope_parameters")["mrope_section"]}
+    (source / "config.json").write_text(json.dumps(config))
+    for folder, out in ((source, "early"), (picture_models(name), "late")):
+        convert(folder, tmp_path / out, "hybrid")
+    early, late = (loaded(tmp_path / out)(**prompt(name)).logits for out in ("early", "late"))
+    assert torch.equal(early, late)
 
 
 def test_its_processor_is_the_source_s(picture_models, tmp_path):

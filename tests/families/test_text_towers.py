@@ -142,7 +142,7 @@ def test_evaluation_runs_what_reads_the_text(picture_models, name):
     ids = torch.randint(3, IMAGE, (2, 48), generator=torch.Generator().manual_seed(3))
     alone, whole = checkpoint.load(torch.device("cpu")), loaded(picture_models(name))
     torch.testing.assert_close(alone(ids).logits, whole(ids).logits, rtol=0, atol=1e-5)
-    assert alone.config.model_type == {"llava": "llama", "qwen2_5_vl": "qwen2"}[name]
+    assert alone.config.model_type == {"llava": "llama", "qwen2_5_vl": "surgery"}[name]
 
 
 def test_healing_writes_the_language_model_in_its_place(picture_models, tmp_path):
@@ -167,8 +167,8 @@ def test_healing_writes_the_language_model_in_its_place(picture_models, tmp_path
 @pytest.mark.parametrize("to", ["mla", "lowrank", "crosslayer", "hybrid", "quantized"])
 def test_what_holds_a_language_model_alone_is_refused(picture_models, tmp_path, to):
     settings = TARGETS[to].settings({"streaming": 1.0} if to == "hybrid" else {})
-    with pytest.raises(SurgeryError, match=r"qwen2_5_vl is a model of pictures and text.*--to gqa"):
-        converter.convert(picture_models("qwen2_5_vl"), tmp_path / "out", settings)
+    with pytest.raises(SurgeryError, match=r"llama4 is a model of pictures and text.*--to gqa"):
+        converter.convert(picture_models("llama4"), tmp_path / "out", settings)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -31,6 +31,11 @@ def frequencies_of(model):
     return model.get_decoder().rotary_emb.inv_freq.tolist()
 
 
+def test_sections_in_a_row():
+    decoder = model_of(None, "qwen2_5_vl").get_decoder()
+    assert decoder.axes_of(tuple(decoder.rotary_emb.inv_freq.tolist())) == [0, 0, 1, 2]
+
+
 def test_every_pair_turns_by_its_axis():
     """Sections of 3, 3 and 2 pairs interleaved; other frequencies have no axis."""
     decoder = model_of(LOW_RANK).get_decoder()
