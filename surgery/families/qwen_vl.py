@@ -1,4 +1,4 @@
-"""The language models of Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3 whose rotary pairs turn by one of three positions each.
+"""The language models of Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3, each rotary pair turned by one of three positions.
 
 Those are of time, height and width. The same pair of all heads turns by the same one, so that what commutes with the
 rotation of every pair commutes with it too, and merged heads stay exact.
