@@ -73,3 +73,18 @@ def checkpoints(tmp_path_factory):
         return made[name, dtype]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def picture_models(tmp_path_factory):
+    """Gives the folder of a tiny model of pictures and text, made once."""
+    from picture_models import make_model
+
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = make_model(tmp_path_factory.mktemp(name), name)
+        return made[name]
+
+    return get

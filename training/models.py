@@ -120,12 +120,19 @@ def _fill(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
 def _write_in_its_place(model: nn.Module, reader: CheckpointReader, folder: Path) -> None:
     """Weight files of a model of pictures and text with its language model as it is now; all else bit for bit."""
     state = model.state_dict()
-    now = {stored: state[name].contiguous() for name, stored in reader.stored_names.items()}
+    now = {stored: state[name] for name, stored in reader.stored_names.items()}
     for path in sorted(reader.model_folder().glob("*.safetensors*")):
         if path.suffix == ".json":
             shutil.copyfile(path, folder / path.name)
         else:
-            tensors = {name: now.get(name, tensor) for name, tensor in load_file(path).items()}
+            before = load_file(path)
+            # Experts of Qwen3-VL are stored the other way round than its class has them.
+            turned = {
+                name: now[name] if now[name].shape == old.shape else now[name].mT
+                for name, old in before.items()
+                if name in now
+            }
+            tensors = before | {name: tensor.contiguous() for name, tensor in turned.items()}
             save_file(tensors, folder / path.name, {"format": "pt"})
 
 

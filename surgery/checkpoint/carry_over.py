@@ -9,6 +9,7 @@ from torch import Tensor
 
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
 from surgery.checkpoint.file_hashes import CARD, REPORT, SOURCE_CARD
+from surgery.checkpoint.processor_class import name_processor
 from surgery.checkpoint.tokenizer_class import keep_tokens
 from surgery.common.progress import Progress
 
@@ -49,8 +50,9 @@ def copy_sidecars(reader: CheckpointReader, code: Iterable[Path], writer: Checkp
             writer.copy_file(path, SOURCE_CARD if relative == CARD else relative)
     for path in code:
         writer.copy_file(path, path.name)
-    if not reader.stored_names:  # the model type, by which transformers takes a tokenizer's class, stays as it is
-        keep_tokens(reader, writer)
+    keep_tokens(reader.stored_path if reader.stored_names else reader.path, writer)
+    if reader.stored_names:
+        name_processor(reader.stored_path, writer)
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:

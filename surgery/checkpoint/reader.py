@@ -163,6 +163,11 @@ class CheckpointReader:
         return self.config if self._behind is None else self._behind.config
 
     @property
+    def stored_path(self) -> Path:
+        """The folder with that config and the tokenizer."""
+        return self.path if self._behind is None else self._behind.path
+
+    @property
     def stored_as(self) -> str | None:
         """The model type of the files, where this is a view of them as another (see :meth:`seen_as`)."""
         kind = None if self._behind is None else self._behind.config.get("model_type")

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from surgery.checkpoint import CheckpointReader, CheckpointWriter
+from surgery.checkpoint import CheckpointWriter
 from surgery.common.errors import SurgeryError
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
@@ -26,35 +26,35 @@ SAMPLES = (
 )
 
 
-def keep_tokens(reader: CheckpointReader, writer: CheckpointWriter) -> None:
+def keep_tokens(source: Path, writer: CheckpointWriter) -> None:
     """Names the class that transformers takes for the source, where it would now take another that cuts otherwise.
 
     Args:
-        reader: the source.
+        source: the folder with the source's tokenizer and config.json.
         writer: has config.json and the copied tokenizer already.
 
     Raises:
         SurgeryError: the copy cuts text otherwise with that class too.
     """
-    source = _cutting(reader.path)
-    if source is None or _cuts_alike(writer.partial, source):
+    wanted = _cutting(source)
+    if wanted is None or _cuts_alike(writer.partial, wanted):
         return
-    path = reader.path / CONFIG
+    path = source / CONFIG
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    writer.write_json(CONFIG, {**config, "tokenizer_class": source.name})
-    if not _cuts_alike(writer.partial, source):
-        _copy_as_loaded(reader, writer)
-    if not _cuts_alike(writer.partial, source):
+    writer.write_json(CONFIG, {**config, "tokenizer_class": wanted.name})
+    if not _cuts_alike(writer.partial, wanted):
+        _copy_as_loaded(source, writer)
+    if not _cuts_alike(writer.partial, wanted):
         raise SurgeryError(
-            f"{reader.path}: its tokenizer, {source.name}, is not taken for the converted model's type and another "
+            f"{source}: its tokenizer, {wanted.name}, is not taken for the converted model's type and another "
             "would cut text otherwise; load it and save it with save_pretrained, then convert"
         )
 
 
-def _copy_as_loaded(reader: CheckpointReader, writer: CheckpointWriter) -> None:
+def _copy_as_loaded(source: Path, writer: CheckpointWriter) -> None:
     """Writes how the source's class cuts into tokenizer.json, for types whose named class transformers overrules."""
     with TemporaryDirectory() as folder:
-        _loaded(reader.path).save_pretrained(folder)
+        _loaded(source).save_pretrained(folder)
         if (saved := Path(folder) / TOKENIZER).exists():
             writer.copy_file(saved, TOKENIZER)
 
@@ -66,9 +66,9 @@ class Cutting(NamedTuple):
     ids: list[list[int]]
 
 
-def _cuts_alike(folder: Path, source: Cutting) -> bool:
+def _cuts_alike(folder: Path, wanted: Cutting) -> bool:
     found = _cutting(folder)
-    return found is not None and found.ids == source.ids
+    return found is not None and found.ids == wanted.ids
 
 
 _KNOWN: dict[str, Cutting | None] = {}

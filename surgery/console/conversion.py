@@ -15,7 +15,7 @@ from surgery.engines import spoken
 from surgery.engines.verdict import Verdict
 from surgery.reporting.quality import before_and_after, ladder_table
 
-OWN_CLASS = "surgery"
+OWN_CLASSES = "surgery", "surgery_pictures"
 
 
 def show_conversion(conversion, address: str | None = None, *, as_json: bool = False) -> None:
@@ -243,7 +243,7 @@ def _show_commands(page: Console, engines: dict) -> None:
 
 def class_and_why(model_type: str, reasons: list[str]) -> str:
     why = "; ".join(reasons)
-    return plain(f"model class of this package: {why}" if model_type == OWN_CLASS else f"class {model_type}: {why}")
+    return plain(f"model class of this package: {why}" if model_type in OWN_CLASSES else f"class {model_type}: {why}")
 
 
 def _parts(parts: dict[str, int]) -> str:

@@ -11,6 +11,8 @@ from surgery.common.size_names import with_size_names
 from surgery_vllm.structure import Grouped, Latent, LowRank, NotServed, SplitHeads, attention_of_layers, windowed
 
 MLA, HEADS, DECILM, OWN = "deepseek_v3", "heads", "nemotron-nas", "surgery"
+PICTURES = "surgery_pictures"
+"""The own class inside of a model of pictures and text."""
 
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -68,7 +70,7 @@ class Facts:
         family = config.get("model_type", "")
         if isinstance(config.get("text_config"), dict):
             config = {**config, **config["text_config"]}
-        structure = family if family in (MLA, DECILM, OWN) else HEADS
+        structure = OWN if family == PICTURES else family if family in (MLA, DECILM, OWN) else HEADS
         common = {
             "structure": structure,
             "family": family,
@@ -80,6 +82,8 @@ class Facts:
             "rope_beside": config == with_rope_beside(config),
         }
         layers = config["num_hidden_layers"]
+        if family == PICTURES:
+            return cls(**_own(config) | {"not_served": "models of pictures and text"}, **common)
         if structure == OWN:
             return cls(**_own(config), **common)
         if structure == MLA:

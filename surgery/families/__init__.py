@@ -29,6 +29,7 @@ from surgery.families.qwen2 import QWEN2
 from surgery.families.qwen3 import QWEN3
 from surgery.families.qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from surgery.families.qwen3_moe import QWEN3_MOE
+from surgery.families.qwen_vl import QWEN2_5_VL_TEXT, QWEN3_VL_MOE_TEXT, QWEN3_VL_TEXT
 from surgery.families.seed_oss import SEED_OSS
 from surgery.families.smollm3 import SMOLLM3
 from surgery.families.stablelm import STABLELM
@@ -39,6 +40,7 @@ BUILT_IN = (
     *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GPT_OSS),
     *(QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, MINISTRAL3, LLAMA4_TEXT),
     *(GPT_NEOX, GPT2, GLM4_MOE, GRANITE_HYBRID),
+    *(QWEN2_5_VL_TEXT, QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT),
 )
 
 FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})
@@ -60,10 +62,6 @@ WHY_NOT = {
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), f"{LATENTS}, and an indexer chooses which of them are read"),
     **dict.fromkeys(("longcat_flash", "kimi_linear"), f"{LATENTS}, in a layer of two attentions or beside a state"),
     "kimi_k2": "transformers has no class of that name; its weights are DeepSeek-V3's, so say deepseek_v3 there",
-    **dict.fromkeys(
-        ("gemma3", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-        "a model of pictures and text, whose class only --to gqa keeps, and that merges no heads behind a q/k-norm",
-    ),
 }
 """What people ask for and is not there, by ``model_type``."""
 

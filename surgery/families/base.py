@@ -109,6 +109,7 @@ class Family:
             is told to attend eagerly.
         rotates: whether a layer rotates at all.
         partial: whether its class rotates only the part of a head that ``partial_rotary_factor`` says.
+        axes: whether its rotary pairs turn by positions of several axes, which are equal in text.
         interleaved: whether rotary pairs are neighbours, (2 i, 2 i + 1), in the checkpoint.
         norm_offset: what is added to the weights of its RMS norms as they are stored (1.0 for Gemma).
         layer_norm: whether the norms around its attention are LayerNorms.
@@ -136,6 +137,7 @@ class Family:
     eager: bool = False
     rotates: Callable[[object, int], bool] = lambda config, layer: True
     partial: bool = False
+    axes: bool = False
     interleaved: bool = False
     norm_offset: float = 0.0
     layer_norm: bool = False

@@ -13,8 +13,9 @@ QWEN3_5_TEXT = Family(
     qk_norm=True,
     norm_offset=1.0,
     partial=True,
+    axes=True,
     output_gate=True,
     beside="a gate on the output of its attention, and layers that keep a state",
 )
 QWEN3_5_MOE_TEXT = replace(QWEN3_5_TEXT, model_type="qwen3_5_moe_text", experts=True)
-QWEN3_NEXT = replace(QWEN3_5_MOE_TEXT, model_type="qwen3_next", expert_layers=QWEN3_MOE.expert_layers)
+QWEN3_NEXT = replace(QWEN3_5_MOE_TEXT, model_type="qwen3_next", axes=False, expert_layers=QWEN3_MOE.expert_layers)

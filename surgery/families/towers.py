@@ -1,14 +1,11 @@
 """Models of pictures and text whose language model is another family's.
 
 It is read as a model of that family, and written back in its place: what is beside it stays to the bit.
-
-Qwen2.5-VL turns each rotary pair by one of three positions (time, height, width), the same pair of all heads by the
-same one. So what commutes with the rotation of every pair commutes with it too; text has three equal positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from surgery.common.errors import SurgeryError
@@ -16,26 +13,16 @@ from surgery.common.errors import SurgeryError
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 """Of the language model's tensors, as transformers and as published checkpoints have them."""
 
+INSIDE = "model."
+"""Of all tensors but the output head, as transformers has them."""
+
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
+HOLD_OWN = ("gemma3", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
+HOLD_OWN += ("qwen3_vl_moe", "surgery_pictures")
+"""Those in which the language model may become one of the own class, by ``model_type``."""
 
-def _same(text: dict[str, Any]) -> dict[str, Any]:
-    return text
-
-
-def _qwen2(text: dict[str, Any]) -> dict[str, Any]:
-    rope = {name: value for name, value in text["rope_parameters"].items() if not name.startswith("mrope")}
-    return {**text, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_parameters": rope}
-
-
-TOWERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "llama4": _same,
-    "llava": _same,
-    "llava_next": _same,
-    "mistral3": _same,
-    "qwen2_5_vl": _qwen2,
-}
-"""By ``model_type``: from the config of the language model, that of the family that it is read as."""
+TOWERS = (*HOLD_OWN, "llama4")
 
 
 def text_names(names: Collection[str], where: str) -> dict[str, str]:

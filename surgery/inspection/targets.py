@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from surgery.architectures.beside_pictures import MODEL_TYPE as PICTURES
+from surgery.architectures.beside_pictures import whole_config
+from surgery.architectures.own_class import MODEL_TYPE
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.forecast.attention_structures import of_config
@@ -19,6 +22,8 @@ REQUESTS = {
     "hybrid": {" --streaming 1": {"streaming": 1}},
 }
 """What a user gets who asks for nothing but what is needed, and who asks for engines; of other targets for nothing."""
+
+OWN_CLASSES = MODEL_TYPE, PICTURES
 
 Speed = Callable[[list[Attention]], list[dict]]
 
@@ -35,7 +40,7 @@ def foreseen_targets(opened: Source, speed: Speed) -> list[dict[str, Any]]:
             row = _foreseen(opened, target, request, speed)
             if asked and not row["applies"] and found and found[-1]["reasons"] == row["reasons"]:
                 continue  # what stands in the way of the default
-            same = [one for one in found if one["to"] == target.name and one["class"] == "surgery"]
+            same = [one for one in found if one["to"] == target.name and one["class"] in OWN_CLASSES]
             if "carrier" in request and same:
                 continue  # the default goes to the own class already
             found.append({"command": f"surgery convert --to {target.name}{asked}", "to": target.name, **row})
@@ -53,9 +58,9 @@ def _foreseen(opened: Source, target: Target, request: dict[str, Any], speed: Sp
         return {"applies": False, "class": None, "reasons": [str(error)], "engines": {}, "speed": []}
     return {
         "applies": True,
-        "class": foreseen.model_type if opened.reader.stored_names else config["model_type"],
+        "class": whole_config(opened.reader, config)["model_type"],
         "reasons": foreseen.reasons,
-        "engines": foreseen.engines_of(config),
+        "engines": foreseen.engines_of(opened.reader, config),
         "kv_bytes_per_token": held,
         "kv_ratio": held / of_source,
         "speed": speed(of_config(config, opened.weight_dtype.itemsize)),

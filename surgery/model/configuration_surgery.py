@@ -23,7 +23,10 @@ _OTHER_ATTENTION = {
 }
 
 # What a base config says about itself rather than about the model: never carried from one config to the other.
-_IDENTITY_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version")
+IDENTITY_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version")
+
+# Of a configuration in memory: `to_dict` leaves these out.
+RUNTIME_FIELDS = ("attn_implementation", "experts_implementation", "name_or_path", "torch_dtype")
 
 _SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"}
 
@@ -112,11 +115,10 @@ class SurgeryConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.base_model_type not in CONFIG_MAPPING:
             raise ValueError(f"base_model_type is {self.base_model_type!r}, which this transformers does not know")
-        # `to_dict` leaves these out, so they go around the base config instead of through it.
-        runtime_names = ("attn_implementation", "experts_implementation", "name_or_path", "torch_dtype")
-        runtime = {name: kwargs.pop(name) for name in runtime_names if name in kwargs}
+        # They go around the base config instead of through it.
+        runtime = {name: kwargs.pop(name) for name in RUNTIME_FIELDS if name in kwargs}
         # The family's own class fills in its defaults and translates legacy fields such as rope_theta and rope_scaling.
-        source = {name: value for name, value in kwargs.items() if name not in _IDENTITY_FIELDS}
+        source = {name: value for name, value in kwargs.items() if name not in IDENTITY_FIELDS}
         base_config = CONFIG_MAPPING[self.base_model_type](**source)
         base = base_config.to_dict()
         # Sizes have the names here that most families give them.
@@ -125,7 +127,7 @@ class SurgeryConfig(PreTrainedConfig):
         for name, families in _OTHER_ATTENTION.items():
             if base.get(name) is not None and self.base_model_type not in families:
                 raise ValueError(f"base_model_type {self.base_model_type!r} has {name}, which is not carried here")
-        own = {field.name for field in fields(self)} | set(_IDENTITY_FIELDS)
+        own = {field.name for field in fields(self)} | set(IDENTITY_FIELDS)
         inherited = {name: value for name, value in base.items() if name not in own}
         if "auto_map" in kwargs:
             runtime["auto_map"] = kwargs["auto_map"]
@@ -282,7 +284,7 @@ class SurgeryConfig(PreTrainedConfig):
         """Build the configuration from the source's own config object or the content of its config.json."""
         source = dict(base) if isinstance(base, dict) else base.to_dict()
         base_model_type = source["model_type"]
-        source = {name: value for name, value in source.items() if name not in _IDENTITY_FIELDS}
+        source = {name: value for name, value in source.items() if name not in IDENTITY_FIELDS}
         architectures = ["SurgeryForCausalLM"]
         return cls(
             base_model_type=base_model_type,
@@ -292,7 +294,7 @@ class SurgeryConfig(PreTrainedConfig):
 
     def base_config(self) -> PreTrainedConfig:
         """Return the base family's own configuration, as its stock decoder expects it."""
-        own = {"base_model_type", "attention_layers", "kv_cache", *_IDENTITY_FIELDS}
+        own = {"base_model_type", "attention_layers", "kv_cache", *IDENTITY_FIELDS}
         source = {name: value for name, value in self.to_dict().items() if name not in own}
         return CONFIG_MAPPING[self.base_model_type](
             **source,

@@ -194,16 +194,10 @@ class PlacedDecoder(FamilyDecoder):
         return super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
 
 
-def family_decoder_class(model_type: str, decoder: type[nn.Module]) -> type[nn.Module]:
-    """A family's decoder class, or the same with what converted attention asks for."""
-    own = PlacedDecoder if model_type == "granitemoehybrid" else DECODERS.get(model_type)
-    return decoder if own is None else family_attention_class(own, decoder)
-
-
 def _rename(module: nn.Module, names: dict[str, str]) -> None:
     """Children of a module, whose class finds them by both names."""
     for old, new in names.items():
         module._modules[new] = module._modules.pop(old)
 
 
-__all__ = ["DECODERS", "NoRotation", "SeparateAttention", "family_decoder_class"]
+__all__ = ["DECODERS", "NoRotation", "PlacedDecoder", "SeparateAttention"]

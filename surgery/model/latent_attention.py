@@ -31,7 +31,13 @@ from .hybrid_cache import StreamingLayer, layer_of
 
 
 class LatentRotaryEmbedding(nn.Module):
-    """The rotation of one layer's shared key: an arbitrary list of ρ/2 inverse frequencies."""
+    """The rotation of one layer's shared key: an arbitrary list of ρ/2 inverse frequencies.
+
+    Attributes:
+        axes: of each pair, by which of a token's positions it turns, where a family has several (see `axis_decoder`).
+    """
+
+    axes: list[int] | None = None
 
     def __init__(self, frequencies: list[float]):
         super().__init__()
@@ -52,8 +58,11 @@ class LatentRotaryEmbedding(nn.Module):
         init.copy_(self.inv_freq, self._as_tensor(self.inv_freq.device))
 
     def forward(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """position_ids [B, T] → cos, sin [B, 1, T, ρ/2] in fp32."""
-        angles = position_ids[:, None, :, None].float() * self.inv_freq
+        """position_ids [B, T], or of all axes [A, B, T] → cos, sin [B, 1, T, ρ/2] in fp32."""
+        if position_ids.ndim == 3 and self.axes is None:
+            raise ValueError("positions of several axes: some rope_inv_freq are no frequencies of the family")
+        of_pairs = position_ids[..., None] if position_ids.ndim == 2 else position_ids[self.axes].permute(1, 2, 0)
+        angles = of_pairs[:, None].float() * self.inv_freq
         return angles.cos(), angles.sin()
 
 
@@ -149,19 +158,21 @@ class LatentAttention(Accelerated, nn.Module):
         past_key_values: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         left_padding: list[int] | None = None,
+        axis_positions: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [B, T, D], position_ids [B, T] → output [B, T, D] and, if eager, weights [B, H, T, S].
 
         `position_embeddings` are the base family's cos and sin for a whole head; the latent has its own frequencies.
-        Families that hand on no `position_ids` (Llama 4) count places in the cache.
+        Families that hand on no `position_ids` (Llama 4) count places in the cache. `axis_positions` as in
+        `AxisDecoder`.
         `left_padding` of each row is read where a layer streams and there is no cache that knows it. A layer that
         streams gives no weights.
         """
         batch, num_tokens, _ = hidden_states.shape
         if position_ids is None:
             position_ids = places_in_cache(self, hidden_states, past_key_values)
-        cos, sin = self.rotary(position_ids)
+        cos, sin = self.rotary(position_ids if axis_positions is None else axis_positions[..., -num_tokens:])
         query, gate = project_queries(self, hidden_states)
         query = scaled_by_position(self, self._latent_query(query, cos, sin), position_ids)
         latent, k_rope = self.kv_down(hidden_states).unsqueeze(1).split((self.kv_lora_rank, self.rope_dim), dim=-1)

@@ -62,7 +62,8 @@ class LowRankAttention(Accelerated, nn.Module):
 
     `shared_n` are the latents that the `shared_layers` layers before this one have cached of the same token; only a
     layer with one block reads any. Positions are places in the cache: RoPE sees differences of positions alone, and
-    padding on the left shifts queries and keys of a row together.
+    padding on the left shifts queries and keys of a row together. Where positions have several axes, `axis_positions`
+    says those of all places.
 
     With a `window`, the latest tokens, and with `sinks` the first ones, are read exactly: a query at m sees the keys
     and values of the source at n > m - window and n < sinks, rebuilt ones elsewhere. `k_proj` and `v_proj` are kept for
@@ -174,12 +175,14 @@ class LowRankAttention(Accelerated, nn.Module):
         past_key_values: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         left_padding: list[int] | None = None,
+        axis_positions: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [B, T, D] → output [B, T, D] and, if eager, weights [B, H, T, S].
 
         `position_embeddings` go unused, see the class. `left_padding` of each row is read where some tokens are treated
-        apart and there is no cache that knows it. A layer in which blocks stream gives no weights.
+        apart and there is no cache that knows it. A layer in which blocks stream gives no weights. `axis_positions` as
+        in `AxisDecoder`.
         """
         kwargs["sliding_window"] = self.sliding_window
         batch, num_tokens, _ = hidden_states.shape
@@ -191,12 +194,12 @@ class LowRankAttention(Accelerated, nn.Module):
         slots = torch.arange(num_tokens, device=latent.device) + seen
         query, gate = project_queries(self, hidden_states)
         positions = kwargs.get("position_ids")  # of Llama 4 places in the cache, as it counts itself
-        query = self._rotated(query.transpose(1, 2), slots)
+        query = self._rotated(query.transpose(1, 2), slots, axis_positions)
         query = scaled_by_position(self, query, slots[None] if positions is None else positions)
         if self.streaming:
             new = HybridLayer(PlainLayer(), StreamingLayer(self.streaming["sinks"], self.streaming["recent"]))
             layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
-            out = self._in_two_parts(query, latent, attention_mask, layer, **kwargs)
+            out = self._in_two_parts(query, latent, attention_mask, layer, axis_positions, **kwargs)
             return self.o_proj(gated(out, gate).reshape(batch, num_tokens, -1)), None
 
         exact = visible = layer = None
@@ -204,7 +207,7 @@ class LowRankAttention(Accelerated, nn.Module):
             exact = self._exact(hidden_states)
             new = ExactWindowLayer(self.exact_sinks, self.window)
             layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
-        if self.kernel is not None:
+        if self.kernel is not None and axis_positions is None:
             out = self.kernel(self, query, latent, exact, attention_mask, past_key_values)
             if out is not None:
                 return self.o_proj(gated(out, gate).reshape(batch, num_tokens, -1)), None
@@ -218,10 +221,10 @@ class LowRankAttention(Accelerated, nn.Module):
 
         key, value = self._rebuilt(latent, self._full)
         places = torch.arange(length, device=latent.device) + first
-        key = self._rotated(key, places)
+        key = self._rotated(key, places, axis_positions)
         if self.window:
             exact_key, exact_value = exact.unflatten(-1, (2 * self.num_kv_heads, self.head_dim))[:, 0].chunk(2, dim=2)
-            exact_key = self._rotated(exact_key.transpose(1, 2), exact_slots)
+            exact_key = self._rotated(exact_key.transpose(1, 2), exact_slots, axis_positions)
             rebuilt = self._causal(attention_mask, slots, places) & ~self._is_exact(slots, places, layer.padding)
             key = torch.cat((key, exact_key), dim=2)
             value = torch.cat((value, exact_value.transpose(1, 2)), dim=2)
@@ -232,7 +235,13 @@ class LowRankAttention(Accelerated, nn.Module):
         return self.o_proj(gated(out, gate).reshape(batch, num_tokens, -1)), weights
 
     def _in_two_parts(
-        self, query: torch.Tensor, latent: torch.Tensor, mask: torch.Tensor | None, layer: HybridLayer, **kwargs
+        self,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        mask: torch.Tensor | None,
+        layer: HybridLayer,
+        positions: torch.Tensor | None,
+        **kwargs,
     ) -> torch.Tensor:
         """Outputs [B, T, H, d] of rotated queries [B, H, T, d] and new latents [B, 1, T, r], where blocks stream."""
         blocks = latent.split(self.ranks, dim=-1)
@@ -240,7 +249,7 @@ class LowRankAttention(Accelerated, nn.Module):
             new = torch.cat([blocks[number] for number in part.blocks], dim=-1)
             kept, _ = layer.full.update(new, new[..., :0])
             key, value = self._rebuilt(kept, part)
-            key = self._rotated(key, torch.arange(kept.shape[2], device=kept.device))
+            key = self._rotated(key, torch.arange(kept.shape[2], device=kept.device), positions)
             full = attend(self, query[:, part.queries], key, value, mask, **kwargs)[0]
         part = self._streaming
         new = torch.cat([blocks[number] for number in part.blocks], dim=-1)
@@ -249,7 +258,8 @@ class LowRankAttention(Accelerated, nn.Module):
             key, value = self._rebuilt(piece.keys, part)
             queries = query[:, part.queries, piece.tokens]
             seen = visible_mask(self, piece.visible, query.dtype)
-            streamed.append(attend(self, queries, self._rotated(key, piece.slots), value, seen, **kwargs)[0])
+            key = self._rotated(key, piece.slots, positions)
+            streamed.append(attend(self, queries, key, value, seen, **kwargs)[0])
         out = torch.cat(streamed, dim=1)
         if not self._full.blocks:
             return out
@@ -296,12 +306,19 @@ class LowRankAttention(Accelerated, nn.Module):
             key = normalise_heads(self.k_norm, key.unflatten(-1, (self.num_kv_heads, self.head_dim))).flatten(-2)
         return torch.cat((key, self.v_proj(hidden_states)), dim=-1).unsqueeze(1)
 
-    def _rotated(self, heads: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Rotate heads [B, ·, S, d] to the positions `slots` [S] or [B, S]."""
+    def _rotated(self, heads: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """Rotate heads [B, ·, S, d] of tokens at the places `slots` [S] or [B, S], to `positions` of all, or to these.
+
+        Places that no token has yet are those of keys that a mask hides.
+        """
         if self.rotate is unrotated:
             return heads
+        slots = slots if slots.ndim == 2 else slots[None]
+        if positions is not None:
+            found = slots.clamp(max=positions.shape[-1] - 1).expand(*positions.shape[:2], -1)
+            slots = positions.gather(-1, found)
         (rotary,) = self.rotary
-        return self.rotate(heads, *rotary(heads, slots if slots.ndim == 2 else slots[None]))
+        return self.rotate(heads, *rotary(heads, slots))
 
     def _causal(self, mask: torch.Tensor | None, slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Which keys may be seen at all, bool [B or 1, 1, T, S]."""

@@ -6,7 +6,6 @@ This file travels beside the weights as remote code: it may import torch, transf
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,38 +17,18 @@ from transformers.utils import can_return_tuple
 
 from .attention_functions import family_attention_class, own_softmax
 from .blockwise_decoder import BlockwiseDecoder
-from .cache_layer import Call, CompactLayer, check_full_attention, hook_calls, own_cache
+from .cache_layer import CompactLayer, check_full_attention
 from .cache_prediction import CachedLayer, footprint, peak_bytes
 from .configuration_surgery import SurgeryConfig, caches_latents
-from .cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
-from .cross_layer_latent_attention import CrossLayerFamilyLatents, CrossLayerLatentAttention
-from .exact_window_cache import ExactWindowLayer
-from .family_decoders import NoRotation, family_decoder_class
+from .converted_decoder import ATTENTION, ConvertedModel, cache_layers, convert_decoder, family_decoder_class
 from .group_entries import CROSS_LAYER_KEYS
-from .grouped_attention import GroupedAttention
 from .hybrid_attention import HybridAttention
-from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer
 from .latent_attention import LatentAttention
 from .logit_factor import logit_cap, logit_factor
 from .low_rank_attention import LowRankAttention
-from .sink_window_cache import set_padding
-from .straight_through import StraightThroughCodes, StraightThroughLayer
-
-ATTENTION: dict[str, type[nn.Module]] = {
-    "latent": LatentAttention,
-    "low_rank": LowRankAttention,
-    "grouped": GroupedAttention,
-    "hybrid": HybridAttention,
-    "cross_layer": CrossLayerAttention,
-    "cross_layer_latent": CrossLayerLatentAttention,
-    "cross_layer_mla": CrossLayerFamilyLatents,
-    "cross_layer_prompt": PromptBasisAttention,
-    "cross_layer_pairs": MergedPairAttention,
-}
-"""Attention modules by the `kind` of a layer's entry in `attention_layers`."""
 
 
-class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
+class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
     """The source family's causal language model with a converted attention in the layers that `attention_layers` names.
 
     Tensors keep the source's names; those of an attention that was converted are listed in its class.
@@ -57,18 +36,10 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = SurgeryConfig
     base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ("past_key_values",)
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
-    _supports_sdpa = True
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
     on_device: ClassVar[Callable[[PreTrainedModel], Any] | None] = None
     """Called with a model once, before its first decoding on CUDA; the package `surgery`, where it is imported, puts
     its kernels under the model here."""
-    # Flash attention wants keys and values of one width, at most 256.
-    _supports_flash_attn = False
-    _supports_flex_attn = False
     # Layers that predict further tokens, which Qwen's checkpoints hold beside the model.
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^mtp\."]
 
@@ -89,60 +60,17 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         self.model = decoder_class(base_config)
         self._is_stateful = self.model._is_stateful
         config._experts_implementation = base_config._experts_implementation
-        for layer, entry in zip(self.model.layers, config.attention_layers, strict=True):
-            if entry is not None:
-                attention_class = family_attention_class(ATTENTION[entry["kind"]], type(layer.self_attn))
-                layer.self_attn = attention_class(layer.self_attn, entry)
-        self._connect()
-        if self.cache_layers() is not None:
-            check_full_attention(config, "a cache in another form than plain keys and values")
-            # On the decoder, because whoever calls it without the head must read the same cache.
-            hook_calls(self.model, partial(_use_cache_layers, config))
-        self.model.quantization_aware = False
-        if config.kv_cache is not None:
-            for index, layer in enumerate(self.model.layers):
-                layer.self_attn.register_forward_pre_hook(partial(_use_own_layer, config, index), with_kwargs=True)
-        # The family's tensor-parallel plan splits heads, which a shared latent cannot follow.
-        split = {name: plan for name, plan in self.model._tp_plan.items() if ".self_attn." not in name}
-        self.model._tp_plan = {name: plan for name, plan in split.items() if ".attention." not in name}
+        convert_decoder(self.model, config)
         self._met_device: torch.device | None = None
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def _connect(self) -> None:
-        """Give the attention modules what they share: the rotary embedding, and latents that are read across layers."""
-        handed_on: dict[int, torch.Tensor] = {}
-        for attention in self._attentions():
-            if isinstance(attention, LowRankAttention | CrossLayerAttention):
-                # Some families have a RoPE for each type of layer, and say its type.
-                of_type = {"layer_type": kind} if (kind := getattr(attention, "rope_of", None)) else {}
-                rotary = self.model.rotary_emb if self.model.rotary_emb is not None else NoRotation()
-                attention.rotary = (partial(rotary, **of_type) if of_type else rotary,)
-            if isinstance(attention, LowRankAttention):
-                attention.handed_on = handed_on
-                for index in range(attention.layer_idx - attention.shared_layers, attention.layer_idx):
-                    self.model.layers[index].self_attn.hands_on = True
-        self._handed_on = handed_on
 
     def _attentions(self) -> list[nn.Module]:
         """Of all layers that keep keys and values, or something in their place."""
         return [
             attention for layer in self.model.layers if (attention := getattr(layer, "self_attn", None)) is not None
         ]
-
-    def init_continuous_batching(self, *args, **kwargs):
-        """Refuses continuous batching (`generate_batch`, `transformers serve`).
-
-        Its pages hold plain keys and values of one shape in all layers, which this model does not cache.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "transformers' continuous batching keeps keys and values of one shape in pages, and this model caches "
-            "something else: use generate() with a padded batch, or vLLM with the plugin of model-surgery"
-        )
 
     @property
     def quantization_aware(self) -> bool:
@@ -158,7 +86,7 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
 
     def cache_layers(self) -> list[CompactLayer] | None:
         """New, empty layers of the cache that this model keeps; None where those of a plain `DynamicCache` do."""
-        return _cache_layers(self.config)
+        return cache_layers(self.config)
 
     def kv_cache_bytes(self, batch: int, tokens: int) -> int:
         """Bytes that the live cache will hold after `tokens` tokens of each of `batch` rows, in the model's dtype.
@@ -238,14 +166,6 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
         # transformers would search this file for experts; those of a mixture are in the base family's.
         return True
 
-    @torch.no_grad()
-    def initialize_weights(self) -> None:
-        super().initialize_weights()
-        # transformers hands the inside of `self.model` to the base family's `_init_weights`, which knows none of ours.
-        for module in self.modules():
-            if isinstance(module, tuple(ATTENTION.values())):
-                module.initialize_weights()
-
     @can_return_tuple
     def forward(
         self,
@@ -276,8 +196,6 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
-        if not (self.training and self.is_gradient_checkpointing):
-            self._handed_on.clear()  # the cache has them; a backward pass that computes layers again needs them here
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
         if (factor := logit_factor(self.config)) != 1.0:
@@ -294,71 +212,6 @@ class SurgeryForCausalLM(PreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-
-def _cache_layers(config: SurgeryConfig, *, training: bool = False, aware: bool = False) -> list[CompactLayer] | None:
-    quantizes = config.kv_cache is not None and (aware or not training)
-    if not (quantizes or config.exact_window or config.streams):
-        return None
-    return [_cache_layer(config, layer, quantizes, aware) for layer in range(config.num_hidden_layers)]
-
-
-def _cache_layer(config: SurgeryConfig, layer: int, quantizes: bool, aware: bool) -> CompactLayer:
-    """A new layer for the attention that the entry of a layer describes."""
-    entry, quantizes = config.attention_layers[layer] or {}, quantizes and config.kv_cache_of(layer) is not None
-    whole = config.quantized_layer(layer) if quantizes else PlainLayer()
-    codes = config.streaming_codes(layer) if quantizes else None
-    if quantizes and aware:
-        whole, codes = StraightThroughLayer(whole), StraightThroughCodes(codes)
-    if entry.get("kind") == "hybrid":
-        full, heads = entry["full_heads"], entry["kv_heads"]
-        streaming = StreamingLayer(entry["sinks"], entry["recent"], entry["compensated_heads"], codes)
-        return HybridLayer(whole if full else None, streaming if full < heads else None, heads=full)
-    if settings := entry.get("streaming"):
-        streaming = StreamingLayer(settings["sinks"], settings["recent"], codes=codes)
-        if entry["kind"] == "latent":
-            return streaming
-        ranks = [block["rank"] for block in entry["blocks"]]
-        width = sum(rank for number, rank in enumerate(ranks) if number not in settings["blocks"])
-        return HybridLayer(whole if width else None, streaming, width=width)
-    if entry.get("kind") == "low_rank" and entry["window"]:
-        return ExactWindowLayer(entry["sinks"], entry["window"], whole if quantizes else None)
-    return whole
-
-
-def _use_cache_layers(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None:
-    """Have a call of the decoder read and fill the layers that the configuration asks for.
-
-    Training reads no codes, or with `quantization_aware` what they say.
-    """
-    training, aware = decoder.training, decoder.training and decoder.quantization_aware
-    kept_as = config.attention_layers, config.kv_cache if aware or not training else None, aware
-    cache = call.get("past_key_values")
-    if getattr(cache, "kept_as", None) == kept_as:
-        cache.temporary = False  # its layers are of that form already
-    else:
-        layers = _cache_layers(config, training=training, aware=aware)
-        if layers is None:
-            return
-        cache = own_cache(decoder, call, layers)
-        cache.kept_as = kept_as
-    # Gradient checkpointing takes the cache away from the layers, and runs them again in the backward pass.
-    if aware:
-        call["quantization_aware"] = True
-    if config.exact_window or config.streams:
-        padding = set_padding(cache, call.get("attention_mask"))
-        if padding is not None and training:
-            call["left_padding"] = padding
-
-
-def _use_own_layer(
-    config: SurgeryConfig, index: int, attention: nn.Module, args: tuple, call: Call
-) -> tuple[tuple, Call]:
-    """Has an attention that is to read codes, and whose cache was taken away, read a new layer of its own."""
-    if call.pop("quantization_aware", False) and call.get("past_key_values") is None:
-        layer = _cache_layer(config, index, quantizes=True, aware=True)
-        call["past_key_values"] = Cache(layers=[layer] * config.num_hidden_layers)
-    return args, call
 
 
 def _cached_shape(attention: nn.Module) -> tuple[int, int, int]:

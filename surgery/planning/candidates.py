@@ -152,7 +152,8 @@ class Candidates:
         if self._settings.engine:
             refuse_unless_loadable(self._settings.engine, config)
         held = held_bytes(config, self._opened, self._settings, foreseen)
-        return Sized(target, asked, settings, structure, config, held, unspent, foreseen.engines_of(config))
+        engines = foreseen.engines_of(self._opened.reader, config)
+        return Sized(target, asked, settings, structure, config, held, unspent, engines)
 
     def _own_of(self, target: Target) -> dict[str, Any]:
         """What the plan is given and only some structures take: the engine, to keep to its limits, and the heads, with

@@ -28,6 +28,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("{name}")""",
+    "surgery_pictures": """\
+import surgery  # registers the model class; without the package pass trust_remote_code=True
+from transformers import {pictures}, AutoProcessor
+
+model = {pictures}.from_pretrained("{name}", dtype="auto")
+processor = AutoProcessor.from_pretrained("{name}")""",
     "nemotron-nas": """\
 # A class of vLLM and llama.cpp, not of transformers.
 from vllm import LLM
@@ -44,7 +50,7 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
     engines = markdown.render(Table.of(["engine", "loads"], spoken(target["engines"]).items()))
     model_type = target["model_type"]
     eagerly = EAGERLY if model_type in EAGER else ""
-    way = PICTURES if reads_pictures(target) else model_type
+    way = PICTURES if reads_pictures(target) and model_type not in LOADING else model_type
     places = {"name": in_code(name).replace('"', "'"), "eagerly": eagerly, "pictures": PICTURES}
     loading = LOADING.get(way, LOADING["stock"]).format(**places)
     made_from = origin(base_model or source.get("hub") or source["path"], source.get("dequantised_from"))

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from surgery.common.errors import SurgeryError
 from surgery.families import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+PARTS = ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
+"""Language models for which transformers has no class by themselves."""
 
 LOADING = (
     ValueError,
@@ -76,10 +80,14 @@ def attention_of(path: Path) -> dict[str, str]:
 
 
 def with_standard_names(config):
-    """A transformers config, or that of the own class where a family's own has other names for its modules."""
+    """A transformers config, or that of the own class where a family has other names, or no class by itself."""
     from surgery import model as own_model
 
-    if config.model_type not in own_model.DECODERS:
+    if "qwen3_vl_moe_text" in (config.model_type, getattr(config, "base_model_type", None)):
+        # Published experts are turned the other way, which transformers knows of the whole model alone.
+        turned = get_checkpoint_conversion_mapping("qwen3_vl_moe")
+        register_checkpoint_conversion_mapping("qwen3_vl_moe_text", turned, overwrite=True)
+    if config.model_type not in (*own_model.DECODERS, *PARTS):
         return config
     own_model.register()
     return own_model.SurgeryConfig.from_base(config, [None] * config.num_hidden_layers)

@@ -59,7 +59,7 @@ def language_model(reader: CheckpointReader) -> CheckpointReader:
     if not isinstance(text.get("rope_parameters"), dict):
         raise SurgeryError(f"{reader.path}: its language model has no rotary embedding; it is not supported")
     config = {
-        **TOWERS[model_type](text),
+        **text,
         "tie_word_embeddings": bool(whole.tie_word_embeddings),
         "dtype": str(whole.dtype or "float32").removeprefix("torch."),
         **{name: reader.config[name] for name in ("quantization_config",) if name in reader.config},

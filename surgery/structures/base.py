@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
 
+from surgery.architectures.beside_pictures import whole_config
 from surgery.calibration import layer_statistics
 from surgery.calibration.held_out import Score
 from surgery.calibration.layer_statistics import BasisOf
@@ -28,6 +29,7 @@ from surgery.common.progress import Progress
 from surgery.engines import engine_table
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import is_further
+from surgery.families.towers import HOLD_OWN
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
 from surgery.running.layer_stream import StreamedLayer
@@ -199,9 +201,11 @@ class Foreseen:
     engines: dict[str, dict] | None = None
     sized: bool = True
 
-    def engines_of(self, config: dict[str, Any]) -> dict[str, dict]:
-        """What engines say of the result, whose config.json is ``config`` with its codes."""
-        return engine_table(config) if self.engines is None or "kv_cache" in config else self.engines
+    def engines_of(self, reader: CheckpointReader, config: dict[str, Any]) -> dict[str, dict]:
+        """What engines say of the result of a source, whose config.json is ``config`` with its codes."""
+        if self.engines is None or "kv_cache" in config or reader.stored_names:
+            return engine_table(whole_config(reader, config))
+        return self.engines
 
 
 @dataclass(frozen=True)
@@ -239,18 +243,17 @@ class Structure(ABC, Generic[Opened, Settings]):
 
     Attributes:
         keeps_class: whether results are of the source's class, which may hold other models beside the language model.
+        beside_pictures: whether results of the own class may be the language model of a model of pictures and text.
         takes_latents: whether sources may be MLA already.
     """
 
     keeps_class: ClassVar[bool] = False
+    beside_pictures: ClassVar[bool] = False
     takes_latents: ClassVar[bool] = False
 
     def __init__(self, opened: Opened, settings: Settings, progress: Progress):
         if opened.reader.stored_names and not self.keeps_class:
-            raise SurgeryError(
-                f"{opened.reader.stored_as} is a model of pictures and text, and what this target writes is of a class "
-                "that holds a language model alone: convert --to gqa, which keeps the source's class"
-            )
+            _check_beside_pictures(opened.reader, self.beside_pictures)
         self.opened, self.settings = opened, settings
 
     @classmethod
@@ -339,6 +342,20 @@ class Structure(ABC, Generic[Opened, Settings]):
             work.progress,
             blocks=outcome.groups,
             flow=outcome.flow,
+        )
+
+
+def _check_beside_pictures(reader: CheckpointReader, can: bool) -> None:
+    kind = reader.stored_config["model_type"]
+    if kind not in HOLD_OWN:
+        raise SurgeryError(
+            f"{kind} is a model of pictures and text, and what this target writes is of a class that holds a language "
+            "model alone: convert --to gqa, which keeps the source's class"
+        )
+    if not can:
+        raise SurgeryError(
+            f"{kind} is a model of pictures and text, whose language model this target does not write: convert --to "
+            "mla, lowrank, hybrid or quantized"
         )
 
 

@@ -12,20 +12,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from surgery.architectures.beside_pictures import whole_config, whole_names
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import Texts, load_texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, verify_files
 from surgery.checkpoint.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
-from surgery.checkpoint.config_file import with_rope_beside
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.checkpoint.writer import in_parts
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
-from surgery.families.towers import put_back
 from surgery.model import remote_code_files
 from surgery.reporting.report import Report, build_report
 from surgery.running.processes import Processes
@@ -156,7 +155,7 @@ def _convert(
         with progress.step(3, STEPS):
             tensors = asked.plan(work)
         written = {"max_shard_size": settings.max_shard_size, "staging": staging}
-        written["stored_names"] = asked.opened.reader.stored_names
+        written["stored_names"] = whole_names(asked.opened.reader, foreseen.config, tensors)
         written["parts"] = kept_matrices(asked.opened.reader, settings, tensors)
         with CheckpointWriter(out, tensors, **written) as writer:
             with progress.step(4, STEPS):
@@ -195,20 +194,14 @@ def _finish(
     final = outcome.final_config
     outcome = replace(outcome, config=outcome.config | entry, final_config=None if final is None else final | entry)
     copy_tensors(reader, writer.missing(), outcome.factors, writer, work.progress)
-    writer.write_json("config.json", _stored_config(reader, outcome.config))
-    copy_sidecars(reader, remote_code_files() if outcome.own_class else (), writer)
+    writer.write_json("config.json", whole_config(reader, outcome.config))
+    code = remote_code_files(pictures=bool(reader.stored_names)) if outcome.own_class else ()
+    copy_sidecars(reader, code, writer)
     writer.finish()
     verify_files(writer.partial, writer.stored_plan)
     if quantizes:
         return quantize_written(writer, work, outcome)
     return outcome, asked.verify(work, writer.partial, outcome)
-
-
-def _stored_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of the result: of a language model beside others that of them all."""
-    if not reader.stored_names:
-        return config
-    return put_back(reader.stored_config, with_rope_beside(reader.config), config)
 
 
 def _conclude(
@@ -219,7 +212,7 @@ def _conclude(
     targets = {**TARGETS, MIXED.name: MIXED}
     called = getattr(targets.get(outcome.target["to"]), "called", outcome.target["to"])
     predicted = outcome.kv_bytes(verification.kv_tokens) / verification.kv_tokens
-    config = _stored_config(work.opened.reader, outcome.final_config or outcome.config)
+    config = whole_config(work.opened.reader, outcome.final_config or outcome.config)
     engines = engine_table(config, writer.out.name)
     report = build_report(
         work.opened,

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from surgery.architectures.beside_pictures import whole_config
 from surgery.architectures.cached import REASON
 from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
@@ -102,6 +103,7 @@ def plan_conversion(
     weights = sum(spec.nbytes for spec in in_parts(foreseen.tensors, parts).values())
     work = Workload.of(opened, settings, tokens, foreseen.demand)
     config = final_config(foreseen, settings)
+    written = whole_config(opened.reader, config)
     coded = "kv_cache" in config and foreseen.model_type != MODEL_TYPE
     source_kv, kv = source_kv_bytes(opened), kv_bytes(foreseen, config, opened, settings)
     return ConversionPlan(
@@ -113,10 +115,10 @@ def plan_conversion(
         target={
             "to": target_of(settings).name,
             "method": getattr(settings, "method", None),
-            "model_type": MODEL_TYPE if coded else foreseen.model_type,
+            "model_type": written["model_type"],
             "reasons": [REASON] if coded else foreseen.reasons,
             "frequencies_known": foreseen.settled,
-            "engines": foreseen.engines_of(config),
+            "engines": foreseen.engines_of(opened.reader, config),
         },
         tokens=tokens,
         disk=_disk(opened, out, weights, work),

@@ -18,7 +18,7 @@ from surgery.common.progress import Progress
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.families.base import keeps_state
 from surgery.running.layer_stream import LayerStream, StreamedLayer, single_layer_config
-from surgery.running.loading import causal_class, load_config
+from surgery.running.loading import causal_class, load_config, with_standard_names
 from surgery.running.unfused import unfused
 from surgery.verification.flow import Flow, FlowWatch, check_flow
 from surgery.verification.probe import take_probe
@@ -164,6 +164,7 @@ def run_through_cache(
 
 def _check_meta(config, reader: CheckpointReader) -> None:
     """Builds the whole model without memory and compares the tensors outside its layers; layers load one by one."""
+    config = with_standard_names(config)
     with torch.device("meta"):
         model = causal_class(config)._from_config(config)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()

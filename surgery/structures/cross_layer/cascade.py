@@ -22,6 +22,7 @@ class Cascade(LowRank):
     name = "crosslayer"
     # In a fitted cascade the closed form of a layer stands on fitted latents, and is no result by itself.
     closed_ends = False
+    beside_pictures = False
 
     def __init__(self, opened: Source, settings: CrossLayerSettings, progress: Progress):
         super().__init__(opened, settings, progress)

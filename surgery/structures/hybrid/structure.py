@@ -86,6 +86,8 @@ class HybridLayerReport:
 class Hybrid(Structure[Source | OwnSource, HybridSettings]):
     """Some heads keep their whole context, the others sinks and recent tokens."""
 
+    beside_pictures = True
+
     def __init__(self, opened: Source | OwnSource, settings: HybridSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         if settings.heads is None and settings.streaming != 1:

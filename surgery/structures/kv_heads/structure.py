@@ -29,10 +29,9 @@ from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import short
 from surgery.common.progress import Progress
-from surgery.engines import engine_table, refuse_unless_loadable
+from surgery.engines import refuse_unless_loadable
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
-from surgery.families.towers import put_back
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream, StreamedLayer
 from surgery.running.source import Source
@@ -144,16 +143,12 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         carrier = choose_carrier(opened.reader.config, kv_heads, _wanted_carrier(settings, kv_heads))
         plan, fits = _Plan(kv_heads, first.heads), settings.method == "fisher"
         width = first.head_dim + first.value_dim
-        stored, engines = opened.reader, None
-        if stored.stored_names:
-            engines = engine_table(put_back(stored.stored_config, stored.config, carrier.config))
         return Foreseen(
             config=carrier.final_config or carrier.config,
             tensors=_planned_tensors(opened, plan, first.head_dim),
             kv_bytes_per_token=self._budget * width * first.q.dtype.itemsize,
-            model_type=stored.stored_as if engines else carrier.model_type,
+            model_type=carrier.model_type,
             reasons=[carrier.reason],
-            engines=engines,
             demand=Demand(
                 cached=-(-self._budget * width // opened.layers),
                 statistics=True,

@@ -103,6 +103,7 @@ class LowRank(Structure[Source, LowRankSettings]):
 
     name = "lowrank"
     closed_ends = True
+    beside_pictures = True
 
     def __init__(self, opened: Source, settings: LowRankSettings, progress: Progress):
         super().__init__(opened, settings, progress)

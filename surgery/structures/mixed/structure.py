@@ -67,6 +67,8 @@ class MixedLayerReport:
 class Mixed(Structure[Source, MixedSettings]):
     """A structure for every layer, or its own attention."""
 
+    beside_pictures = True
+
     def __init__(self, opened: Source, settings: MixedSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         if not settings.parts:

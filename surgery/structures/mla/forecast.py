@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from surgery.architectures.beside_pictures import whole_config
 from surgery.architectures.choose import Carrier
 from surgery.engines import engine_table, refuse_unless_loadable
 from surgery.running.skeleton import skeleton
@@ -55,7 +56,7 @@ def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> For
     # The last is the one without a grid: the class is the same, and what a norm needs besides is in it.
     carrier = outcomes[-1]
     if settings.engine is not None:
-        refuse_unless_loadable(settings.engine, carrier.writer.config(config))
+        refuse_unless_loadable(settings.engine, whole_config(opened.reader, carrier.writer.config(config)))
     return Forecast(
         split,
         carrier,

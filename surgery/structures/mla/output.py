@@ -78,7 +78,7 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         spec,
         experts=opened.family.experts,
         mlp_bias=opened.family.mlp_bias(opened.config),
-        beside=opened.family.beside,
+        beside=opened.family.beside or ("a vision tower" if opened.reader.stored_names else None),
         wanted=settings.carrier,
         latent_norm=settings.latent_norm,
         head_sizes=limits.head_sizes,

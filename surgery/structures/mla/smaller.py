@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from surgery.architectures.beside_pictures import whole_config
 from surgery.architectures.smaller_latents import SmallerLatents
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import share
 from surgery.common.progress import Progress
-from surgery.engines import engine_table, refuse_unless_loadable
+from surgery.engines import refuse_unless_loadable
 from surgery.families import latent_family_of
 from surgery.families.attention import CapturedAttention
 from surgery.families.latent_anatomy import LatentAnatomy
-from surgery.families.towers import put_back
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Work, unchanged_tensors
@@ -90,7 +90,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         rank = wanted_rank(settings, config.kv_lora_rank, config.qk_rope_head_dim)
         self._writes = SmallerLatents(opened.reader, opened.layers, rank, config.qk_rope_head_dim)
         if settings.engine is not None:
-            refuse_unless_loadable(settings.engine, self._whole_config())
+            refuse_unless_loadable(settings.engine, whole_config(opened.reader, self._writes.config()))
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: ConvertSettings) -> Source:
@@ -127,9 +127,8 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             config=writes.config(),
             tensors=self._tensors(),
             kv_bytes_per_token=writes.kv_bytes(1),
-            model_type=self._whole_config()["model_type"],
+            model_type=writes.model_type,
             reasons=writes.reasons(),
-            engines=engine_table(self._whole_config()),
             demand=Demand(
                 cached=writes.rank + writes.rope_dim,
                 statistics=True,
@@ -179,11 +178,6 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             scores=ladder.scores(),
             simulated=ladder.hidden[SMALLER],
         )
-
-    def _whole_config(self) -> dict[str, Any]:
-        """config.json of the result, with what is beside its language model."""
-        stored, config = self.opened.reader, self._writes.config()
-        return put_back(stored.stored_config, stored.config, config) if stored.stored_names else config
 
     def _tensors(self) -> dict[str, TensorSpec]:
         return self._writes.plan(unchanged_tensors(self.opened.reader, self.opened.config))

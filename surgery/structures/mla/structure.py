@@ -56,7 +56,7 @@ from surgery.transforms.partial_rope import latent_form
 class MLA(Structure[Source, ConvertSettings]):
     """Keys and values become a latent and a rotated key that all heads share."""
 
-    takes_latents = True
+    beside_pictures = takes_latents = True
 
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         super().__init__(opened, settings, progress)
@@ -64,6 +64,11 @@ class MLA(Structure[Source, ConvertSettings]):
             raise SurgeryError(
                 "RoPE longrope changes its frequencies with the length of the text, and the key that heads of MLA "
                 "share rotates by one list of them: convert --to lowrank instead"
+            )
+        if opened.reader.stored_names and opened.family.axes and mla.METHODS[settings.method].folds:
+            raise SurgeryError(
+                f"method {settings.method} takes neighbouring rotary pairs for one, and in a picture those of "
+                f"{opened.family.model_type} turn by positions of different axes: leave out --method"
             )
         first = opened.first
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)

@@ -31,7 +31,7 @@ from surgery.verification.written import measured_tokens
 class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
     """The attention stays as it is, its cache becomes codes."""
 
-    takes_latents = True
+    beside_pictures = takes_latents = True
 
     def __init__(self, opened: Source | OwnSource, settings: QuantizedSettings, progress: Progress):
         super().__init__(opened, settings, progress)

@@ -64,6 +64,8 @@ class SlicedLayerReport:
 class Slice(Structure[OwnSource, SliceSettings]):
     """The first latents of every block of what ``--to lowrank``, ``crosslayer`` (cascade) or ``mla`` made."""
 
+    beside_pictures = True
+
     def __init__(self, opened: OwnSource, settings: SliceSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         path = opened.reader.path

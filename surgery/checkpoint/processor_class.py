@@ -1,0 +1,38 @@
+"""Has what prepares pictures for a converted model load as it does for the source.
+
+transformers finds its class by the model type where no file names it, and a conversion changes that type.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from surgery.checkpoint import CheckpointWriter
+
+CONFIG = "tokenizer_config.json"
+NAMED_IN = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", CONFIG)
+KEY = "processor_class"
+
+
+def name_processor(source: Path, writer: CheckpointWriter) -> None:
+    """Names the class of a source's processor in the copied tokenizer's config, where no copied file does.
+
+    Args:
+        source: the folder with the source's config.json.
+        writer: has config.json and the copied files already.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    before, after = (_read(folder / "config.json").get("model_type") for folder in (source, writer.partial))
+    said = {name: _read(writer.partial / name) for name in NAMED_IN}
+    if before == after or any(KEY in each for each in said.values()):
+        return
+    kind = type(AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False))
+    if kind in PROCESSOR_MAPPING:
+        writer.write_json(CONFIG, {**said[CONFIG], KEY: PROCESSOR_MAPPING[kind].__name__})
+
+
+def _read(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -1,0 +1,87 @@
+"""Decoders whose rotary pairs turn by positions of several axes: Qwen's, by time, height and width.
+
+Text has three equal positions. Of a picture's tokens they differ, and the distance of two tokens in the cache is none
+of theirs. So attention that rotates keys when it reads them has to know the positions of all tokens: they are kept with
+the cache, once for all layers, from the first call on that gives three.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache
+
+from .cache_layer import keeps_cache
+from .family_decoders import FamilyDecoder
+
+AXIS_FAMILIES = ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text")
+"""By `model_type` of the language model."""
+
+AXES = 3
+
+
+class AxisDecoder(FamilyDecoder):
+    """Put before the family's decoder in the bases of a class, by `family_attention_class`.
+
+    Its attention gets `axis_positions` [3, B, S], of all tokens that the cache has and the new ones; none where tokens
+    are at their places in the cache.
+    """
+
+    def axes_of(self, frequencies: tuple[float, ...]) -> list[int] | None:
+        """By whose positions pairs turn that have some of the family's inverse frequencies; None if others are there.
+
+        Pairs of frequency 0 stand still.
+        """
+        with torch.device("cpu"):  # the decoder's own may have no memory yet
+            rotary: nn.Module = type(self.rotary_emb)(self.config)
+            one = torch.eye(AXES, dtype=torch.long)[:, :, None]  # row r is at position 1 of axis r alone
+            _, sin = rotary(torch.zeros(1, dtype=torch.float64), one)
+        axes = sin[:, 0, : len(rotary.inv_freq)].abs().argmax(dim=0).tolist()
+        of = dict(zip(rotary.inv_freq.tolist(), axes, strict=True)) | {0.0: 0}
+        return [of[frequency] for frequency in frequencies] if of.keys() >= set(frequencies) else None
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        *,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ):
+        """As the family's."""
+        call = {"past_key_values": past_key_values, "use_cache": kwargs.get("use_cache")}
+        if past_key_values is None and keeps_cache(self, call):
+            past_key_values = DynamicCache(config=self.config)
+        new = input_ids if input_ids is not None else kwargs["inputs_embeds"]
+        positions = _positions(position_ids, past_key_values, *new.shape[:2], new.device)
+        if positions is not None:
+            kwargs["axis_positions"] = positions
+        outputs = super().forward(
+            input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values, **kwargs
+        )
+        if positions is not None and past_key_values is not None:
+            past_key_values.axis_positions = positions
+        return outputs
+
+
+def _positions(
+    given: torch.Tensor | None, cache: Cache | None, batch: int, tokens: int, device: torch.device
+) -> torch.Tensor | None:
+    """Of all tokens, [3, B, S]; None where no call has given any of several axes.
+
+    Tokens that came without positions are at their places in the cache.
+    """
+    known = getattr(cache, "axis_positions", None)
+    if known is None and (given is None or given.ndim == 2):
+        return None
+    seen = 0 if cache is None else cache.get_seq_length()
+    places = torch.arange(seen + tokens, device=device, dtype=torch.int32).expand(AXES, batch, -1)
+    earlier = places[..., :seen] if known is None else known[..., :seen].to(device)
+    if given is None:
+        return torch.cat((earlier, places[..., seen:]), dim=-1)
+    # Before positions of the axes there may be one that masks are made of.
+    new = given[-AXES:] if given.ndim == 3 else given
+    return torch.cat((earlier, new.to(earlier).expand(AXES, batch, -1)), dim=-1)
+
+
+__all__ = ["AXIS_FAMILIES", "AxisDecoder"]

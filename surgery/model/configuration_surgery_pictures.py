@@ -1,0 +1,72 @@
+"""Configuration of a model of pictures and text whose language model has converted attention.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from typing import Any, ClassVar
+
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+from .configuration_surgery import IDENTITY_FIELDS, RUNTIME_FIELDS, SurgeryConfig
+
+
+class SurgeryPicturesConfig(PreTrainedConfig):
+    r"""The source model's configuration, with that of a converted model in the place of its language model's.
+
+    Every other field of the source's config.json is an attribute here, under its own name and with the class's defaults
+    filled in.
+
+    Args:
+        base_model_type (`str`, defaults to `"llava"`):
+            `model_type` of the source model.
+        text_config (`dict | SurgeryConfig`, *optional*):
+            Of the language model, whose `base_model_type` is the source's `text_config.model_type`.
+        vision_config (`dict | PreTrainedConfig`, *optional*):
+            The source's.
+        kwargs:
+            The other fields of the source's config.json.
+    """
+
+    model_type = "surgery_pictures"
+    # What modules of the model hold; those of its language model hold the source's.
+    sub_configs: ClassVar[dict[str, type]] = {"vision_config": AutoConfig}
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    base_model_type: str = "llava"
+    text_config: dict[str, Any] | PreTrainedConfig | None = None
+    vision_config: dict[str, Any] | PreTrainedConfig | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.base_model_type not in CONFIG_MAPPING:
+            raise ValueError(f"base_model_type is {self.base_model_type!r}, which this transformers does not know")
+        if not isinstance(self.text_config, SurgeryConfig):
+            self.text_config = SurgeryConfig(**(self.text_config or {}))
+        runtime = {name: kwargs.pop(name) for name in (*RUNTIME_FIELDS, "auto_map") if name in kwargs}
+        base = CONFIG_MAPPING[self.base_model_type](
+            **{name: value for name, value in kwargs.items() if name not in IDENTITY_FIELDS},
+            text_config=self.text_config.base_config(),
+            vision_config=self.vision_config,
+        )
+        self.vision_config = base.vision_config
+        own = {"base_model_type", "text_config", "vision_config", *IDENTITY_FIELDS}
+        inherited = {name: value for name, value in base.to_dict().items() if name not in own}
+        super().__post_init__(**inherited, **runtime)
+        for name in inherited.keys() - self.__dict__.keys():
+            setattr(self, name, inherited[name])
+        for other, name in base.attribute_map.items():  # other names, by which transformers asks
+            setattr(self, other, getattr(base, name))
+
+    def base_config(self) -> PreTrainedConfig:
+        """Return the source's own configuration, as its class expects it."""
+        own = {"base_model_type", "text_config", "vision_config", *IDENTITY_FIELDS}
+        source = {name: value for name, value in self.to_dict().items() if name not in own}
+        return CONFIG_MAPPING[self.base_model_type](
+            **source,
+            text_config=self.text_config.base_config(),
+            vision_config=self.vision_config,
+            attn_implementation=self._attn_implementation,
+            experts_implementation=self._experts_implementation,
+        )
+
+
+__all__ = ["SurgeryPicturesConfig"]

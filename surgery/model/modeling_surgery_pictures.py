@@ -1,0 +1,49 @@
+"""A model of pictures and text with converted attention in its language model; all else is the source class's own code.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, GenerationMixin, PreTrainedModel
+
+from .attention_functions import family_attention_class, own_softmax
+from .configuration_surgery_pictures import SurgeryPicturesConfig
+from .converted_decoder import ConvertedModel, convert_decoder, family_decoder_class
+from .group_entries import CROSS_LAYER_KEYS
+
+
+class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin):
+    """The source's class, whose decoder's layers get the attention that `text_config.attention_layers` names.
+
+    An instance is also one of the source's class. Tensors keep the source's names.
+    """
+
+    config_class = SurgeryPicturesConfig
+
+    def __new__(cls, config: SurgeryPicturesConfig | None = None, *args, **kwargs):
+        """An instance of a class that is the source's too; copies are made of that class, and without a config."""
+        if config is None:
+            return super().__new__(cls)
+        stock = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config.base_config())]
+        return super().__new__(family_attention_class(cls, stock))
+
+    def __init__(self, config: SurgeryPicturesConfig):
+        text = config.text_config
+        if text.attention_layers is None:
+            raise ValueError("text_config has no attention_layers: it describes no converted model")
+        if any(entry and entry["kind"] in CROSS_LAYER_KEYS for entry in text.attention_layers):
+            raise ValueError("text_config: layers that share a cache are not for models of pictures and text")
+        self._supports_sdpa = not own_softmax(text)
+        base = config.base_config()
+        super().__init__(base)
+        config._attn_implementation = base._attn_implementation
+        self.config = config
+        decoder = self.get_decoder()
+        wanted = family_decoder_class(text.base_model_type, type(decoder))
+        if wanted is not type(decoder):
+            decoder = wanted(decoder.config)
+            self.set_decoder(decoder)
+        convert_decoder(decoder, text)
+        self.post_init()
+
+
+__all__ = ["SurgeryForPicturesAndText"]
