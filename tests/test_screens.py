@@ -107,6 +107,14 @@ def test_a_dry_run_ends_in_what_would_be_kept(source, tmp_path, monkeypatch, cap
     assert shown.splitlines()[-1] == "Next: the same command without --dry-run"
 
 
+@pytest.mark.parametrize("engine", ["sglang", "llama.cpp"])
+def test_the_engine_that_was_asked_for_is_named(engine, source, monkeypatch, capsys):
+    asked = ["convert", source, "--engine", engine, "--dry-run", "--calibration", "none"]
+    code, shown, _ = run_main(monkeypatch, capsys, *asked)
+    told = {"sglang": "; not tried in SGLang;", "llama.cpp": "loads in transformers, llama.cpp"}
+    assert code == 0 and told[engine] in shown and ("not tried in" in shown) == (engine == "sglang")
+
+
 def test_a_recipe_is_listed_without_running(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, shown, _ = run_main(monkeypatch, capsys, "run", "testbed-mla", "--dry-run")
@@ -183,5 +191,5 @@ def test_an_inspection_is_one_screen(tmp_path, capsys):
 def test_a_conversion_says_that_its_fit_was_not_kept(result, told):
     stages = [("source", 2.0), ("truncated", 2.1), ("fitted", 2.3), ("reloaded", 2.1)]
     ladder = [{"stage": stage, "loss": loss, "recall": None} for stage, loss in stages]
-    said = of_conversion({"ladder": ladder, "kv": {"ratio": 0.25}, "target": {"engines": {}, **result}})
+    said = of_conversion({"ladder": ladder, "kv": {"ratio": 0.25}, "target": {"engines": {}, **result}, "settings": {}})
     assert ("the fit was worse on held-out text" in said) == told and "+0.1000" in said

@@ -100,7 +100,7 @@ def show_plan(plan, *, as_json: bool = False) -> None:
         f"calibration: {tokens['calibration']} sequences of {tokens['length']} tokens; held out: {tokens['held_out']}"
         f" and {tokens['recall_prompts']} recall prompts. Memory and time are estimates."
     )
-    kept, where = share(kv["ratio"]), where_it_loads(plan.target["engines"])
+    kept, where = share(kv["ratio"]), where_it_loads(plan.target["engines"], plan.settings.get("engine"))
     page.print(f"[bold]{plain(plan.out)}[/bold] would keep {kept} of the KV bytes; {plain(where)}", soft_wrap=True)
     if not plan.refusal:
         show_next(page, ["the same command without --dry-run"])

@@ -228,7 +228,7 @@ class TestCheckOutput:
     ("text", "count"),
     [
         ("5GB", 5 * 10**9), ("500 MB", 5 * 10**8), ("1kb", 1000), ("2GiB", 2**31), ("3MiB", 3 * 2**20), ("4KiB", 4096),
-        ("1.5GB", 1_500_000_000), ("1000", 1000), (1000, 1000), ("7B", 7), ("1TB", 10**12),
+        ("1.5GB", 1_500_000_000), ("1.5 mb", 1_500_000), ("1000", 1000), (1000, 1000), ("7B", 7), ("1TB", 10**12),
     ],
 )  # fmt: skip
 def test_parse_size(text, count):
@@ -237,8 +237,8 @@ def test_parse_size(text, count):
 
 @pytest.mark.parametrize("text", ["", "GB", "5 G", "five GB", "-1GB", "0", 0, -3, "1.2.3MB", "5GBs", None, "."])
 def test_parse_size_refuses(text):
-    with pytest.raises(SurgeryError, match="is not a size; write it like 5GB"):
-        parse_size(text)
+    with pytest.raises(SurgeryError, match="^memory .* is not a size; write it like 5GB"):
+        parse_size(text, "memory")
 
 
 def test_format_size():
