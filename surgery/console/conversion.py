@@ -16,6 +16,8 @@ from surgery.engines.verdict import Verdict
 from surgery.reporting.quality import before_and_after, ladder_table
 
 OWN_CLASS = "surgery"
+LONG_TIME = 60
+"""Seconds from which a dry run says what would be shorter."""
 
 
 def show_conversion(conversion, address: str | None = None, *, as_json: bool = False) -> None:
@@ -88,11 +90,7 @@ def show_plan(plan, *, as_json: bool = False) -> None:
         ),
         ("memory", size(memory["host_bytes"]), _parts(memory["host_parts"])),
         *([("accelerator memory", size(device), _parts(memory["device_parts"]))] if device else []),
-        (
-            "time",
-            duration(work["estimated_seconds"]),
-            f"{work['total_flops'] / 1e12:,.1f} TFLOP, here at most {work['flops_per_second'] / 1e9:,.0f} GFLOP/s",
-        ),
+        ("time", *_time(work, plan.settings["device"])),
     ]
     page.print(make_table(["estimate", Column("", align="right"), Column("", align="left")], rows))
     tokens = plan.tokens
@@ -100,10 +98,22 @@ def show_plan(plan, *, as_json: bool = False) -> None:
         f"calibration: {tokens['calibration']} sequences of {tokens['length']} tokens; held out: {tokens['held_out']}"
         f" and {tokens['recall_prompts']} recall prompts. Memory and time are estimates."
     )
+    if work["shorter"] and work["estimated_seconds"] >= LONG_TIME:
+        saved = [f"{flag} saves {duration(seconds)}" for flag, seconds in work["shorter"].items()]
+        page.print(f"shorter: {plain(', '.join(saved))}", soft_wrap=True)
     kept, where = share(kv["ratio"]), where_it_loads(plan.target["engines"], plan.settings.get("engine"))
     page.print(f"[bold]{plain(plan.out)}[/bold] would keep {kept} of the KV bytes; {plain(where)}", soft_wrap=True)
     if not plan.refusal:
-        show_next(page, ["the same command without --dry-run"])
+        where = "" if work["estimated_seconds"] else f", where there is {plan.settings['device']}"
+        show_next(page, [f"the same command without --dry-run{where}"])
+
+
+def _time(work: dict, device: str) -> tuple[str, str]:
+    """The time that a dry run expects, and what of."""
+    needed = f"{work['total_flops'] / 1e12:,.1f} TFLOP"
+    if work["estimated_seconds"] is None:
+        return "?", f"{needed}; {device} is not on this machine, which cannot be timed"
+    return duration(work["estimated_seconds"]), f"{needed}, here at most {work['flops_per_second'] / 1e9:,.0f} GFLOP/s"
 
 
 def show_doctor(diagnosis, *, as_json: bool = False) -> None:

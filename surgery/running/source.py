@@ -184,6 +184,18 @@ def open_any(reader: CheckpointReader, settings: RunSettings) -> Source | OwnSou
     return OwnSource.open(reader, settings)
 
 
+def is_absent(device: str) -> bool:
+    """Whether a device is of a kind that torch knows, and not on this machine."""
+    try:
+        torch.device("cpu" if device == "auto" else device)
+        checked_device(device)
+    except RuntimeError:
+        return False
+    except SurgeryError:
+        return True
+    return False
+
+
 def checked_device(name: str) -> torch.device:
     """The device of that name; "auto" is a CUDA device if there is one.
 
