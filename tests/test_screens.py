@@ -179,8 +179,12 @@ def test_an_inspection_is_one_screen(tmp_path, capsys):
     show_inspection(inspection)
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 34
-    assert "32.0 MiB at 8k, 128.0 MiB at 32k tokens" in shown and "attention at 32k" in shown and "128k" not in shown
-    assert "smallest cache here: in transformers --to hybrid" in shown and "not timed but predicted" in shown
+    assert "32.0 MiB at 8k, 128.0 MiB at 32k tokens" in shown and "speed at 32k" in shown and "128k" not in shown
+    assert "not timed but predicted" in shown and "no text was read" in shown
+    assert "  best in quality: --to lowrank --bits auto --sinks 4 (25.0%)\n" in shown
+    assert "  smallest: --to lowrank --kv-ratio 0.0625 --bits auto --sinks 4 (6.2%)\n" in shown
+    assert "  for an engine: vLLM on CPU: --to mla --carrier own (25.0%)" in shown
+    assert "--to hybrid" not in shown[shown.index("what to take") :]
     show_inspection(inspection, verbose=True)
     assert len(capsys.readouterr().out.splitlines()) > 60
 

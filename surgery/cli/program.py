@@ -106,7 +106,7 @@ def inspect(
         gpu=ceilings,
         progress=Progress(),
     )
-    show_inspection(inspection, plot=plot, as_json=as_json, verbose=verbose)
+    show_inspection(inspection, checkpoint, plot=plot, as_json=as_json, verbose=verbose)
 
 
 OF_STATISTICS = ("calibration", "calibration_tokens", "calibration_length", "text_field", "seed")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from surgery.common.human import cost, share
 from surgery.console.page import plain
-from surgery.engines import ASKED, LOADS, LOADS_WITH, NOT_TRIED
+from surgery.engines import ASKED, LOADS, LOADS_WITH, NOT_TRIED, ran
 
 
 def of_conversion(report: dict[str, Any]) -> str:
@@ -52,11 +52,6 @@ def where_it_loads(engines: Mapping[str, Any], asked: str | None = None) -> str:
     untried = [engine for engine in ASKED.get(asked, ()) if verdicts.get(engine) == NOT_TRIED]
     told += f"; not tried in {', '.join(untried)}" if untried else ""
     return f"{told}; refused by {', '.join(refuse)}" if refuse else told
-
-
-def ran(verdict: Mapping[str, Any]) -> bool:
-    """Whether a yes is that of a test, not of the engine's own check."""
-    return verdict["status"] in (LOADS, LOADS_WITH) and verdict["reason"].startswith("ran in")
 
 
 def show_next(page: Console, commands: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -99,10 +100,11 @@ class Source:
         """The first that keeps keys and values, and need not stay."""
         return next(layer for layer in range(self.layers) if layer not in self.fixed)
 
-    @property
+    @cached_property
     def first(self) -> AttentionAnatomy:
-        """The anatomy of :attr:`first_layer`, whose shapes are those of all layers that have one."""
-        return self.anatomy(self.first_layer)
+        """The anatomy of :attr:`first_layer`, whose shapes are those of all layers that have one; weights are on the
+        meta device, as everything asks for it."""
+        return self.anatomy(self.first_layer).shapes()
 
     @property
     def stateful(self) -> frozenset[int]:

@@ -237,7 +237,7 @@ def test_parse_size(text, count):
 
 @pytest.mark.parametrize("text", ["", "GB", "5 G", "five GB", "-1GB", "0", 0, -3, "1.2.3MB", "5GBs", None, "."])
 def test_parse_size_refuses(text):
-    with pytest.raises(SurgeryError, match="^memory .* is not a size; write it like 5GB"):
+    with pytest.raises(SurgeryError, match=r"^memory .* is not a size; write it like 5GB"):
         parse_size(text, "memory")
 
 
