@@ -98,11 +98,10 @@ def test_quiet_leaves_the_verdict_only(source, tmp_path, monkeypatch, capsys):
     assert f"a: 25.0% of the KV bytes for {lost:+.4f}" in capsys.readouterr().out
 
 
-def test_a_dry_run_ends_in_what_would_be_kept(source, tmp_path, monkeypatch, capsys):
-    code, shown, _ = run_main(
-        monkeypatch, capsys, "convert", source, "--to", "gqa", "--dry-run", "--calibration", "none"
-    )
-    assert code == 0
+def test_a_dry_run_ends_in_what_would_be_kept(monkeypatch, capsys):
+    asked = ["convert", "builtin", "--to", "gqa", "--dry-run", "--calibration", "none"]
+    code, shown, _ = run_main(monkeypatch, capsys, *asked)
+    assert code == 0 and "dry run: builtin → demo-model-gqa" in shown
     assert "would keep 50.0% of the KV bytes; loads in transformers" in shown
     assert shown.splitlines()[-1] == "Next: the same command without --dry-run"
 

@@ -175,7 +175,7 @@ def convert(
         from surgery.structures.dry_run import plan_conversion
 
         plan = plan_conversion(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
-        show_plan(plan, as_json=as_json)
+        show_plan(plan, called, as_json=as_json)
         if plan.refusal:
             raise SurgeryError(plan.refusal)
         return

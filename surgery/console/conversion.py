@@ -66,13 +66,13 @@ def _flow(kv: dict) -> list[tuple[str, str, str]]:
     ]
 
 
-def show_plan(plan, *, as_json: bool = False) -> None:
-    """Prints a dry run (:class:`surgery.structures.dry_run.ConversionPlan`)."""
+def show_plan(plan, called: str, *, as_json: bool = False) -> None:
+    """Prints a dry run (:class:`surgery.structures.dry_run.ConversionPlan`) of a source as it was called."""
     if as_json:
         print_json(plan.to_dict())
         return
     page, source, kv, disk, work = new_page(), plan.source, plan.kv, plan.disk, plan.work
-    named = origin(source["path"], source["dequantised_from"])
+    named = origin(called, source["dequantised_from"])
     page.print(f"\n[bold]dry run: {plain(named)} → {plain(plan.out)}[/bold] (nothing is written)")
     held = kv["source_bytes_per_token"], kv["bytes_per_token"]
     names = source["model_type"], plan.target["model_type"]

@@ -29,7 +29,7 @@ def advice(targets: Sequence[dict[str, Any]], smallest: Iterable[dict[str, Any]]
 
     Returns:
         "quality" and "smallest", rows, and "engines", rows by the engine that ran such a checkpoint or whose own check
-        takes it; nothing where nothing applies. Hybrids are left out: without text it is not known which heads may stream.
+        takes it; nothing where nothing applies. Hybrids are left out: which heads may stream shows on text alone.
     """
     can = [row for row in targets if row["applies"] and row["to"] != "hybrid"]
     if not can:
