@@ -41,7 +41,7 @@ BUILT_IN = (
     *(GPT_NEOX, GPT2, GLM4_MOE, GRANITE_HYBRID),
 )
 
-FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})
+FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN}, Family)
 """By ``model_type``, those of installed packages among them."""
 
 LATENT_FAMILIES: dict[str, LatentFamily] = {

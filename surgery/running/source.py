@@ -123,6 +123,11 @@ class Source:
         unweighted = (self.family.unit_norm(self.config, layer) for layer in range(self.layers))
         return any(name.endswith(".q_norm.weight") for name in self.reader.names()) or any(unweighted)
 
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether feed-forward layers have biases."""
+        return any(".mlp." in name and name.endswith(".bias") for name in self.reader.names())
+
     def input_scale(self, layer: int) -> Tensor:
         """The weight of the norm before a layer's attention, [D]; ones where there is none."""
         norm = self.stream.input_norm(layer)

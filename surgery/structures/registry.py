@@ -156,6 +156,7 @@ TARGETS: Registry[Target] = Registry(
             ),
         )
     },
+    Target,
 )
 """What ``--to`` can name, those of installed packages among them."""
 
