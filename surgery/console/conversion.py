@@ -101,7 +101,7 @@ def show_plan(plan, called: str, *, as_json: bool = False) -> None:
     if work["shorter"] and work["estimated_seconds"] >= LONG_TIME:
         saved = [f"{flag} saves {duration(seconds)}" for flag, seconds in work["shorter"].items()]
         page.print(f"shorter: {plain(', '.join(saved))}", soft_wrap=True)
-    kept, where = share(kv["ratio"]), where_it_loads(plan.target["engines"], plan.settings.get("engine"))
+    kept, where = share(kv["ratio"]), where_it_loads(plan.target["engines"])
     page.print(f"[bold]{plain(plan.out)}[/bold] would keep {kept} of the KV bytes; {plain(where)}", soft_wrap=True)
     if not plan.refusal:
         where = "" if work["estimated_seconds"] else f", where there is {plan.settings['device']}"

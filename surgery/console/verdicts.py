@@ -9,13 +9,13 @@ from rich.console import Console
 
 from surgery.common.human import cost, share
 from surgery.console.page import plain
-from surgery.engines import ASKED, LOADS, LOADS_WITH, NOT_TRIED, ran
+from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, ran
 
 
 def of_conversion(report: dict[str, Any]) -> str:
     """Of a `surgery_report.json`."""
     first, last, kept = report["ladder"][0], report["ladder"][-1], share(report["kv"]["ratio"])
-    where = where_it_loads(report["target"]["engines"], report["settings"].get("engine"))
+    where = where_it_loads(report["target"]["engines"])
     if first["loss"] is None:
         return f"{kept} of the KV bytes; what that cost was not measured; {where}"
     predicted = report["target"].get("predicted")
@@ -39,19 +39,19 @@ def of_healing(healing: dict[str, Any]) -> str | None:
     return gained if source is None else f"{gained}; now {cost(healed['loss'] - source['loss'])} from the source"
 
 
-def where_it_loads(engines: Mapping[str, Any], asked: str | None = None) -> str:
-    """Of a report's table of engines; those that refuse it are named too, and what was not tried of ``--engine``."""
+def where_it_loads(engines: Mapping[str, Any]) -> str:
+    """Of a report's table of engines, all of which are named."""
     verdicts = {engine: said["status"] for engine, said in engines.items() if not isinstance(said, str)}
     loads = [
         engine if ran(engines[engine]) else f"{engine} (by its own check, not run)"
         for engine, status in verdicts.items()
         if status in (LOADS, LOADS_WITH)
     ]
-    refuse = [engine for engine, status in verdicts.items() if status == "refused"]
     told = f"loads in {', '.join(loads)}" if loads else "no engine is known to load it"
-    untried = [engine for engine in ASKED.get(asked, ()) if verdicts.get(engine) == NOT_TRIED]
-    told += f"; not tried in {', '.join(untried)}" if untried else ""
-    return f"{told}; refused by {', '.join(refuse)}" if refuse else told
+    for words, status in (("not tried in", NOT_TRIED), ("refused by", REFUSED)):
+        if others := [engine for engine, said in verdicts.items() if said == status]:
+            told += f"; {words} {', '.join(others)}"
+    return told
 
 
 def show_next(page: Console, commands: Iterable[str]) -> None:
