@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 import xml.etree.ElementTree
 from pathlib import Path
@@ -12,7 +13,10 @@ from command_line import run_main
 from tiny_models import random_model
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.named_models import asset
 from surgery.engines import LOADS, LOADS_WITH, REFUSED
+from surgery.engines.trials import VLLM_CHECKED
 from surgery.eval.report.document import read_report
 from surgery.eval.report.tables import columns
 from surgery.heads.pattern import HeadPattern
@@ -88,6 +92,34 @@ def test_the_picture_shows_every_row_where_it_belongs():
     for (_, change), (_, height) in zip(ordered, places, strict=True):
         for (_, other), (_, above) in zip(ordered, places, strict=True):
             assert change >= other or height > above or max(change, other) <= 0
+
+
+def test_sizes_and_versions_in_the_readme_are_those_of_reports():
+    text, report = (ROOT / "README.md").read_text(encoding="utf-8"), read_report(ROOT / "docs" / "smollm2")
+    ratios = [row["kv"]["ratio"] for row in report["rows"] if row["role"] == "checkpoint"]
+    said = re.search(r"becomes (\d+) to (\d+) times smaller", text).groups()
+    assert said == (f"{1 / max(ratios):.0f}", str(math.floor(1 / min(ratios))))
+    assert f"torch=={report['environment']['torch'].partition('+')[0]}" in text
+    assert f"| vLLM {VLLM_CHECKED.rpartition('.')[0]} |" in text
+    demo = CheckpointReader.open(asset("demo-model"))
+    numbers = sum(demo.info(name).nbytes // demo.info(name).dtype.itemsize for name in demo.names())
+    assert f"({numbers / 1e6:.1f}M parameters," in text
+
+
+def test_figures_of_what_it_costs_are_on_the_pages_that_they_name():
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What it costs")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| \[\w+\]\((docs/[\w-]+\.md)[^|]* \|$", text, re.M)
+    assert len(rows) == len([line for line in text.splitlines() if line.startswith("|")]) - 2
+    for what, figures, page in rows:
+        known = re.findall(r"\d[\d,.]*", (ROOT / page).read_text(encoding="utf-8"))
+        found = re.findall(r"(?<![\w-])\d[\d,.]*(?![\w-]*B)", f"{what} {figures}")
+        assert found and not {each.rstrip(",.") for each in found} - {each.rstrip(",.") for each in known}, what
+
+
+def test_the_method_of_ones_own_is_forty_lines():
+    tutorial = (ROOT / "docs" / "tutorials" / "own-method.md").read_text(encoding="utf-8")
+    assert "[forty lines]" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(re.search(r"```python\n(.*?)```", tutorial, re.DOTALL)[1].splitlines()) <= 40
 
 
 def test_the_readme_is_two_screens():
