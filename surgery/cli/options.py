@@ -42,6 +42,9 @@ ConfigOption = Annotated[
         callback=config_file,
     ),
 ]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything, print what it would do and take; write nothing.")
+]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)
 ]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from surgery.common.errors import SurgeryError
 from surgery.common.human import duration, formats_of, origin, per_token, share, size, with_perplexity
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
@@ -67,10 +68,17 @@ def _flow(kv: dict) -> list[tuple[str, str, str]]:
 
 
 def show_plan(plan, called: str, *, as_json: bool = False) -> None:
-    """Prints a dry run (:class:`surgery.structures.dry_run.ConversionPlan`) of a source as it was called."""
-    if as_json:
-        print_json(plan.to_dict())
-        return
+    """Prints a dry run (:class:`surgery.structures.dry_run.ConversionPlan`) of a source as it was called.
+
+    Raises:
+        SurgeryError: what the conversion would end in, once the rest is told.
+    """
+    print_json(plan.to_dict()) if as_json else _show_plan(plan, called)
+    if plan.refusal:
+        raise SurgeryError(plan.refusal)
+
+
+def _show_plan(plan, called: str) -> None:
     page, source, kv, disk, work = new_page(), plan.source, plan.kv, plan.disk, plan.work
     named = origin(called, source["dequantised_from"])
     page.print(f"\n[bold]dry run: {plain(named)} → {plain(plan.out)}[/bold] (nothing is written)")

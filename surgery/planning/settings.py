@@ -58,7 +58,7 @@ class PlanSettings(ConversionSettings):
         super().__post_init__()
         given = [name for name in ("kv_ratio", "memory", "max_loss") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise SurgeryError(f"{' and '.join(given)} are two budgets: give one")
+            raise SurgeryError(f"{given[0]} is a budget, and {given[1]} is another: give one")
         if self.calibration == NO_CALIBRATION:
             raise SurgeryError("calibration none: a plan measures what candidates lose, and needs text for it")
         known = [*TARGETS, BITS]

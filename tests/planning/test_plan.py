@@ -208,7 +208,7 @@ def test_the_file_of_a_plan_is_what_convert_carries_out(plan, tmp_path, checkpoi
         ({"memory": "0GiB"}, "not a size"),
         ({"context": "long"}, "no number of tokens"),
         ({"context": "0"}, "at least 1"),
-        ({"memory": "1GiB", "kv_ratio": 0.5}, "two budgets"),
+        ({"memory": "1GiB", "kv_ratio": 0.5}, "is another: give one"),
         ({"allow": "lowrank,nothing"}, "choose among"),
         ({"calibration": "none"}, "needs text"),
     ],
