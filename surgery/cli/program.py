@@ -160,8 +160,8 @@ cli_shipped.register(app)
 equip(app)
 
 
-RESUMABLE = ("convert", "eval", "heads", "heal", "run")
-"""Verbs that go on where they were stopped; of the others nothing is left then."""
+RESUMABLE = ("convert", "demo", "eval", "heads", "heal", "run", "slice")
+"""Verbs that go on where they were stopped; of the others nothing is left then, but of a plan that is to be a file."""
 
 
 def main() -> None:
@@ -184,7 +184,8 @@ def main() -> None:
         except (KeyboardInterrupt, SystemExit):  # the latter is what click makes of the former
             if interruption.signal is None:
                 raise
-            kept = any(verb in RESUMABLE for verb in sys.argv[1:2])
+            verb = next(iter(sys.argv[1:]), "")
+            kept = verb in RESUMABLE or (verb == "plan" and "--out" in " ".join(sys.argv))
             left = "what was finished is kept, the same command goes on" if kept else "what was not finished is removed"
             print(f"surgery: interrupted; {left}", file=sys.stderr)
             sys.exit(interruption.exit_code)
