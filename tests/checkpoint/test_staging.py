@@ -4,12 +4,14 @@ import collections
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
 from surgery.checkpoint import CheckpointWriter, TensorSpec, check_output, parse_size
 from surgery.checkpoint.disk import format_size
+from surgery.checkpoint.output_place import default_output
 from surgery.checkpoint.staging import MARKER
 from surgery.common.errors import SurgeryError
 
@@ -222,6 +224,15 @@ class TestCheckOutput:
     def test_allowed(self, tmp_path):
         check_output(tmp_path / "ckpt", tmp_path / "ckpt-mla")
         check_output(tmp_path / "ckpt", tmp_path / "other" / "ckpt")
+
+
+def test_outputs_lie_beside_what_they_are_made_of(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.chdir(tmp_path / "real")
+    assert default_output("../link", "mla") == Path("../link-mla")  # not beside what the link leads to
+    assert default_output(".", "mla") == tmp_path / "real-mla"
+    assert default_output("org/name", "mla") == Path("name-mla")
 
 
 @pytest.mark.parametrize(
