@@ -11,6 +11,7 @@ from tiny_models import make_checkpoint, random_model
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from surgery.checkpoint.named_models import demo_model
 from surgery.cli import program as cli
 from surgery.console import verdicts
 from surgery.console.heal import show_healed
@@ -161,6 +162,8 @@ def test_a_healing_ends_in_how_to_measure_it(capsys):
     assert capsys.readouterr().out.endswith(
         "Next: surgery eval healed --baseline source\n      surgery doctor healed\n"
     )
+    show_healed(Healed(Path("healed"), facts, str(demo_model())))
+    assert "--baseline builtin\n" in capsys.readouterr().out
     show_healed(Healed(Path("healed"), facts))
     assert capsys.readouterr().out.endswith("\nNext: surgery doctor healed\n")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from surgery.checkpoint.named_models import name_of
 from surgery.common.human import count, duration, share, size
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
@@ -34,7 +35,7 @@ def show_healed(healed, *, as_json: bool = False) -> None:
         page.print(f"the tracker failed at {plain(healing['tracker_failed'])}; heal.jsonl has everything")
     verdict = of_healing(healing)
     page.print(f"[bold]{plain(healed.path)}[/bold]{f': {plain(verdict)}' if verdict else ''}", soft_wrap=True)
-    measure = [f"surgery eval {healed.path} --baseline {healed.teacher}"] if healed.teacher else []
+    measure = [f"surgery eval {healed.path} --baseline {name_of(healed.teacher)}"] if healed.teacher else []
     show_next(page, [*measure, f"surgery doctor {healed.path}"])
 
 
