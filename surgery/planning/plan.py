@@ -22,7 +22,6 @@ from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import Texts, load_texts
 from surgery.checkpoint import CheckpointReader
-from surgery.checkpoint.disk import parse_size
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.common.errors import SurgeryError
@@ -257,7 +256,7 @@ def _share_of(settings: PlanSettings, opened: Source) -> float | None:
         return None
     if settings.memory is None:
         return settings.kv_ratio or DEFAULT_SHARE
-    held, memory = held_bytes(opened.reader.config, opened, settings), parse_size(settings.memory)
+    held, memory = held_bytes(opened.reader.config, opened, settings), settings.memory_bytes
     if memory >= held:
         raise SurgeryError(
             f"--memory {settings.memory}: the source's own cache takes {size(held)} at {settings.tokens:,} tokens and "

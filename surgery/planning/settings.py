@@ -65,9 +65,14 @@ class PlanSettings(ConversionSettings):
         if unknown := [name for name in self.allow if name not in known]:
             raise SurgeryError(f"allow {unknown[0]}: choose among {', '.join(known)}")
         if self.memory is not None:
-            parse_size(self.memory, "memory")
+            parse_size(self.memory, "memory")  # refuses what is none
         if self.tokens < 1:
             raise SurgeryError("context must be at least 1")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the budget, where it is a memory."""
+        return parse_size(self.memory or "", "memory")
 
     @property
     def tokens(self) -> int:
