@@ -65,6 +65,26 @@ def test_the_report_is_whole(name, file):
     assert not read_report(ROOT / "docs" / name)["settings"]["limit"]
 
 
+def rows_of(text: str, heading: str) -> dict[str, list[str]]:
+    """Cells of the first table behind a heading, by the first of a line; the head is under ""."""
+    lines = text[text.index(heading) :].partition("\n|")[2].partition("\n\n")[0].splitlines()
+    cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if not line.startswith("|--")]
+    return {name: rest for name, *rest in cells}
+
+
+def test_recall_by_heads_that_stream_is_the_comparisons():
+    report = (ROOT / "docs" / "testbed" / "heads" / "comparison.md").read_text(encoding="utf-8")
+    scored, recall = rows_of(report, "# The testbed"), rows_of(report, "Recall:")
+    page = rows_of((ROOT / "docs" / "heads.md").read_text(encoding="utf-8"), "## On the testbed")
+    left_out = recall[""].index("62.5%")
+    for name, (seconds, *found) in page.items():
+        whole = recall["random (4)" if name == "four random plans" else name]
+        assert found == [cell for place, cell in enumerate(whole) if place != left_out], name
+        if seconds and name:
+            each = float(scored[name][1].removesuffix(" s")) / int(scored[name][2])
+            assert seconds == f"{each:.{0 if each > 100 else 1}f} s"
+
+
 def tool():
     spec = importlib.util.spec_from_file_location("readme", ROOT / "tools" / "readme.py")
     module = importlib.util.module_from_spec(spec)
