@@ -10,7 +10,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import duration, formats_of, origin, per_token, share, size, with_perplexity
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
-from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import of_conversion, show_next, where_it_loads
 from surgery.engines import spoken
 from surgery.engines.verdict import Verdict
@@ -41,10 +41,10 @@ def show_conversion(conversion, address: str | None = None, *, as_json: bool = F
         _show_splits(page, report["splits"], tried=True)
     _show_carrier(page, target)
     page.print(f"{duration(sum(report['seconds'].values()))}, peak memory {size(report['peak_memory_bytes'])}")
-    page.print(f"[bold]{plain(conversion.path)}[/bold]: {plain(of_conversion(report))}", soft_wrap=True)
+    made, given = typed(conversion.path), conversion.source
+    page.print(f"[bold]{plain(made)}[/bold]: {plain(of_conversion(report))}", soft_wrap=True)
     if address:
         page.print(f"pushed to {plain(address)}", soft_wrap=True)
-    made, given = conversion.path, conversion.source
     after = [f"surgery heal {made} --teacher {given}"] if first["loss"] is not None else []
     show_next(page, [f"surgery eval {made} --baseline {given}", *after, f"surgery doctor {made}"])
 
@@ -166,13 +166,15 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     for name, measured in (("source", source), ("converted", converted)):
         page.print(f"[bold]{name}[/bold] writes:")
         page.print(f"[dim]{plain(demo.prompt)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
-    page.print(f"{duration(demo.seconds)}; the converted model is in {plain(demo.path)}", soft_wrap=True)
-    commands = (
-        "surgery inspect CKPT/              what a model of yours caches, and what it can become",
-        "surgery convert --to mla CKPT/     converts it; --dry-run says first what that takes",
-        "surgery eval NEW/ --baseline CKPT/ measures the two beside each other and beside cheap baselines",
-    )
-    show_next(page, commands)
+    made = typed(demo.path)
+    page.print(f"{duration(demo.seconds)}; the converted model is in {plain(made)}", soft_wrap=True)
+    commands = {
+        f"surgery eval {made} --baseline {demo.model}": "measures the two beside each other and cheap baselines",
+        f"surgery heal {made} --teacher {demo.model} --max-time 300": "trains it for five minutes",
+        "surgery inspect CKPT/": "what a model of yours caches, and what it can become",
+    }
+    width = max(map(len, commands))
+    show_next(page, [f"{command:{width}}   {why}" for command, why in commands.items()])
 
 
 def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False) -> None:
