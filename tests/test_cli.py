@@ -152,7 +152,7 @@ def test_mistakes_at_first_sight_cost_no_torch(tmp_path):
         ("convert", "source", "--to", "mla2"): "unknown target",
         ("convert", "source", "--out", "full"): "full: exists",
         ("convert", "source", "--out", "source"): "would replace its own source",
-        ("convert", "source", "--kv-ratio", "2"): "kv_ratio 2.0 must lie between",
+        ("convert", "source", "--kv-ratio", "2"): "--kv-ratio 2.0 must lie between",
         ("convert", "source", "--config", "list.yaml"): "write name: value lines",
         ("convert", "adapter"): "holds an adapter",
         ("convert", "list.yaml"): "is a file",
@@ -230,9 +230,8 @@ def test_a_plan_finds_what_a_conversion_would_refuse(checkpoints, tmp_path):
     settings = ConvertSettings(calibration="nowhere.txt")
     with pytest.raises(SurgeryError, match=r"nowhere\.txt"):
         plan_conversion(checkpoints("llama"), tmp_path / "out", settings)
-    settings = ConvertSettings(calibration="none", max_shard_size="5 parrots")
     with pytest.raises(SurgeryError, match="is not a size"):
-        plan_conversion(checkpoints("llama"), tmp_path / "out", settings)
+        ConvertSettings(calibration="none", max_shard_size="5 parrots")
     assert listing(tmp_path) == []
 
 

@@ -245,3 +245,19 @@ def test_notes_leave_standard_output_pure(checkpoints, tmp_path, monkeypatch, ca
     source = checkpoints("llama")
     code, out, err = run_main(monkeypatch, capsys, "convert", source, *arguments, "--out", tmp_path / "out", "--json")
     assert code == 0 and json.loads(out)["settings"]["recent"] == 4 and "--window now" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--kv-ratio", "25"], "--kv-ratio 25.0 must lie between"),
+        (["--dtype", "fp16"], "--dtype 'fp16' is unknown"),
+        (["--max-shard-size", "3x"], "--max-shard-size '3x' is not a size"),
+    ],
+)
+def test_what_is_wrong_with_a_setting_is_told_by_its_flag(flags, told, tmp_path, monkeypatch, capsys):
+    code, _, errors = run_main(monkeypatch, capsys, "convert", "builtin", "--out", tmp_path / "out", *flags)
+    assert code == 1 and f"error: {told}" in errors
+    (tmp_path / "file.yaml").write_text(f"{flags[0][2:].replace('-', '_')}: {flags[1]}\n")
+    code, _, errors = run_main(monkeypatch, capsys, "convert", "builtin", "--config", tmp_path / "file.yaml")
+    assert code == 1 and "--" not in errors.partition("error: ")[2]

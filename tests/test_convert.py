@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from loading import run_elsewhere
-from tiny_models import FAMILIES, HELD_OUT, STOCK, make_checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny_models import CONFIGS, FAMILIES, HELD_OUT, SHAPE, STOCK, make_checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
@@ -270,6 +270,14 @@ def test_a_wrong_tensor_is_caught_before_the_output_gets_its_name(checkpoints, t
 def test_stock_is_refused_by_name_where_it_cannot_be(checkpoints, tmp_path):
     with pytest.raises(SurgeryError, match="q/k-norm"):
         converter.convert(checkpoints("qwen3"), tmp_path / "out", ConvertSettings(**QUICK, carrier="stock"))
+
+
+def test_biases_of_feed_forward_layers_take_the_own_class(tmp_path, monkeypatch):
+    biased = LlamaConfig(**SHAPE, rms_norm_eps=1e-5, head_dim=16, mlp_bias=True)
+    monkeypatch.setitem(CONFIGS, "mlp_bias", lambda: biased)
+    source, settings = make_checkpoint(tmp_path / "source", "mlp_bias"), {"calibration": "none", "kv_ratio": 0.5}
+    target = converter.convert(source, tmp_path / "out", ConvertSettings(**settings)).report.target
+    assert target["model_type"] == "surgery" and "biases" in " ".join(target["reasons"])
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from surgery.calibration.texts import load_tokenizer
 from surgery.checkpoint.named_models import demo_model
 from surgery.common.errors import SurgeryError
+from surgery.console.conversion import show_demo
 from surgery.demo import run as demo
 from surgery.eval.kv_cache import kv_bytes_per_token
 from surgery.eval.loss import causal_lm_loss
@@ -73,3 +74,12 @@ def test_the_whole_demo(tmp_path, capsys):
     assert outcome.converted.model_class == "DeepseekV3ForCausalLM"
     assert outcome.converted.loss - outcome.source.loss < 0.5
     assert printed["converted"]["completion"] == outcome.converted.completion
+
+
+def test_the_demo_ends_in_commands_that_run_as_they_stand(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    measured = demo.Measured("C", 2.0, 1.0, 1.0, "text")
+    show_demo(demo.Demo(tmp_path / "surgery-demo", "builtin", "demo-model", "prompt", measured, measured, 1.0))
+    said = capsys.readouterr().out
+    assert "Next: surgery eval surgery-demo --baseline builtin  " in said
+    assert "surgery heal surgery-demo --teacher builtin --max-time 300" in said

@@ -105,6 +105,32 @@ def test_memory_of_a_batch_with_gradients(family, tmp_path):
         assert 0.6 * foreseen < most_allocated(run) < foreseen
 
 
+def test_what_would_be_shorter_is_what_a_dry_run_of_less_says(checkpoints, tmp_path, monkeypatch):
+    speed = {"flops_per_second": 1e9, "float64_flops_per_second": 1e9}
+    monkeypatch.setattr("surgery.structures.dry_run.measure_speed", lambda device, dtype: speed)
+
+    def work(**more):
+        return plan_conversion(checkpoints("llama"), tmp_path / "out", ConvertSettings(**{**TEXT, **more})).work
+
+    whole = work()
+    assert list(whole["shorter"].values()) == sorted(whole["shorter"].values(), reverse=True)
+    saved = whole["shorter"].pop("--calibration-tokens 128")
+    assert whole["estimated_seconds"] - work(calibration_tokens=128)["estimated_seconds"] == pytest.approx(saved)
+    saved = whole["shorter"].pop("--fit-steps 0")  # a conversion without a fit carries one form of a layer less, too
+    assert whole["estimated_seconds"] - work(fit_steps=0)["estimated_seconds"] >= saved > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_a_dry_run_for_a_gpu_needs_none(checkpoints, tmp_path, monkeypatch, capsys):
+    verb = ["convert", checkpoints("llama"), "--out", tmp_path / "out", "--calibration", "none", "--device"]
+    code, shown, _ = run_main(monkeypatch, capsys, *verb, "cuda", "--dry-run")
+    assert code == 0 and "accelerator memory" in shown and "cuda is not on this machine" in shown
+    assert shown.splitlines()[-1].endswith("without --dry-run, where there is cuda")
+    for more in (["cuda"], ["gpu0", "--dry-run"]):
+        code, _, errors = run_main(monkeypatch, capsys, *verb, *more)
+        assert code == 1 and f"--device {more[0]}: cannot be used here" in errors
+
+
 def causal_attention(query, key, *_, **__):
     """Operations of scores and their use, of which causal attention does half; torch's counter knows no such kernel."""
     batch, heads, queries, dim = query

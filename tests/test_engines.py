@@ -52,7 +52,7 @@ def test_vllm_takes_its_sizes_only():
     assert narrow["status"] == NOT_TRIED and "--attention-backend TRITON_MLA" in narrow["command"]
     for change in ({"qk_rope_head_dim": 32}, {"qk_nope_head_dim": 64, "v_head_dim": 64}):
         refused = said({**MLA, **change}, "vLLM on CUDA")
-        assert refused["status"] == REFUSED and refused["remedy"] == "convert with --engine vllm"
+        assert refused["status"] == REFUSED and refused["remedy"] == "convert --to mla --engine vllm"
 
 
 def test_biases_and_frequency_lists_are_no_yes_in_native_classes():
@@ -90,7 +90,17 @@ def test_the_own_class_is_served_by_the_plugin():
     assert on_cuda["status"] == NOT_TRIED
     assert on_cuda["command"] == "pip install model-surgery && vllm serve ckpt"
     narrow = said({**MLA, "kv_lora_rank": 400}, "vLLM on CPU")
-    assert narrow["status"] == REFUSED and narrow["remedy"] == "convert with --carrier own"
+    assert narrow["status"] == REFUSED and narrow["remedy"] == "convert --to mla --carrier own"
+
+
+@pytest.mark.parametrize("base", ["llama", "qwen3"])
+def test_another_structure_is_a_remedy_of_sources_that_engines_carry_as_mla(base):
+    low_rank = {"kind": "low_rank", "blocks": [{"rank": 4, "keys": [0, 1], "values": [0, 1]}]}
+    config = {**OWN, "base_model_type": base, "attention_layers": [low_rank, low_rank]}
+    for engine, name in (("SGLang", "sglang"), ("llama.cpp", "llama.cpp"), ("mlx-lm", "mlx")):
+        verdict = said(config, engine)
+        assert verdict["status"] == REFUSED
+        assert verdict["remedy"] == (f"convert --to mla --engine {name}" if base == "llama" else None)
 
 
 def test_hybrid_heads_have_bytes_per_token_and_per_request():
@@ -155,7 +165,7 @@ def test_an_engine_without_tied_embeddings_gets_them_twice(checkpoints, tmp_path
         assert torch.equal(made.tensor("model.embed_tokens.weight"), embedding) == (eps == 1e-6)
         assert said(made.config, "mlx-lm")["status"] == LOADS_WITH
         tied = said({**made.config, "tie_word_embeddings": True}, "mlx-lm")
-        assert tied["status"] == REFUSED and tied["remedy"] == "convert with --engine mlx"
+        assert tied["status"] == REFUSED and tied["remedy"] == "convert --to mla --engine mlx"
 
 
 def test_fewer_heads_say_how_they_rotate_where_mlx_looks(checkpoints, tmp_path):

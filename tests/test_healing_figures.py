@@ -49,6 +49,12 @@ def test_the_readme_is_the_report():
         losses, recall = losses_and_recall(found[name], found[f"{name}-healed"])
         assert shown == [*losses, *recall]
         assert share == f"{100 * bytes_of[name] / bytes_of['source']:.1f}"
+    seconds = {
+        row["name"]: row["conversion"]["healing"]["seconds"] for row in report()["rows"] if "healed" in row["name"]
+    }
+    shown_seconds = [seconds[f"{name}-healed"] for name, *_ in rows]
+    assert "Trained for five to ten minutes" in text
+    assert [round(limit(shown_seconds) / 60) for limit in (min, max)] == [5, 10]
     (source,), (found_keys,) = losses_and_recall(found["source"])
     (trained,), _ = losses_and_recall(found["source-trained"])
     assert re.search(r"the source has ([\d.]+) and finds ([\d.]+)%", text).groups() == (source, found_keys)
@@ -73,9 +79,19 @@ def test_a_real_model_is_its_report():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     said = re.search(
         r"loses ([\d.]+) and finds ([\d.]+%) of the keys;.*?loses ([\d.]+) and finds ([\d.]+%); "
-        r"at a quarter ([\d.]+), healed ([\d.]+)\.",
+        r"at a quarter ([\d.]+), healed for (\d+)\sminutes ([\d.]+)\.",
         readme,
         re.DOTALL,
     )
     increases, recalls = zip(*((row[3].split()[0].lstrip("+"), row[5]) for row in expected[1:]), strict=True)
-    assert said.groups() == (increases[0], recalls[0], increases[1], recalls[1], *increases[2:])
+    half, quarter = (round(row["conversion"]["healing"]["seconds"] / 60) for row in report["rows"][2::2])
+    assert said.groups() == (
+        increases[0],
+        recalls[0],
+        increases[1],
+        recalls[1],
+        increases[2],
+        str(quarter),
+        increases[3],
+    )
+    assert f"for {half}\nminutes on two cores" in readme

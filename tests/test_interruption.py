@@ -52,6 +52,22 @@ def test_verbs_that_go_on_say_so(number, code, monkeypatch, capsys):
     assert err == "surgery: interrupted; what was finished is kept, the same command goes on\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "left"),
+    [
+        ("demo", "kept"),
+        ("slice x", "kept"),
+        ("plan x --out=p", "kept"),
+        ("plan x", "removed"),
+        ("inspect x", "removed"),
+    ],
+)
+def test_what_an_interruption_leaves_is_said(command, left, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "app", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    _, _, err = run_main(monkeypatch, capsys, *command.split())
+    assert f"finished is {left}" in err
+
+
 def test_a_second_sigterm_does_not_stop_the_cleaning_up():
     cleaned = False
     with interruptible() as interruption, pytest.raises(KeyboardInterrupt):

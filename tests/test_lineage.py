@@ -53,7 +53,8 @@ def test_one_group(checkpoints, runs, tmp_path, monkeypatch, capsys):
     # What is measured and trained of it stands there too; what nobody converted, nowhere.
     assert Checkpoint.open(str(out)).conversion()["lineage"] == group
     settings = HealSettings(student=str(out), tracker="wandb", wandb_mode="offline")
-    assert _options(settings, tmp_path)["wandb"]["group"] == group
+    healing = _options(settings, tmp_path / "small-healed.tracking")["wandb"]
+    assert (healing["group"], healing["name"]) == (group, "small-healed")
     assert lineage_of(checkpoints("llama")) is None
 
 

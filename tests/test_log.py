@@ -159,6 +159,7 @@ def test_a_log_of_a_verb(checkpoints, tmp_path, monkeypatch, capsys):
     numbers = [int(event["at"].split(" of ")[0]) for event in ends]
     assert numbers == sorted(numbers) and {1, 2, 4, 5, 6} == set(numbers)
     assert {event["at"].split(" of ")[1] for event in ends} == {"6"}
+    assert len({event["phase"] for event in ends}) == len(ends)
     assert [f"{event['at']}: {event['phase']}" for event in ends] == [
         line.rsplit(": ", 1)[0] for line in told.splitlines() if " of 6: " in line
     ]

@@ -83,7 +83,7 @@ def test_the_wheel_runs_away_from_the_repository(built, tmp_path):
     said = release.try_wheel(built[1], tmp_path)
     assert said["--version"].strip() == __version__
     assert "Usage: surgery" in said["--help"]
-    assert "what it can become" in said["inspect builtin"] and "smallest cache" in said["inspect builtin"]
+    assert "what it can become" in said["inspect builtin"] and "best in quality" in said["inspect builtin"]
     assert "testbed-mla" in said["recipes"] and "mla-everywhere" in said["configs"]
 
 

@@ -158,7 +158,7 @@ def test_a_program_registers_without_a_package():
             surgery.register_scorer("duo", lambda session: None)
         with pytest.raises(SurgeryError, match="cannot be added: choose lowrank, gqa"):
             surgery.register_method("mla", "mine", None)
-        with pytest.raises(SurgeryError, match=r"method .mine. is a function: wrap it, .*low_rank_methods.Method"):
+        with pytest.raises(SurgeryError, match=r".mine. is a function: wrap it, .*low_rank_methods.Method"):
             surgery.register_method("lowrank", "mine", lambda block, rank: None)
     finally:
         from surgery.common import plugins
@@ -179,3 +179,16 @@ def test_what_cannot_be_loaded_is_one_line(monkeypatch, capsys):
     # What does not need it goes on without.
     assert registry.working() == {"own": 1}
     assert "note: scorers: 'mine' of no_such_package:thing cannot be loaded" in capsys.readouterr().err
+
+
+def test_what_is_of_another_class_is_one_line(monkeypatch):
+    from importlib.metadata import EntryPoint
+
+    from surgery.common import plugins
+    from surgery.transforms.low_rank_methods import Method
+
+    announced = {"mine": EntryPoint("mine", "math:sqrt", "model_surgery.low_rank_methods")}
+    monkeypatch.setattr(plugins, "_announced", lambda kind: announced)
+    registry = Registry("low_rank_methods", {}, Method)
+    with pytest.raises(SurgeryError, match=r"'mine' is a builtin_.*: wrap it, surgery.*low_rank_methods.Method\(...\)"):
+        registry["mine"]

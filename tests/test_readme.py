@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 import xml.etree.ElementTree
 from pathlib import Path
@@ -12,15 +13,27 @@ from command_line import run_main
 from tiny_models import random_model
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.named_models import asset
 from surgery.engines import LOADS, LOADS_WITH, REFUSED
+from surgery.engines.trials import VLLM_CHECKED
 from surgery.eval.report.document import read_report
 from surgery.eval.report.tables import columns
 from surgery.heads.pattern import HeadPattern
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def tool():
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "tools" / "readme.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 # File, section, report, columns of the table, rows at least.
 TABLES = [
-    ("README.md", "## A real model", "smollm2", ("kv_bytes_per_token", "kv_ratio", "loss_change", "recall"), 5),
+    ("README.md", "## A real model", "smollm2", tuple(tool().SHOWN), 5),
     (
         "docs/results.md",
         "# What it costs",
@@ -34,7 +47,7 @@ REPORTS = [report for _, _, report, _, _ in TABLES]
 
 def table_of(file: str, section: str, shown: tuple[str, ...]) -> list[list[str]]:
     text = (ROOT / file).read_text(encoding="utf-8")
-    text = text[text.index(section) + len(section) :].split("\n## ")[0]
+    text = text[text.index(section) + len(section) :].split("\n## ")[0].split("<!-- end -->")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [row for row in rows[2:] if len(row) == 1 + len(shown)]
@@ -61,11 +74,24 @@ def test_the_report_is_whole(name, file):
     assert not read_report(ROOT / "docs" / name)["settings"]["limit"]
 
 
-def tool():
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "tools" / "readme.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def rows_of(text: str, heading: str) -> dict[str, list[str]]:
+    """Cells of the first table behind a heading, by the first of a line; the head is under ""."""
+    lines = text[text.index(heading) :].partition("\n|")[2].partition("\n\n")[0].splitlines()
+    cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if not line.startswith("|--")]
+    return {name: rest for name, *rest in cells}
+
+
+def test_recall_by_heads_that_stream_is_the_comparisons():
+    report = (ROOT / "docs" / "testbed" / "heads" / "comparison.md").read_text(encoding="utf-8")
+    scored, recall = rows_of(report, "# The testbed"), rows_of(report, "Recall:")
+    page = rows_of((ROOT / "docs" / "heads.md").read_text(encoding="utf-8"), "## On the testbed")
+    left_out = recall[""].index("62.5%")
+    for name, (seconds, *found) in page.items():
+        whole = recall["random (4)" if name == "four random plans" else name]
+        assert found == [cell for place, cell in enumerate(whole) if place != left_out], name
+        if seconds and name:
+            each = float(scored[name][1].removesuffix(" s")) / int(scored[name][2])
+            assert seconds == f"{each:.{0 if each > 100 else 1}f} s"
 
 
 def test_table_and_picture_of_the_readme_are_current():
@@ -88,6 +114,34 @@ def test_the_picture_shows_every_row_where_it_belongs():
     for (_, change), (_, height) in zip(ordered, places, strict=True):
         for (_, other), (_, above) in zip(ordered, places, strict=True):
             assert change >= other or height > above or max(change, other) <= 0
+
+
+def test_sizes_and_versions_in_the_readme_are_those_of_reports():
+    text, report = (ROOT / "README.md").read_text(encoding="utf-8"), read_report(ROOT / "docs" / "smollm2")
+    ratios = [row["kv"]["ratio"] for row in report["rows"] if row["role"] == "checkpoint"]
+    said = re.search(r"becomes (\d+) to (\d+) times smaller", text).groups()
+    assert said == (f"{1 / max(ratios):.0f}", str(math.floor(1 / min(ratios))))
+    assert f"torch=={report['environment']['torch'].partition('+')[0]}" in text
+    assert f"| vLLM {VLLM_CHECKED.rpartition('.')[0]} |" in text
+    demo = CheckpointReader.open(asset("demo-model"))
+    numbers = sum(demo.info(name).nbytes // demo.info(name).dtype.itemsize for name in demo.names())
+    assert f"({numbers / 1e6:.1f}M parameters," in text
+
+
+def test_figures_of_what_it_costs_are_on_the_pages_that_they_name():
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What it costs")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| \[\w+\]\((docs/[\w-]+\.md)[^|]* \|$", text, re.M)
+    assert len(rows) == len([line for line in text.splitlines() if line.startswith("|")]) - 2
+    for what, figures, page in rows:
+        known = re.findall(r"\d[\d,.]*", (ROOT / page).read_text(encoding="utf-8"))
+        found = re.findall(r"(?<![\w-])\d[\d,.]*(?![\w-]*B)", f"{what} {figures}")
+        assert found and not {each.rstrip(",.") for each in found} - {each.rstrip(",.") for each in known}, what
+
+
+def test_the_method_of_ones_own_is_forty_lines():
+    tutorial = (ROOT / "docs" / "tutorials" / "own-method.md").read_text(encoding="utf-8")
+    assert "[forty lines]" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(re.search(r"```python\n(.*?)```", tutorial, re.DOTALL)[1].splitlines()) <= 40
 
 
 def test_the_readme_is_two_screens():

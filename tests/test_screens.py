@@ -1,6 +1,7 @@
 """Screens as people meet them: help that fits eighty columns, suggestions, silence, and a verdict at the end."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ from tiny_models import make_checkpoint, random_model
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from surgery.checkpoint.named_models import demo_model
 from surgery.cli import program as cli
 from surgery.console import verdicts
 from surgery.console.heal import show_healed
 from surgery.console.inspection import show_inspection
 from surgery.console.recipe import show_made
 from surgery.console.verdicts import of_conversion
+from surgery.engines import engine_table
 from surgery.eval.report.document import read_report
 from surgery.eval.report.verdict import by_checkpoint
 from surgery.healing.heal import Healed
@@ -56,7 +59,7 @@ def test_no_name_is_broken_and_no_flag_has_a_type(path, at_eighty_columns):
         if not getattr(each, "hidden", False) and each.param_type_name == "option":
             assert next(flag for flag in each.opts if flag.startswith("--")) in words
             assert each.is_flag or (each.metavar and set(each.metavar.replace(",", " ").split()) <= words), each.opts
-    assert "<bool>" not in shown and "--quiet" in shown
+    assert not re.search(r"<[\w\[\]]+>|[{}]", shown) and "--quiet" in shown
 
 
 def test_what_is_not_shown_of_a_flag_still_works(tmp_path, monkeypatch, capsys):
@@ -98,13 +101,21 @@ def test_quiet_leaves_the_verdict_only(source, tmp_path, monkeypatch, capsys):
     assert f"a: 25.0% of the KV bytes for {lost:+.4f}" in capsys.readouterr().out
 
 
-def test_a_dry_run_ends_in_what_would_be_kept(source, tmp_path, monkeypatch, capsys):
-    code, shown, _ = run_main(
-        monkeypatch, capsys, "convert", source, "--to", "gqa", "--dry-run", "--calibration", "none"
-    )
-    assert code == 0
+def test_a_dry_run_ends_in_what_would_be_kept(monkeypatch, capsys):
+    asked = ["convert", "builtin", "--to", "gqa", "--dry-run", "--calibration", "none"]
+    code, shown, _ = run_main(monkeypatch, capsys, *asked)
+    assert code == 0 and "dry run: builtin → demo-model-gqa" in shown
     assert "would keep 50.0% of the KV bytes; loads in transformers" in shown
     assert shown.splitlines()[-1] == "Next: the same command without --dry-run"
+
+
+def test_the_last_lines_name_every_engine(source, monkeypatch, capsys):
+    asked = ["convert", source, "--engine", "sglang", "--dry-run", "--calibration", "none"]
+    code, shown, _ = run_main(monkeypatch, capsys, *asked)
+    line = next(line for line in shown.splitlines() if "would keep" in line)
+    assert code == 0 and "; not tried in SGLang" in line
+    told = [name.strip() for part in line.split("; ")[1:] for name in re.split(" in | by |, ", part)[1:]]
+    assert sorted(told) == sorted(engine_table({"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}))
 
 
 def test_a_recipe_is_listed_without_running(tmp_path, monkeypatch, capsys):
@@ -151,6 +162,8 @@ def test_a_healing_ends_in_how_to_measure_it(capsys):
     assert capsys.readouterr().out.endswith(
         "Next: surgery eval healed --baseline source\n      surgery doctor healed\n"
     )
+    show_healed(Healed(Path("healed"), facts, str(demo_model())))
+    assert "--baseline builtin\n" in capsys.readouterr().out
     show_healed(Healed(Path("healed"), facts))
     assert capsys.readouterr().out.endswith("\nNext: surgery doctor healed\n")
 
@@ -171,8 +184,12 @@ def test_an_inspection_is_one_screen(tmp_path, capsys):
     show_inspection(inspection)
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 34
-    assert "32.0 MiB at 8k, 128.0 MiB at 32k tokens" in shown and "attention at 32k" in shown and "128k" not in shown
-    assert "smallest cache here: in transformers --to hybrid" in shown and "not timed but predicted" in shown
+    assert "32.0 MiB at 8k, 128.0 MiB at 32k tokens" in shown and "speed at 32k" in shown and "128k" not in shown
+    assert "not timed but predicted" in shown and "no text was read" in shown
+    assert "  best in quality: --to lowrank --bits auto --sinks 4 (25.0%)\n" in shown
+    assert "  smallest: --to lowrank --kv-ratio 0.0625 --bits auto --sinks 4 (6.2%)\n" in shown
+    assert "  for an engine: vLLM on CPU: --to mla --carrier own (25.0%)" in shown
+    assert "--to hybrid" not in shown[shown.index("what to take") :]
     show_inspection(inspection, verbose=True)
     assert len(capsys.readouterr().out.splitlines()) > 60
 

@@ -21,6 +21,7 @@ SHOWN = {
     "kv_bytes_per_token": "KV B/token",
     "kv_ratio": "KV share",
     "loss_change": "Δ loss",
+    "perplexity": "perplexity",
     "recall": "recall",
 }
 BEGIN, END = "<!-- made by tools/readme.py -->\n", "<!-- end -->"

@@ -129,7 +129,7 @@ def _options(settings: HealSettings, folder: Path) -> dict[str, dict[str, Any]]:
 
     quiet = wandb.Settings(silent=True, console="off")
     # Beside the conversion that is healed, and what is measured of it.
-    together = {"group": lineage_of(settings.student), "job_type": "heal"}
+    together = {"name": folder.stem, "group": lineage_of(settings.student), "job_type": "heal"}
     return {"wandb": {"mode": settings.wandb_mode, "dir": str(folder), "settings": quiet, **together}}
 
 

@@ -104,7 +104,7 @@ def _sections(report: Report) -> list[Section]:
 
 def _origin(report: Report) -> str:
     parts = [
-        report.get("created"),
+        str(report.get("created") or "").replace("T", " ").replace("+00:00", " UTC"),
         f"surgery {report['surgery_version']}" if report.get("surgery_version") else None,
         dig(report, "environment", "device_name"),
         f"quality in {dig(report, 'settings', 'dtype')}" if dig(report, "settings", "dtype") else None,

@@ -40,9 +40,10 @@ def log_to_wandb(
 
     The configuration holds the settings, tasks, environment, and how the row was made; the summary holds the headline
     numbers, their changes from the baseline and all of `tables.scalars`. A row that was converted is in the group of
-    its conversion (`surgery.common.lineage`), where its healings and other evaluations are too; others share a group,
-    the report's title. A checkpoint that was healed in a wandb run names that in its configuration as ``healing_run``:
-    ``entity/project/run_id``. The first run has the report's page.
+    its conversion (`surgery.common.lineage`), where its healings and other evaluations are too, and the source and its
+    cheap baselines if the report is of one conversion; otherwise those share a group, the report's title. A checkpoint
+    that was healed in a wandb run names that in its configuration as ``healing_run``: ``entity/project/run_id``. The
+    first run has the report's page.
 
     Args:
         mode: "offline" writes to `folder` only; ``wandb sync`` uploads it later.
@@ -112,8 +113,11 @@ def place(run: Any, mode: str) -> str:
 
 
 def group(row: Row, report: Report) -> str | None:
-    """The group of a row's run: that of the conversion and its healings, else the report's title."""
-    name = dig(row, "conversion", "lineage") or report.get("title")
+    """The group of a row's run: that of the conversion and its healings; of others, such as the source with the page,
+    that of all conversions in the report if they share one, else the report's title."""
+    known = {name for each in report["rows"] if (name := dig(each, "conversion", "lineage"))}
+    shared = known.pop() if len(known) == 1 else report.get("title")
+    name = dig(row, "conversion", "lineage") or shared
     return str(name) if name else None
 
 

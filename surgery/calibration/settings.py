@@ -87,7 +87,8 @@ class ConversionSettings(FileSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        parse_size(self.max_shard_size, "max_shard_size")
         if self.activation_memory is not None:
-            parse_size(self.activation_memory)
+            parse_size(self.activation_memory, "activation_memory")
         if self.held_out_text in ("builtin", "self", NO_CALIBRATION, self.calibration):
             raise SurgeryError(f"held_out_text {self.held_out_text}: name a text that is not the calibration's own")

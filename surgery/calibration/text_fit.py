@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,28 +19,41 @@ FAR_OFF, BY_HEART = 5.0, 0.3
 
 @torch.no_grad()
 def measure_fit(
-    stream: LayerStream, tokens: Tensor, order: Sequence[str] | None, batch_size: int, progress: Progress
-) -> dict[str, dict[str, float]]:
-    """The source's loss on the first sequences [N, T], by the kind of each.
+    stream: LayerStream,
+    texts: Mapping[str, Tensor],
+    order: Mapping[str, Sequence[str] | None],
+    batch_size: int,
+    progress: Progress,
+) -> dict[str, dict[str, dict[str, float]]]:
+    """The source's loss on the first sequences [N, T] of every text, by the kind of each, in one pass over its layers.
 
     Args:
-        order: the kind of each sequence; None: all are of one, called "text".
+        texts: by what they are used for; ``order``: the kind of each sequence; None: all are of one, called "text".
 
     Returns:
-        By kind "loss" (nats per token), "memorised" (share of tokens below `MEMORISED`), "tokens" that were predicted.
+        By use and kind "loss" (nats per token), "memorised" (share of tokens below `MEMORISED`), "tokens" that were
+        predicted.
     """
-    tokens = tokens[:SEQUENCES]
-    kinds = list(order or ["text"] * len(tokens))[: len(tokens)]
-    hidden = stream.embed(tokens)
+    texts = {use: tokens[:SEQUENCES] for use, tokens in texts.items()}
+    hidden = {use: stream.embed(tokens) for use, tokens in texts.items()}
     with progress.phase("source's loss on the text", stream.num_layers) as advance:
         # Layers of a converted source that share something run together only.
         own_class = bool(getattr(stream.config, "attention_layers", None))
         singles = [(index, index + 1) for index in range(stream.num_layers)]
         for start, stop in blocks_of(stream.config) if own_class else singles:
             with stream.block(start, stop) as layers:
-                stream.run_layer(layers, hidden, batch_size)
+                for each in hidden.values():
+                    stream.run_layer(layers, each, batch_size)
             advance(stop - start)
-    losses = stream.token_losses(hidden, tokens).view(len(tokens), -1).cpu()
+    return {
+        use: _by_kind(stream.token_losses(hidden[use], tokens).view(len(tokens), -1).cpu(), order[use])
+        for use, tokens in texts.items()
+    }
+
+
+def _by_kind(losses: Tensor, order: Sequence[str] | None) -> dict[str, dict[str, float]]:
+    """Of losses [N, T - 1] of sequences."""
+    kinds = list(order or ["text"] * len(losses))[: len(losses)]
     fit = {}
     for kind in dict.fromkeys(kinds):
         own = losses[[place for place, other in enumerate(kinds) if other == kind]]

@@ -162,10 +162,8 @@ def _with_held_out(
 def _measure(opened, tokenizer, built: CalibrationSet, settings: ConversionSettings, progress: Progress) -> dict:
     """Says what the text is and where it does not fit the source."""
     order = built.description.get("order", {"calibration": None, "held_out": None})
-    fit = {
-        use: measure_fit(opened.stream, tokens, order[use], settings.batch_size, progress)
-        for use, tokens in (("calibration", built.tokens), ("held_out", built.held_out))
-    }
+    texts = {"calibration": built.tokens, "held_out": built.held_out}
+    fit = measure_fit(opened.stream, texts, order, settings.batch_size, progress)
     parts = built.description.get("parts")
     shares = ", ".join(f"{part['share']:.0%} {name}" for name, part in (parts or {}).items()) or settings.calibration
     losses = ", ".join(f"{found['loss']:.2f} on {kind}" for kind, found in fit["calibration"].items())

@@ -19,8 +19,11 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def parse_size(size: int | str) -> int:
+def parse_size(size: int | str, name: str = "") -> int:
     """Bytes of ``5GB``, ``500 MB`` (decimal), ``5GiB``, ``500MiB`` (binary) or a plain number.
+
+    Args:
+        name: of the setting, for errors.
 
     Raises:
         SurgeryError: it is none of these, or not positive.
@@ -31,7 +34,8 @@ def parse_size(size: int | str) -> int:
     except (KeyError, InvalidOperation):
         count = 0
     if count <= 0:
-        raise SurgeryError(f"{size!r} is not a size; write it like 5GB, 500MB, 2GiB or a number of bytes")
+        said = f"{name} {size!r}".lstrip()
+        raise SurgeryError(f"{said} is not a size; write it like 5GB, 500MB, 2GiB or a number of bytes")
     return count
 
 

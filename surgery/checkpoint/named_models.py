@@ -63,6 +63,11 @@ def model_named(name: str) -> str:
     return str(smollm2()) if name == SMOLLM2 else name
 
 
+def name_of(path: str) -> str:
+    """What users call the checkpoint at a path: ``builtin``, or as it is given."""
+    return BUILTIN if Path(path) == demo_model() else path
+
+
 def output_of(name: str, out: Path | None, ending: str) -> Path | None:
     """Where an output goes: as asked for, in the working folder for a named model; None for beside the source.
 

@@ -12,6 +12,8 @@ from surgery.common.errors import SurgeryError
 def default_output(source: str | Path, target: str) -> Path:
     """Beside the source, its name with the target behind it; in the working folder for a hub id."""
     path = Path(source)
+    if path.name in ("", ".."):  # a folder is called as its place is
+        path = Path(os.path.abspath(path))
     if path.is_file():  # a GGUF file
         return path.with_name(f"{path.stem}-{target}")
     return path.parent / f"{path.name}-{target}" if path.is_dir() else Path(f"{path.name}-{target}")

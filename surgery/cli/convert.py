@@ -17,6 +17,7 @@ from surgery.cli.options import (
     OUTPUT,
     CheckpointArgument,
     ConfigOption,
+    DryRunOption,
     JsonOption,
     OverwriteOption,
     PickleOption,
@@ -81,10 +82,8 @@ def convert(
     plan: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE", help="What surgery plan chose; flags win over it.")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print what it would do and take; write nothing.")
-    ] = False,
     processes: ProcessesOption = None,
+    dry_run: DryRunOption = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew where an interrupted conversion would go on.")
     ] = False,
@@ -177,9 +176,7 @@ def convert(
         from surgery.structures.dry_run import plan_conversion
 
         plan = plan_conversion(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
-        show_plan(plan, as_json=as_json)
-        if plan.refusal:
-            raise SurgeryError(plan.refusal)
+        show_plan(plan, called, as_json=as_json)
         return
     if wandb:
         from surgery.eval.report.tracking import require_wandb

@@ -6,8 +6,9 @@ A verb's function has a parameter ``given``, in whose place :func:`with_settings
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Annotated, Any, get_type_hints
@@ -140,7 +141,10 @@ def with_settings(
     @wraps(verb)
     def called(**values: Any) -> None:
         given = [(option, value) for option in options if (value := _taken(option, values)) is not None]
-        verb(**values, given=Given(classes, tuple(given)))
+        try:
+            verb(**values, given=Given(classes, tuple(given)))
+        except SurgeryError as error:
+            raise SurgeryError(_in_flags(str(error), [option for option, _ in given])) from error
 
     hints, parameters = get_type_hints(verb, include_extras=True), []
     for own in inspect.signature(verb).parameters.values():
@@ -151,6 +155,15 @@ def with_settings(
     called.__signature__ = inspect.Signature(parameters)
     called.__annotations__ = {each.name: each.annotation for each in parameters}
     return called
+
+
+def _in_flags(told: str, given: Iterable[SettingOption]) -> str:
+    """What is wrong with a setting, by the flag that gave it."""
+    for option in given:
+        for name in {setting.name for setting in option.settings.values()}:
+            beginning = "" if "_" in name else "(?:^|(?<=, and ))"  # inside of a sentence they are words
+            told = re.sub(rf"{beginning}(?<![\w-]){name}(?= (?:['\d-]|(?:must|is|are|and)\b))", option.flag, told)
+    return told
 
 
 def _options(classes: Mapping[str, type], only: tuple[str, ...]) -> list[SettingOption]:

@@ -52,6 +52,9 @@ ProcessesOption = Annotated[
         rich_help_panel=MACHINE,
     ),
 ]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything, print what it would do and take; write nothing.")
+]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)
 ]

@@ -107,7 +107,7 @@ def inspect(
         gpu=ceilings,
         progress=Progress(),
     )
-    show_inspection(inspection, plot=plot, as_json=as_json, verbose=verbose)
+    show_inspection(inspection, checkpoint, plot=plot, as_json=as_json, verbose=verbose)
 
 
 OF_STATISTICS = ("calibration", "calibration_tokens", "calibration_length", "text_field", "seed")
@@ -161,8 +161,8 @@ cli_shipped.register(app)
 equip(app)
 
 
-RESUMABLE = ("convert", "eval", "heads", "heal", "run")
-"""Verbs that go on where they were stopped; of the others nothing is left then."""
+RESUMABLE = ("convert", "demo", "eval", "heads", "heal", "run", "slice")
+"""Verbs that go on where they were stopped; of the others nothing is left then, but of a plan that is to be a file."""
 
 
 def main() -> None:
@@ -186,7 +186,8 @@ def main() -> None:
         except (KeyboardInterrupt, SystemExit):  # the latter is what click makes of the former
             if interruption.signal is None:
                 raise
-            kept = any(verb in RESUMABLE for verb in sys.argv[1:2])
+            verb = next(iter(sys.argv[1:]), "")
+            kept = verb in RESUMABLE or (verb == "plan" and "--out" in " ".join(sys.argv))
             left = "what was finished is kept, the same command goes on" if kept else "what was not finished is removed"
             print(f"surgery: interrupted; {left}", file=sys.stderr)
             sys.exit(interruption.exit_code)

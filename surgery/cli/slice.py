@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import OUTPUT, CheckpointArgument, ConfigOption, JsonOption, OverwriteOption
+from surgery.cli.options import OUTPUT, CheckpointArgument, ConfigOption, DryRunOption, JsonOption, OverwriteOption
 from surgery.structures.registry import SLICE
 
 
@@ -28,6 +28,7 @@ def slice_(
     ] = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make a smaller checkpoint from a converted one, without calibration: the best latents come first.
@@ -40,10 +41,15 @@ def slice_(
     """
     from surgery.checkpoint.named_models import model_named
     from surgery.common.progress import Progress
-    from surgery.console.conversion import show_conversion
+    from surgery.console.conversion import show_conversion, show_plan
 
     settings, source = SLICE.settings(given.of(SLICE.settings_class), config), model_named(checkpoint)
     SLICE.check_places(source, out, settings, overwrite=overwrite)
+    if dry_run:
+        from surgery.structures.dry_run import plan_conversion
+
+        show_plan(plan_conversion(source, out, settings, overwrite=overwrite), checkpoint, as_json=as_json)
+        return
     from surgery.structures import converter
 
     conversion = converter.convert(

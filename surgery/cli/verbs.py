@@ -56,6 +56,9 @@ class _PlainHelp:
     def get_params(self, ctx) -> list:
         found = super().get_params(ctx)
         for each in found:
+            if each.param_type_name == "argument" and each.required:
+                # Newer typer adds a type in brackets, and braces to the usage.
+                each.display_type_rich, each.get_usage_pieces = _nothing, _name_of(each)
             if getattr(each, "is_flag", False):
                 each.metavar = ""
             elif getattr(each, "show_default", False) and each.default is not None and not each.required:
@@ -73,6 +76,14 @@ class _PlainHelp:
         finally:
             for each, flags, opposite in names:
                 each.opts, each.secondary_opts = flags, opposite
+
+
+def _nothing(ctx: Any) -> None:
+    """Of what is not shown."""
+
+
+def _name_of(argument: Any) -> Callable[[Any], list[str]]:
+    return lambda ctx: [argument.metavar or argument.name.upper()]
 
 
 class Verb(_PlainHelp, TyperCommand):

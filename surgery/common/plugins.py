@@ -35,26 +35,35 @@ class Registry(Mapping[str, Kind], Generic[Kind]):
     Args:
         kind: in the plural, as in the group of entry points, ``model_surgery.KIND``.
         own: the project's; their names cannot be taken.
+        of: the class that they are all of, if there is one.
     """
 
-    def __init__(self, kind: str, own: Mapping[str, Kind]):
-        self._kind, self._own = kind, dict(own)
+    def __init__(self, kind: str, own: Mapping[str, Kind], of: type[Kind] | None = None):
+        self._kind, self._own, self._of = kind, dict(own), of
 
     def register(self, name: str, thing: Kind) -> None:
         """Adds one.
 
         Raises:
-            SurgeryError: the name is taken.
+            SurgeryError: the name is taken, or it is of another class.
         """
         if name in self:
             raise SurgeryError(f"{self._kind}: there is a {name!r} already; choose another name")
+        self._check(name, thing)
         _registered.setdefault(self._kind, {})[name] = thing
 
     def __getitem__(self, name: str) -> Kind:
         for things in (self._own, _registered.get(self._kind, {})):
             if name in things:
                 return things[name]
-        return _load(self._kind, _announced(self._kind)[name])
+        thing = _load(self._kind, _announced(self._kind)[name])
+        self._check(name, thing)
+        return thing
+
+    def _check(self, name: str, thing: Any) -> None:
+        if self._of is not None and not isinstance(thing, self._of):
+            wanted = f"{self._of.__module__}.{self._of.__name__}(...)"
+            raise SurgeryError(f"{self._kind}: {name!r} is a {type(thing).__name__}: wrap it, {wanted}")
 
     def working(self) -> dict[str, Kind]:
         """All but those of packages that cannot be loaded, which a line on standard error tells."""

@@ -6,16 +6,19 @@ from pathlib import Path
 
 from rich.console import Console
 
+from surgery.common.errors import SurgeryError
 from surgery.common.human import duration, formats_of, origin, per_token, share, size, with_perplexity
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
-from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import of_conversion, show_next, where_it_loads
 from surgery.engines import spoken
 from surgery.engines.verdict import Verdict
 from surgery.reporting.quality import before_and_after, ladder_table
 
 OWN_CLASSES = "surgery", "surgery_pictures"
+LONG_TIME = 60
+"""Seconds from which a dry run says what would be shorter."""
 
 
 def show_conversion(conversion, address: str | None = None, *, as_json: bool = False) -> None:
@@ -38,10 +41,10 @@ def show_conversion(conversion, address: str | None = None, *, as_json: bool = F
         _show_splits(page, report["splits"], tried=True)
     _show_carrier(page, target)
     page.print(f"{duration(sum(report['seconds'].values()))}, peak memory {size(report['peak_memory_bytes'])}")
-    page.print(f"[bold]{plain(conversion.path)}[/bold]: {plain(of_conversion(report))}", soft_wrap=True)
+    made, given = typed(conversion.path), conversion.source
+    page.print(f"[bold]{plain(made)}[/bold]: {plain(of_conversion(report))}", soft_wrap=True)
     if address:
         page.print(f"pushed to {plain(address)}", soft_wrap=True)
-    made, given = conversion.path, conversion.source
     after = [f"surgery heal {made} --teacher {given}"] if first["loss"] is not None else []
     show_next(page, [f"surgery eval {made} --baseline {given}", *after, f"surgery doctor {made}"])
 
@@ -64,13 +67,20 @@ def _flow(kv: dict) -> list[tuple[str, str, str]]:
     ]
 
 
-def show_plan(plan, *, as_json: bool = False) -> None:
-    """Prints a dry run (:class:`surgery.structures.dry_run.ConversionPlan`)."""
-    if as_json:
-        print_json(plan.to_dict())
-        return
+def show_plan(plan, called: str, *, as_json: bool = False) -> None:
+    """Prints a dry run (:class:`surgery.structures.dry_run.ConversionPlan`) of a source as it was called.
+
+    Raises:
+        SurgeryError: what the conversion would end in, once the rest is told.
+    """
+    print_json(plan.to_dict()) if as_json else _show_plan(plan, called)
+    if plan.refusal:
+        raise SurgeryError(plan.refusal)
+
+
+def _show_plan(plan, called: str) -> None:
     page, source, kv, disk, work = new_page(), plan.source, plan.kv, plan.disk, plan.work
-    named = origin(source["path"], source["dequantised_from"])
+    named = origin(called, source["dequantised_from"])
     page.print(f"\n[bold]dry run: {plain(named)} → {plain(plan.out)}[/bold] (nothing is written)")
     held = kv["source_bytes_per_token"], kv["bytes_per_token"]
     names = source["model_type"], plan.target["model_type"]
@@ -88,11 +98,7 @@ def show_plan(plan, *, as_json: bool = False) -> None:
         ),
         ("memory", size(memory["host_bytes"]), _parts(memory["host_parts"])),
         *([("accelerator memory", size(device), _parts(memory["device_parts"]))] if device else []),
-        (
-            "time",
-            duration(work["estimated_seconds"]),
-            f"{work['total_flops'] / 1e12:,.1f} TFLOP, here at most {work['flops_per_second'] / 1e9:,.0f} GFLOP/s",
-        ),
+        ("time", *_time(work, plan.settings["device"])),
     ]
     page.print(make_table(["estimate", Column("", align="right"), Column("", align="left")], rows))
     tokens = plan.tokens
@@ -100,10 +106,22 @@ def show_plan(plan, *, as_json: bool = False) -> None:
         f"calibration: {tokens['calibration']} sequences of {tokens['length']} tokens; held out: {tokens['held_out']}"
         f" and {tokens['recall_prompts']} recall prompts. Memory and time are estimates."
     )
+    if work["shorter"] and work["estimated_seconds"] >= LONG_TIME:
+        saved = [f"{flag} saves {duration(seconds)}" for flag, seconds in work["shorter"].items()]
+        page.print(f"shorter: {plain(', '.join(saved))}", soft_wrap=True)
     kept, where = share(kv["ratio"]), where_it_loads(plan.target["engines"])
     page.print(f"[bold]{plain(plan.out)}[/bold] would keep {kept} of the KV bytes; {plain(where)}", soft_wrap=True)
     if not plan.refusal:
-        show_next(page, ["the same command without --dry-run"])
+        where = "" if work["estimated_seconds"] else f", where there is {plan.settings['device']}"
+        show_next(page, [f"the same command without --dry-run{where}"])
+
+
+def _time(work: dict, device: str) -> tuple[str, str]:
+    """The time that a dry run expects, and what of."""
+    needed = f"{work['total_flops'] / 1e12:,.1f} TFLOP"
+    if work["estimated_seconds"] is None:
+        return "?", f"{needed}; {device} is not on this machine, which cannot be timed"
+    return duration(work["estimated_seconds"]), f"{needed}, here at most {work['flops_per_second'] / 1e9:,.0f} GFLOP/s"
 
 
 def show_doctor(diagnosis, *, as_json: bool = False) -> None:
@@ -148,13 +166,15 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     for name, measured in (("source", source), ("converted", converted)):
         page.print(f"[bold]{name}[/bold] writes:")
         page.print(f"[dim]{plain(demo.prompt)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
-    page.print(f"{duration(demo.seconds)}; the converted model is in {plain(demo.path)}", soft_wrap=True)
-    commands = (
-        "surgery inspect CKPT/              what a model of yours caches, and what it can become",
-        "surgery convert --to mla CKPT/     converts it; --dry-run says first what that takes",
-        "surgery eval NEW/ --baseline CKPT/ measures the two beside each other and beside cheap baselines",
-    )
-    show_next(page, commands)
+    made = typed(demo.path)
+    page.print(f"{duration(demo.seconds)}; the converted model is in {plain(made)}", soft_wrap=True)
+    commands = {
+        f"surgery eval {made} --baseline {demo.model}": "measures the two beside each other and cheap baselines",
+        f"surgery heal {made} --teacher {demo.model} --max-time 300": "trains it for five minutes",
+        "surgery inspect CKPT/": "what a model of yours caches, and what it can become",
+    }
+    width = max(map(len, commands))
+    show_next(page, [f"{command:{width}}   {why}" for command, why in commands.items()])
 
 
 def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False) -> None:

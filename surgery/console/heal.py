@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from surgery.checkpoint.named_models import name_of
 from surgery.common.human import count, duration, share, size
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
-from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import of_healing, show_next
 from surgery.reporting.quality import healed_table
 
@@ -32,10 +33,10 @@ def show_healed(healed, *, as_json: bool = False) -> None:
     )
     if healing["tracker_failed"]:
         page.print(f"the tracker failed at {plain(healing['tracker_failed'])}; heal.jsonl has everything")
-    verdict = of_healing(healing)
-    page.print(f"[bold]{plain(healed.path)}[/bold]{f': {plain(verdict)}' if verdict else ''}", soft_wrap=True)
-    measure = [f"surgery eval {healed.path} --baseline {healed.teacher}"] if healed.teacher else []
-    show_next(page, [*measure, f"surgery doctor {healed.path}"])
+    verdict, path = of_healing(healing), typed(healed.path)
+    page.print(f"[bold]{plain(path)}[/bold]{f': {plain(verdict)}' if verdict else ''}", soft_wrap=True)
+    measure = [f"surgery eval {path} --baseline {name_of(healed.teacher)}"] if healed.teacher else []
+    show_next(page, [*measure, f"surgery doctor {path}"])
 
 
 def show_plan(plan, *, as_json: bool = False) -> None:

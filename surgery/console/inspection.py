@@ -11,15 +11,20 @@ from surgery.common.tables.table import Column
 from surgery.console.bench import show_speed
 from surgery.console.conversion import class_and_why
 from surgery.console.page import make_table, new_page, plain, print_json
-from surgery.console.verdicts import ran, show_next
-from surgery.engines import spoken
+from surgery.console.verdicts import show_next
+from surgery.engines import ran, spoken
 from surgery.families import LATENT_FAMILIES
+from surgery.inspection.advice import COMMAND
 
 
-def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = False, verbose: bool = False) -> None:
+def show_inspection(
+    inspection, called: str = "CKPT", *, plot: Path | None = None, as_json: bool = False, verbose: bool = False
+) -> None:
     """Prints an inspection (:class:`surgery.inspection.inspect.Inspection`) and draws its spectra, if it has any.
 
-    With ``verbose`` also why each target is what it is, what every engine says, and predicted times.
+    Args:
+        called: the checkpoint, in commands.
+        verbose: also why each target is what it is, what every engine says, and predicted times.
 
     Raises:
         SurgeryError: ``plot`` cannot be written.
@@ -44,18 +49,20 @@ def show_inspection(inspection, *, plot: Path | None = None, as_json: bool = Fal
         if verbose:
             _show_targets_whole(page, inspection.targets)
         else:
-            page.print("[dim]reasons, commands of engines and times: --verbose[/dim]")
+            hybrid = any(target["to"] == "hybrid" and target["applies"] for target in inspection.targets)
+            heads = "--streaming 1: every head forgets, surgery heads tells which may; " * hybrid
+            page.print(f"[dim]{heads}reasons, commands of engines and times: --verbose[/dim]", soft_wrap=True)
     if inspection.spectra is not None:
         _show_spectra(page, inspection.spectra)
         page.print(f"drawn in {plain(drawn)}", soft_wrap=True)
+    if inspection.advice:
+        _show_advice(page, inspection.advice)
     if any(target["applies"] for target in inspection.targets):
-        commands = (
-            "surgery plan CKPT --memory 8GiB --context 32k --batch 16   what loses least in a memory",
-            "surgery convert CKPT --to ... --dry-run                    what one of them takes",
-        )
-        show_next(page, commands)
+        plan, dry = f"surgery plan {called} --memory 8GiB --context 32k", f"surgery convert {called} --to ... --dry-run"
+        width = max(len(plan), len(dry))
+        show_next(page, (f"{plan:{width}}   what loses least in a memory", f"{dry:{width}}   what one of them takes"))
     elif inspection.architecture["model_type"] in LATENT_FAMILIES:
-        show_next(page, ["surgery convert CKPT --to mla --dry-run   fewer latents, in its own class"])
+        show_next(page, [f"surgery convert {called} --to mla --dry-run   fewer latents, in its own class"])
 
 
 def _cache(inspection) -> str:
@@ -67,39 +74,48 @@ def _cache(inspection) -> str:
 
 def _show_targets(page: Console, inspection) -> None:
     """One line a target: its bytes, its class, who loads it, what decoding gains at the longest context it takes."""
-    rows, smallest, refused = [], {}, []
+    rows, refused = [], []
     limit = inspection.architecture["max_positions"]
     length = max((row["context"] for row in inspection.speed if row["context"] <= limit), default=None)
     for target in inspection.targets:
-        name = target["command"].removeprefix("surgery convert ")
+        name = target["command"].removeprefix(COMMAND)
         if not target["applies"]:
             refused.append(f"{name}: does not apply, {'; '.join(target['reasons'])}")
             continue
-        held = f"{per_token(target['kv_bytes_per_token'])}, {share(target['kv_ratio'])}"
+        held = f"{size(target['kv_bytes_per_token'])}, {share(target['kv_ratio'])}"
         loads = [engine for engine, row in target["engines"].items() if ran(row)]
-        for engine in loads:
-            least = smallest.setdefault(engine, target)
-            if target["kv_ratio"] < least["kv_ratio"]:
-                smallest[engine] = target
         gain = next((row["speedup"] for row in reversed(target["speed"]) if row["context"] == length), None)
         row = (name, held, target["class"], ", ".join(loads) or "-")
         rows.append((*row, f"{gain:.1f}×" if gain else "-") if length else row)
     columns = ["", Column("KV cache per token", align="left"), "class", "ran in, on CPUs"]
     page.print("what it can become (surgery convert ...)")
-    page.print(make_table([*columns, *([f"attention at {length // 1024}k"] if length else [])], rows))
+    page.print(make_table([*columns, *([f"speed at {length // 1024}k"] if length else [])], rows))
     for line in refused:
         page.print(f"[dim]{plain(line)}[/dim]", soft_wrap=True)
     if length:
         page.print(
-            f"[dim]attention: of a decoding step at the largest batch that fits {plain(inspection.gpu['name'])}, not "
-            "timed but predicted from bytes and FLOPs, with this package's kernels[/dim]",
+            "[dim]speed: of a decoding step's attention at the largest batch that fits "
+            f"{plain(inspection.gpu['name'])}, not timed but predicted from bytes and FLOPs, with this package's "
+            "kernels[/dim]",
             soft_wrap=True,
         )
-    least = [
-        f"in {engine} {target['command'].removeprefix('surgery convert ')} ({share(target['kv_ratio'])})"
-        for engine, target in smallest.items()
-    ]
-    page.print(f"smallest cache here: {plain('; '.join(least))}", soft_wrap=True)
+
+
+def _show_advice(page: Console, chosen: dict) -> None:
+    """The lines of a plan, as far as they are known without text."""
+    of = "quality in the order of SmolLM2-135M's losses; surgery plan measures this model"
+    page.print(f"what to take (no text was read: {of})", soft_wrap=True)
+
+    def said(row: dict) -> str:
+        return f"{row['command'].removeprefix(COMMAND)} ({share(row['kv_ratio'])})"
+
+    page.print(f"  best in quality: {plain(said(chosen['quality']))}", soft_wrap=True)
+    page.print(f"  smallest: {plain(said(chosen['smallest']))}", soft_wrap=True)
+    engines = []
+    for name, row in chosen["engines"].items():
+        engines.append(f"{name}{'' if ran(row['engines'][name]) else ', by its own check'}: {said(row)}")
+    if engines:
+        page.print(f"  for an engine: {plain('; '.join(engines))}; then surgery heal", soft_wrap=True)
 
 
 def _show_targets_whole(page: Console, targets: list[dict]) -> None:
@@ -128,14 +144,13 @@ def _facts(inspection) -> list[tuple[str, str]]:
     ]
     return [
         ("family", facts["model_type"] + (f", stored as {stored}" if (stored := facts.get("stored_as")) else "")),
-        ("parameters", f"{count(facts['parameters'])} in {facts['dtype']}"),
+        ("parameters", f"{count(facts['parameters'])} in {facts['dtype']}, vocabulary of {facts['vocabulary']:,}"),
         ("layers", f"{facts['layers']} of width {facts['hidden']:,}"),
         ("heads", f"{facts['heads']} queries{_cached_heads(facts)}"),
         *[("attention", kind) for kind in facts.get("attention", [])],
         ("RoPE", f"{facts['rope_type']}{base}, {facts['max_positions']:,} positions"),
-        ("attention windows", _windows(inspection.windows)),
-        ("vocabulary", f"{facts['vocabulary']:,}"),
-        ("besides", ", ".join(filter(None, extras)) or "-"),
+        *[("attention windows", said) for said in _windows(inspection.windows)],
+        *[("besides", ", ".join(said)) for said in [list(filter(None, extras))] if said],
     ]
 
 
@@ -149,12 +164,11 @@ def _part(value: float) -> str:
     return ">99.99%" if 0.9999 < value < 1 else f"{value:.2%}"
 
 
-def _windows(windows: list[int | None]) -> str:
+def _windows(windows: list[int | None]) -> list[str]:
+    """What is to be said of them: a line, or nothing where there are none."""
     limited = [window for window in windows if window is not None]
-    if not limited:
-        return "none"
     sizes = ", ".join(f"{window:,}" for window in sorted(set(limited)))
-    return f"{sizes} tokens in {len(limited)} of {len(windows)} layers"
+    return [f"{sizes} tokens in {len(limited)} of {len(windows)} layers"] if limited else []
 
 
 def _show_spectra(page: Console, spectra: list) -> None:

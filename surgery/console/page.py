@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -31,6 +32,11 @@ def new_page() -> Console:
 def plain(text: object) -> str:
     """Text in which square brackets are no markup."""
     return escape(str(text))
+
+
+def typed(path: Path) -> str:
+    """A path as one would type it: from the working folder, if it lies in there."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def make_table(columns: Sequence[str | Column], rows: Iterable[Sequence[Any]], *, header: bool = True) -> RichTable:

@@ -8,6 +8,7 @@ from surgery.common.human import cost, decimal, duration, perplexity, share, siz
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.engines import LOADS, LOADS_WITH
+from surgery.planning.settings import beyond_positions
 
 
 def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_json: bool = False) -> None:
@@ -56,6 +57,8 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
         "smaller; beside transformers: other engines that load it[/dim]",
         soft_wrap=True,
     )
+    if beyond := beyond_positions(budget["context"], plan.source["max_positions"]):
+        page.print(f"[yellow]{plain(beyond)}[/yellow]", soft_wrap=True)
     lost = cost(chosen.loss_increase)
     if plan.settings["gpu"]:
         page.print(

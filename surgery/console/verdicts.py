@@ -9,7 +9,7 @@ from rich.console import Console
 
 from surgery.common.human import cost, share
 from surgery.console.page import plain
-from surgery.engines import LOADS, LOADS_WITH
+from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, ran
 
 
 def of_conversion(report: dict[str, Any]) -> str:
@@ -40,21 +40,18 @@ def of_healing(healing: dict[str, Any]) -> str | None:
 
 
 def where_it_loads(engines: Mapping[str, Any]) -> str:
-    """Of a report's table of engines; those that refuse it are named too."""
+    """Of a report's table of engines, all of which are named."""
     verdicts = {engine: said["status"] for engine, said in engines.items() if not isinstance(said, str)}
     loads = [
         engine if ran(engines[engine]) else f"{engine} (by its own check, not run)"
         for engine, status in verdicts.items()
         if status in (LOADS, LOADS_WITH)
     ]
-    refuse = [engine for engine, status in verdicts.items() if status == "refused"]
     told = f"loads in {', '.join(loads)}" if loads else "no engine is known to load it"
-    return f"{told}; refused by {', '.join(refuse)}" if refuse else told
-
-
-def ran(verdict: Mapping[str, Any]) -> bool:
-    """Whether a yes is that of a test, not of the engine's own check."""
-    return verdict["status"] in (LOADS, LOADS_WITH) and verdict["reason"].startswith("ran in")
+    for words, status in (("not tried in", NOT_TRIED), ("refused by", REFUSED)):
+        if others := [engine for engine, said in verdicts.items() if said == status]:
+            told += f"; {words} {', '.join(others)}"
+    return told
 
 
 def show_next(page: Console, commands: Iterable[str]) -> None:

@@ -79,9 +79,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Demo:
-    """The demo's outcome: where the converted model is, and both models measured."""
+    """The demo's outcome: where the converted model is, what it was made of, and both models measured."""
 
     path: Path
+    model: str
     name: str
     prompt: str
     source: Measured
@@ -134,7 +135,7 @@ def run_demo(
     source, converted = measure_with_stock_transformers([reader.model_folder(), conversion.path], shown)
     named = origin(reader.name, reader.dequantised_from)
     asked = f"{shown.prompt}\n" if shown.chat else shown.prompt  # an answer begins on a line of its own
-    demo = Demo(conversion.path, named, asked, source, converted, time.perf_counter() - start)
+    demo = Demo(conversion.path, model, named, asked, source, converted, time.perf_counter() - start)
     show_demo(demo, as_json=as_json)
     return demo
 

@@ -7,7 +7,7 @@ check function accepts it; what nobody tried is "not tried" (:mod:`surgery.engin
 from surgery.engines.facts import Facts
 from surgery.engines.limits import ENGINES, MLALimits, cache_dtype_flags, mla_limits
 from surgery.engines.table import engine_table, refuse_unless_loadable, spoken, verdicts
-from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict
+from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict, ran
 
 __all__ = [
     "ENGINES",
@@ -21,6 +21,7 @@ __all__ = [
     "cache_dtype_flags",
     "engine_table",
     "mla_limits",
+    "ran",
     "refuse_unless_loadable",
     "spoken",
     "verdicts",

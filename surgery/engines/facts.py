@@ -14,6 +14,8 @@ MLA, HEADS, DECILM, OWN = "deepseek_v3", "heads", "nemotron-nas", "surgery"
 PICTURES = "surgery_pictures"
 """The own class inside of a model of pictures and text."""
 
+PLAIN = ("llama", "mistral")
+"""Families whose attention is queries, keys, values and RoPE, which every engine's MLA carries."""
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -23,7 +25,7 @@ class Facts:
 
     Attributes:
         structure: MLA (stock ``deepseek_v3``), HEADS (a family's own class), DECILM, or OWN, this package's class.
-        family: model_type of the config.
+        family: model_type of the config; ``base``: of the own class, its source's.
         cached_numbers: per token, all layers, at an infinite window; None for structures of the own class that no
             engine but transformers runs.
         streamed_numbers: per request beside them, once it is longer than what streaming heads see.
@@ -48,6 +50,7 @@ class Facts:
     cached_numbers: int | None
     number_bytes: int
     activation: str
+    base: str | None = None
     streamed_numbers: int = 0
     head_sizes: tuple[int, int, int] | None = None
     width: int | None = None
@@ -74,6 +77,7 @@ class Facts:
         common = {
             "structure": structure,
             "family": family,
+            "base": config.get("base_model_type"),
             "number_bytes": BYTES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), 2),
             "activation": config.get("hidden_act", config.get("activation_function", "silu")),
             "quantised": bool(config.get("quantization_config")),
@@ -123,6 +127,12 @@ class Facts:
         if self.structure == HEADS:
             return f"{self.family} with a window" if self.windowed else self.family
         return self.structure
+
+    def again(self, flags: str) -> str | None:
+        """The conversion of its source that an engine may take; None of a source that is MLA itself, or whose attention
+        has more than Llama's."""
+        stock = self.structure == MLA and not self.real_experts
+        return f"convert --to mla {flags}" if stock or (self.structure == OWN and self.base in PLAIN) else None
 
     def cache(self, number_bytes: int) -> dict[str, int | None]:
         """What a verdict says of the cache of all layers at so many bytes a number."""

@@ -18,7 +18,7 @@ def verdict(facts: Facts, path: str) -> Verdict:
     """A plain ``from_pretrained``; the cache is in the dtype of the weights."""
     said = {"engine": NAME, "version": TRANSFORMERS.version, "device": TRANSFORMERS.device}
     if facts.structure == DECILM:
-        reason, remedy = "it has no such class", "convert with --carrier own"
+        reason, remedy = "it has no such class", "convert --to gqa --carrier own"
         return Verdict(**said, status=REFUSED, command=None, reason=reason, remedy=remedy)
     own = facts.structure == OWN
     code = ", trust_remote_code=True" * own + EAGERLY * (facts.family in EAGER)

@@ -24,7 +24,7 @@ def verdict(facts: Facts, path: str) -> Verdict:
     """Its ``deepseek_v3.py`` honours biases, and caches the latents."""
     said = {"engine": NAME, "version": MLX.version, "device": MLX.device}
     if found := obstacle(facts):
-        return Verdict(**said, status=REFUSED, command=None, reason=found, remedy="convert with --engine mlx")
+        return Verdict(**said, status=REFUSED, command=None, reason=found, remedy=facts.again("--engine mlx"))
     if facts.kind in MLX_DIFFERS:
         return Verdict(**said, status=REFUSED, command=None, reason=MLX_DIFFERS[facts.kind])
     if facts.structure == HEADS and facts.kind in MLX.kinds and not facts.rope_beside:

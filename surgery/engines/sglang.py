@@ -22,9 +22,8 @@ def verdict(facts: Facts, path: str) -> Verdict:
         obstacles += ["turns the frequency list into YaRN"] * facts.frequency_list
         obstacles += [f"takes SiLU only, not {facts.activation}"] * (facts.activation != "silu")
     if obstacles:
-        ours = facts.structure in (MLA, OWN) and not facts.real_experts
-        remedy = "convert with --engine sglang" if ours else None
-        return Verdict(**said, status=REFUSED, command=None, reason=" and ".join(obstacles), remedy=remedy)
+        remedy = {"remedy": facts.again("--engine sglang")}
+        return Verdict(**said, status=REFUSED, command=None, reason=" and ".join(obstacles), **remedy)
     triton = " --attention-backend triton" if facts.structure == MLA and facts.width != FAST_WIDTH else ""
     return Verdict(
         **said,

@@ -10,7 +10,6 @@ from surgery.engines import in_transformers, llama_cpp, mlx, sglang, vllm
 from surgery.engines.facts import Facts
 from surgery.engines.verdict import NOT_TRIED, REFUSED, Verdict
 
-# What --engine asks of the table.
 ASKED = {
     "vllm": (vllm.CUDA,),
     "sglang": (sglang.NAME,),
@@ -18,6 +17,7 @@ ASKED = {
     "mlx": (mlx.NAME,),
     "all": (vllm.CUDA, sglang.NAME, llama_cpp.NAME, mlx.NAME),
 }
+"""What ``--engine`` asks of the table."""
 
 
 def verdicts(config: dict[str, Any], path: str = "CKPT") -> list[Verdict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,3 +47,8 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "text": self.text}
+
+
+def ran(said: Mapping[str, Any]) -> bool:
+    """Whether a yes, as plain values, is that of a test, not of the engine's own check."""
+    return said["status"] in (LOADS, LOADS_WITH) and said["reason"].startswith("ran in")

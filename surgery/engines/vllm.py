@@ -13,7 +13,7 @@ from surgery.engines.trials import VLLM_CHECKED, VLLM_CPU, VLLM_MLA_HEADS, VLLM_
 from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict
 
 CUDA, CPU = "vLLM on CUDA", "vLLM on CPU"
-REMEDY = "convert with --engine vllm"
+ITS_SIZES = "--engine vllm"
 # `vllm serve` of the package vllm-cpu ends in "No package metadata was found for vllm".
 SERVE = {CUDA: "vllm serve", CPU: "python -m vllm.entrypoints.openai.api_server --model"}
 # What it keeps of weights in float32 unless told otherwise.
@@ -29,7 +29,7 @@ def cuda(facts: Facts, path: str) -> Verdict:
     if obstacle is None and facts.structure == MLA and facts.head_sizes not in VLLM_MLA_HEADS:
         obstacle = f"its prefill takes heads of {facts.head_sizes} (nope, rope, value) on no GPU before Blackwell"
     if obstacle:
-        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=_remedy(facts))
+        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=facts.again(ITS_SIZES))
     said |= facts.cache(NUMBER_BYTES)
     if facts.structure != MLA:
         code = " --trust-remote-code" if facts.structure == DECILM else ""
@@ -41,7 +41,7 @@ def cuda(facts: Facts, path: str) -> Verdict:
             status=NOT_TRIED,
             command=f"vllm serve {path} --model-impl transformers",
             reason=f"its own class {dropped}, its transformers backend was not tried",
-            remedy=REMEDY,
+            remedy=facts.again(ITS_SIZES),
         )
     checked = f"vLLM {VLLM_CHECKED}'s supports_mla_dimensions accepts {facts.head_sizes}; no GPU was run"
     if facts.width == FAST_WIDTH:
@@ -65,15 +65,14 @@ def cpu(facts: Facts, path: str) -> Verdict:
     if obstacle is None and facts.structure == MLA and facts.width != FAST_WIDTH:
         obstacle = f"its CPU kernel is built for r + rope of {FAST_WIDTH}, this is {facts.width}"
     if obstacle:
-        remedy = None if facts.real_experts else "convert with --carrier own"
-        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=remedy)
+        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=facts.again("--carrier own"))
     said |= facts.cache(NUMBER_BYTES)
     code = " --trust-remote-code" if facts.structure == DECILM else ""
     dropped = _dropped(facts)
     if dropped:
         command = f"{SERVE[CPU]} {path} --model-impl transformers"
         reason = f"its own class {dropped}, its transformers backend was not tried"
-        return Verdict(**said, status=NOT_TRIED, command=command, reason=reason, remedy=REMEDY)
+        return Verdict(**said, status=NOT_TRIED, command=command, reason=reason, remedy=facts.again(ITS_SIZES))
     command = f"{SERVE[CPU]} {path}{code}"
     if facts.kind not in VLLM_CPU.kinds:
         return Verdict(**said, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")
@@ -104,7 +103,3 @@ def _dropped(facts: Facts) -> str:
     """What its own MLA class would compute otherwise, in silence."""
     found = ["drops the biases"] * facts.biases + ["turns the frequency list into YaRN"] * facts.frequency_list
     return " and ".join(found)
-
-
-def _remedy(facts: Facts) -> str | None:
-    return REMEDY if facts.structure == MLA and not facts.real_experts else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -64,8 +65,11 @@ class ResultStore:
         return folder
 
     def drop_scratch(self, key: str) -> None:
-        """Removes that folder, once the result is whole."""
-        shutil.rmtree(self.folder / "unfinished" / key, ignore_errors=True)
+        """Removes that folder, once the result is whole, and the one around it with the last of them."""
+        folder = self.folder / "unfinished" / key
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # there are others
+            folder.parent.rmdir()
 
 
 def write_whole(path: Path, text: str) -> None:

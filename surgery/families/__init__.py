@@ -43,7 +43,7 @@ BUILT_IN = (
     *(QWEN2_5_VL_TEXT, QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT),
 )
 
-FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN})
+FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN}, Family)
 """By ``model_type``, those of installed packages among them."""
 
 LATENT_FAMILIES: dict[str, LatentFamily] = {

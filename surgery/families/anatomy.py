@@ -99,6 +99,11 @@ class LayerAnatomy:
                 changed[field.name] = replace(value, weight=value.weight.to(*args, **kwargs))
         return replace(self, **changed)
 
+    def shapes(self) -> Self:
+        """A copy whose projections are on the meta device: what they would be, and none of their numbers."""
+        weights = {field: getattr(self, field) for field, _ in self.PROJECTIONS}
+        return replace(self, **{field: weight.to("meta") for field, weight in weights.items() if weight is not None})
+
     def damaged(self) -> str | None:
         """The checkpoint's name of a projection that holds NaN or infinity; None if all are finite."""
         for field, name in self.PROJECTIONS:

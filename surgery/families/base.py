@@ -116,7 +116,6 @@ class Family:
         embedding_scale: what token embeddings are multiplied by.
         hands_on: whether its decoder layers hand arguments that they do not know on to the attention.
         beside: what its layers have around the attention that those of stock ``deepseek_v3`` do not, if anything.
-        mlp_bias: whether the config gives its feed-forward layers biases.
         experts: whether feed-forward layers are mixtures of experts, which pass through untouched.
         expert_layers: adapts a one-layer config to the layer that it stands for, to the feed-forward kind above all.
         renamed: how its checkpoints are read under the names that all others have, if theirs are other ones. Its own
@@ -144,7 +143,6 @@ class Family:
     embedding_scale: Callable[[object], float] = lambda config: 1.0
     hands_on: bool = True
     beside: str | None = None
-    mlp_bias: Callable[[object], bool] = lambda config: False
     experts: bool = False
     expert_layers: Callable[[object, object, int], None] = lambda single, config, layer: None
     renamed: Renamed | None = None

@@ -11,7 +11,6 @@ GRANITE = Family(
     model_type="granite",
     scale=lambda config: config.attention_multiplier,
     embedding_scale=lambda config: config.embedding_multiplier,
-    mlp_bias=lambda config: bool(config.mlp_bias),
     beside="multipliers of embeddings, residuals and logits",
 )
 
@@ -19,7 +18,6 @@ GRANITE_HYBRID = replace(
     GRANITE,
     model_type="granitemoehybrid",
     rotates=lambda config, layer: config.position_embedding_type == "rope",
-    mlp_bias=lambda config: False,
     experts=True,
     beside="multipliers of embeddings, residuals and logits, and layers that keep a state",
 )

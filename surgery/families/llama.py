@@ -2,4 +2,4 @@
 
 from surgery.families.base import Family
 
-LLAMA = Family(model_type="llama", mlp_bias=lambda config: bool(getattr(config, "mlp_bias", False)))
+LLAMA = Family(model_type="llama")

@@ -2,4 +2,4 @@
 
 from surgery.families.base import Family
 
-SEED_OSS = Family(model_type="seed_oss", mlp_bias=lambda config: bool(config.mlp_bias))
+SEED_OSS = Family(model_type="seed_oss")

@@ -6,5 +6,4 @@ SMOLLM3 = Family(
     model_type="smollm3",
     rotates=lambda config, layer: bool(config.no_rope_layers[layer]),  # 1 where a layer has RoPE
     window=layer_types_window,
-    mlp_bias=lambda config: bool(config.mlp_bias),
 )

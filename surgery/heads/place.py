@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from surgery.checkpoint.output_place import default_output
 from surgery.common.errors import SurgeryError
 from surgery.heads.settings import SUFFIX
 
 
 def default_pattern(source: str | Path, method: str) -> Path:
-    """Beside the source; beside the working folder for a hub id."""
-    path = Path(source)
-    if not path.exists():
-        return Path(f"{path.name}-heads-{method}{SUFFIX}")
-    path = path.resolve()
-    return path.with_name(f"{path.stem if path.is_file() else path.name}-heads-{method}{SUFFIX}")
+    """Beside the source; in the working folder for a hub id."""
+    return default_output(source, f"heads-{method}{SUFFIX}")
 
 
 def check_pattern(out: Path, overwrite: bool) -> Path:

@@ -16,10 +16,12 @@ from surgery.common.progress import Progress
 from surgery.families import head_shape
 from surgery.forecast import attention_structures as structures
 from surgery.forecast.speed import batches, speed_against
+from surgery.inspection.advice import advice
 from surgery.inspection.converted import MODEL_TYPES, converted_facts, original
 from surgery.inspection.spectra import LayerSpectrum, spectra_figure
-from surgery.inspection.targets import foreseen_targets
+from surgery.inspection.targets import foreseen_targets, smallest_targets
 from surgery.kernels.gpus import GPU, GPUS
+from surgery.kernels.planner import Attention
 from surgery.running.source import Source
 from surgery.running.unfused import unfused
 from surgery.structures.kept_layers import converted_layers
@@ -41,6 +43,7 @@ class Inspection:
         targets: what it can be converted to, in which class and why, at how many bytes, and which engines load that;
             with "speed", what decoding's attention gains on a GPU,
             :func:`surgery.forecast.speed.speed_against`.
+        advice: which of them to take, :func:`surgery.inspection.advice.advice`; empty where there is no choice.
         gpu: whose ceilings times were predicted for, and where they come from.
         speed: predicted times of the checkpoint's own attention; against its source where that is known.
         spectra: compressibility of every layer, first to last; None where it was not asked for.
@@ -52,6 +55,7 @@ class Inspection:
     windows: list[int | None]
     kv: dict
     targets: list[dict]
+    advice: dict = field(default_factory=dict)
     gpu: dict = field(default_factory=dict)
     speed: list[dict] = field(default_factory=list)
     spectra: list[LayerSpectrum] | None = None
@@ -100,12 +104,18 @@ def inspect_checkpoint(
     windows = [opened.windows[layer] for layer in converted_layers(opened.stateful, opened.layers)]
     layers = structures.of_family(opened.config, windows, _attention_dtype(opened).itemsize)
     rows = batches(layers, sum(opened.reader.info(name).nbytes for name in opened.reader.names()), gpu)
+
+    def gain(result: list[Attention]) -> list[dict]:
+        return speed_against(layers, result, rows, gpu)
+
+    targets = foreseen_targets(opened, gain)
     inspection = Inspection(
         name=opened.reader.name,
         architecture=_architecture(opened),
         windows=windows,
         kv=kv_bytes(opened, windows),
-        targets=foreseen_targets(opened, lambda result: speed_against(layers, result, rows, gpu)),
+        targets=targets,
+        advice=advice(targets, smallest_targets(opened, gain)),
         gpu=asdict(gpu),
         # A model of fewer KV heads is of its source's family, and only its report knows that source.
         speed=speed_against(original(opened.reader.path, None, windows, layers[0].key_bytes), layers, rows, gpu),

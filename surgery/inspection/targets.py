@@ -20,12 +20,22 @@ REQUESTS = {
     "mla": {"": {}, " --engine vllm": {"engine": "vllm"}, " --engine llama.cpp": {"engine": "llama.cpp"}}
     | {" --carrier own": {"carrier": "own"}},
     "hybrid": {" --streaming 1": {"streaming": 1}},
+    "lowrank": {"": {}, " --bits auto --sinks 4": {"bits": "auto", "sinks": 4}},
 }
 """What a user gets who asks for nothing but what is needed, and who asks for engines; of other targets for nothing."""
 
 OWN_CLASSES = MODEL_TYPE, PICTURES
 
 Speed = Callable[[list[Attention]], list[dict]]
+
+
+SMALLEST = (("lowrank", " --kv-ratio 0.0625 --bits auto --sinks 4", {"kv_ratio": 0.0625, "bits": "auto", "sinks": 4}),)
+"""The least that plans weigh."""
+
+
+def smallest_targets(opened: Source, speed: Speed) -> list[dict[str, Any]]:
+    """Targets at the least that can be recommended at all, as :func:`foreseen_targets` has them."""
+    return [_row(opened, TARGETS.working()[name], asked, request, speed) for name, asked, request in SMALLEST]
 
 
 def foreseen_targets(opened: Source, speed: Speed) -> list[dict[str, Any]]:
@@ -37,17 +47,18 @@ def foreseen_targets(opened: Source, speed: Speed) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for target in TARGETS.working().values():
         for asked, request in REQUESTS.get(target.name, {"": {}}).items():
-            row = _foreseen(opened, target, request, speed)
+            row = _row(opened, target, asked, request, speed)
             if asked and not row["applies"] and found and found[-1]["reasons"] == row["reasons"]:
                 continue  # what stands in the way of the default
             same = [one for one in found if one["to"] == target.name and one["class"] in OWN_CLASSES]
             if "carrier" in request and same:
                 continue  # the default goes to the own class already
-            found.append({"command": f"surgery convert --to {target.name}{asked}", "to": target.name, **row})
+            found.append(row)
     return found
 
 
-def _foreseen(opened: Source, target: Target, request: dict[str, Any], speed: Speed) -> dict[str, Any]:
+def _row(opened: Source, target: Target, asked: str, request: dict[str, Any], speed: Speed) -> dict[str, Any]:
+    command = {"command": f"surgery convert --to {target.name}{asked}", "to": target.name}
     try:
         settings = target.settings(request)
         structure = target.structure().for_source(opened.reader.config, settings)
@@ -55,8 +66,9 @@ def _foreseen(opened: Source, target: Target, request: dict[str, Any], speed: Sp
         config = final_config(foreseen, settings)
         held, of_source = kv_bytes(foreseen, config, opened, settings), source_kv_bytes(opened)
     except SurgeryError as error:
-        return {"applies": False, "class": None, "reasons": [str(error)], "engines": {}, "speed": []}
+        return {**command, "applies": False, "class": None, "reasons": [str(error)], "engines": {}, "speed": []}
     return {
+        **command,
         "applies": True,
         "class": whole_config(opened.reader, config)["model_type"],
         "reasons": foreseen.reasons,

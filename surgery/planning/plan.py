@@ -36,7 +36,7 @@ from surgery.planning.cost import Cost
 from surgery.planning.measure import Carried, Scored, carry, measure
 from surgery.planning.mixing import Mixer
 from surgery.planning.mixture import Mixture
-from surgery.planning.settings import PlanSettings, parse_size
+from surgery.planning.settings import PlanSettings, beyond_positions
 from surgery.running.source import Source
 from surgery.running.unfused import unfused
 from surgery.structures.alternatives import Alternatives
@@ -155,6 +155,8 @@ def make_plan(
     share, gain = _share_of(settings, opened), _forecast(settings, opened)
     # The best of many mixtures owes part of its lead to the texts that it was found on: all rows are of others then.
     twice = replace(settings, held_out=2 * settings.held_out) if settings.mixtures else settings
+    if beyond := beyond_positions(settings.tokens, opened.config.max_position_embeddings):
+        progress.note(beyond)
     with progress.step(1, STEPS):
         texts = load_texts(opened, twice, progress, planted=False)
     held_out, unseen = texts.held_out.halves() if settings.mixtures else (texts.held_out, None)
@@ -186,6 +188,7 @@ def make_plan(
     return Plan(
         source={
             "path": called,
+            "max_positions": opened.config.max_position_embeddings,
             "kv_bytes": candidates.source_bytes,
             "loss": sum(scored_source.losses) / len(scored_source.losses),
             "recall": scored_source.recall,
@@ -253,7 +256,7 @@ def _share_of(settings: PlanSettings, opened: Source) -> float | None:
         return None
     if settings.memory is None:
         return settings.kv_ratio or DEFAULT_SHARE
-    held, memory = held_bytes(opened.reader.config, opened, settings), parse_size(settings.memory, "memory")
+    held, memory = held_bytes(opened.reader.config, opened, settings), settings.memory_bytes
     if memory >= held:
         raise SurgeryError(
             f"--memory {settings.memory}: the source's own cache takes {size(held)} at {settings.tokens:,} tokens and "

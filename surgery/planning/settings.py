@@ -7,13 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
+from surgery.checkpoint.disk import parse_size
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.engines.limits import Engine
 from surgery.structures.registry import TARGETS
 
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("kmgt", start=1)}
 BITS = "bits"
 """What ``allow`` calls caches of codes, whose attention may be any."""
 
@@ -59,16 +58,21 @@ class PlanSettings(ConversionSettings):
         super().__post_init__()
         given = [name for name in ("kv_ratio", "memory", "max_loss") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise SurgeryError(f"{' and '.join(given)} are two budgets: give one")
+            raise SurgeryError(f"{given[0]} is a budget, and {given[1]} is another: give one")
         if self.calibration == NO_CALIBRATION:
             raise SurgeryError("calibration none: a plan measures what candidates lose, and needs text for it")
         known = [*TARGETS, BITS]
         if unknown := [name for name in self.allow if name not in known]:
             raise SurgeryError(f"allow {unknown[0]}: choose among {', '.join(known)}")
         if self.memory is not None:
-            parse_size(self.memory, "memory")
+            parse_size(self.memory, "memory")  # refuses what is none
         if self.tokens < 1:
             raise SurgeryError("context must be at least 1")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the budget, where it is a memory."""
+        return parse_size(self.memory or "", "memory")
 
     @property
     def tokens(self) -> int:
@@ -85,16 +89,11 @@ class PlanSettings(ConversionSettings):
         return {name: getattr(self, name) for name in shared}
 
 
-def parse_size(text: str, name: str) -> int:
-    """Bytes of ``8GiB``, ``500 MB`` or a plain number.
-
-    Raises:
-        SurgeryError: it is none of these.
-    """
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
-    if not found or found[2] not in UNITS or not float(found[1]):
-        raise SurgeryError(f"{name} {text!r} is no size: write 8GiB, 500MB or a number of bytes")
-    return int(float(found[1]) * UNITS[found[2]])
+def beyond_positions(tokens: int, positions: int) -> str | None:
+    """What is to be said of a context that the model does not take; None of one that it does."""
+    if tokens <= positions:
+        return None
+    return f"context {tokens:,} is beyond the model's {positions:,} positions: bytes at it are of no text that it reads"
 
 
 def parse_tokens(text: str) -> int:

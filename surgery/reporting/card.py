@@ -23,7 +23,7 @@ from transformers import {pictures}, AutoProcessor
 model = {pictures}.from_pretrained("{name}", dtype="auto")
 processor = AutoProcessor.from_pretrained("{name}")""",
     "surgery": """\
-import surgery  # registers the model class; without the package pass trust_remote_code=True
+import surgery  # registers the model class; without the package both want trust_remote_code=True
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")

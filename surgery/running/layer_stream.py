@@ -367,7 +367,9 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
             logging.enable_progress_bar()
     problems = {kind: sorted(map(str, found)) for kind, found in info.items() if found}
     if problems:
-        raise SurgeryError(f"a layer does not load into {type(causal).__name__}: {problems}")
+        told = "; ".join(f"{kind.replace('_', ' ')} {', '.join(found)}" for kind, found in problems.items())
+        why = "a family whose layers have more around the attention than Llama's says so in Family.beside"
+        raise SurgeryError(f"a layer does not load into {type(causal).__name__}: {told}; {why}")
     decoder = causal.model
     decoder.norm = nn.Identity()
     return decoder.eval().requires_grad_(False)

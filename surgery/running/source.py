@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -99,10 +100,11 @@ class Source:
         """The first that keeps keys and values, and need not stay."""
         return next(layer for layer in range(self.layers) if layer not in self.fixed)
 
-    @property
+    @cached_property
     def first(self) -> AttentionAnatomy:
-        """The anatomy of :attr:`first_layer`, whose shapes are those of all layers that have one."""
-        return self.anatomy(self.first_layer)
+        """The anatomy of :attr:`first_layer`, whose shapes are those of all layers that have one; weights are on the
+        meta device, as everything asks for it."""
+        return self.anatomy(self.first_layer).shapes()
 
     @property
     def stateful(self) -> frozenset[int]:
@@ -120,6 +122,11 @@ class Source:
         """Whether queries and keys of some layer pass a norm."""
         unweighted = (self.family.unit_norm(self.config, layer) for layer in range(self.layers))
         return any(name.endswith(".q_norm.weight") for name in self.reader.names()) or any(unweighted)
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether feed-forward layers have biases."""
+        return any(".mlp." in name and name.endswith(".bias") for name in self.reader.names())
 
     def input_scale(self, layer: int) -> Tensor:
         """The weight of the norm before a layer's attention, [D]; ones where there is none."""
@@ -182,6 +189,18 @@ def open_any(reader: CheckpointReader, settings: RunSettings) -> Source | OwnSou
     if reader.config.get("model_type") in FAMILIES:
         return Source.of(reader, settings)
     return OwnSource.open(reader, settings)
+
+
+def is_absent(device: str) -> bool:
+    """Whether a device is of a kind that torch knows, and not on this machine."""
+    try:
+        torch.device("cpu" if device == "auto" else device)
+        checked_device(device)
+    except RuntimeError:
+        return False
+    except SurgeryError:
+        return True
+    return False
 
 
 def checked_device(name: str) -> torch.device:

@@ -17,7 +17,7 @@ from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import Texts, load_texts
-from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, verify_files
+from surgery.checkpoint import CheckpointWriter, TensorSpec, verify_files
 from surgery.checkpoint.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.snapshots import Snapshots

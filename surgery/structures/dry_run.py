@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from surgery.architectures.beside_pictures import whole_config
@@ -23,7 +23,7 @@ from surgery.checkpoint.staging import NoSpace
 from surgery.checkpoint.writer import in_parts
 from surgery.common.progress import Progress
 from surgery.families.base import head_shape
-from surgery.running.source import OwnSource, Source
+from surgery.running.source import OwnSource, Source, is_absent
 from surgery.structures.estimates import Workload
 from surgery.structures.kept_layers import converted_layers
 from surgery.structures.kept_matrices import kept_matrices
@@ -49,7 +49,8 @@ class ConversionPlan:
         tokens: sequences and lengths of calibration and held-out text.
         disk: bytes of the output and of temporary files, and what is free for each.
         memory: estimated peaks in the host's memory and the device's, with their largest parts.
-        work: floating point operations by phase, the measured speed, and the estimated time.
+        work: floating point operations by phase, the measured speed, and the estimated time; no time for a device that
+            is not here. ``shorter``: flags that ask less, and the seconds that each would save.
         refusal: what the conversion would end in here and now, though all that was asked is right: too small a disk.
     """
 
@@ -80,13 +81,14 @@ def plan_conversion(
     """Plans a conversion of the same arguments, without any forward pass and without writing.
 
     Calibration text is read and tokenised, so that its faults show too; ``self`` samples, which take the whole model,
-    are not drawn.
+    are not drawn. Of a device that is not here, such as "cuda" on a laptop, the memory is told and no time.
 
     Raises:
         SurgeryError: whatever the conversion would refuse before it computes, but too small a disk.
     """
-    silent = Progress(silent=True)
-    asked, out = open_request(source, out, settings, silent, overwrite=overwrite, allow_pickle=allow_pickle)
+    silent, absent = Progress(silent=True), is_absent(settings.device)
+    here = replace(settings, device="cpu") if absent else settings
+    asked, out = open_request(source, out, here, silent, overwrite=overwrite, allow_pickle=allow_pickle)
     opened, foreseen = asked.opened, asked.foresee()
     if isinstance(opened, Source):
         for layer in converted_layers(opened.stateful, opened.layers):
@@ -102,6 +104,10 @@ def plan_conversion(
     tokens = _tokens(opened, settings)
     weights = sum(spec.nbytes for spec in in_parts(foreseen.tensors, parts).values())
     work = Workload.of(opened, settings, tokens, foreseen.demand)
+    if absent:
+        work, speed = replace(work, on_host=False), {"flops_per_second": None}
+    else:
+        speed = measure_speed(opened.stream.device, opened.stream.dtype)
     config = final_config(foreseen, settings)
     written = whole_config(opened.reader, config)
     coded = "kv_cache" in config and foreseen.model_type != MODEL_TYPE
@@ -123,9 +129,25 @@ def plan_conversion(
         tokens=tokens,
         disk=_disk(opened, out, weights, work),
         memory=work.memory(),
-        work=work.estimate(measure_speed(opened.stream.device, opened.stream.dtype)),
+        work={**work.estimate(speed), "shorter": _shorter(work, speed)},
         refusal=refusal,
     )
+
+
+def _shorter(work: Workload, speed: dict[str, float | None]) -> dict[str, float]:
+    """Seconds that less of what is asked would save, by the flag for it, the most first; none of less than a tenth."""
+    if not (whole := work.estimate(speed)["estimated_seconds"]):
+        return {}
+    less = {}
+    if work.demand.fit_steps:
+        less["--fit-steps 0"] = replace(work, demand=replace(work.demand, fit_steps=0))
+    if (fewer := work.calibration // 2) > 0:
+        less[f"--calibration-tokens {fewer * work.length}"] = replace(work, calibration=fewer)
+    if (fewer := work.held_out // 2) > 0:
+        less[f"--held-out {fewer}"] = replace(work, held_out=fewer, recall_prompts=work.recall_prompts // 2)
+    saved = {flag: whole - smaller.estimate(speed)["estimated_seconds"] for flag, smaller in less.items()}
+    ranked = sorted(saved.items(), key=lambda item: -item[1])
+    return {flag: seconds for flag, seconds in ranked if seconds >= whole / 10}
 
 
 def _source_facts(opened: Source | OwnSource) -> dict:

@@ -217,11 +217,13 @@ class Workload:
             "device_parts": device,
         }
 
-    def estimate(self, speed: dict[str, float]) -> dict:
-        """Floating point operations by phase and the time they take at a measured speed."""
+    def estimate(self, speed: dict[str, float | None]) -> dict:
+        """Floating point operations by phase and the time they take at a measured speed; None where there is none."""
         model, algebra = self._model_flops(), self._algebra_flops()
-        seconds = sum(model.values()) / (speed["flops_per_second"] * EFFICIENCY)
-        seconds += algebra / (speed["float64_flops_per_second"] * EFFICIENCY)
+        seconds = None
+        if speed["flops_per_second"]:
+            seconds = sum(model.values()) / (speed["flops_per_second"] * EFFICIENCY)
+            seconds += algebra / (speed["float64_flops_per_second"] * EFFICIENCY)
         return {
             "flops": {**model, "algebra in float64": algebra},
             "total_flops": sum(model.values()) + algebra,

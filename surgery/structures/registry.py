@@ -156,6 +156,7 @@ TARGETS: Registry[Target] = Registry(
             ),
         )
     },
+    Target,
 )
 """What ``--to`` can name, those of installed packages among them."""
 
@@ -167,7 +168,7 @@ MIXED = Target(
     "mixed",
     MixedSettings,
     "surgery.structures.mixed.structure:Mixed",
-    "attention of different kinds, layer by layer",
+    "a mixture of kinds, which differ by layer",
 )
 """What plans ask for, or a file of settings: its parts are other targets, each with its layers."""
 

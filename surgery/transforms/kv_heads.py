@@ -71,6 +71,7 @@ METHODS: Registry[Method] = Registry(
         "procrustes": Method(procrustes_maps, searches=True),
         "mean-pool": Method(mean_maps),
     },
+    Method,
 )
 
 

@@ -161,6 +161,7 @@ METHODS: Registry[Method] = Registry(
         "palu": Method(whitened, layout="groups", gradients=True),
         "think": Method(channels, layout="channels", queries=True),
     },
+    Method,
 )
 
 

@@ -4,12 +4,14 @@ import collections
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
 from surgery.checkpoint import CheckpointWriter, TensorSpec, check_output, parse_size
 from surgery.checkpoint.disk import format_size
+from surgery.checkpoint.output_place import default_output
 from surgery.checkpoint.staging import MARKER
 from surgery.common.errors import SurgeryError
 
@@ -224,11 +226,20 @@ class TestCheckOutput:
         check_output(tmp_path / "ckpt", tmp_path / "other" / "ckpt")
 
 
+def test_outputs_lie_beside_what_they_are_made_of(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.chdir(tmp_path / "real")
+    assert default_output("../link", "mla") == Path("../link-mla")  # not beside what the link leads to
+    assert default_output(".", "mla") == tmp_path / "real-mla"
+    assert default_output("org/name", "mla") == Path("name-mla")
+
+
 @pytest.mark.parametrize(
     ("text", "count"),
     [
         ("5GB", 5 * 10**9), ("500 MB", 5 * 10**8), ("1kb", 1000), ("2GiB", 2**31), ("3MiB", 3 * 2**20), ("4KiB", 4096),
-        ("1.5GB", 1_500_000_000), ("1000", 1000), (1000, 1000), ("7B", 7), ("1TB", 10**12),
+        ("1.5GB", 1_500_000_000), ("1.5 mb", 1_500_000), ("1000", 1000), (1000, 1000), ("7B", 7), ("1TB", 10**12),
     ],
 )  # fmt: skip
 def test_parse_size(text, count):
@@ -237,8 +248,8 @@ def test_parse_size(text, count):
 
 @pytest.mark.parametrize("text", ["", "GB", "5 G", "five GB", "-1GB", "0", 0, -3, "1.2.3MB", "5GBs", None, "."])
 def test_parse_size_refuses(text):
-    with pytest.raises(SurgeryError, match="is not a size; write it like 5GB"):
-        parse_size(text)
+    with pytest.raises(SurgeryError, match=r"^memory .* is not a size; write it like 5GB"):
+        parse_size(text, "memory")
 
 
 def test_format_size():

@@ -4,8 +4,10 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
+from command_line import ROOT
 from sample_report import HOSTILE, sample_report
 
+from surgery.eval.report.document import read_report
 from surgery.eval.report.page import render
 from surgery.eval.report.tables import by_bytes
 
@@ -199,6 +201,21 @@ def test_the_page_begins_with_what_the_best_checkpoint_costs(page):
     assert "Loses least of 3 checkpoints: mla-1/2, 50.0% of the KV bytes (1,536 a token), perplexity +2.1%" in said
     assert "recall 89.6% → 85.4%" in said and "no larger, gqa int4 KV, 31.2%: +0.0310" in said
     assert "mla-1/4 healed, 25.0%: perplexity +2.8%" in said
+
+
+PAGES = sorted(path.parent for path in (ROOT / "docs").rglob("report.html"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", PAGES, ids=lambda path: str(path.relative_to(ROOT / "docs")))
+def test_pages_in_the_docs_are_what_their_reports_give(folder):
+    """But for pictures, whose strokes may differ between versions of what draws them."""
+
+    def words(page: str) -> str:
+        return re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL)
+
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert words(page) == words(render(read_report(folder)))
 
 
 def test_completions_are_folded(text):

@@ -102,7 +102,14 @@ def test_a_row_stands_with_its_conversion_and_names_the_run_that_healed_it(wandb
     report["rows"][2] = copy.deepcopy(report["rows"][2])
     report["rows"][2]["conversion"]["lineage"] = "mla-1234"
     log(report, tmp_path)
-    assert [run.arguments["group"] for run in wandb.runs] == [report["title"]] * 2 + ["mla-1234"]
+    assert [run.arguments["group"] for run in wandb.runs] == ["mla-1234"] * 3
+    other = copy.deepcopy(report["rows"][2])
+    other["conversion"]["lineage"] = "gqa-1234"
+    report["rows"].append(other)
+    wandb.runs.clear()
+    log(report, tmp_path)
+    assert [run.arguments["group"] for run in wandb.runs] == [report["title"]] * 2 + ["mla-1234", "gqa-1234"]
+    wandb.runs.pop()
     assert wandb.runs[-1].arguments["config"]["healing_run"] == "lab/healing/abc123"
     assert "healing_run" not in wandb.runs[-2].arguments["config"]
 

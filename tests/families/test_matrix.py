@@ -100,11 +100,16 @@ NEW = [name for name in ALL if name not in FAMILIES]
 MIXED = [name for name in NEW if name.endswith(("_window", "_state"))]
 """Of which some layers do not keep all tokens."""
 CASES = [
-    pytest.param(name, to, marks=[] if to in FIRST[name] else pytest.mark.slow)
+    pytest.param(name, to, marks=[] if to in FIRST.get(name, ()) else pytest.mark.slow)
     for name in NEW
     for to in STRUCTURES
     if (to in WINDOWED or name not in MIXED) and (name, to) not in REFUSED
 ]
+
+
+def test_every_family_says_what_it_is_tested_in():
+    missing = set(NEW) - set(FIRST)
+    assert not missing, f"tests/families/test_matrix.py: give FIRST a line for {', '.join(sorted(missing))}"
 
 
 @pytest.mark.parametrize(("name", "to"), CASES)

@@ -91,7 +91,8 @@ def _check(rope: int, rank: int, reserved: int, full: int, max_rope: int) -> Non
     if rank < 1:
         raise SurgeryError(f"{rope} rotated numbers leave a latent of rank {rank}: the budget is too small")
     if rope + rank + reserved >= full:
-        raise SurgeryError(f"{rope} + {rank + reserved} numbers per token would not be fewer than the source's {full}")
+        numbers = f"{rope} + {rank + reserved} numbers per token"
+        raise SurgeryError(f"{numbers} would not be fewer than the source's {full}: keep fewer")
 
 
 def _folded_size(budget: int, pairs: int) -> tuple[int, int]:

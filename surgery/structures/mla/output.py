@@ -77,7 +77,7 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         opened.reader.config,
         spec,
         experts=opened.family.experts,
-        mlp_bias=opened.family.mlp_bias(opened.config),
+        mlp_bias=opened.mlp_bias,
         beside=opened.family.beside or ("a vision tower" if opened.reader.stored_names else None),
         wanted=settings.carrier,
         latent_norm=settings.latent_norm,

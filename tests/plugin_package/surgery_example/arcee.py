@@ -2,4 +2,4 @@
 
 from surgery.families import Family
 
-ARCEE = Family(model_type="arcee", mlp_bias=lambda config: bool(config.mlp_bias))
+ARCEE = Family(model_type="arcee")

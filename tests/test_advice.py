@@ -1,0 +1,31 @@
+"""What `surgery inspect` says to take: every command applies, its engine took it, and hybrids wait for their heads."""
+
+import pytest
+
+from surgery.console.inspection import show_inspection
+from surgery.engines import LOADS, LOADS_WITH
+from surgery.inspection.inspect import inspect_checkpoint
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral_window", "mixtral"])
+def test_what_is_said_can_be_done(name, checkpoints):
+    inspection = inspect_checkpoint(checkpoints(name))
+    chosen, rows = inspection.advice, [row for row in inspection.targets if row["applies"]]
+    assert chosen["quality"] in rows and chosen["smallest"]["applies"]
+    assert chosen["smallest"]["kv_ratio"] <= min(row["kv_ratio"] for row in rows if row["to"] != "hybrid")
+    assert "hybrid" not in {chosen["quality"]["to"], chosen["smallest"]["to"]}
+    for engine, row in chosen["engines"].items():
+        assert row in rows and row["engines"][engine]["status"] in (LOADS, LOADS_WITH)
+    assert ("llama.cpp" in chosen["engines"]) == (name == "llama")
+
+
+def test_where_nothing_applies_nothing_is_said(checkpoints, capsys, monkeypatch):
+    refused = {"applies": False, "class": None, "reasons": ["no"], "engines": {}, "speed": []}
+    monkeypatch.setattr(
+        "surgery.inspection.targets._row",
+        lambda opened, target, asked, *_: {"command": "", "to": target.name, **refused},
+    )
+    inspection = inspect_checkpoint(checkpoints("llama"))
+    assert inspection.advice == {}
+    show_inspection(inspection)
+    assert "what to take" not in capsys.readouterr().out
