@@ -41,8 +41,7 @@ from surgery.structures.base import Candidate, Foreseen, LayerForm, Outcome, Str
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.ladder import Ladder
-from surgery.structures.passing import unchanged
-from surgery.structures.sequential_fit import SequentialFit, Solve
+from surgery.structures.sequential_fit import SequentialFit, Solve, solver_dtype
 from surgery.transforms.coded_reading import CodedAttention
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
 from surgery.transforms.kv_heads import MergedLayer, allocate_kv_heads, merge_kv_heads, unmerged
@@ -198,17 +197,21 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         merged = _merge(anatomy, statistics, self._plan.kv_heads[index], settings)
         forms = [CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))]
         if fit and settings.method == "fisher":
-            forms.append(fit.fit(index, layer, anatomy, _solver(merged, statistics, index, stream, settings)))
+            solve = _solver(merged, statistics, index, stream, settings)
+            forms.append(fit.fit(index, layer, anatomy, forms[0], solve))
         dtype = self.opened.first.q.dtype
         return [LayerForm(form, attention_tensors(form.anatomy.to("cpu", dtype), index)) for form in forms]
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The merged form and the fitted one, of which the one of less held-out loss is written."""
         carrier, kv_heads, first = self._carrier, self._plan.kv_heads, self.opened.first
-        fit = work.fit(self.settings.method == "fisher")
-        stages = STAGES if fit else STAGES[:1]
+        fits = work.fits(self.settings.method == "fisher")
+        stages = STAGES if fits else STAGES[:1]
         ladder = work.ladder(stages)
-        reports = work.pass_layers(lambda index: self._merge(index, work, fit, ladder), ladder, fit, HeadsLayerReport)
+        fit = work.fit(ladder, *stages) if fits else None
+        reports = work.pass_layers(
+            lambda index, fit: self._merge(index, work, fit, ladder), ladder, fit, HeadsLayerReport
+        )
         scores = ladder.scores()
         result = least_loss(stages, scores)
         work.alternatives.write(result, self.opened.layers, writer)
@@ -222,6 +225,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
                 "reasons": [carrier.reason],
                 "kv_heads": kv_heads[0] if len(set(kv_heads)) == 1 else kv_heads,
                 "result": result,
+                **({"fit": fit.facts()} if fit else {}),
             },
             kv_bytes=lambda tokens: width * tokens,
             layers=reports,
@@ -246,10 +250,13 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         attention = CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))
         forms = {"merged": attention}
         with stream.layer(index) as layer:
-            if fit:
-                # A layer that keeps its heads stays as it is: fitted too, the demo model lost more.
-                solve = unchanged(attention) if kept else _solver(merged, statistics, index, stream, settings)
-                forms["fitted"] = fit.fit(index, layer, anatomy, solve)
+            if fit and kept:
+                # Fitted too, the demo model lost more.
+                fit.go_past(layer, attention)
+                forms["fitted"] = attention
+            elif fit:
+                solve = _solver(merged, statistics, index, stream, settings)
+                forms["fitted"] = fit.fit(index, layer, anatomy, attention, solve)
             makers = {name: lambda form=form: form for name, form in forms.items()}
             errors = ladder.advance(layer, anatomy, makers, forms)
         for form, merged_form in forms.items():
@@ -374,7 +381,7 @@ def _solver(
 
     def solve(inputs: Tensor, targets: Tensor) -> CapturedAttention:
         fitted, _, _ = fit_merged_layer(
-            merged.anatomy.to(stream.device, stream.dtype),
+            merged.anatomy.to(stream.device, solver_dtype(stream)),
             inputs,
             targets,
             statistics.output_metric.to(stream.device),
@@ -383,7 +390,7 @@ def _solver(
             queries=settings.fit_queries,
             seed=settings.seed + index,
         )
-        return CapturedAttention(fitted)
+        return CapturedAttention(fitted.to(stream.dtype))
 
     return solve
 

@@ -129,10 +129,13 @@ class Mixed(Structure[Source, MixedSettings]):
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The closed forms and the fitted ones, of which those of less held-out loss are written."""
         opened, settings = self.opened, self.settings
-        fit = work.fit(any(structure.foresee().demand.fit_steps for structure in self._structures))
-        stages = (CLOSED, FITTED) if fit else (CLOSED,)
+        fits = work.fits(any(structure.foresee().demand.fit_steps for structure in self._structures))
+        stages = (CLOSED, FITTED) if fits else (CLOSED,)
         ladder = work.ladder(stages)
-        reports = work.pass_layers(lambda index: self._convert(index, work, fit, ladder), ladder, fit, MixedLayerReport)
+        fit = work.fit(ladder, *stages) if fits else None
+        reports = work.pass_layers(
+            lambda index, fit: self._convert(index, work, fit, ladder), ladder, fit, MixedLayerReport
+        )
         scores = ladder.scores()
         result = least_loss(stages, scores)
         work.alternatives.write(result, opened.layers, writer)
@@ -148,6 +151,7 @@ class Mixed(Structure[Source, MixedSettings]):
                 "parts": [part.to_dict() for part in settings.parts],
                 "kept_layers": list(settings.keep),
                 "result": result,
+                **({"fit": fit.facts()} if fit else {}),
             },
             kv_bytes=lambda tokens: whole.kv_cache_bytes(1, tokens),
             layers=reports,

@@ -1,0 +1,76 @@
+"""Whether a layer-wise fit helps, asked of held-out text while it runs.
+
+A fit lowers a layer's error on the text that it sees. On the demo model that is good for the model; on SmolLM2-135M the
+whole fit took an hour and ended worse than its start. So each layer keeps its fit only where that brings it nearer to
+the source on text that no fit saw, and after a few layers the model itself is asked: with those layers fitted, and with
+them in their closed form, the source's own layers behind them. No worth there, no further fit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from surgery.calibration.held_out import HeldOut
+from surgery.running.layer_stream import LayerStream, StreamedLayer
+from surgery.structures.ladder import ERROR_SEQUENCES, Ladder
+
+TRIAL_SEQUENCES = 4
+"""Held-out sequences on which the model is asked: differences on the same text settle long before losses do."""
+TRIED = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+"""Shares of the layers after whose fits the model is asked. The first is all that a fit costs where it is of no use."""
+
+
+@dataclass(frozen=True)
+class FitTrial:
+    """Two stages of a ladder, one of closed forms and one of what the fit left, and the source beside them."""
+
+    stream: LayerStream
+    held_out: HeldOut
+    ladder: Ladder
+    closed: str
+    fitted: str
+
+    @torch.no_grad()
+    def is_nearer(self, layer: StreamedLayer, closed: nn.Module, fitted: nn.Module) -> bool:
+        """Whether a layer hands on what the source does more nearly with its fit than in its closed form.
+
+        Both are given what the layers before hand on. Errors are relative, token by token, as the norms of later layers
+        see them: else the few tokens of very large states would be all that counts.
+        """
+        source, hidden = (
+            self.ladder.hidden[stage][:ERROR_SEQUENCES].to(self.stream.device, self.stream.dtype)
+            for stage in ("source", self.fitted)
+        )
+        wanted = layer(source).float()
+
+        def error(attention: nn.Module) -> float:
+            lost = (layer(hidden, attention).float() - wanted).square().sum(-1)
+            return float((lost / wanted.square().sum(-1)).mean())
+
+        return error(fitted) < error(closed)  # an error that is no number is no less than any other
+
+    def is_asked(self, fits: int) -> bool:
+        """Whether the model is asked after this many fits."""
+        return fits in {math.ceil(share * self.stream.num_layers) for share in TRIED}
+
+    def losses(self, layers: int) -> tuple[float, float]:
+        """The model's held-out loss with its first layers as the fit left them, and in their closed form."""
+        count = min(TRIAL_SEQUENCES, self.held_out.texts)
+        states = [self.ladder.hidden[stage][:count].clone() for stage in (self.fitted, self.closed)]
+        for index in range(layers, self.stream.num_layers):
+            with self.stream.layer(index) as layer:
+                for hidden in states:
+                    self.stream.run_layer(layer, hidden, count)
+        fitted, closed = (self._loss(hidden) for hidden in states)
+        return fitted, closed
+
+    def drop(self) -> None:
+        """Takes the fitted stage out of the ladder, so that no further layer passes it."""
+        del self.ladder.hidden[self.fitted]
+
+    def _loss(self, hidden: Tensor) -> float:
+        return self.stream.loss(hidden, self.held_out.tokens[: len(hidden)])
