@@ -86,9 +86,11 @@ class Work(Generic[Opened, Settings]):
         """Whether layers are fitted: the method has a fit, steps are asked for and there is text to fit on."""
         return wanted and self.texts.calibration is not None and self.settings.fit_steps > 0
 
-    def fit(self, ladder: Ladder, closed: str, fitted: str) -> SequentialFit:
-        """The layer-wise fit, told by these stages of the ladder whether it helps, where both are there."""
+    def fit(self, ladder: Ladder, closed: str, *fitted: str) -> SequentialFit | None:
+        """The layer-wise fit of a ladder with fitted stages, held against closed forms where they are one too."""
         stream, texts = self.opened.stream, self.texts
+        if fitted[0] not in ladder.hidden:
+            return None
         trial = FitTrial(stream, texts.held_out, ladder, closed, fitted) if closed in ladder.hidden else None
         return SequentialFit(stream, self.store, texts.calibration, self.settings.batch_size, trial)
 

@@ -26,13 +26,17 @@ TRIED = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 @dataclass(frozen=True)
 class FitTrial:
-    """Two stages of a ladder, one of closed forms and one of what the fit left, and the source beside them."""
+    """Stages of a ladder: closed forms, what the fit made of them, and the source beside both.
+
+    Attributes:
+        fitted: stages with fits. The first is judged, all are dropped where the fit is given up.
+    """
 
     stream: LayerStream
     held_out: HeldOut
     ladder: Ladder
     closed: str
-    fitted: str
+    fitted: tuple[str, ...]
 
     @torch.no_grad()
     def is_nearer(self, layer: StreamedLayer, closed: nn.Module, fitted: nn.Module) -> bool:
@@ -43,7 +47,7 @@ class FitTrial:
         """
         source, hidden = (
             self.ladder.hidden[stage][:ERROR_SEQUENCES].to(self.stream.device, self.stream.dtype)
-            for stage in ("source", self.fitted)
+            for stage in ("source", self.fitted[0])
         )
         wanted = layer(source).float()
 
@@ -60,7 +64,7 @@ class FitTrial:
     def losses(self, layers: int) -> tuple[float, float]:
         """The model's held-out loss with its first layers as the fit left them, and in their closed form."""
         count = min(TRIAL_SEQUENCES, self.held_out.texts)
-        states = [self.ladder.hidden[stage][:count].clone() for stage in (self.fitted, self.closed)]
+        states = [self.ladder.hidden[stage][:count].clone() for stage in (self.fitted[0], self.closed)]
         for index in range(layers, self.stream.num_layers):
             with self.stream.layer(index) as layer:
                 for hidden in states:
@@ -69,8 +73,9 @@ class FitTrial:
         return fitted, closed
 
     def drop(self) -> None:
-        """Takes the fitted stage out of the ladder, so that no further layer passes it."""
-        del self.ladder.hidden[self.fitted]
+        """Takes the fitted stages out of the ladder, so that they pass no further layer."""
+        for stage in self.fitted:
+            del self.ladder.hidden[stage]
 
     def _loss(self, hidden: Tensor) -> float:
         return self.stream.loss(hidden, self.held_out.tokens[: len(hidden)])

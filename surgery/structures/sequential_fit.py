@@ -28,7 +28,10 @@ stand-in for its attention, on the stream's device and in its dtype."""
 
 @dataclass(frozen=True)
 class GivenUp:
-    """Why no layer has its fit: after how many layers the model was asked, and its held-out losses there."""
+    """Why no layer has its fit: after how many layers the model was asked, and its held-out losses there.
+
+    The layers behind them were the source's.
+    """
 
     after: int
     loss: float
@@ -97,12 +100,12 @@ class SequentialFit:
             self._trial.drop()
 
     def facts(self) -> dict[str, Any]:
-        """For the report: layers that kept their fit, and why there are none where it was given up."""
-        return {"kept": self.kept, "given_up": self.given_up and asdict(self.given_up)}
+        """For the report; see the attributes."""
+        return {"tried": self.tried, "kept": self.kept, "given_up": self.given_up and asdict(self.given_up)}
 
     def state(self) -> dict[str, Any]:
         """Plain values and tensors, from which :meth:`restore` goes on."""
-        return {"hidden": self.hidden, "tried": self.tried, **self.facts()}
+        return {"hidden": self.hidden, **self.facts()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from a state, whose tensors stay as they are."""

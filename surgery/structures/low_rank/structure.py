@@ -205,7 +205,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         forms = (*((CLOSED,) if self.closed_ends or not fits else ()), *((FITTED,) if fits else ()))
         windowed = tuple(EXACT_WINDOW[form] for form in forms) if self.asked.window else ()
         ladder = work.ladder((*forms, *windowed), steps=forms if windowed else ())
-        fit = work.fit(ladder, CLOSED, FITTED) if fits else None
+        fit = work.fit(ladder, CLOSED, FITTED, *windowed[1:])
         reports = work.pass_layers(
             lambda index, fit: self._convert(index, work, fit, ladder),
             ladder,
@@ -315,10 +315,8 @@ class LowRank(Structure[Source, LowRankSettings]):
                 targets,
                 statistics.output_metric.to(stream.device),
                 shared=shared,
-                steps=settings.fit_steps,
-                iterations=settings.fit_iterations,
-                queries=settings.fit_queries,
-                seed=settings.seed + index,
+                **settings.fit_solving(),
+                **settings.fit_sampling(index),
             )
             moment = sum(gram(fitted.latents(x.to(fitted.down))).cpu() for x in inputs) / inputs.shape[:2].numel()
             fitted = fitted.to("cpu", torch.float64)

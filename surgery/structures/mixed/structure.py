@@ -130,14 +130,13 @@ class Mixed(Structure[Source, MixedSettings]):
         """The closed forms and the fitted ones, of which those of less held-out loss are written."""
         opened, settings = self.opened, self.settings
         fits = work.fits(any(structure.foresee().demand.fit_steps for structure in self._structures))
-        stages = (CLOSED, FITTED) if fits else (CLOSED,)
-        ladder = work.ladder(stages)
-        fit = work.fit(ladder, *stages) if fits else None
+        ladder = work.ladder((CLOSED, FITTED)[: 1 + fits])
+        fit = work.fit(ladder, CLOSED, FITTED)
         reports = work.pass_layers(
             lambda index, fit: self._convert(index, work, fit, ladder), ladder, fit, MixedLayerReport
         )
         scores = ladder.scores()
-        result = least_loss(stages, scores)
+        result = least_loss((CLOSED, FITTED), scores)
         work.alternatives.write(result, opened.layers, writer)
         config = self.foresee().config
         whole = skeleton(config, opened.weight_dtype)

@@ -167,10 +167,9 @@ class MLA(Structure[Source, ConvertSettings]):
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The closed form and the fitted one, of which the one of less held-out loss is written."""
         opened, carrier = self.opened, self._carrier
-        fits = work.fits(mla.METHODS[self.settings.method].gradients)
-        stages = LOSSY_STAGES[: 3 if fits else 2]
+        stages = LOSSY_STAGES[: 2 + work.fits(mla.METHODS[self.settings.method].gradients)]
         ladder = work.ladder((*EXACT_STAGES, *stages), exact=EXACT_STAGES, steps=stages[:1])
-        fit = work.fit(ladder, *stages[1:]) if fits else None
+        fit = work.fit(ladder, *LOSSY_STAGES[1:])
         reports = work.pass_layers(lambda index, fit: self._convert(index, work, fit, ladder), ladder, fit, LayerReport)
         scores = ladder.scores()
         result = least_loss(stages[1:], scores)
@@ -270,9 +269,8 @@ class _Solver:
     def __call__(self, inputs: Tensor, targets: Tensor) -> SimulatedAttention:
         stream, settings = self._stream, self._settings
         start, metric = self._start.to(stream.device, solver_dtype(stream)), self._metric.to(stream.device)
-        sampling = {"queries": settings.fit_queries, "seed": settings.seed + self._index}
-        steps = {"steps": settings.fit_steps, "iterations": settings.fit_iterations}
-        fitted, _, _ = fit_latent_layer(start, inputs, targets, metric, **steps, **sampling)
+        sampling = settings.fit_sampling(self._index)
+        fitted, _, _ = fit_latent_layer(start, inputs, targets, metric, **settings.fit_solving(), **sampling)
         moments = latent_moments(fitted, inputs, metric, **sampling)
         ordered, self.energies = order_latents(fitted.to("cpu", torch.float64), *moments)
         return SimulatedAttention(ordered.to(stream.device, stream.dtype))
