@@ -24,6 +24,11 @@ TRIED = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Shares of the layers after whose fits the model is asked. The first is all that a fit costs where it is of no use."""
 
 
+def asked_after(layers: int) -> set[int]:
+    """Numbers of fits after which the model is asked, of a model of so many layers."""
+    return {math.ceil(share * layers) for share in TRIED}
+
+
 @dataclass(frozen=True)
 class FitTrial:
     """Stages of a ladder: closed forms, what the fit made of them, and the source beside both.
@@ -59,7 +64,7 @@ class FitTrial:
 
     def is_asked(self, fits: int) -> bool:
         """Whether the model is asked after this many fits."""
-        return fits in {math.ceil(share * self.stream.num_layers) for share in TRIED}
+        return fits in asked_after(self.stream.num_layers)
 
     def losses(self, layers: int) -> tuple[float, float]:
         """The model's held-out loss with its first layers as the fit left them, and in their closed form."""
