@@ -37,7 +37,7 @@ def plan_(
         bool, typer.Option("--overwrite", help="Replace an existing plan.", rich_help_panel=OUTPUT)
     ] = False,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Take statistics anew where an interrupted plan with --out would go on.")
+        bool, typer.Option("--restart", help="Begin anew where an interrupted plan with --out would go on.")
     ] = False,
     config: ConfigOption = None,
     allow_pickle: PickleOption = False,

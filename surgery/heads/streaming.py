@@ -6,9 +6,10 @@ A query at position q sees the key at position p ≤ q if q - p < `recent` or p 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import BoolTensor, Tensor, nn
@@ -17,7 +18,10 @@ from transformers import PreTrainedModel
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import output
 from surgery.families.rope import phases, rotate
+from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.model.token_codes import TokenCodes
 from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.transforms.coded_reading import as_codes, attend_coded
 
 PIECE = 256
 """Queries at a time: a sequence of any length takes memory for this many times those that they see."""
@@ -80,19 +84,24 @@ def compensated_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
 
 
 def mixed_output(
-    call: AttentionCall, streams: BoolTensor, sinks: int, recent: int, compensated: BoolTensor | None = None
+    call: AttentionCall,
+    streams: BoolTensor,
+    sinks: int,
+    recent: int,
+    compensated: BoolTensor | None = None,
+    full: Callable[[AttentionCall], Tensor] = AttentionCall.output,
 ) -> Tensor:
     """What attention gives [B, T, H, v] if the KV heads stream that ``streams`` [G] says.
 
-    Those of them that ``compensated`` [G] says have a compensation token.
+    Those of them that ``compensated`` [G] says have a compensation token; ``full`` is the attention of the others.
     """
     if not streams.any():
-        return call.output()
+        return full(call)
     heads = []
     for head in range(call.kv_heads):
         own = call.of_heads(head, head + 1)
         if not streams[head]:
-            heads.append(own.output())
+            heads.append(full(own))
         elif compensated is not None and compensated[head]:
             heads.append(compensated_output(own, sinks, recent))
         else:
@@ -106,14 +115,22 @@ class StreamingAttention(nn.Module):
     Args:
         anatomy: without a sliding window.
         streams, sinks, recent, compensated: as in `mixed_output`.
+        codes: an empty layer that says how full heads keep their tokens, and how streaming ones do; None where both are
+            exact.
     """
 
     def __init__(
-        self, anatomy: AttentionAnatomy, streams: BoolTensor, sinks: int, recent: int, compensated: BoolTensor
+        self,
+        anatomy: AttentionAnatomy,
+        streams: BoolTensor,
+        sinks: int,
+        recent: int,
+        compensated: BoolTensor,
+        codes: tuple[QuantizedKVLayer, TokenCodes] | None = None,
     ):
         super().__init__()
         self.anatomy, self.streams, self.sinks, self.recent = anatomy, streams, sinks, recent
-        self.compensated = compensated
+        self.compensated, self.codes = compensated, codes
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
         anatomy, found = self.anatomy, self.anatomy.project(hidden_states)
@@ -123,8 +140,20 @@ class StreamingAttention(nn.Module):
             keys = keys * found.key_gain[..., None]
         queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, found.v))
         call = AttentionCall(0, queries, keys, values, None, anatomy.scale, anatomy.softcap, anatomy.sinks)
-        mixed = mixed_output(call, self.streams, self.sinks, self.recent, self.compensated)
+        full = AttentionCall.output
+        if self.codes is not None:
+            cache, tokens = self.codes
+            streams = self.streams[:, None, None].to(keys.device)
+            key, value = (torch.where(streams, tokens.read(part), part) for part in (keys, values))
+            call, full = replace(call, key=key, value=value), partial(_coded_output, cache)
+        mixed = mixed_output(call, self.streams, self.sinks, self.recent, self.compensated, full)
         return output(anatomy, mixed, hidden_states), None
+
+
+def _coded_output(cache: QuantizedKVLayer, call: AttentionCall) -> Tensor:
+    """What attention gives [B, T, H, v] that reads keys and values from codes as it decodes."""
+    exact = call.key, call.value
+    return attend_coded(cache, call.softmax, call.query, exact, as_codes(cache, *exact)).transpose(1, 2)
 
 
 @contextmanager

@@ -67,3 +67,7 @@ class TokenCodes:
         scale, *zero = numbers.unsqueeze(-1).split(token_groups(width, self.group), dim=-2)
         tokens = dequantize(grouped_channels(codes, self.group), scale, zero[0] if zero else None)
         return tokens.flatten(-2)[..., :width]
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, H, n, d] as they are read once they were codes."""
+        return self.decode(*self.encode(tokens), tokens.shape[-1])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import groupby
 from operator import itemgetter
 from statistics import NormalDist, fmean, stdev
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.calibration.held_out import HeldOut
+from surgery.checkpoint.tensors import as_bytes
 from surgery.families.attention import CapturedAttention
 from surgery.planning.candidates import Sized
 from surgery.running.layer_stream import StreamedLayer
@@ -116,38 +119,58 @@ def measure(candidates: Sequence[Sized], work: Work, held_out: HeldOut, *, weigh
 def carry(lines: Sequence[Line], work: Work, held_out: HeldOut, *, weighs: bool = False) -> Carried:
     """Carries the source and models through the layers side by side; what begins alike goes the first way together.
 
+    Goes on with what a plan that was killed had carried.
+
     Args:
         weighs: whether to weigh the errors of every layer of candidates.
     """
     opened, stream, batch = work.opened, work.opened.stream, work.settings.batch_size
-    lines = [[None] * opened.layers, *lines]
-    caches = {id(item): item.caches() for line in lines for item in line if item}
-    states, places = {0: stream.embed(held_out.tokens)}, [0] * len(lines)
-    errors: list[dict[int, tuple[float, float]]] = []
-    with work.progress.phase(f"try {len(lines) - 1} candidates", opened.layers) as advance:
-        for index in range(opened.layers):
-            items = [None if index in opened.fixed else line[index] for line in lines]
-            ways = list(
-                dict.fromkeys((id(item) if item else 0, place) for item, place in zip(items, places, strict=True))
-            )
-            by_id, left = {id(item): item for item in items if item}, Counter(place for _, place in ways)
-            following, errors_here = {}, {}
-            with stream.layer(index) as layer:
-                weigh = _Weighing(work, index, layer, held_out, states[places[0]]) if weighs else None
-                for item, here in groupby(sorted(ways), key=itemgetter(0)):
-                    attention = item and by_id[item].structure.closed_form(work, index, caches[item][index])
-                    if weigh and attention:
-                        errors_here[item] = weigh(attention)
-                    for way in here:
-                        left[way[1]] -= 1
-                        hidden = states[way[1]].clone() if left[way[1]] else states.pop(way[1])
-                        following[ways.index(way)] = stream.run_layer(layer, hidden, batch, attention or None)
-            places = [ways.index((id(item) if item else 0, place)) for item, place in zip(items, places, strict=True)]
-            states = following
-            errors.append(errors_here)
-            advance()
-    scored = {place: _score(work, held_out, hidden) for place, hidden in states.items()}
-    return Carried(scored[places[0]], [scored[place] for place in places[1:]], errors)
+    items = list({id(item): item for line in lines for item in line if item}.values())
+    numbers = {id(item): number for number, item in enumerate(items, 1)}  # 0 is the layer as it is
+    rows = [[0] * opened.layers, *([numbers[id(item)] if item else 0 for item in line] for line in lines)]
+    caches, loop = [item.caches() for item in items], _loop(items, rows, held_out, weighs)
+    state = work.snapshots.last(loop, Scored) or {}
+    errors, scored = state.get("errors", []), state.get("scored")
+    if scored is None:
+        places, states = state.get("places", [0] * len(rows)), state.get("states") or {0: stream.embed(held_out.tokens)}
+        with work.progress.phase(f"try {len(lines)} candidates", opened.layers) as advance:
+            advance(len(errors))
+            for index in range(len(errors), opened.layers):
+                # Of every model what its layer is, and the state before it.
+                ways = [
+                    (0 if index in opened.fixed else row[index], place) for row, place in zip(rows, places, strict=True)
+                ]
+                apart = list(dict.fromkeys(ways))
+                left, following, errors_here = Counter(place for _, place in apart), {}, {}
+                with stream.layer(index) as layer:
+                    weigh = _Weighing(work, index, layer, held_out, states[places[0]]) if weighs else None
+                    for number, here in groupby(sorted(apart), key=itemgetter(0)):
+                        attention = None
+                        if number:
+                            structure, cache = items[number - 1].structure, caches[number - 1][index]
+                            attention = structure.closed_form(work, index, cache)
+                        if weigh and attention:
+                            errors_here[number] = weigh(attention)
+                        for way in here:
+                            left[way[1]] -= 1
+                            hidden = states[way[1]].clone() if left[way[1]] else states.pop(way[1])
+                            following[apart.index(way)] = stream.run_layer(layer, hidden, batch, attention)
+                places, states = [apart.index(way) for way in ways], following
+                errors.append(errors_here)
+                now = {"places": places, "states": states, "errors": errors}
+                work.snapshots.take(loop, lambda now=now: now)
+                advance()
+        by_place = {place: _score(work, held_out, hidden) for place, hidden in states.items()}
+        scored = [by_place[place] for place in places]
+        work.snapshots.take(loop, lambda: {"scored": scored, "errors": errors})
+    by_id = [{id(items[number - 1]): error for number, error in here.items()} for here in errors]
+    return Carried(scored[0], scored[1:], by_id)
+
+
+def _loop(items: Sequence[Sized], rows: Sequence[Sequence[int]], held_out: HeldOut, weighs: bool) -> str:
+    """What snapshots know the carrying of these models by."""
+    asked = json.dumps([[item.name for item in items], rows, weighs]).encode()
+    return f"carry-{sha256(asked + as_bytes(held_out.tokens.contiguous()).numpy().tobytes()).hexdigest()[:16]}"
 
 
 class _Weighing:

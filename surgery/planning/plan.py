@@ -141,8 +141,8 @@ def make_plan(
     Args:
         called: the source, in commands; None for its place.
         allow_pickle: read pickled weights if there are no others.
-        out: the plan's file to be; beside it lie statistics, ``<out>.statistics.partial``, that a plan that was killed
-            goes on from. None keeps nothing.
+        out: the plan's file to be; beside it, in ``<out>.statistics.partial``, lies what a plan that was killed goes on
+            from: statistics, and candidates on their way through the layers. None keeps nothing.
         restart: begin anew where such a plan could go on.
         progress: bars; silent if None.
 
@@ -239,7 +239,8 @@ def opened_work(
                 basis_of=_lag_basis(opened, settings),
                 snapshots=snapshots,
             )
-        yield Work(opened, settings, replace(texts, held_out=untried), library, store, alternatives, progress)
+        untried = replace(texts, held_out=untried)
+        yield Work(opened, settings, untried, library, store, alternatives, progress, snapshots)
 
 
 def _share_of(settings: PlanSettings, opened: Source) -> float | None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from surgery.calibration.texts import load_texts
 from surgery.common.progress import Progress
 from surgery.eval.kv_cache import cache_bytes
+from surgery.heads.pattern import HeadPattern
 from surgery.planning.candidates import Candidates
 from surgery.planning.cost import Cost
 from surgery.planning.measure import carry, measure
@@ -34,22 +35,26 @@ ASKED = {
     "lowrank": {"kv_ratio": 0.4, "bits": "auto", "sinks": 3, "group": 16},
     "quantized": {"bits": 4, "sinks": 3, "group": 16},
     "gqa": {"kv_heads": 1},
+    "hybrid": {"streaming": 0.5, "bits": 4, "group": 16},
 }
 
 
 @pytest.fixture
-def made(checkpoints):
+def made(checkpoints, tmp_path):
     """Source, settings, texts, work and sized candidates."""
+    heads = tmp_path / "pattern.safetensors"
+    HeadPattern(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), "needle", 3, 20).save(heads)
+    asked = {**ASKED, "hybrid": {**ASKED["hybrid"], "heads": str(heads)}}
     settings = PlanSettings(**TEXT, **CONTEXT)
     opened = Source.open(checkpoints("llama_bias"), settings)
     texts = load_texts(opened, settings, QUIET, planted=False)
     with opened_work(opened, settings, texts, QUIET) as work:
         candidates = Candidates(opened, work, settings)
-        sized = [candidates.sized(find_target(to), asked, None) for to, asked in ASKED.items()]
+        sized = [candidates.sized(find_target(to), each, None) for to, each in asked.items()]
         yield opened, settings, texts, work, candidates, sized
 
 
-@pytest.mark.parametrize("pair", [(0, 2), (None, 0), pytest.param((2, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pair", [(0, 2), (None, 0), (3, 1), pytest.param((2, 3), marks=pytest.mark.slow)])
 def test_a_mixture_loses_what_the_written_model_loses_as_it_decodes(made, tmp_path, pair):
     opened, settings, texts, work, candidates, sized = made
     line = [None if place is None else candidates.part(sized[place]) for place in pair]

@@ -42,6 +42,7 @@ CASES = {
     "quantized": {"bits": 2, "sinks": 3, "group": 16},
     "quantized, with a window": {"bits": 4, "window": 20, "group": 16},
     "hybrid": {"heads": "a pattern", "streaming": 0.5},
+    "hybrid, 4 bits": {"heads": "a pattern", "streaming": 0.75, "compensated": 0.4, "bits": 4, "group": 16},
 }
 
 
@@ -52,7 +53,7 @@ def plan(checkpoints):
     )
 
 
-ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with a window", "hybrid")
+ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with a window", "hybrid, 4 bits")
 """Of the cases: the others are these without codes, or with another window."""
 
 

@@ -1,4 +1,4 @@
-"""A plan that was killed goes on from its statistics, to the same choice."""
+"""A plan that was killed goes on from its statistics and from what it had carried, to the same choice."""
 
 import json
 import os
@@ -39,14 +39,15 @@ def test_killed_after_every_state(checkpoints, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "again"
     folder.mkdir()
     asked = ["plan", source, "--out", folder / "plan.yaml", *ASKED]
-    forward, backward, done = 1, 2, 1  # states of a model of two layers: what a run that goes on has left
-    for states in range(1, forward + backward + done + 1):
+    # States of a model of two layers, each behind what the run before it had left; a run goes on with the last.
+    forward, backward, statistics, carried = 1, 2, 1, 2 + 1
+    for states in range(1, forward + backward + statistics + carried + 1):
         fork = Fork("1", *asked, code=KILLED)
         assert fork.wait() == -signal.SIGKILL, fork.stderr
         assert os.listdir(folder) == ["plan.yaml.statistics.partial"]
         assert ("goes on with what" in fork.stderr) == (states > 1)
     code, again, told = run_main(monkeypatch, capsys, *asked, "--json")
-    assert code == 0 and "goes on with what" in told and "calibrate" not in told
+    assert code == 0 and "goes on with what" in told and "calibrate" not in told and "try " not in told
     assert os.listdir(folder) == ["plan.yaml"]
     assert json.loads(again)["rows"] == json.loads(whole)["rows"]
     # But for the first line, which names the file.

@@ -35,6 +35,7 @@ from surgery.heads.streaming import StreamingAttention, mixed_output
 from surgery.model import SurgeryForCausalLM
 from surgery.model.cache_layer import check_full_attention
 from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.model.token_codes import TokenCodes
 from surgery.reporting.report import SourceShape
 from surgery.running.attention_tap import AttentionCall, tapped
 from surgery.running.layer_stream import StreamedLayer
@@ -115,14 +116,19 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """As many full heads as the budget holds, of the pattern that the plan is given."""
-        return [Candidate({})] if config["model_type"] != MODEL_TYPE else []
+        """As many full heads as the budget holds, of the pattern that the plan is given, alone and in 8 and 4 bits."""
+        if config["model_type"] == MODEL_TYPE:
+            return []
+        return [Candidate(coded) for coded in ({}, {"bits": 8}, {"bits": 4})]
 
     def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> StreamingAttention:
         """The source's attention behind the plan's masks."""
-        stream, plan = self.opened.stream, self._plan
+        stream, plan, codes = self.opened.stream, self._plan, None
+        if cache is not None:
+            said = self.settings.kv_cache()
+            codes = cache, TokenCodes(said.get("streaming_format", said["format"]), said["group"])
         anatomy = self.opened.anatomy(layer).to(stream.device, stream.dtype)
-        return StreamingAttention(anatomy, plan.streams[layer], plan.sinks, plan.recent, plan.compensated[layer])
+        return StreamingAttention(anatomy, plan.streams[layer], plan.sinks, plan.recent, plan.compensated[layer], codes)
 
     def layer_forms(
         self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None
