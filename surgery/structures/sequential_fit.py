@@ -8,7 +8,7 @@ solver of a layer takes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,23 +19,11 @@ from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
 from surgery.running.activations import give_back
 from surgery.running.layer_stream import LayerStream, StreamedLayer
-from surgery.structures.fit_trial import FitTrial
+from surgery.structures.fit_trial import FitTrial, TrialLosses
 
 Solve = Callable[[Tensor, Tensor], nn.Module]
 """Fits a layer: from inputs in the converted model and wanted outputs, [N, T, D] each and without the output bias, to a
 stand-in for its attention, on the stream's device and in its dtype."""
-
-
-@dataclass(frozen=True)
-class GivenUp:
-    """Why no layer has its fit: after how many layers the model was asked, and its held-out losses there.
-
-    The layers behind them were the source's.
-    """
-
-    after: int
-    loss: float
-    closed_form_loss: float
 
 
 class SequentialFit:
@@ -51,7 +39,7 @@ class SequentialFit:
         hidden: of the converted model, what enters its next layer [N, T, D]; None once the fit was given up.
         tried: layers that were fitted so far.
         kept: those of them that are nearer to the source for it.
-        given_up: the reason, once no more layers are fitted.
+        given_up: the losses for which no more layers are fitted, and none keeps its fit.
     """
 
     def __init__(
@@ -61,7 +49,7 @@ class SequentialFit:
         self.hidden: Tensor | None = store.embed(stream, tokens, batch_size)
         self.tried: list[int] = []
         self.kept: list[int] = []
-        self.given_up: GivenUp | None = None
+        self.given_up: TrialLosses | None = None
 
     def fit(
         self, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, closed: nn.Module, solve: Solve
@@ -94,9 +82,9 @@ class SequentialFit:
         due = self._trial and self.tried[-1:] == [index] and self._trial.is_asked(len(self.tried))
         if not due:
             return
-        loss, closed_form_loss = self._trial.losses(index + 1)
-        if not loss < closed_form_loss:
-            self.given_up, self.kept, self.hidden = GivenUp(index + 1, loss, closed_form_loss), [], None
+        losses = self._trial.losses(index + 1)
+        if not losses.worth_it:
+            self.given_up, self.kept, self.hidden = losses, [], None
             self._trial.drop()
 
     def facts(self) -> dict[str, Any]:
@@ -110,7 +98,7 @@ class SequentialFit:
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from a state, whose tensors stay as they are."""
         self.tried, self.kept = state["tried"], state["kept"]
-        self.given_up = GivenUp(**state["given_up"]) if state["given_up"] else None
+        self.given_up = TrialLosses(**state["given_up"]) if state["given_up"] else None
         self.hidden = None if state["hidden"] is None else self._store.memory.copy(state["hidden"])
 
     @torch.no_grad()
