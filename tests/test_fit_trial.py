@@ -11,7 +11,7 @@ from surgery.checkpoint.named_models import demo_model
 from surgery.console.verdicts import of_conversion
 from surgery.reporting.quality import fit_told
 from surgery.structures import converter
-from surgery.structures.fit_trial import FitTrial
+from surgery.structures.fit_trial import FitTrial, TrialLosses
 from surgery.structures.mla import structure
 from surgery.structures.registry import TARGETS
 
@@ -59,11 +59,11 @@ def test_no_layer_is_fitted_further_where_the_model_loses_by_it(tmp_path, fits, 
     report = report_of(source, tmp_path / "given-up", rope_dim=8)
     assert len(tried) == 1 < report["source"]["layers"]
     fit = report["target"]["fit"]
-    assert (fit["tried"], fit["kept"], fit["given_up"]["after"]) == ([0], [], 1)
-    assert fit["given_up"]["loss"] > fit["given_up"]["closed_form_loss"]
+    assert (fit["tried"], fit["kept"], fit["given_up"]["layers"]) == ([0], [], 1)
+    assert fit["given_up"]["fitted"] > fit["given_up"]["closed"]
     assert "fitted" not in losses_of(report) and report["target"]["result"] == "truncated"
     assert "given up after 1 layers" in of_conversion(report) and "--fit-steps" not in of_conversion(report)
-    assert f"{fit['given_up']['loss']:.4f} with them fitted" in fit_told(fit)
+    assert f"{fit['given_up']['fitted']:.4f} with them fitted" in fit_told(fit)
     report_of(source, tmp_path / "closed", rope_dim=8, fit_steps=0)
     written, closed = (load_file(tmp_path / name / "model.safetensors") for name in ("given-up", "closed"))
     assert all(torch.equal(written[name], closed[name]) for name in closed)
@@ -80,7 +80,7 @@ def test_a_layer_keeps_its_closed_form_where_that_is_nearer_to_the_source(checkp
         return len(seen) == 1
 
     monkeypatch.setattr(FitTrial, "is_nearer", first_or_nearer)
-    monkeypatch.setattr(FitTrial, "losses", lambda self, layers: (1.0, 2.0))
+    monkeypatch.setattr(FitTrial, "losses", lambda self, layers: TrialLosses(layers, 1.0, 2.0, 1.5))
     report = report_of(checkpoints("llama"), tmp_path / "out")
     assert not any(seen) and report["target"]["fit"]["kept"] == [0]
     assert report["target"]["fit"]["tried"] == list(range(report["source"]["layers"]))
@@ -89,10 +89,25 @@ def test_a_layer_keeps_its_closed_form_where_that_is_nearer_to_the_source(checkp
     assert "Fit kept by 1 of" in fit_told(report["target"]["fit"])
 
 
+@pytest.mark.parametrize(
+    ("source", "closed", "fitted", "worth_it"),
+    [
+        (2.0, 3.0, 2.6, True),
+        (2.0, 3.0, 2.7, False),
+        (2.0, 3.0, 3.1, False),
+        (2.0, 1.9, 1.95, False),
+        (2.0, 1.9, 1.8, True),
+        (2.0, 3.0, float("nan"), False),
+    ],
+)
+def test_a_fit_has_to_win_back_a_third_of_what_closed_forms_lose(source, closed, fitted, worth_it):
+    assert TrialLosses(1, source, closed, fitted).worth_it == worth_it
+
+
 @pytest.mark.parametrize("helps", [True, False])
 @pytest.mark.parametrize("to", ASKED)
 def test_both_ends_in_every_structure(to, helps, checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr(FitTrial, "losses", lambda self, layers: (1.0, 2.0) if helps else (2.0, 1.0))
+    monkeypatch.setattr(FitTrial, "losses", lambda self, layers: TrialLosses(layers, 1.0, 2.0, 1.5 if helps else 1.8))
     report = report_of(checkpoints("llama"), tmp_path / "out", to)
     losses = losses_of(report)
     assert any("fitted" in stage for stage in losses) == helps

@@ -27,7 +27,7 @@ def of_conversion(report: dict[str, Any]) -> str:
 def _without_fit(report: dict[str, Any]) -> str:
     """Says that a fit is not in the result, where there was one."""
     if given_up := (report["target"].get("fit") or {}).get("given_up"):
-        return f"; the fit was worse on held-out text and given up after {given_up['after']} layers"
+        return f"; the fit won back little on held-out text and was given up after {given_up['layers']} layers"
     tried = "fitted" in {row["stage"] for row in report["ladder"]}
     if not tried or report["target"].get("result", "fitted").startswith("fitted"):
         return ""

@@ -336,7 +336,7 @@ class Workload:
             steps = self.demand.fit_steps * (2 * self.demand.fit_iterations + 3) * product
             found["fit"] = self.calibration * fits * (steps + 3 * self.length * forward)
             behind = sum(self.layers - count for count in asked_after(self.layers) if count <= fits)
-            asked = 3 * fits * ERROR_SEQUENCES + 2 * behind * min(TRIAL_SEQUENCES, self.held_out)
+            asked = 3 * fits * ERROR_SEQUENCES + 3 * behind * min(TRIAL_SEQUENCES, self.held_out)
             found["fit"] += asked * self.length * forward
         found["verify"] = held_out * self.layers * forward + texts * vocabulary
         if self.demand.quantizes:

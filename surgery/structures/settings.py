@@ -99,7 +99,7 @@ class FitSettings(ConversionSettings):
         3,
         "Least-squares steps of each layer after the closed form; 0 for none.",
         more="Gauss-Newton steps, where the method works in the metric of the loss and there is text; given up where "
-        "held-out text loses more by them. The defaults of the fit were chosen on the demo model alone.",
+        "held-out text wins little by them. The defaults of the fit were chosen on the demo model alone.",
         section="Fit",
     )
     fit_iterations: int = setting(8, "Conjugate-gradient iterations in each of these steps.", least=1)
