@@ -14,7 +14,7 @@ from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import of_conversion, show_next, where_it_loads
 from surgery.engines import spoken
 from surgery.engines.verdict import Verdict
-from surgery.reporting.quality import before_and_after, ladder_table
+from surgery.reporting.quality import before_and_after, fit_told, ladder_table
 
 OWN_CLASSES = "surgery", "surgery_pictures"
 LONG_TIME = 60
@@ -36,6 +36,8 @@ def show_conversion(conversion, address: str | None = None, *, as_json: bool = F
     others = [*_numbers(kv, target), *_flow(kv)]
     page.print(terminal.render(before_and_after(held, report["ladder"], names, others)))
     _show_ladder(page, report["ladder"])
+    if "fit" in target:
+        page.print(f"{fit_told(target['fit'])}\n", soft_wrap=True)
     _show_layers(page, conversion.report.layers)
     if report["splits"]:
         _show_splits(page, report["splits"], tried=True)

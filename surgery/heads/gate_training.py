@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from surgery.common.errors import SurgeryError
+from surgery.families.base import head_shape
 from surgery.heads.gates import recomputed_layers
 from surgery.heads.scorer import ScoringSession
 
@@ -17,6 +19,10 @@ WARM_UP = 0.2
 
 KEPT_EVERY = 10
 """Steps between two states in the journal."""
+
+KEPT_BYTES = 2**30
+"""That all layers may keep of a sequence for the backward pass. Past it each keeps its input alone and computes the
+rest again, which is a quarter of a step's work."""
 
 REPORTS = 10
 """Lines with loss and gates in a training."""
@@ -72,7 +78,8 @@ def train_gates(session: ScoringSession, objective: GateObjective, batch: int | 
     peaks = [group["lr"] for group in optimizer.param_groups]
     losses = torch.zeros(steps)
     first = _restore(session.journal.get(key), objective, optimizer, losses)
-    with recomputed_layers(session.model), session.progress.phase(objective.name, steps, "step") as advance:
+    again = recomputed_layers(session.model) if _kept_bytes(session) > KEPT_BYTES else nullcontext()
+    with again, session.progress.phase(objective.name, steps, "step") as advance:
         advance(first)
         for step in range(first, steps):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -104,6 +111,17 @@ def schedule(step: int, steps: int) -> float:
     """Factor of the learning rates: up over the first fifth of the steps, down over the last, 1 between."""
     ramp = max(1, math.ceil(WARM_UP * steps))
     return min(1.0, (step + 1) / ramp, (steps - step) / ramp)
+
+
+def _kept_bytes(session: ScoringSession) -> float:
+    """What all layers would keep of a sequence, about; no bound for experts, and for layers that come and go."""
+    config = session.model.config
+    inner, experts = getattr(config, "intermediate_size", None), getattr(config, "num_experts_per_tok", None)
+    if session.settings.offload or experts or not isinstance(inner, int):
+        return math.inf
+    heads, _, head_dim = head_shape(config)
+    width = 16 * config.hidden_size + 16 * heads * head_dim + 6 * inner
+    return session.layers * session.settings.length * width * torch.float32.itemsize
 
 
 def _average(

@@ -9,7 +9,7 @@ from surgery.engines import spoken
 from surgery.engines.in_transformers import EAGER, EAGERLY, PICTURES
 from surgery.reporting.front_matter import front_matter, reads_pictures
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts, stages
-from surgery.reporting.quality import before_and_after, healed_table, ladder_table
+from surgery.reporting.quality import before_and_after, fit_told, healed_table, ladder_table
 
 LOADING = {
     "stock": """\
@@ -75,7 +75,7 @@ Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"
 {markdown.render(ladder_table(report.ladder))}
 
 Losses are nats per token on held-out calibration text ({in_markdown(report.calibration.get("source"))}), recall is the
-share of planted five-digit keys that the model finds again. {_planted(report.calibration)}
+share of planted five-digit keys that the model finds again. {_planted(report.calibration)}{_fit(target)}
 
 {_healing(report.healing)}## Engines
 
@@ -100,6 +100,10 @@ def _planted(calibration: dict) -> str:
     if not isinstance(share, float) or not share:
         return ""
     return f"{share:.0%} of the text has facts planted and asked for; `surgery eval` measures text alone."
+
+
+def _fit(target: dict) -> str:
+    return f"\n\n{fit_told(target['fit'])}" if "fit" in target else ""
 
 
 def _healing(healing: dict | None) -> str:

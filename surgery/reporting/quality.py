@@ -41,6 +41,20 @@ def ladder_table(ladder: Iterable[dict[str, Any]]) -> Table:
     return Table.of(["stage", Column("loss (perplexity)", "Nats per token", align="right"), RECALL], rows)
 
 
+def fit_told(fit: dict[str, Any]) -> str:
+    """What a report's target says of its fit, in one sentence."""
+    tried, kept, given_up = fit["tried"], fit["kept"], fit["given_up"]
+    if given_up:
+        losses = f"{given_up['fitted']:.4f} with them fitted, {given_up['closed']:.4f} in closed form"
+        return (
+            f"The fit was given up after {given_up['layers']} layers, as it won back too little: a loss of {losses}, "
+            f"{given_up['source']:.4f} as they were."
+        )
+    closed = [str(layer) for layer in tried if layer not in kept]
+    others = f"; nearer to the source in closed form: {', '.join(closed)}" if closed else ""
+    return f"Fit kept by {len(kept)} of {len(tried)} layers{others}."
+
+
 def healed_table(quality: Sequence[dict[str, Any]]) -> Table:
     """Before and after a healing, of :func:`surgery.reporting.healing_table.quality_table`."""
     loss = Column("held-out loss (perplexity)", "Nats per token", with_perplexity)

@@ -41,8 +41,9 @@ class Alternatives(LayerFiles):
 def least_loss(forms: Sequence[str], scores: Mapping[str, Score]) -> str:
     """The form of least held-out loss, the earlier of equal ones; the last where no loss was measured.
 
-    A loss that is no number is more than any other.
+    A loss that is no number is more than any other. Forms that were given up on the way have no score.
     """
+    forms = [form for form in forms if form in scores]
     if scores[forms[-1]].loss is None:
         return forms[-1]
     return min(forms, key=lambda form: math.inf if math.isnan(scores[form].loss) else scores[form].loss)

@@ -37,6 +37,7 @@ from surgery.running.processes import ALONE, Processes
 from surgery.running.source import OwnSource, Source
 from surgery.structures.alternatives import Alternatives
 from surgery.structures.estimates import Demand
+from surgery.structures.fit_trial import FitTrial
 from surgery.structures.ladder import Ladder
 from surgery.structures.sequential_fit import SequentialFit
 from surgery.verification.flow import Flow
@@ -87,11 +88,17 @@ class Work(Generic[Opened, Settings]):
             processes=self.processes,
         )
 
-    def fit(self, wanted: bool) -> SequentialFit | None:
-        """The layer-wise fit, where the method has one, steps are asked for and there is text to fit on."""
-        if not wanted or self.texts.calibration is None or not self.settings.fit_steps:
+    def fits(self, wanted: bool) -> bool:
+        """Whether layers are fitted: the method has a fit, steps are asked for and there is text to fit on."""
+        return wanted and self.texts.calibration is not None and self.settings.fit_steps > 0
+
+    def fit(self, ladder: Ladder, closed: str, *fitted: str) -> SequentialFit | None:
+        """The layer-wise fit of a ladder with fitted stages, held against closed forms where they are one too."""
+        stream, texts = self.opened.stream, self.texts
+        if fitted[0] not in ladder.hidden:
             return None
-        return SequentialFit(self.opened.stream, self.store, self.texts.calibration, self.settings.batch_size)
+        trial = FitTrial(stream, texts.held_out, ladder, closed, fitted) if closed in ladder.hidden else None
+        return SequentialFit(stream, self.store, texts.calibration, self.settings.batch_size, trial)
 
     def ladder(self, stages: tuple[str, ...], *, exact: Collection[str] = (), steps: Collection[str] = ()) -> Ladder:
         """The stages of the conversion over its held-out text."""
@@ -100,7 +107,7 @@ class Work(Generic[Opened, Settings]):
 
     def pass_layers(
         self,
-        convert: Callable[[int], Any],
+        convert: Callable[[int, SequentialFit | None], Any],
         ladder: Ladder,
         fit: SequentialFit | None,
         *types: type,
@@ -109,7 +116,8 @@ class Work(Generic[Opened, Settings]):
         """What ``convert`` says of every layer; goes on after the last layer that is surely done.
 
         Args:
-            convert: carries the ladder and the fit through a layer; all else that it makes is on disk.
+            convert: carries the ladder and the fit through a layer; all else that it makes is on disk. It is given
+                no fit once that was given up.
             types: classes in what it says.
             settled: whether nothing of a layer is needed for the next but ladder and fit.
         """
@@ -117,14 +125,16 @@ class Work(Generic[Opened, Settings]):
         if state := self.snapshots.last("layers", *types):
             said, ladder.hidden = state["said"], state["ladder"]
             if fit:
-                fit.hidden = self.store.memory.copy(state["fit"])
+                fit.restore(state["fit"])
         with self.progress.phase("convert", self.opened.layers) as advance:
             advance(len(said))
             for layer in range(len(said), self.opened.layers):
-                said.append(convert(layer))
+                said.append(convert(layer, fit if fit and not fit.given_up else None))
+                if fit:
+                    fit.settle(layer)
                 if settled(layer):
                     self.snapshots.take(
-                        "layers", lambda: {"said": said, "ladder": ladder.hidden, "fit": fit and fit.hidden}
+                        "layers", lambda: {"said": said, "ladder": ladder.hidden, "fit": fit and fit.state()}
                     )
                 advance()
         return said

@@ -138,7 +138,8 @@ def _convert(
         _share_calibration(asked, settings, texts, together)
         return None
     foreseen = asked.foresee()
-    progress.expect(Workload.of(asked.opened, settings, texts.counts(), foreseen.demand).phase_flops())
+    workload = Workload.of(asked.opened, settings, texts.counts(), foreseen.demand)
+    progress.expect(workload.phase_flops())
     facts = {"source": asked.opened.reader.stamp(), "texts": texts.hashes(), "version": __version__}
     facts["settings"] = settings.deciding()
     with Unfinished(out, facts, overwrite=overwrite, restart=restart, note=progress.note) as unfinished:
@@ -160,6 +161,8 @@ def _convert(
         with CheckpointWriter(out, tensors, **written) as writer:
             with progress.step(4, STEPS):
                 outcome = asked.convert_layers(work, writer)
+            if fit := outcome.target.get("fit"):  # which may have been given up
+                progress.expect(workload.phase_flops(len(fit["tried"])))
             with progress.step(5, STEPS):
                 outcome, verification = _finish(asked, work, writer, tensors, outcome)
             if predicted is not None:

@@ -20,7 +20,8 @@ from surgery.families.base import LAYER_PREFIX, head_shape
 from surgery.model.attention_functions import own_softmax
 from surgery.running.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
 from surgery.running.source import OwnSource, Source
-from surgery.structures.ladder import EXACT_TOKENS
+from surgery.structures.fit_trial import TRIAL_SEQUENCES, asked_after
+from surgery.structures.ladder import ERROR_SEQUENCES, EXACT_TOKENS
 from surgery.transforms.attention_fit import BLOCKS
 
 # What a layer reaches of the rate of one large matrix product: norms, softmax and small products take the rest.
@@ -192,8 +193,8 @@ class Workload:
                                 of the merged stage; one slice of the vocabulary beside it
         attention weights       4 H T² c of one sequence, for lag statistics; 5 B H T² c where logits have a cap or
                                 learned sinks beside them, which no fused attention knows
-        fit                     N H Q (T + 5 k) c: the linearised attention of Q sampled queries, k numbers cached; a
-                                quarter of a sequence's with activations past the limit
+        fit                     N H Q (T + 5 k) c: the linearised attention of Q sampled queries, k numbers cached, in
+                                float32 or better; a quarter of a sequence's with activations past the limit
         statistics              8 matrices [n, n] in float64; sums of two and of one [D, D], twice, while they are taken
         float64 forms           the attention in float64, three times, and two merged stages, H d n numbers each
         rescaled tensor         the embeddings in float64, where the residual stream is rescaled
@@ -219,7 +220,7 @@ class Workload:
 
     def estimate(self, speed: dict[str, float | None]) -> dict:
         """Floating point operations by phase and the time they take at a measured speed; None where there is none."""
-        model, algebra = self._model_flops(), self._algebra_flops()
+        model, algebra = self._model_flops(self.layers), self._algebra_flops()
         seconds = None
         if speed["flops_per_second"]:
             seconds = sum(model.values()) / (speed["flops_per_second"] * EFFICIENCY)
@@ -231,10 +232,14 @@ class Workload:
             "estimated_seconds": seconds,
         }
 
-    def phase_flops(self) -> dict[str, int]:
-        """Operations of the model's runs by the names of a conversion's phases, in their order."""
+    def phase_flops(self, fits: int | None = None) -> dict[str, int]:
+        """Operations of the model's runs by the names of a conversion's phases, in their order.
+
+        Args:
+            fits: layers that were fitted, once that is known; None for all.
+        """
         found: dict[str, int] = {}
-        for part, flops in self._model_flops().items():
+        for part, flops in self._model_flops(self.layers if fits is None else fits).items():
             name = PHASE_OF.get(part, part)
             found[name] = found.get(name, 0) + flops
         return found
@@ -299,11 +304,11 @@ class Workload:
         if self.demand.fit_steps:
             sequences = self.calibration if fitted <= self.limit else 1 / BLOCKS
             rows = int(sequences * self.heads * self.demand.fit_queries)
-            device["fit"] = rows * (self.length + 5 * self.demand.cached) * self.compute
+            device["fit"] = rows * (self.length + 5 * self.demand.cached) * max(self.compute, 4)
         return host, device
 
-    def _model_flops(self) -> dict[str, int]:
-        """Of runs of the model."""
+    def _model_flops(self, fits: int) -> dict[str, int]:
+        """Of runs of the model, and of fits of so many layers."""
         forward = 2 * self.active_parameters + 2 * self.length * self.heads * self.head_dim
         vocabulary = 2 * self.vocabulary * self.hidden
         tokens = self.calibration * self.length
@@ -339,7 +344,10 @@ class Workload:
             # A product with J or its transpose takes four products of the size of the attention matrix.
             product = 8 * self.heads * self.demand.fit_queries * self.length * self.demand.cached
             steps = self.demand.fit_steps * (2 * self.demand.fit_iterations + 3) * product
-            found["fit"] = self.calibration * self.layers * (steps + 3 * self.length * forward)
+            found["fit"] = self.calibration * fits * (steps + 3 * self.length * forward)
+            behind = sum(self.layers - count for count in asked_after(self.layers) if count <= fits)
+            asked = 3 * fits * ERROR_SEQUENCES + 3 * behind * min(TRIAL_SEQUENCES, self.held_out)
+            found["fit"] += asked * self.length * forward
         found["verify"] = held_out * self.layers * forward + texts * vocabulary
         if self.demand.quantizes:
             found["quantise"] = (1 + 2 * CODES_SLOWDOWN) * held_out * self.layers * forward

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from surgery.families.attention import CapturedAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.source import Source
 from surgery.structures.alternatives import Alternatives
 from surgery.structures.ladder import Ladder
-from surgery.structures.sequential_fit import SequentialFit, Solve
+from surgery.structures.sequential_fit import SequentialFit
 from surgery.transforms.coded_reading import CodedAttention
 
 
@@ -23,15 +23,6 @@ def source_attention(opened: Source, layer: int, cache: QuantizedKVLayer | None 
         return None
     anatomy = opened.anatomy(layer).to(torch.float64).to(opened.stream.device, opened.stream.dtype)
     return CapturedAttention(anatomy) if cache is None else CodedAttention(anatomy, cache)
-
-
-def unchanged(attention: nn.Module) -> Solve:
-    """Solves the layer's fit by leaving it as it is."""
-
-    def solve(inputs: Tensor, targets: Tensor) -> nn.Module:
-        return attention
-
-    return solve
 
 
 def pass_kept(

@@ -8,6 +8,8 @@ solver of a layer takes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
 from surgery.running.activations import give_back
 from surgery.running.layer_stream import LayerStream, StreamedLayer
+from surgery.structures.fit_trial import FitTrial, TrialLosses
 
 Solve = Callable[[Tensor, Tensor], nn.Module]
 """Fits a layer: from inputs in the converted model and wanted outputs, [N, T, D] each and without the output bias, to a
@@ -30,25 +33,73 @@ class SequentialFit:
         stream: the source model.
         store: what entered each of its layers in the forward sweep.
         tokens: the same calibration tokens [N, T].
+        trial: asks held-out text whether fits help; None where closed forms and fits are no two results.
 
     Attributes:
-        hidden: of the converted model, what enters its next layer [N, T, D].
+        hidden: of the converted model, what enters its next layer [N, T, D]; None once the fit was given up.
+        tried: layers that were fitted so far.
+        kept: those of them that are nearer to the source for it.
+        given_up: the losses for which no more layers are fitted, and none keeps its fit.
     """
 
-    def __init__(self, stream: LayerStream, store: BoundaryStore, tokens: Tensor, batch_size: int):
-        self._stream, self._store, self._batch_size = stream, store, batch_size
-        self.hidden = store.embed(stream, tokens, batch_size)
+    def __init__(
+        self, stream: LayerStream, store: BoundaryStore, tokens: Tensor, batch_size: int, trial: FitTrial | None
+    ):
+        self._stream, self._store, self._batch_size, self._trial = stream, store, batch_size, trial
+        self.hidden: Tensor | None = store.embed(stream, tokens, batch_size)
+        self.tried: list[int] = []
+        self.kept: list[int] = []
+        self.given_up: TrialLosses | None = None
 
-    def fit(self, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, solve: Solve) -> nn.Module:
-        """Has one layer fitted and passes it; ``anatomy`` is the source's attention. Gives what ``solve`` gave."""
+    def fit(
+        self, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, closed: nn.Module, solve: Solve
+    ) -> nn.Module:
+        """Has one layer fitted and passes it.
+
+        Args:
+            anatomy: the source's attention.
+            closed: a stand-in for its closed form.
+
+        Returns:
+            What ``solve`` gave, or ``closed`` where that is nearer to the source.
+        """
         anatomy = anatomy.to(self._stream.device, self._stream.dtype)
         attention = solve(*self._problem(index, layer, anatomy))
-        self._stream.run_layer(layer, self.hidden, self._batch_size, attention)
+        self.tried.append(index)
+        if self._trial is None or self._trial.is_nearer(layer, closed, attention):
+            self.kept.append(index)
+        else:
+            attention = closed
+        self.go_past(layer, attention)
         return attention
 
     def go_past(self, layer: StreamedLayer, attention: nn.Module | None) -> None:
         """Passes a layer that is not fitted, with ``attention`` in the place of its own if that is given."""
         self._stream.run_layer(layer, self.hidden, self._batch_size, attention)
+
+    def settle(self, index: int) -> None:
+        """To be called once a layer was passed: after some of them the model is asked whether it goes on."""
+        due = self._trial and self.tried[-1:] == [index] and self._trial.is_asked(len(self.tried))
+        if not due:
+            return
+        losses = self._trial.losses(index + 1)
+        if not losses.worth_it:
+            self.given_up, self.kept, self.hidden = losses, [], None
+            self._trial.drop()
+
+    def facts(self) -> dict[str, Any]:
+        """For the report; see the attributes."""
+        return {"tried": self.tried, "kept": self.kept, "given_up": self.given_up and asdict(self.given_up)}
+
+    def state(self) -> dict[str, Any]:
+        """Plain values and tensors, from which :meth:`restore` goes on."""
+        return {"hidden": self.hidden, **self.facts()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a state, whose tensors stay as they are."""
+        self.tried, self.kept = state["tried"], state["kept"]
+        self.given_up = TrialLosses(**state["given_up"]) if state["given_up"] else None
+        self.hidden = None if state["hidden"] is None else self._store.memory.copy(state["hidden"])
 
     @torch.no_grad()
     def _problem(self, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy) -> tuple[Tensor, Tensor]:
@@ -68,3 +119,8 @@ class SequentialFit:
             targets[rows] = (out + hidden - converted_hidden).to(targets)
             give_back(source_hidden, self.hidden, inputs, targets)
         return inputs, targets
+
+
+def solver_dtype(stream: LayerStream) -> torch.dtype:
+    """What least squares on a stream's activations run in: float32 where the stream runs in fewer bits."""
+    return torch.promote_types(stream.dtype, torch.float32)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.loss import LogitReader
-from surgery.heads import duo, gates, prulong
+from surgery.heads import duo, gate_training, gates, prulong
 from surgery.heads.gate_training import schedule, train_gates
 from surgery.heads.gates import gated_heads, gated_output, input_device, mean_loss, recomputed_layers
 from surgery.heads.journal import Journal
@@ -106,6 +106,18 @@ def test_layers_are_computed_again_as_in_evaluation(checkpoints, family):
     assert calls == [0, 1] and sorted(again) == [0, 0, 1, 1]
     assert torch.equal(runs[0][0], runs[1][0]) and torch.allclose(runs[0][1], runs[1][1], rtol=1e-5)
     assert [layer.__dict__ == state for layer, state in zip(model.base_model.layers, states, strict=True)] == [True] * 2
+
+
+@pytest.mark.parametrize("method", SCORERS)
+def test_layers_are_computed_again_only_where_they_would_keep_much(checkpoints, method, monkeypatch):
+    results, calls, computed = [], [], gates.gated_output
+    monkeypatch.setattr(gates, "gated_output", lambda *args: calls.append(None) or computed(*args))
+    for kept in (gate_training.KEPT_BYTES, 0):
+        monkeypatch.setattr(gate_training, "KEPT_BYTES", kept)
+        calls.clear()
+        results.append((SCORERS[method].score(scoring_session(checkpoints("llama"), steps=3)).scores, len(calls)))
+    (scores, once), (same, twice) = results
+    assert torch.equal(scores, same) and twice == 2 * once
 
 
 def test_the_loss_in_pieces_is_the_loss(checkpoints, monkeypatch):

@@ -33,15 +33,14 @@ from surgery.engines import refuse_unless_loadable
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.running.layer_stream import LayerStream, StreamedLayer
+from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
 from surgery.structures.base import Candidate, Foreseen, LayerForm, Outcome, Structure, Work, kept_with_attention
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.ladder import Ladder
-from surgery.structures.passing import unchanged
-from surgery.structures.sequential_fit import SequentialFit, Solve
+from surgery.structures.sequential_fit import SequentialFit, Solve, solver_dtype
 from surgery.transforms.coded_reading import CodedAttention
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
 from surgery.transforms.kv_heads import MergedLayer, allocate_kv_heads, merge_kv_heads, unmerged
@@ -193,17 +192,17 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         merged = _merge(anatomy, statistics, self._plan.kv_heads[index], settings)
         forms = [CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))]
         if fit and settings.method == "fisher":
-            forms.append(fit.fit(index, layer, anatomy, _solver(merged, statistics, index, stream, settings)))
+            forms.append(fit.fit(index, layer, anatomy, forms[0], self._solver(index, merged, statistics)))
         dtype = self.opened.first.q.dtype
         return [LayerForm(form, attention_tensors(form.anatomy.to("cpu", dtype), index)) for form in forms]
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The merged form and the fitted one, of which the one of less held-out loss is written."""
         carrier, kv_heads, first = self._carrier, self._plan.kv_heads, self.opened.first
-        fit = work.fit(self.settings.method == "fisher")
-        stages = STAGES if fit else STAGES[:1]
+        stages = STAGES[: 1 + work.fits(self.settings.method == "fisher")]
         ladder = work.ladder(stages)
-        reports = work.pass_layers(lambda index: self._merge(index, work, fit, ladder), ladder, fit, HeadsLayerReport)
+        fit = work.fit(ladder, *STAGES)
+        reports = work.pass_layers(lambda i, fit: self._merge(i, work, fit, ladder), ladder, fit, HeadsLayerReport)
         scores = ladder.scores()
         result = least_loss(stages, scores)
         work.alternatives.write(result, self.opened.layers, writer)
@@ -217,6 +216,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
                 "reasons": [carrier.reason],
                 "kv_heads": kv_heads[0] if len(set(kv_heads)) == 1 else kv_heads,
                 "result": result,
+                **({"fit": fit.facts()} if fit else {}),
             },
             kv_bytes=lambda tokens: width * tokens,
             layers=reports,
@@ -241,16 +241,30 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         attention = CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))
         forms = {"merged": attention}
         with stream.layer(index) as layer:
-            if fit:
-                # A layer that keeps its heads stays as it is: fitted too, the demo model lost more.
-                solve = unchanged(attention) if kept else _solver(merged, statistics, index, stream, settings)
-                forms["fitted"] = fit.fit(index, layer, anatomy, solve)
+            if fit and kept:
+                forms["fitted"] = attention
+                fit.go_past(layer, attention)  # fitted too, the demo model lost more
+            elif fit:
+                solve = self._solver(index, merged, statistics)
+                forms["fitted"] = fit.fit(index, layer, anatomy, attention, solve)
             makers = {name: lambda form=form: form for name, form in forms.items()}
             errors = ladder.advance(layer, anatomy, makers, forms)
         for form, merged_form in forms.items():
             result = source if kept else merged_form.anatomy.to("cpu", source.q.dtype)
             work.alternatives.save(form, index, attention_tensors(result, index))
         return HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors, queries)
+
+    def _solver(self, index: int, merged: MergedLayer, statistics: LayerStatistics) -> Solve:
+        """The least-squares problem of one layer, from its closed form and the moment of its output's loss gradient."""
+        stream, settings = self.opened.stream, self.settings
+        start, metric = merged.anatomy.to(stream.device, solver_dtype(stream)), statistics.output_metric
+
+        def solve(inputs: Tensor, targets: Tensor) -> CapturedAttention:
+            options = {**settings.fit_solving(), **settings.fit_sampling(index)}
+            fitted, _, _ = fit_merged_layer(start, inputs, targets, metric.to(stream.device), **options)
+            return CapturedAttention(fitted.to(stream.dtype))
+
+        return solve
 
 
 def _check_beside_pictures(model_type: str, settings: KVHeadsSettings) -> None:
@@ -360,27 +374,6 @@ def _merge(
         return unmerged(anatomy)
     method = "mean-pool" if settings.method == "key-norm" else settings.method
     return merge_kv_heads(anatomy, statistics, kv_heads, method)
-
-
-def _solver(
-    merged: MergedLayer, statistics: LayerStatistics, index: int, stream: LayerStream, settings: KVHeadsSettings
-) -> Solve:
-    """The least-squares problem of one layer, from its closed form and the moment of its output's loss gradient."""
-
-    def solve(inputs: Tensor, targets: Tensor) -> CapturedAttention:
-        fitted, _, _ = fit_merged_layer(
-            merged.anatomy.to(stream.device, stream.dtype),
-            inputs,
-            targets,
-            statistics.output_metric.to(stream.device),
-            steps=settings.fit_steps,
-            iterations=settings.fit_iterations,
-            queries=settings.fit_queries,
-            seed=settings.seed + index,
-        )
-        return CapturedAttention(fitted)
-
-    return solve
 
 
 def _planned_tensors(opened: Source, plan: _Plan, head_dim: int) -> dict[str, TensorSpec]:

@@ -35,7 +35,7 @@ from surgery.structures.ladder import Ladder
 from surgery.structures.low_rank.rank_plan import Blocks, plan_bits, plan_ranks, wanted_rank
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.passing import pass_kept, source_attention
-from surgery.structures.sequential_fit import SequentialFit, Solve
+from surgery.structures.sequential_fit import SequentialFit, Solve, solver_dtype
 from surgery.transforms.attention_fit import gram
 from surgery.transforms.low_rank import SharedMoments, loss_metric, low_rank_layer
 from surgery.transforms.low_rank_fit import fit_low_rank_layer, order_latents
@@ -189,7 +189,8 @@ class LowRank(Structure[Source, LowRankSettings]):
         stream, statistics = self.opened.stream, work.library.load(index)[0]
         forms = [low_rank_layer(anatomy, statistics, self._blocks[index], self.asked.method).layer]
         if fit and self.asked.method == "fisher":
-            forms.append(fit.fit(index, layer, anatomy, self._solver(index, forms[0], statistics)).layer)
+            closed = SimulatedLowRank(forms[0].to(stream.device, stream.dtype))
+            forms.append(fit.fit(index, layer, anatomy, closed, self._solver(index, forms[0], statistics)).layer)
         return [
             LayerForm(
                 SimulatedLowRank(form.to(stream.device, stream.dtype)),
@@ -201,12 +202,13 @@ class LowRank(Structure[Source, LowRankSettings]):
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The closed form and the fitted one, of which the one of less held-out loss is written."""
         opened, writes = self.opened, self._writes
-        fit = work.fit(self.asked.method == "fisher")
-        forms = (*((CLOSED,) if self.closed_ends or not fit else ()), *((FITTED,) if fit else ()))
+        fits = work.fits(self.asked.method == "fisher")
+        forms = (*((CLOSED,) if self.closed_ends or not fits else ()), *((FITTED,) if fits else ()))
         windowed = tuple(EXACT_WINDOW[form] for form in forms) if self.asked.window else ()
         ladder = work.ladder((*forms, *windowed), steps=forms if windowed else ())
+        fit = work.fit(ladder, CLOSED, FITTED, *windowed[1:])
         reports = work.pass_layers(
-            lambda index: self._convert(index, work, fit, ladder),
+            lambda index, fit: self._convert(index, work, fit, ladder),
             ladder,
             fit,
             LowRankLayerReport,
@@ -228,6 +230,7 @@ class LowRank(Structure[Source, LowRankSettings]):
                 "sinks": writes.sinks,
                 "window": self.asked.window,
                 "result": result,
+                **({"fit": fit.facts()} if fit else {}),
                 **({"codes": writes.codes} if writes.codes else {}),
             },
             kv_bytes=writes.kv_bytes,
@@ -265,9 +268,10 @@ class LowRank(Structure[Source, LowRankSettings]):
             energies = energies.clamp_max(energies[energies.isfinite()].max())
             forms = {CLOSED: (closed, energies)} if CLOSED in ladder.hidden else {}
             if fit:
-                fitted = fit.fit(index, layer, anatomy, self._solver(index, closed, statistics))
-                self._group.fit.append(fitted)
-                forms[FITTED] = fitted.layer, self._energies
+                plain = SimulatedLowRank(closed.to(stream.device, stream.dtype), tuple(self._group.fit))
+                kept = fit.fit(index, layer, anatomy, plain, self._solver(index, closed, statistics))
+                self._group.fit.append(kept)
+                forms[FITTED] = (closed, energies) if kept is plain else (kept.layer, self._energies)
             stages = {name: form for name, (form, _) in forms.items()}
             if self.asked.window:
                 stages |= {EXACT_WINDOW[name]: form for name, (form, _) in forms.items()}
@@ -307,15 +311,13 @@ class LowRank(Structure[Source, LowRankSettings]):
         def solve(inputs: Tensor, targets: Tensor) -> SimulatedLowRank:
             shared = torch.cat([torch.cat(other.latents) for other in earlier], dim=-1) if earlier else None
             fitted, _, _ = fit_low_rank_layer(
-                start.to(stream.device, stream.dtype),
+                start.to(stream.device, solver_dtype(stream)),
                 inputs,
                 targets,
                 statistics.output_metric.to(stream.device),
                 shared=shared,
-                steps=settings.fit_steps,
-                iterations=settings.fit_iterations,
-                queries=settings.fit_queries,
-                seed=settings.seed + index,
+                **settings.fit_solving(),
+                **settings.fit_sampling(index),
             )
             moment = sum(gram(fitted.latents(x.to(fitted.down))).cpu() for x in inputs) / inputs.shape[:2].numel()
             fitted = fitted.to("cpu", torch.float64)

@@ -131,12 +131,14 @@ class Mixed(Structure[Source, MixedSettings]):
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The closed forms and the fitted ones, of which those of less held-out loss are written."""
         opened, settings = self.opened, self.settings
-        fit = work.fit(any(structure.foresee().demand.fit_steps for structure in self._structures))
-        stages = (CLOSED, FITTED) if fit else (CLOSED,)
-        ladder = work.ladder(stages)
-        reports = work.pass_layers(lambda index: self._convert(index, work, fit, ladder), ladder, fit, MixedLayerReport)
+        fits = work.fits(any(structure.foresee().demand.fit_steps for structure in self._structures))
+        ladder = work.ladder((CLOSED, FITTED)[: 1 + fits])
+        fit = work.fit(ladder, CLOSED, FITTED)
+        reports = work.pass_layers(
+            lambda index, fit: self._convert(index, work, fit, ladder), ladder, fit, MixedLayerReport
+        )
         scores = ladder.scores()
-        result = least_loss(stages, scores)
+        result = least_loss((CLOSED, FITTED), scores)
         work.alternatives.write(result, opened.layers, writer)
         config = self.foresee().config
         whole = skeleton(config, opened.weight_dtype)
@@ -150,6 +152,7 @@ class Mixed(Structure[Source, MixedSettings]):
                 "parts": [part.to_dict() for part in settings.parts],
                 "kept_layers": list(settings.keep),
                 "result": result,
+                **({"fit": fit.facts()} if fit else {}),
             },
             kv_bytes=lambda tokens: whole.kv_cache_bytes(1, tokens),
             layers=reports,

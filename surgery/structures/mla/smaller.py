@@ -157,7 +157,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         """Keeps a subspace of every layer's latents."""
         ladder = work.ladder((EXACT, SMALLER), exact=(EXACT,))
         layers = work.pass_layers(
-            lambda index: self._convert(index, work, ladder, writer), ladder, None, SmallerLayerReport
+            lambda index, _: self._convert(index, work, ladder, writer), ladder, None, SmallerLayerReport
         )
         work.alternatives.write(SMALLER, self.opened.layers, writer)
         writes = self._writes

@@ -44,7 +44,7 @@ from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerRepor
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.mla.smaller import SmallerMLA
 from surgery.structures.passing import pass_kept, source_attention
-from surgery.structures.sequential_fit import SequentialFit
+from surgery.structures.sequential_fit import SequentialFit, solver_dtype
 from surgery.transforms import mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
 from surgery.transforms.latent_fit import fit_latent_layer, latent_moments
@@ -158,7 +158,9 @@ class MLA(Structure[Source, ConvertSettings]):
         forms = [self._plan.convert(anatomy, work.library, index).truncated]
         if fit and mla.METHODS[settings.method].gradients:
             metric = work.library.load(index)[0].output_metric
-            forms.append(fit.fit(index, layer, anatomy, _Solver(forms[0], metric, index, stream, settings)).layer)
+            closed = SimulatedAttention(forms[0].to(stream.device, stream.dtype))
+            solve = _Solver(forms[0], metric, index, stream, settings)
+            forms.append(fit.fit(index, layer, anatomy, closed, solve).layer)
         return [
             LayerForm(
                 SimulatedAttention(form.to(stream.device, stream.dtype)),
@@ -170,15 +172,16 @@ class MLA(Structure[Source, ConvertSettings]):
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The closed form and the fitted one, of which the one of less held-out loss is written."""
         opened, carrier = self.opened, self._carrier
-        fit = work.fit(mla.METHODS[self.settings.method].gradients)
-        stages = LOSSY_STAGES[: 3 if fit else 2]
+        stages = LOSSY_STAGES[: 2 + work.fits(mla.METHODS[self.settings.method].gradients)]
         ladder = work.ladder((*EXACT_STAGES, *stages), exact=EXACT_STAGES, steps=stages[:1])
-        reports = work.pass_layers(lambda index: self._convert(index, work, fit, ladder), ladder, fit, LayerReport)
+        fit = work.fit(ladder, *LOSSY_STAGES[1:])
+        reports = work.pass_layers(lambda index, fit: self._convert(index, work, fit, ladder), ladder, fit, LayerReport)
         scores = ladder.scores()
         result = least_loss(stages[1:], scores)
         work.alternatives.write(result, opened.layers, writer)
         layers = [forms[result] for forms in reports]
         target = {**mla_target(carrier, self._plan.method.name, layers), **self._engine_cost, "result": result}
+        target |= {"fit": fit.facts()} if fit else {}
         return Outcome(
             config=carrier.writer.config(opened.reader.config),
             target=target,
@@ -238,8 +241,10 @@ class MLA(Structure[Source, ConvertSettings]):
             if fit:
                 metric = work.library.load(index)[0].output_metric
                 solve = _Solver(converted.truncated, metric, index, stream, self.settings)
-                stages["fitted"] = fit.fit(index, layer, anatomy, solve).layer
-                energies["fitted"] = solve.energies
+                closed = SimulatedAttention(converted.truncated.to(stream.device, stream.dtype))
+                kept = fit.fit(index, layer, anatomy, closed, solve)
+                stages["fitted"] = converted.truncated if kept is closed else kept.layer
+                energies["fitted"] = energies["truncated"] if kept is closed else solve.energies
             errors = ladder.advance(layer, anatomy, _forms(anatomy, converted.basis, stages, stream), stages)
         for form in energies:
             tensors = self._carrier.writer.tensors(index, stages[form].to("cpu", torch.float64))
@@ -268,10 +273,9 @@ class _Solver:
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> SimulatedAttention:
         stream, settings = self._stream, self._settings
-        start, metric = self._start.to(stream.device, stream.dtype), self._metric.to(stream.device)
-        sampling = {"queries": settings.fit_queries, "seed": settings.seed + self._index}
-        steps = {"steps": settings.fit_steps, "iterations": settings.fit_iterations}
-        fitted, _, _ = fit_latent_layer(start, inputs, targets, metric, **steps, **sampling)
+        start, metric = self._start.to(stream.device, solver_dtype(stream)), self._metric.to(stream.device)
+        sampling = settings.fit_sampling(self._index)
+        fitted, _, _ = fit_latent_layer(start, inputs, targets, metric, **settings.fit_solving(), **sampling)
         moments = latent_moments(fitted, inputs, metric, **sampling)
         ordered, self.energies = order_latents(fitted.to("cpu", torch.float64), *moments)
         return SimulatedAttention(ordered.to(stream.device, stream.dtype))

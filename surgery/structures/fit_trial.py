@@ -1,0 +1,105 @@
+"""Whether a layer-wise fit helps, asked of held-out text while it runs.
+
+A fit lowers a layer's error on the text that it sees. On the demo model that is good for the model; on SmolLM2-135M the
+whole fit took an hour and ended worse than its start. So each layer keeps its fit only where that brings it nearer to
+the source on text that no fit saw, and after a few layers the model itself is asked: with those layers fitted, and with
+them in their closed form, the source's own layers behind them. Where the fit wins back little, no further layer is
+fitted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from surgery.calibration.held_out import HeldOut
+from surgery.running.layer_stream import LayerStream, StreamedLayer
+from surgery.structures.ladder import ERROR_SEQUENCES, Ladder
+
+TRIAL_SEQUENCES = 4
+"""Held-out sequences on which the model is asked: differences on the same text settle long before losses do."""
+TRIED = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+"""Shares of the layers after whose fits the model is asked. The first is all that a fit costs where it is of no use."""
+WORTH = 1 / 3
+"""The least share of what closed forms lose that a fit has to win back, as it takes longer than all the rest.
+
+After its first layers the demo model won back 78% (MLA, an eighth), 91% (half of the heads) and all (low rank, a
+quarter), SmolLM2-135M 15% (MLA, a quarter).
+"""
+
+
+def asked_after(layers: int) -> set[int]:
+    """Numbers of fits after which the model is asked, of a model of so many layers."""
+    return {math.ceil(share * layers) for share in TRIED}
+
+
+@dataclass(frozen=True)
+class TrialLosses:
+    """Held-out losses of a model whose first layers are the source's, in closed form, and as the fit left them."""
+
+    layers: int
+    source: float
+    closed: float
+    fitted: float
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether the fit wins back enough; a loss that is no number is never worth it."""
+        return self.closed - self.fitted > max(0.0, WORTH * (self.closed - self.source))
+
+
+@dataclass(frozen=True)
+class FitTrial:
+    """Stages of a ladder: closed forms, what the fit made of them, and the source beside both.
+
+    Attributes:
+        fitted: stages with fits. The first is judged, all are dropped where the fit is given up.
+    """
+
+    stream: LayerStream
+    held_out: HeldOut
+    ladder: Ladder
+    closed: str
+    fitted: tuple[str, ...]
+
+    @torch.no_grad()
+    def is_nearer(self, layer: StreamedLayer, closed: nn.Module, fitted: nn.Module) -> bool:
+        """Whether a layer hands on what the source does more nearly with its fit than in its closed form.
+
+        Both are given what the layers before hand on. Errors are relative, token by token, as the norms of later layers
+        see them: else the few tokens of very large states would be all that counts.
+        """
+        source, hidden = (
+            self.ladder.hidden[stage][:ERROR_SEQUENCES].to(self.stream.device, self.stream.dtype)
+            for stage in ("source", self.fitted[0])
+        )
+        wanted = layer(source).float()
+
+        def error(attention: nn.Module) -> float:
+            lost = (layer(hidden, attention).float() - wanted).square().sum(-1)
+            return float((lost / wanted.square().sum(-1)).mean())
+
+        return error(fitted) < error(closed)  # an error that is no number is no less than any other
+
+    def is_asked(self, fits: int) -> bool:
+        """Whether the model is asked after this many fits."""
+        return fits in asked_after(self.stream.num_layers)
+
+    def losses(self, layers: int) -> TrialLosses:
+        """Of the model with its first layers in each form."""
+        count = min(TRIAL_SEQUENCES, self.held_out.texts)
+        states = [self.ladder.hidden[stage][:count].clone() for stage in ("source", self.closed, self.fitted[0])]
+        for index in range(layers, self.stream.num_layers):
+            with self.stream.layer(index) as layer:
+                for hidden in states:
+                    self.stream.run_layer(layer, hidden, count)
+        tokens = self.held_out.tokens[:count]
+        return TrialLosses(layers, *(self.stream.loss(hidden, tokens) for hidden in states))
+
+    def drop(self) -> None:
+        """Takes the fitted stages out of the ladder, so that they pass no further layer."""
+        for stage in self.fitted:
+            del self.ladder.hidden[stage]
