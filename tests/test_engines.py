@@ -65,6 +65,12 @@ def test_biases_and_frequency_lists_are_no_yes_in_native_classes():
     refuse_unless_loadable("all", MLA)
 
 
+def test_what_a_published_llava_leaves_to_its_language_models_class():
+    text = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064}  # as LLaVA 1.5 has it
+    facts = Facts.of({"model_type": "llava", "vision_config": {}, "text_config": text})
+    assert facts.pictures and facts.cached_numbers == 2 * 32 * 32 * 128
+
+
 def test_heads_of_a_family():
     assert Facts.of(LLAMA).cached_numbers == 2 * 2 * 2 * 8
     assert said(LLAMA, "llama.cpp")["status"] == LOADS_WITH

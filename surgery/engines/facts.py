@@ -72,7 +72,7 @@ class Facts:
         config = with_size_names(config)
         family = config.get("model_type", "")
         if isinstance(config.get("text_config"), dict):
-            config = {**config, **config["text_config"]}
+            config = {**config, **_with_defaults(config["text_config"])}
         structure = OWN if family == PICTURES else family if family in (MLA, DECILM, OWN) else HEADS
         common = {
             "structure": structure,
@@ -147,6 +147,16 @@ def _attending(config: dict[str, Any]) -> int:
     if types := config.get("layer_types"):
         return len(types) - types.count("linear_attention") - types.count("mamba")
     return config["num_hidden_layers"] // config.get("full_attention_interval", 1)
+
+
+def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
+    """The whole configuration of a language model: LLaVA's files say what differs from its class alone."""
+    if "num_hidden_layers" in text:
+        return text
+    from transformers import CONFIG_MAPPING
+
+    known = text.get("model_type") in CONFIG_MAPPING
+    return {**CONFIG_MAPPING[text["model_type"]]().to_dict(), **text} if known else text
 
 
 def _latent_width(config: dict[str, Any]) -> int:
