@@ -62,8 +62,8 @@ def test_no_layer_is_fitted_further_where_the_model_loses_by_it(tmp_path, fits, 
     assert (fit["tried"], fit["kept"], fit["given_up"]["layers"]) == ([0], [], 1)
     assert fit["given_up"]["fitted"] > fit["given_up"]["closed"]
     assert "fitted" not in losses_of(report) and report["target"]["result"] == "truncated"
-    assert "given up after 1 layers" in of_conversion(report) and "--fit-steps" not in of_conversion(report)
-    assert f"{fit['given_up']['fitted']:.4f} with them fitted" in fit_told(fit)
+    assert "given up at layer 0" in of_conversion(report) and "--fit-steps" not in of_conversion(report)
+    assert f"{fit['given_up']['fitted']:.4f} with layers fitted" in fit_told(fit)
     report_of(source, tmp_path / "closed", rope_dim=8, fit_steps=0)
     written, closed = (load_file(tmp_path / name / "model.safetensors") for name in ("given-up", "closed"))
     assert all(torch.equal(written[name], closed[name]) for name in closed)

@@ -27,7 +27,7 @@ def of_conversion(report: dict[str, Any]) -> str:
 def _without_fit(report: dict[str, Any]) -> str:
     """Says that a fit is not in the result, where there was one."""
     if given_up := (report["target"].get("fit") or {}).get("given_up"):
-        return f"; the fit won back little on held-out text and was given up after {given_up['layers']} layers"
+        return f"; the fit won back little on held-out text and was given up at layer {given_up['layers'] - 1}"
     tried = "fitted" in {row["stage"] for row in report["ladder"]}
     if not tried or report["target"].get("result", "fitted").startswith("fitted"):
         return ""
