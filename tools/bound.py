@@ -107,7 +107,7 @@ def main() -> None:
     for phase, spent in report["seconds"].items():
         print(f"  {phase}: {duration(spent)} by the clock, {size(report['phase_peak_bytes'][phase])} at most")
     print(f"{duration(seconds)} by the clock, {size(1024 * used.ru_maxrss)} of memory at most", end="")
-    print(f", of which the dry run says {size(foreseen['memory']['host_bytes'])}")
+    print(f"; the dry run says {size(foreseen['memory']['host_bytes'])}")
 
 
 if __name__ == "__main__":
