@@ -126,7 +126,7 @@ def test_started_by_the_verb(checkpoints, tmp_path):
 @pytest.mark.slow
 def test_started_from_a_program(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before, threads = dict(os.environ), torch.get_num_threads()
+    before, threads, children = dict(os.environ), torch.get_num_threads(), psutil.Process().children()
     torch.set_num_threads(1)
     few = {"kv_ratio": 0.5, "fit_steps": 0, "calibration_tokens": 512, "calibration_length": 64, "held_out": 1}
     places = tmp_path / "one" / "small", tmp_path / "two" / "small"
@@ -134,7 +134,7 @@ def test_started_from_a_program(tmp_path, monkeypatch):
         surgery.convert("builtin", "lowrank", out=out, processes=count, progress=False, **few)
     torch.set_num_threads(threads)
     assert results(places[0]) == results(places[1])
-    assert dict(os.environ) == before and not psutil.Process().children()
+    assert dict(os.environ) == before and set(psutil.Process().children()) <= set(children)
     assert not torch.distributed.is_initialized() and Processes().count == 1
 
 
