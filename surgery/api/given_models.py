@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from surgery.api.results import Checkpoint
 from surgery.checkpoint.location import find_local
 from surgery.checkpoint.named_models import model_named
 from surgery.common.errors import SurgeryError
+from surgery.common.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,7 +61,7 @@ def on_disk(model: Model, tokenizer: PreTrainedTokenizerBase | None, *, tokenize
     elif hasattr(model, "save_pretrained") and hasattr(model, "config"):
         if tokenized and tokenizer is None:
             raise SurgeryError("a model in memory has no text without its tokenizer: give tokenizer=...")
-        with TemporaryDirectory(prefix="surgery-model-") as folder:
+        with TemporaryFolder("model") as folder:
             path = Path(folder, Path(getattr(model.config, "name_or_path", "") or "model").name)
             _save(model, tokenizer, path)
             yield OnDisk(str(path), lasting=False, device=str(model.device))

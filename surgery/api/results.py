@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import shutil
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.pictures import Page, Svg
+from surgery.common.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from surgery.heads.pattern import HeadPattern
-
-
-class TemporaryFolder:
-    """A folder that goes with this object, and at the latest with the process.
-
-    Attributes:
-        remove: removes it now.
-    """
-
-    def __init__(self) -> None:
-        self.path = Path(mkdtemp(prefix="surgery-result-"))
-        self.remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
 @dataclass(frozen=True)

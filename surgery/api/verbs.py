@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from surgery.api.given_models import Model, OnDisk, on_disk
-from surgery.api.results import Checkpoint, Converted, Evaluated, Healed, ScoredHeads, TemporaryFolder
+from surgery.api.results import Checkpoint, Converted, Evaluated, Healed, ScoredHeads
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.checkpoint.location import find_local
 from surgery.checkpoint.output_place import settle_output
 from surgery.common.file_settings import read_mapping
 from surgery.common.progress import Progress
 from surgery.common.shipped import find_shipped
+from surgery.common.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -334,7 +334,7 @@ def evaluate(
     with ExitStack() as opened:
         given = _rows(models, tokenizer, opened)
         compared = None if baseline is None else opened.enter_context(on_disk(baseline, tokenizer))
-        folder = Path(opened.enter_context(TemporaryDirectory(prefix="surgery-eval-")) if out is None else out)
+        folder = Path(opened.enter_context(TemporaryFolder("eval")) if out is None else out)
         from surgery.evaluation.output import track, write_report
         from surgery.evaluation.run import Request
         from surgery.evaluation.run import evaluate as run
@@ -444,7 +444,7 @@ def _place(out: str | Path | None, name: str) -> Iterator[tuple[Path, TemporaryF
     if out is not None:
         yield Path(out), None
         return
-    kept = TemporaryFolder()
+    kept = TemporaryFolder("result")
     try:
         yield kept.path / name, kept
     except BaseException:

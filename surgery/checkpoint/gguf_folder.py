@@ -7,11 +7,7 @@ process, and go when the process ends.
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
-import shutil
-import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +17,7 @@ from surgery.checkpoint.gguf_header import read_gguf_header
 from surgery.checkpoint.gguf_model import GgufModel, describe_model, special_tokens
 from surgery.checkpoint.gguf_tokenizer import write_tokenizer
 from surgery.checkpoint.layout import CONFIG
+from surgery.common.temporary import TemporaryFolder
 
 
 @dataclass(frozen=True)
@@ -58,13 +55,10 @@ def _opened(file: Path, size: int, changed: int) -> GgufFolder:
     return GgufFolder(file, model, folder)
 
 
+_KEPT: list[TemporaryFolder] = []
+
+
 def temporary_folder() -> Path:
     """A new folder that is removed when this process ends."""
-    folder, process = tempfile.mkdtemp(prefix="surgery-gguf-"), os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == process:  # a forked child leaves it to its parent
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    return Path(folder)
+    _KEPT.append(TemporaryFolder("gguf"))
+    return _KEPT[-1].path

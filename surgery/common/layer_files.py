@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import TypeVar
+
+from surgery.common.temporary import TemporaryFolder
 
 Self = TypeVar("Self", bound="LayerFiles")
 
@@ -21,8 +22,8 @@ class LayerFiles:
     def __init__(self, kind: str, parent: Path | None = None):
         self._temporary = None
         if parent is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix=f"surgery-{kind}-")
-            self.folder = Path(self._temporary.name)
+            self._temporary = TemporaryFolder(kind)
+            self.folder = self._temporary.path
         else:
             self.folder = parent / kind
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -32,7 +33,7 @@ class LayerFiles:
 
     def __exit__(self, *exc) -> None:
         if self._temporary is not None:
-            self._temporary.cleanup()
+            self._temporary.remove()
 
     def _path(self, layer: int, suffix: str) -> Path:
         return self.folder / f"{layer:05d}{suffix}"

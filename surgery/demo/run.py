@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from surgery.checkpoint.named_models import BUILTIN, SMOLLM2, asset, model_named
 from surgery.common.errors import SurgeryError
 from surgery.common.human import origin
+from surgery.common.temporary import TemporaryFolder
 
 SEED = 2
 NEW_TOKENS = 48
@@ -151,7 +151,7 @@ def measure_with_stock_transformers(checkpoints: list[Path], shown: DemoModel) -
     from surgery.calibration.texts import load_tokenizer
 
     tokenizer = load_tokenizer(checkpoints[0])
-    with tempfile.TemporaryDirectory(prefix="surgery-demo-") as folder:
+    with TemporaryFolder("demo") as folder:
         tokens, request = Path(folder, "tokens.safetensors"), Path(folder, "request.json")
         save_file(held_out_tokens(tokenizer, shown), tokens)
         wanted = {

@@ -1,0 +1,99 @@
+"""Temporary folders that go with their process; those of processes that were killed go when the next one is made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from typing import TextIO
+
+try:
+    import fcntl
+except ImportError:  # Windows: what a killed process leaves stays
+    fcntl = None
+
+PREFIX, LOCK = "surgery-", ".lock"
+
+
+class TemporaryFolder:
+    """A folder where ``TMPDIR`` says, that goes with this object, at the latest with the process that made it.
+
+    A file beside it is locked for as long, by which others know that the folder is in use.
+
+    Args:
+        kind: of what lies in it, for its name.
+
+    Attributes:
+        remove: removes it now.
+    """
+
+    def __init__(self, kind: str):
+        _remove_abandoned()
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-"))
+        self.remove = weakref.finalize(self, _remove, self.path, _locked(self.path), os.getpid())
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + LOCK)
+
+
+def _locked(folder: Path) -> TextIO | None:
+    """The locked file; it gets its name once it is locked, so that nobody finds it free."""
+    if fcntl is None:
+        return None
+    number, unnamed = tempfile.mkstemp(prefix=f".{PREFIX}", dir=folder.parent)
+    handle = os.fdopen(number)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError:  # some network disks have no locks
+        handle.close()
+        os.unlink(unnamed)
+        return None
+    os.replace(unnamed, _lock_of(folder))
+    return handle
+
+
+def _remove(folder: Path, lock: TextIO | None, process: int) -> None:
+    if os.getpid() != process:  # a forked child leaves it to its parent
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    if lock is not None:
+        _lock_of(folder).unlink(missing_ok=True)
+        lock.close()
+
+
+def _remove_abandoned() -> None:
+    """Removes folders of this user whose process is no more."""
+    if fcntl is None:
+        return
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*{LOCK}"):
+        folder = path.with_name(path.name.removesuffix(LOCK))
+        if (handle := _taken(path)) is not None:
+            if not os.path.lexists(folder) or folder.lstat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)  # no link is followed
+                path.unlink(missing_ok=True)
+            os.close(handle)
+
+
+def _taken(lock: Path) -> int | None:
+    """A lock of this user that nobody held; None of others."""
+    try:
+        if lock.lstat().st_uid != os.getuid():
+            return None
+        handle = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:  # gone meanwhile
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle

@@ -1,0 +1,73 @@
+"""Temporary folders: gone with their process, or with the next one."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from surgery.common.temporary import TemporaryFolder
+
+STAYS = """
+import sys, time
+from surgery.common.temporary import TemporaryFolder
+folder = TemporaryFolder("test")
+(folder.path / "file").write_text("")
+print(folder.path, flush=True)
+time.sleep(60 * (len(sys.argv) > 1))
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_it_goes_with_its_block_its_object_and_its_process(place):
+    with TemporaryFolder("test") as folder:
+        assert folder.parent == place and folder.name.startswith("surgery-test-") and len(os.listdir(place)) == 2
+    assert not os.listdir(place)
+    kept = TemporaryFolder("test")
+    del kept
+    gc.collect()
+    assert not os.listdir(place)
+    subprocess.run([sys.executable, "-c", STAYS], check=True, capture_output=True)
+    assert not os.listdir(place)
+
+
+def test_what_a_killed_process_left_goes_with_the_next_and_what_others_use_stays(place):
+    others = [
+        subprocess.Popen([sys.executable, "-c", STAYS, "wait"], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    folders = [Path(other.stdout.readline().strip()) for other in others]
+    (place / "surgery-mine").mkdir()
+    try:
+        others[0].send_signal(signal.SIGKILL)
+        others[0].wait()
+        assert (folders[0] / "file").exists()
+        with TemporaryFolder("test"):
+            assert not folders[0].exists() and (folders[1] / "file").exists()
+    finally:
+        others[1].terminate()
+        others[1].communicate()
+    with TemporaryFolder("test"):
+        pass
+    assert os.listdir(place) == ["surgery-mine"]  # no folder without a lock is touched
+
+
+def test_a_forked_child_leaves_it_to_its_parent(place):
+    kept = TemporaryFolder("test")
+    child = os.fork()
+    if child == 0:
+        kept.remove()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert kept.path.is_dir() and len(os.listdir(place)) == 2
+    kept.remove()
+    assert not os.listdir(place)
