@@ -70,7 +70,8 @@ def test_the_result_computes_and_caches_what_was_promised(converted, name, kind)
     # The reload is compared with the simulation by the conversion itself; both must have scored the same.
     forms = {"alone": [CLOSED, FITTED], "cascade": [FITTED]}
     candidates = forms.get(kind, list(EXACT_WINDOW.values()))
-    assert report.target["result"] == min(candidates, key=ladder.get)
+    written = [stage for stage in candidates if stage in ladder]  # a fit may have been given up
+    assert report.target["result"] == min(written, key=ladder.get)
     assert ladder["reloaded"] == pytest.approx(ladder[report.target["result"]], abs=1e-4)
 
 

@@ -31,7 +31,7 @@ def bases(groups: int, dim: int):
 @pytest.fixture
 def case(request, checkpoints):
     opened = Source.open(checkpoints(request.param), ConvertSettings())
-    anatomy = opened.first.to(torch.float64)
+    anatomy = opened.anatomy(opened.first_layer).to(torch.float64)
     x = torch.randn(2, 33, anatomy.hidden, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     return anatomy, x, attention.output(anatomy, attention.attend(anatomy, anatomy.project(x)), x)
 

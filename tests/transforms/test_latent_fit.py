@@ -16,7 +16,8 @@ from surgery.transforms.partial_rope import latent_form, latent_rows, truncate
 
 def problem(checkpoints, name: str):
     """A truncated layer, its inputs, and what the whole layer puts out."""
-    anatomy = Source.open(checkpoints(name), ConvertSettings()).first.to(torch.float64)
+    opened = Source.open(checkpoints(name), ConvertSettings())
+    anatomy = opened.anatomy(opened.first_layer).to(torch.float64)
     x = torch.randn(4, 30, anatomy.hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     projection = anatomy.project(x)
     z = torch.cat([projection.k.flatten(2), projection.v.flatten(2)], dim=-1).flatten(0, 1)
