@@ -4,6 +4,7 @@ This file travels beside the weights as remote code: it may import torch, transf
 """
 
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -88,10 +89,15 @@ def convert_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
     """Puts converted attention into the layers of a family's decoder that `attention_layers` names, and its cache.
 
     Raises:
-        ValueError: the family's layers cannot keep such a cache.
+        ValueError: the family's layers cannot keep such a cache, or transformers hands caches on in another way.
     """
     for layer, entry in zip(decoder.layers, config.attention_layers, strict=True):
         if entry is not None:
+            if "cache" in signature(type(layer.self_attn).forward).parameters:  # it would be left unread
+                raise ValueError(
+                    "this transformers hands caches to attention as `cache`, which the model's code does not read: "
+                    "install transformers below 5.24"
+                )
             attention_class = family_attention_class(ATTENTION[entry["kind"]], type(layer.self_attn))
             layer.self_attn = attention_class(layer.self_attn, entry)
     _connect(decoder)
