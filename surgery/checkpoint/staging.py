@@ -18,11 +18,7 @@ from typing import TextIO
 from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, sync_folder, sync_tree, tree_bytes
 from surgery.checkpoint.layout import CONFIG
 from surgery.common.errors import SurgeryError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from surgery.common.file_lock import Lock, try_lock
 
 MARKER = ".surgery-partial"
 UNFINISHED = ".surgery-unfinished"
@@ -97,7 +93,7 @@ class Staging:
                 self.partial.mkdir(exist_ok=keep_unfinished)
                 self._created = True
                 self._lock = open(self.partial / MARKER, "w")  # noqa: SIM115 held until commit or discard
-                _try_lock(self._lock)
+                try_lock(self._lock)
         except BaseException:
             self.discard()
             raise
@@ -161,7 +157,7 @@ class Staging:
                 raise SurgeryError(f"{self.partial}: is in the way and not ours; remove it or choose another --out")
             return
         with open(marker) as handle:
-            if not _try_lock(handle):
+            if try_lock(handle) is Lock.HELD:
                 raise SurgeryError(
                     f"{self.partial}: another surgery is writing it; wait for it or choose another --out"
                 )
@@ -211,15 +207,3 @@ def _remove_partial(partial: Path, *, keep_unfinished: bool = False) -> None:
             path.unlink()
     if not keep_unfinished:
         shutil.rmtree(partial)
-
-
-def _try_lock(handle: TextIO) -> bool:
-    """Locks the marker for as long as ``handle`` is open; false where another process holds it."""
-    if fcntl is not None:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # some network disks have no locks
-            return True
-    return True

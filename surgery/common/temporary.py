@@ -9,10 +9,7 @@ import weakref
 from pathlib import Path
 from typing import TextIO
 
-try:
-    import fcntl
-except ImportError:  # Windows: what a killed process leaves stays
-    fcntl = None
+from surgery.common.file_lock import Lock, try_lock
 
 PREFIX, LOCK = "surgery-", ".lock"
 
@@ -46,14 +43,13 @@ def _lock_of(folder: Path) -> Path:
 
 
 def _locked(folder: Path) -> TextIO | None:
-    """The locked file; it gets its name once it is locked, so that nobody finds it free."""
-    if fcntl is None:
-        return None
+    """The locked file, which gets its name once it is locked, so that nobody finds it free.
+
+    None where there are no locks: what a killed process leaves then stays.
+    """
     number, unnamed = tempfile.mkstemp(prefix=f".{PREFIX}", dir=folder.parent)
     handle = os.fdopen(number)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError:  # some network disks have no locks
+    if try_lock(handle) is not Lock.TAKEN:
         handle.close()
         os.unlink(unnamed)
         return None
@@ -72,8 +68,6 @@ def _remove(folder: Path, lock: TextIO | None, process: int) -> None:
 
 def _remove_abandoned() -> None:
     """Removes folders of this user whose process is no more."""
-    if fcntl is None:
-        return
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*{LOCK}"):
         folder = path.with_name(path.name.removesuffix(LOCK))
         if (handle := _taken(path)) is not None:
@@ -91,9 +85,7 @@ def _taken(lock: Path) -> int | None:
         handle = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:  # gone meanwhile
         return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
+    if try_lock(handle) is Lock.TAKEN:
+        return handle
+    os.close(handle)
+    return None
