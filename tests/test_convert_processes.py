@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 import torch
-from processes import Fork, two_forks
+from processes import AT_ONCE, Fork, two_forks
 
 import surgery
 from surgery.calibration.parts import PARTS, Parts
@@ -165,16 +165,6 @@ def test_the_others_end_with_the_one_that_started_them(checkpoints, tmp_path):
     process.kill()
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert len(workers) == 2 and not alive
-
-
-AT_ONCE = """
-import sys
-from surgery.checkpoint import snapshots
-snapshots.INTERVAL = 0.0
-from surgery.cli import main
-sys.argv[0] = "surgery"
-main()
-"""
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from processes import Fork
+from processes import AT_ONCE, Fork
 
 from surgery.checkpoint import snapshots
 from surgery.checkpoint.staging import MARKER, UNFINISHED
@@ -136,14 +136,6 @@ def test_an_error_leaves_nothing(checkpoints, tmp_path, stops, monkeypatch):
 
 
 KILLS = 50
-CONVERT = """
-import sys
-from surgery.checkpoint import snapshots
-snapshots.INTERVAL = 0.0
-from surgery.cli import main
-sys.argv[0] = "surgery"
-main()
-"""
 
 
 @pytest.mark.slow
@@ -153,10 +145,10 @@ def test_killed_at_random(checkpoints, tmp_path):
     verb += ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "2", "--out"]
     Fork(code="").wait()  # what forks are of has to begin first, and is not in the length
     began = time.monotonic()
-    assert Fork(*verb, tmp_path / "whole" / "small", code=CONVERT).wait() == 0
+    assert Fork(*verb, tmp_path / "whole" / "small", code=AT_ONCE).wait() == 0
     length, drawn, killed = time.monotonic() - began, random.Random(0), 0
     while killed < KILLS:
-        process = Fork(*verb, tmp_path / "again" / "small", code=CONVERT)
+        process = Fork(*verb, tmp_path / "again" / "small", code=AT_ONCE)
         time.sleep(drawn.uniform(0, length))
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
@@ -164,7 +156,7 @@ def test_killed_at_random(checkpoints, tmp_path):
         if (tmp_path / "again" / "small").exists():  # it went on from so late that it was done
             assert results(tmp_path / "again" / "small") == results(tmp_path / "whole" / "small")
             shutil.rmtree(tmp_path / "again" / "small")
-    ended = Fork(*verb, tmp_path / "again" / "small", code=CONVERT)
+    ended = Fork(*verb, tmp_path / "again" / "small", code=AT_ONCE)
     assert ended.wait() == 0, ended.stderr[-2000:]
     assert results(tmp_path / "again" / "small") == results(tmp_path / "whole" / "small")
     assert os.listdir(tmp_path / "again") == ["small"]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import Fork
+from processes import AT_ONCE, Fork
 
 from surgery.cli.program import main
 from surgery.heads.pattern import HeadPattern
@@ -29,15 +29,6 @@ COUNT = int(os.environ.get("SURGERY_SOAK", "16"))
 SEED = int(os.environ.get("SURGERY_SOAK_SEED", "0"))
 ENDINGS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 TEXT = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "2"]
-# States are kept at once, not every 20 seconds.
-RUN = """
-import sys
-from surgery.checkpoint import snapshots
-snapshots.INTERVAL = 0.0
-from surgery.cli import main
-sys.argv[0] = "surgery"
-main()
-"""
 # What runs may add to the memory of a process, each; allocators and caches of torch move by more from run to run.
 GROWTH = 0.5 * 2**20
 
@@ -120,13 +111,13 @@ def test_nothing_is_left_and_every_result_is_right(operations, tmp_path, monkeyp
         name = draw.choice(list(operations))
         call = [*operations[name], "--out", work / name]
         if draw.random() < 0.5:
-            fork = Fork(*call, code=RUN)
+            fork = Fork(*call, code=AT_ONCE)
             time.sleep(draw.uniform(0, seconds[name]))
             if fork.poll() is None:
                 os.kill(fork.pid, draw.choice(ENDINGS))
             if fork.wait():
                 ended += 1
-                again = Fork(*call, code=RUN)
+                again = Fork(*call, code=AT_ONCE)
                 assert again.wait() == 0, (number, name, again.stderr[-3000:])
             fork = again = None  # and their files
         else:

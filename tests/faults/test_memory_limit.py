@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_line import ROOT
+from processes import AT_ONCE
 
 from surgery.checkpoint.staging import MARKER, UNFINISHED
 
@@ -29,13 +30,6 @@ TEXT = [
 ]
 WIDE = ["--batch-size", "256"]  # of 256 sequences, whose activations under autograd take half a gigabyte
 TOO_LITTLE = 640 * 2**20
-EVERY_STATE = """
-import sys
-from surgery.checkpoint import snapshots
-from surgery.cli.program import main
-snapshots.INTERVAL = 0.0
-main()
-"""
 
 
 @pytest.fixture
@@ -63,7 +57,7 @@ def limited(tmp_path):
 
 
 def convert(source, out, group=None):
-    command = [sys.executable, "-c", EVERY_STATE, "convert", "--to", "lowrank", source, "--out", out, *TEXT, *WIDE]
+    command = [sys.executable, "-c", AT_ONCE, "convert", "--to", "lowrank", source, "--out", out, *TEXT, *WIDE]
     enter = f"echo $$ > {group}/cgroup.procs && " if group else ""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     script = ["sh", "-c", enter + 'exec "$@"', "sh", *map(str, command)]

@@ -17,6 +17,16 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 
+AT_ONCE = """
+import sys
+from surgery.checkpoint import snapshots
+snapshots.INTERVAL = 0.0
+from surgery.cli import main
+sys.argv[0] = "surgery"
+main()
+"""
+"""`surgery`, whose states are kept at once, not every 20 seconds."""
+
 SERVER = """
 import atexit, json, os, runpy, sys
 import torch, torch._dynamo, safetensors.torch
