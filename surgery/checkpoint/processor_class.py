@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 
 from surgery.checkpoint import CheckpointWriter
+from surgery.checkpoint.tokenizer_class import CONFIG
 
-CONFIG = "tokenizer_config.json"
 NAMED_IN = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", CONFIG)
 KEY = "processor_class"
 

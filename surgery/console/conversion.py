@@ -12,11 +12,10 @@ from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import of_conversion, show_next, where_it_loads
-from surgery.engines import spoken
+from surgery.engines import OWN_CLASSES, spoken
 from surgery.engines.verdict import Verdict
 from surgery.reporting.quality import before_and_after, fit_told, ladder_table
 
-OWN_CLASSES = "surgery", "surgery_pictures"
 LONG_TIME = 60
 """Seconds from which a dry run says what would be shorter."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from surgery.common.human import cost, decimal, duration, perplexity, share, size, with_perplexity
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
-from surgery.engines import LOADS, LOADS_WITH
+from surgery.engines import loads
 from surgery.planning.settings import beyond_positions
 
 
@@ -82,8 +82,7 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
 
 
 def _engines(row) -> list[str]:
-    loads = [engine for engine, said in row.engines.items() if said["status"] in (LOADS, LOADS_WITH)]
-    return [engine for engine in loads if engine != "transformers"]
+    return [engine for engine, said in row.engines.items() if loads(said) and engine != "transformers"]
 
 
 def _budget(plan) -> str:

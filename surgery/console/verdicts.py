@@ -9,7 +9,7 @@ from rich.console import Console
 
 from surgery.common.human import cost, share
 from surgery.console.page import plain
-from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, ran
+from surgery.engines import NOT_TRIED, REFUSED, loads, ran
 
 
 def of_conversion(report: dict[str, Any]) -> str:
@@ -47,15 +47,15 @@ def of_healing(healing: dict[str, Any]) -> str | None:
 
 def where_it_loads(engines: Mapping[str, Any]) -> str:
     """Of a report's table of engines, all of which are named."""
-    verdicts = {engine: said["status"] for engine, said in engines.items() if not isinstance(said, str)}
-    loads = [
-        engine if ran(engines[engine]) else f"{engine} (by its own check, not run)"
-        for engine, status in verdicts.items()
-        if status in (LOADS, LOADS_WITH)
+    verdicts = {engine: said for engine, said in engines.items() if not isinstance(said, str)}
+    taking = [
+        engine if ran(said) else f"{engine} (by its own check, not run)"
+        for engine, said in verdicts.items()
+        if loads(said)
     ]
-    told = f"loads in {', '.join(loads)}" if loads else "no engine is known to load it"
+    told = f"loads in {', '.join(taking)}" if taking else "no engine is known to load it"
     for words, status in (("not tried in", NOT_TRIED), ("refused by", REFUSED)):
-        if others := [engine for engine, said in verdicts.items() if said == status]:
+        if others := [engine for engine, said in verdicts.items() if said["status"] == status]:
             told += f"; {words} {', '.join(others)}"
     return told
 

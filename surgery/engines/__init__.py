@@ -4,22 +4,24 @@ A verdict is "loads" only where a test of ours ran that kind of checkpoint in th
 check function accepts it; what nobody tried is "not tried" (:mod:`surgery.engines.trials`).
 """
 
-from surgery.engines.facts import Facts
+from surgery.engines.facts import OWN_CLASSES, Facts
 from surgery.engines.limits import ENGINES, MLALimits, cache_dtype_flags, mla_limits
 from surgery.engines.table import engine_table, refuse_unless_loadable, spoken, verdicts
-from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict, ran
+from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict, loads, ran
 
 __all__ = [
     "ENGINES",
     "LOADS",
     "LOADS_WITH",
     "NOT_TRIED",
+    "OWN_CLASSES",
     "REFUSED",
     "Facts",
     "MLALimits",
     "Verdict",
     "cache_dtype_flags",
     "engine_table",
+    "loads",
     "mla_limits",
     "ran",
     "refuse_unless_loadable",

@@ -13,6 +13,7 @@ from surgery_vllm.structure import Grouped, Latent, LowRank, NotServed, SplitHea
 MLA, HEADS, DECILM, OWN = "deepseek_v3", "heads", "nemotron-nas", "surgery"
 PICTURES = "surgery_pictures"
 """The own class inside of a model of pictures and text."""
+OWN_CLASSES = OWN, PICTURES
 
 PLAIN = ("llama", "mistral")
 """Families whose attention is queries, keys, values and RoPE, which every engine's MLA carries."""

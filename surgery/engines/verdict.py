@@ -49,6 +49,11 @@ class Verdict:
         return {**asdict(self), "text": self.text}
 
 
+def loads(said: Mapping[str, Any]) -> bool:
+    """Whether a verdict, as plain values, is a yes."""
+    return said["status"] in (LOADS, LOADS_WITH)
+
+
 def ran(said: Mapping[str, Any]) -> bool:
-    """Whether a yes, as plain values, is that of a test, not of the engine's own check."""
-    return said["status"] in (LOADS, LOADS_WITH) and said["reason"].startswith("ran in")
+    """Whether it is that of a test, not of the engine's own check."""
+    return loads(said) and said["reason"].startswith("ran in")

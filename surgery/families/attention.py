@@ -13,15 +13,24 @@ from surgery.kernels.mla_decode.reference import causal_mask
 
 def rotated_heads(anatomy: AttentionAnatomy, projection: Projection) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [B, H, T, ·] of a prompt as they meet in the softmax, heads repeated."""
-    repeat = anatomy.heads // anatomy.kv_heads
+    repeat, (q, k) = anatomy.heads // anatomy.kv_heads, _rotated(anatomy, projection)
+    k, v = (x.repeat_interleave(repeat, dim=2) for x in (k, projection.v))
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def cached_heads(anatomy: AttentionAnatomy, projection: Projection) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, H, T, ·] of a prompt, and keys and values [B, G, T, ·] as they are cached."""
+    q, k = _rotated(anatomy, projection)
+    return q.transpose(1, 2), k.transpose(1, 2), projection.v.transpose(1, 2)
+
+
+def _rotated(anatomy: AttentionAnatomy, projection: Projection) -> tuple[Tensor, Tensor]:
+    """Queries [B, T, H, d] and keys [B, T, G, d] behind RoPE and what the keys' norm leaves for then."""
     phase = phases(
         anatomy.inv_freq, torch.arange(projection.q.shape[1], device=projection.q.device), projection.q.dtype
     )
     q, k = rotate(projection.q, phase), rotate(projection.k, phase)
-    if projection.key_gain is not None:
-        k = k * projection.key_gain[..., None]
-    k, v = (x.repeat_interleave(repeat, dim=2) for x in (k, projection.v))
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return q, k if projection.key_gain is None else k * projection.key_gain[..., None]
 
 
 def attend(anatomy: LayerAnatomy, projection: Projection) -> Tensor:

@@ -16,12 +16,11 @@ from torch import BoolTensor, Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.families.attention import output
-from surgery.families.rope import phases, rotate
+from surgery.families.attention import cached_heads, output
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.model.token_codes import TokenCodes
 from surgery.running.attention_tap import AttentionCall, tapped
-from surgery.transforms.coded_reading import as_codes, attend_coded
+from surgery.transforms.coded_reading import read_coded
 
 PIECE = 256
 """Queries at a time: a sequence of any length takes memory for this many times those that they see."""
@@ -134,11 +133,7 @@ class StreamingAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
         anatomy, found = self.anatomy, self.anatomy.project(hidden_states)
-        phase = phases(anatomy.inv_freq, torch.arange(found.q.shape[1], device=found.q.device), found.q.dtype)
-        queries, keys = rotate(found.q, phase), rotate(found.k, phase)
-        if found.key_gain is not None:
-            keys = keys * found.key_gain[..., None]
-        queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, found.v))
+        queries, keys, values = cached_heads(anatomy, found)
         call = AttentionCall(0, queries, keys, values, None, anatomy.scale, anatomy.softcap, anatomy.sinks)
         full = AttentionCall.output
         if self.codes is not None:
@@ -152,8 +147,7 @@ class StreamingAttention(nn.Module):
 
 def _coded_output(cache: QuantizedKVLayer, call: AttentionCall) -> Tensor:
     """What attention gives [B, T, H, v] that reads keys and values from codes as it decodes."""
-    exact = call.key, call.value
-    return attend_coded(cache, call.softmax, call.query, exact, as_codes(cache, *exact)).transpose(1, 2)
+    return read_coded(cache, call.softmax, call.query, call.key, call.value)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from surgery.engines import LOADS, LOADS_WITH
+from surgery.engines import loads
 
 COMMAND = "surgery convert "
 QUALITY = ("--to lowrank --bits auto --sinks 4", "--to quantized", "--to lowrank", "--to mla --carrier own", "--to mla")
@@ -39,9 +39,9 @@ def advice(targets: Sequence[dict[str, Any]], smallest: Iterable[dict[str, Any]]
     served = [row for row in reversed(can) if row["to"] in SERVED]
     engines = {}
     for name in can[0]["engines"]:
-        loads = [row for row in served if row["engines"][name]["status"] in (LOADS, LOADS_WITH)]
-        if loads and name != SELF:
-            engines[name] = min(loads, key=lambda row: (SERVED.index(row["to"]), name not in row["command"]))
+        taking = [row for row in served if loads(row["engines"][name])]
+        if taking and name != SELF:
+            engines[name] = min(taking, key=lambda row: (SERVED.index(row["to"]), name not in row["command"]))
     return {
         "quality": min(can, key=lambda row: order.get(row["command"], len(order))),
         "smallest": min(least, key=lambda row: row["kv_ratio"]),

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from surgery.architectures.beside_pictures import MODEL_TYPE as PICTURES
 from surgery.architectures.beside_pictures import whole_config
-from surgery.architectures.own_class import MODEL_TYPE
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
+from surgery.engines import OWN_CLASSES
 from surgery.forecast.attention_structures import of_config
 from surgery.kernels.planner import Attention
 from surgery.running.source import Source
@@ -23,8 +22,6 @@ REQUESTS = {
     "lowrank": {"": {}, " --bits auto --sinks 4": {"bits": "auto", "sinks": 4}},
 }
 """What a user gets who asks for nothing but what is needed, and who asks for engines; of other targets for nothing."""
-
-OWN_CLASSES = MODEL_TYPE, PICTURES
 
 Speed = Callable[[list[Attention]], list[dict]]
 

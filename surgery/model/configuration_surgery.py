@@ -163,7 +163,7 @@ class SurgeryConfig(PreTrainedConfig):
             ValueError: `kv_cache` says what is impossible.
         """
         said = self.kv_cache_of(layer)
-        return said and TokenCodes(said.get("streaming_format", said["format"]), said["group"])
+        return said and TokenCodes.of(said)
 
     def quantized_layer(self, layer: int = 0) -> QuantizedKVLayer | None:
         """A new cache layer as `kv_cache` and `attention_layers` say; None where the layer's cache is exact.

@@ -5,6 +5,8 @@ This file travels beside the weights as remote code: it may import torch, transf
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,11 @@ class TokenCodes:
         if group < 1:
             raise ValueError(f"streaming heads with groups of {group} channels: at least 1 is needed")
         self.format, self.group = format, group
+
+    @classmethod
+    def of(cls, kv_cache: dict[str, Any]) -> TokenCodes:
+        """Those of streaming heads, as `kv_cache` of a config.json says it."""
+        return cls(kv_cache.get("streaming_format", kv_cache["format"]), kv_cache["group"])
 
     def settings(self) -> tuple:
         """Format, group."""

@@ -11,13 +11,16 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from surgery.common.errors import ProcessLost, SurgeryError
 from surgery.common.machine_faults import told
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -48,12 +51,8 @@ class Processes:
         self.rank, self.count = 0, 1
         self._state = None
         if not alone and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            try:
-                from accelerate import PartialState
-            except ImportError:
-                raise SurgeryError("several processes need accelerate: pip install accelerate") from None
             # Without an accelerator, accelerate takes several processes for one each unless it is told.
-            self._state = PartialState(cpu=cpu or not torch.accelerator.is_available(), timeout=PATIENCE)
+            self._state = partial_state()(cpu=cpu or not torch.accelerator.is_available(), timeout=PATIENCE)
             self.rank, self.count = self._state.process_index, self._state.num_processes
             if self._state.backend == "gloo":
                 # Its threads abort a process that ends before them, now and then.
@@ -196,6 +195,19 @@ class Processes:
         if self._state is not None:
             with self._together():
                 self._state.wait_for_everyone()
+
+
+def partial_state() -> type[PartialState]:
+    """accelerate's.
+
+    Raises:
+        SurgeryError: it is not installed.
+    """
+    try:
+        from accelerate import PartialState
+    except ImportError:
+        raise SurgeryError("several processes need accelerate: pip install accelerate") from None
+    return PartialState
 
 
 def leave() -> None:

@@ -18,7 +18,7 @@ import torch
 from surgery.common.environment import environment
 from surgery.common.errors import ProcessLost, SurgeryError
 from surgery.common.progress import QUIET
-from surgery.running.processes import leave
+from surgery.running.processes import leave, partial_state
 
 READY, LOST = b"ready\n", 3
 """What one says when it begins, and the exit code of one that misses another."""
@@ -44,10 +44,7 @@ def workers(count: int | None, function: Callable[..., Any], arguments: Mapping[
         return
     if "WORLD_SIZE" in os.environ:
         raise SurgeryError("--processes starts processes, of which a launcher has started some: leave it out")
-    try:
-        from accelerate import PartialState
-    except ImportError:
-        raise SurgeryError("several processes need accelerate: pip install accelerate") from None
+    state = partial_state()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -65,7 +62,7 @@ def workers(count: int | None, function: Callable[..., Any], arguments: Mapping[
         raise ProcessLost(_why(started) or str(lost)) from lost
     finally:
         leave()
-        PartialState._reset_state()  # there are no others any more
+        state._reset_state()  # there are no others any more
         for worker in started:
             worker.stop()
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from surgery.families.anatomy import LayerAnatomy
-from surgery.families.attention import expanded_heads, latent_cache, output
+from surgery.families.attention import cached_heads, expanded_heads, latent_cache, output
 from surgery.families.latent_anatomy import LatentAnatomy
-from surgery.families.rope import phases, rotate
 from surgery.families.softmax import Softmax
 from surgery.model.quantized_cache import QuantizedKVLayer
 
@@ -50,14 +49,15 @@ class CodedAttention(nn.Module):
             exact, coded = (expanded_heads(anatomy, *form) for form in (cached, as_codes(self.cache, *cached)))
             mixed = attend_coded(self.cache, anatomy.softmax, queries, exact, coded)
             return output(anatomy, mixed.transpose(1, 2), hidden_states), None
-        phase = phases(anatomy.inv_freq, torch.arange(found.q.shape[1], device=found.q.device), found.q.dtype)
-        queries, keys = rotate(found.q, phase), rotate(found.k, phase)
-        if found.key_gain is not None:
-            keys = keys * found.key_gain[..., None]
-        queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, found.v))
-        coded = as_codes(self.cache, keys, values)
-        mixed = attend_coded(self.cache, anatomy.softmax, queries, (keys, values), coded)
-        return output(anatomy, mixed.transpose(1, 2), hidden_states), None
+        return output(
+            anatomy, read_coded(self.cache, anatomy.softmax, *cached_heads(anatomy, found)), hidden_states
+        ), None
+
+
+def read_coded(cache: QuantizedKVLayer, softmax: Softmax, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Mixed values [B, T, H, e] of queries [B, H, T, d] that read keys and values [B, G, T, ·] from such a cache."""
+    coded = as_codes(cache, keys, values)
+    return attend_coded(cache, softmax, queries, (keys, values), coded).transpose(1, 2)
 
 
 def attend_coded(

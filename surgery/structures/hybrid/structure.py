@@ -125,10 +125,8 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
 
     def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> StreamingAttention:
         """The source's attention behind the plan's masks."""
-        stream, plan, codes = self.opened.stream, self._plan, None
-        if cache is not None:
-            said = self.settings.kv_cache()
-            codes = cache, TokenCodes(said.get("streaming_format", said["format"]), said["group"])
+        stream, plan = self.opened.stream, self._plan
+        codes = None if cache is None else (cache, TokenCodes.of(self.settings.kv_cache()))
         anatomy = self.opened.anatomy(layer).to(stream.device, stream.dtype)
         return StreamingAttention(anatomy, plan.streams[layer], plan.sinks, plan.recent, plan.compensated[layer], codes)
 
