@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from surgery.common.errors import SurgeryError
 from surgery.eval.loss import evaluation_mode
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
+from surgery.model.cache_argument import cache_for, returned_cache
 
 GROWTH_STEPS = 64
 """Decoded tokens over which the growth of a cache is taken: a quantised cache may pack 32 or more tokens at a time."""
@@ -42,7 +43,7 @@ class KVUse:
     dtype: str
 
 
-def cache_bytes(past_key_values: Any) -> int:
+def cache_bytes(cache: Any) -> int:
     """Bytes of every tensor that a live cache holds.
 
     Keys, values and whatever else its layers keep (latents, quantised codes and their scales, indexer keys, recurrent
@@ -50,7 +51,7 @@ def cache_bytes(past_key_values: Any) -> int:
     are left out: they are position counters. Tensors that share a storage are counted once, views of it by their own
     elements: a key expanded to many heads counts as one, the window of a sliding layer as its window.
     """
-    held = plain_tensors(past_key_values)
+    held = plain_tensors(cache)
     return storage_bytes(tensor for tensor in held if tensor.ndim > 0 or tensor.is_floating_point())
 
 
@@ -68,7 +69,7 @@ def measure_kv(
     the cache of a model that generates. (With fewer than 65 tokens, the first one is prefilled.)
 
     Args:
-        model: any causal model that returns `past_key_values`.
+        model: any causal model that returns its cache.
         context: tokens of each sequence, at least 2.
         batch: sequences.
         prefill: entered around the prefill, to measure it.
@@ -83,11 +84,11 @@ def measure_kv(
     tokens = random_tokens(model, batch, context)
     with evaluation_mode(model):
         with prefill:
-            past = forward_with_cache(model, tokens[:, :-steps], None).past_key_values
+            past = returned_cache(forward_with_cache(model, tokens[:, :-steps], None))
         before = cache_bytes(past)
         with decode:
             for token in tokens[:, -steps:].split(1, dim=1):
-                past = forward_with_cache(model, token, past).past_key_values
+                past = returned_cache(forward_with_cache(model, token, past))
     held = cache_bytes(past)
     growth = (held - before) / (steps * batch)
     return KVUse(context, batch, held, held / (context * batch), growth, dtype_name(model))
@@ -109,10 +110,10 @@ def kv_bytes_per_token(model: nn.Module, prompt_length: int = 64, steps: int = 8
         raise SurgeryError(f"cannot decode {steps} tokens after {prompt_length}: at least 1 of each is needed")
     tokens = random_tokens(model, 1, prompt_length + steps)
     with evaluation_mode(model):
-        past = forward_with_cache(model, tokens[:, :prompt_length], None).past_key_values
+        past = returned_cache(forward_with_cache(model, tokens[:, :prompt_length], None))
         prefilled = cache_bytes(past)
         for token in tokens[:, prompt_length:].split(1, dim=1):
-            past = forward_with_cache(model, token, past).past_key_values
+            past = returned_cache(forward_with_cache(model, token, past))
     total = cache_bytes(past)
     growth = (total - prefilled) / steps
     if _only_grows(past) and total != growth * tokens.shape[1]:
@@ -130,7 +131,7 @@ def random_tokens(model: nn.Module, batch: int, length: int, seed: int = 0) -> L
     return torch.randint(embedding.shape[0], (batch, length), generator=generator).to(embedding.device)
 
 
-def forward_with_cache(model: nn.Module, tokens: LongTensor, past_key_values: Any) -> Any:
+def forward_with_cache(model: nn.Module, tokens: LongTensor, cache: Any) -> Any:
     """One pass over `tokens` [B, T] after what is cached (None: nothing yet), as `generate` does it.
 
     Only the last position's logits are made if the model can leave out the others: those of a long prompt can take more
@@ -140,8 +141,8 @@ def forward_with_cache(model: nn.Module, tokens: LongTensor, past_key_values: An
         SurgeryError: the model returns no cache.
     """
     last = {"logits_to_keep": 1} if _takes_logits_to_keep(type(model)) else {}
-    output = model(input_ids=tokens, past_key_values=past_key_values, use_cache=True, **last)
-    if output.past_key_values is None:
+    output = model(input_ids=tokens, use_cache=True, **cache_for(model, cache), **last)
+    if returned_cache(output) is None:
         raise SurgeryError(f"{type(model).__name__} returns no cache, even with use_cache=True: nothing to measure")
     return output
 

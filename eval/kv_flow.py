@@ -23,6 +23,7 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes, forward_with_cache, random_tokens
 from surgery.eval.loss import evaluation_mode
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
+from surgery.model.cache_argument import returned_cache
 from surgery.running.attention_tap import AttentionCall, tapped
 
 
@@ -34,7 +35,7 @@ def measure_peak(model: PreTrainedModel, prompt: int, steps: int, chunk: int | N
     returned as far as they are others, such as dequantised tokens, or a window and new tokens joined.
 
     Args:
-        model: any causal model that returns `past_key_values`.
+        model: any causal model that returns its cache.
         prompt: tokens of it.
         steps: tokens decoded after it, one by one.
         chunk: tokens of the prompt in one pass; None: all.
@@ -48,7 +49,7 @@ def measure_peak(model: PreTrainedModel, prompt: int, steps: int, chunk: int | N
     past, watch = None, UpdateWatch()
     with evaluation_mode(model), watch.updates():
         for piece in _pieces(model, prompt, steps, chunk):
-            past = forward_with_cache(model, piece, past).past_key_values
+            past = returned_cache(forward_with_cache(model, piece, past))
     return watch.peak if watch.held == cache_bytes(past) else None
 
 
@@ -66,7 +67,7 @@ def measure_footprint(model: PreTrainedModel, prompt: int, steps: int, chunk: in
     try:
         with evaluation_mode(model), tapped(model, counter):
             for piece in pieces:
-                past = forward_with_cache(model, piece, past).past_key_values
+                past = returned_cache(forward_with_cache(model, piece, past))
     except (SurgeryError, AttributeError):
         return None
     full = model.config.num_hidden_layers * model.config.num_attention_heads * causal_entries(prompt + steps)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 
 from surgery.common.errors import SurgeryError
+from surgery.model.cache_argument import cache_for, returned_cache
 
 ROWS_AT_ONCE = 512
 """Positions, over a whole batch, whose fp32 logits exist at one time: 256 MB for a vocabulary of 128k."""
@@ -84,10 +85,10 @@ class LogitReader:
             SurgeryError: the model keeps no cache.
         """
         module = self._body if self.splits else self._model
-        output = module(input_ids=tokens.to(self._device), past_key_values=cache, use_cache=True)
-        if output.past_key_values is None:
+        output = module(input_ids=tokens.to(self._device), use_cache=True, **cache_for(module, cache))
+        if (cache := returned_cache(output)) is None:
             raise SurgeryError(f"{type(self._model).__name__} keeps no cache: nothing can be decoded through it")
-        return output.last_hidden_state if self.splits else output.logits, output.past_key_values
+        return output.last_hidden_state if self.splits else output.logits, cache
 
     def frozen_head(self) -> nn.Module | None:
         """A copy of the head, to make logits of states when the model has gone; None where states are logits."""

@@ -13,6 +13,7 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes, forward_with_cache, random_tokens
 from surgery.eval.loss import evaluation_mode
 from surgery.eval.roofline import Ceilings, FlopCount, bound, bytes_read, synchronize
+from surgery.model.cache_argument import returned_cache
 
 
 @torch.no_grad()
@@ -73,11 +74,11 @@ def roofline(model: nn.Module, prompts: LongTensor, new_tokens: int, ceilings: C
     batch, context = prompts.shape
     with FlopCount() as prefill:
         output = forward_with_cache(model, prompts, None)
-    filled = cache_bytes(output.past_key_values)
+    filled = cache_bytes(returned_cache(output))
     with FlopCount() as decode:
         output = _decode(model, output, new_tokens)
     # A step reads what the steps before it left: the cache grows evenly, or it does not grow.
-    read = (filled + cache_bytes(output.past_key_values)) / 2
+    read = (filled + cache_bytes(returned_cache(output))) / 2
     step_bytes, step_flops = bytes_read(model, batch) + read, decode.flops / new_tokens
     prefill_bound = bound(bytes_read(model, batch * context) + filled, prefill.flops, ceilings)
     step = bound(step_bytes, step_flops, ceilings)
@@ -106,5 +107,5 @@ def _decode(model: nn.Module, output: Any, new_tokens: int) -> Any:
     """Feeds the most likely next token back `new_tokens` times; returns the last output."""
     for _ in range(new_tokens):
         token = output.logits[:, -1:].argmax(-1)
-        output = forward_with_cache(model, token, output.past_key_values)
+        output = forward_with_cache(model, token, returned_cache(output))
     return output

@@ -88,9 +88,7 @@ def floors(wheel: Path) -> list[str]:
         (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         stated = archive.read(name).decode()
     found: dict[str, str] = {}
-    bounds = re.findall(
-        r"^Requires-Dist: ([\w.-]+)(?:\[.*?\])?(?:<[\w.]+,)?>=([\w.]+)(?!.*kernels)", stated, re.MULTILINE
-    )
+    bounds = re.findall(r"^Requires-Dist: ([\w.-]+)(?:\[.*?\])?>=([\w.]+)(?!.*kernels)", stated, re.MULTILINE)
     for package, bound in bounds:
         if found.setdefault(package, bound) != bound:
             sys.exit(

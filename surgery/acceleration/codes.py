@@ -12,6 +12,7 @@ from surgery.acceleration.steps import is_step
 from surgery.kernels.gqa_decode.operator import gqa_decode
 from surgery.kernels.gqa_decode_quantized.operator import gqa_decode_quantized
 from surgery.kernels.merge_parts import merge_parts
+from surgery.model.cache_argument import CACHE
 from surgery.model.quantized_cache import QuantizedKVLayer
 
 CodedKeys = QuantizedKVLayer
@@ -20,7 +21,7 @@ CodedKeys = QuantizedKVLayer
 
 def ask_for_codes(module: nn.Module, args: tuple, call: dict[str, Any]) -> None:
     """Forward pre-hook of an attention: its quantised cache layer hands on codes where kernels will read them."""
-    cache = call.get("past_key_values")
+    cache = call.get(CACHE)
     layer = None if cache is None or module.layer_idx >= len(cache.layers) else cache.layers[module.layer_idx]
     if isinstance(layer, QuantizedKVLayer):
         states = call["hidden_states"] if "hidden_states" in call else args[0]

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from surgery.model.cache_argument import CACHE, returned_cache
+
 PROMPT, STEPS = 37, 3
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Of `step_error`, by the model's dtype: some roundings of each layer's products in another order."""
@@ -33,10 +35,8 @@ def step_error(model: PreTrainedModel, before: Tensor | None) -> Tensor | float:
     model.eval()
     cache, logits = None, []
     for start, stop in [(0, PROMPT), *((PROMPT + step, PROMPT + step + 1) for step in range(STEPS))]:
-        output = model(
-            input_ids=tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True
-        )
-        cache = output.past_key_values
+        output = model(input_ids=tokens[:, start:stop], attention_mask=mask[:, :stop], use_cache=True, **{CACHE: cache})
+        cache = returned_cache(output)
         logits.append(output.logits[:, -1].float())
     model.train(training)
     found = torch.stack(logits, dim=1)

@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicLayer
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
+from surgery.model.cache_argument import returned_cache
 
 
 class SteadyLayer(DynamicLayer):
@@ -46,7 +47,7 @@ def steady_cache(model, batch: int, context: int, device: torch.device, seed: in
     Raises:
         SurgeryError: the model keeps something else than keys and values of all tokens (codes, windows, shared bases).
     """
-    probe = model(torch.zeros(batch, 1, dtype=torch.long, device=device), use_cache=True).past_key_values
+    probe = returned_cache(model(torch.zeros(batch, 1, dtype=torch.long, device=device), use_cache=True))
     layers = getattr(probe, "layers", [])
     if not layers or any(type(layer) is not DynamicLayer for layer in layers):
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or type(probe).__name__

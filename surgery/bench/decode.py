@@ -26,6 +26,7 @@ from surgery.eval.tensor_bytes import weight_bytes
 from surgery.kernels.bench.measure import device_facts
 from surgery.kernels.bench.run import versions
 from surgery.kernels.bench.tuning import write_json
+from surgery.model.cache_argument import CACHE
 from surgery.running.models import causal_model
 from surgery.running.unfused import language_model
 
@@ -199,7 +200,7 @@ def _measure(model: Any, batch: int, context: int, device: torch.device) -> dict
     position = torch.full((batch, 1), context, dtype=torch.long, device=device)
 
     def step() -> None:
-        out = model(input_ids=token, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(input_ids=token, position_ids=position, use_cache=True, logits_to_keep=1, **{CACHE: cache})
         token.copy_(out.logits[:, -1:].argmax(-1))
 
     if device.type == "cuda":

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.loss import evaluation_mode
+from surgery.model.cache_argument import cache_for, returned_cache
 
 FREE = -1
 """In the place of a token that is to be drawn."""
@@ -108,8 +109,8 @@ def _sample(
     ended = torch.zeros(len(given), dtype=torch.bool)
     stops = torch.tensor(sorted(ends), dtype=torch.long)
     while drawn.shape[1] < length and not ended.all():
-        output = model(input_ids=drawn[:, fed:].to(device), past_key_values=cache, use_cache=True)
-        cache, fed = output.past_key_values, drawn.shape[1]
+        output = model(input_ids=drawn[:, fed:].to(device), use_cache=True, **cache_for(model, cache))
+        cache, fed = returned_cache(output), drawn.shape[1]
         known = given[:, fed : fed + 1]
         token = torch.where(known == FREE, _draw(output.logits[:, -1], temperature, generator), known)
         ended |= (known == FREE)[:, 0] & torch.isin(token[:, 0], stops)

@@ -48,10 +48,12 @@ def kv_bytes_per_token(model, window):
     def size(cache):
         return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
 
-    cache = model(input_ids=window[None, :CACHE_PROMPT], use_cache=True).past_key_values
+    output = model(input_ids=window[None, :CACHE_PROMPT], use_cache=True)
+    name = "cache" if "cache" in output else "past_key_values"  # until transformers 5.24
+    cache = output[name]
     before = size(cache)
     for position in range(CACHE_PROMPT, CACHE_PROMPT + CACHE_STEPS):
-        model(input_ids=window[None, position : position + 1], past_key_values=cache, use_cache=True)
+        model(input_ids=window[None, position : position + 1], use_cache=True, **{name: cache})
     return (size(cache) - before) / CACHE_STEPS
 
 

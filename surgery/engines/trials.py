@@ -26,7 +26,7 @@ class Trial:
 
 
 TRANSFORMERS = Trial(
-    "5.23.0",
+    "5.24.0",
     "CPU",
     frozenset(
         {

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
+from surgery.model.cache_argument import CACHE
 from surgery.running.models import whole_model
 from surgery.running.source import OwnSource, Source
 from surgery.verification.again import run_layers
@@ -46,7 +47,7 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     if not quantized:
         compare(by_layers.to(whole), "of its layers run one by one")
         cache = DynamicCache(config=model.config)
-        pieces = [model(piece, past_key_values=cache).logits for piece in ids.split(PIECES, dim=1)]
+        pieces = [model(piece, **{CACHE: cache}).logits for piece in ids.split(PIECES, dim=1)]
         compare(torch.cat(pieces, dim=1), "of a prompt in pieces")
     padding = 0 if grouped else PADDING
     rows = torch.cat([torch.cat([ids.new_zeros(1, padding), ids], dim=1), torch.cat([ids, ids[:, :padding]], dim=1)])

@@ -38,6 +38,7 @@ REMOTE_CODE = (
     "latent_attention",
     "low_rank_attention",
     "grouped_attention",
+    "cache_argument",
     "cache_layer",
     "quantized_cache",
     "straight_through",

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
+from .cache_argument import CACHE, takes_cache
 from .cache_layer import keeps_cache
 from .family_decoders import FamilyDecoder
 
@@ -40,27 +41,26 @@ class AxisDecoder(FamilyDecoder):
         of = dict(zip(rotary.inv_freq.tolist(), axes, strict=True)) | {0.0: 0}
         return [of[frequency] for frequency in frequencies] if of.keys() >= set(frequencies) else None
 
+    @takes_cache
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         *,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ):
         """As the family's."""
-        call = {"past_key_values": past_key_values, "use_cache": kwargs.get("use_cache")}
-        if past_key_values is None and keeps_cache(self, call):
-            past_key_values = DynamicCache(config=self.config)
+        if cache is None and keeps_cache(self, kwargs):
+            cache = DynamicCache(config=self.config)
         new = input_ids if input_ids is not None else kwargs["inputs_embeds"]
-        positions = _positions(position_ids, past_key_values, *new.shape[:2], new.device)
+        positions = _positions(position_ids, cache, *new.shape[:2], new.device)
         if positions is not None:
             kwargs["axis_positions"] = positions
-        outputs = super().forward(
-            input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values, **kwargs
-        )
-        if positions is not None and past_key_values is not None:
-            past_key_values.axis_positions = positions
+        kwargs[CACHE] = cache
+        outputs = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        if positions is not None and cache is not None:
+            cache.axis_positions = positions
         return outputs
 
 

@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from .cache_argument import CACHE, takes_cache
 from .cache_layer import is_empty
 from .cross_layer_attention import GroupMember
 from .family_decoders import NoRotation
@@ -31,12 +32,13 @@ class BlockwiseDecoder(nn.Module):
         """No: the tensors are the family's own, and its conversions of them (fused experts) apply."""
         return False
 
+    @takes_cache
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         **kwargs,
@@ -54,7 +56,7 @@ class BlockwiseDecoder(nn.Module):
         if attention_mask is not None and attention_mask.ndim != 2:
             raise ValueError("layers that share a cache need an attention mask [batch, tokens], not a prepared one")
         kwargs.pop("return_dict", None)
-        cache = past_key_values if past_key_values is not None else DynamicCache(config=self.config)
+        given_cache, cache = cache, DynamicCache(config=self.config) if cache is None else cache
         self._adopt(cache)
         given = input_ids if input_ids is not None else inputs_embeds
         first, stop = cache.get_seq_length(), cache.get_seq_length() + given.shape[1]
@@ -73,11 +75,11 @@ class BlockwiseDecoder(nn.Module):
                 inputs_embeds=None if inputs_embeds is None else inputs_embeds[:, piece],
                 attention_mask=None if mask is None else mask[:, :end],
                 position_ids=position_ids[:, piece] if learned else slots[:, start:],
-                past_key_values=cache,
                 use_cache=True,
                 slot_embeddings=embeddings,
                 return_dict=True,
                 real_tokens=None if mask is None else mask[:, start:end].bool(),
+                **{CACHE: cache},
                 **kwargs,
             )
             states.append(output.last_hidden_state)
@@ -87,8 +89,8 @@ class BlockwiseDecoder(nn.Module):
             hidden_states = tuple(torch.cat(parts, dim=1) for parts in zip(*layers, strict=True))
         return BaseModelOutputWithPast(
             last_hidden_state=torch.cat(states, dim=1),
-            past_key_values=cache if use_cache or past_key_values is not None else None,
             hidden_states=hidden_states,
+            **{CACHE: cache if use_cache or given_cache is not None else None},
         )
 
     def members(self) -> list[tuple[int, GroupMember]]:

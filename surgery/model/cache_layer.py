@@ -19,6 +19,8 @@ from torch import LongTensor, Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from .cache_argument import CACHE, rename_cache
+
 Call = dict[str, Any]
 """Arguments of one call of a decoder, by name."""
 
@@ -134,7 +136,7 @@ def keeps_cache(decoder: nn.Module, call: Call) -> bool:
     """Whether the caller of a decoder has given a cache or wants one back."""
     use_cache = call.get("use_cache")
     use_cache = getattr(decoder.config, "use_cache", True) if use_cache is None else use_cache
-    return bool(use_cache) or call.get("past_key_values") is not None
+    return bool(use_cache) or call.get(CACHE) is not None
 
 
 def own_cache(decoder: nn.Module, call: Call, layers: list[CompactLayer]) -> Cache:
@@ -144,7 +146,7 @@ def own_cache(decoder: nn.Module, call: Call, layers: list[CompactLayer]) -> Cac
         ValueError: the call comes with a cache of another kind.
     """
     kept = keeps_cache(decoder, call)
-    cache = call["past_key_values"] = adopt(call.get("past_key_values"), layers)
+    cache = call[CACHE] = adopt(call.get(CACHE), layers)
     cache.temporary = not kept
     return cache
 
@@ -163,14 +165,14 @@ def hook_calls(decoder: nn.Module, prepare: Callable[[nn.Module, Call], None]) -
 def _before(
     names: list[str], prepare: Callable[[nn.Module, Call], None], module: nn.Module, args: tuple, kwargs: Call
 ) -> tuple[tuple, Call]:
-    call = dict(zip(names, args, strict=False)) | kwargs
+    call = rename_cache(dict(zip(names, args, strict=False)) | kwargs)
     prepare(module, call)
     return (), call
 
 
 def _without_temporary_cache(module: nn.Module, args: tuple, call: Call, output: Any) -> Any:
     """Output without a cache that nobody asked for: `generate(use_cache=False)` would go on from it."""
-    cache = call.get("past_key_values")
+    cache = call.get(CACHE)
     if not getattr(cache, "temporary", False):
         return output
     if isinstance(output, tuple):

@@ -106,7 +106,7 @@ class SurgeryConfig(PreTrainedConfig):
     """
 
     model_type = "surgery"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
 
     base_model_type: str = "llama"
     attention_layers: list[dict[str, Any] | None] | None = None

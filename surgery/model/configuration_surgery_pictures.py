@@ -30,7 +30,7 @@ class SurgeryPicturesConfig(PreTrainedConfig):
     model_type = "surgery_pictures"
     # What modules of the model hold; those of its language model hold the source's.
     sub_configs: ClassVar[dict[str, type]] = {"vision_config": AutoConfig}
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
 
     base_model_type: str = "llava"
     text_config: dict[str, Any] | PreTrainedConfig | None = None

@@ -4,7 +4,6 @@ This file travels beside the weights as remote code: it may import torch, transf
 """
 
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from transformers import Cache
 
 from .attention_functions import family_attention_class
 from .axis_decoder import AXIS_FAMILIES, AxisDecoder
+from .cache_argument import CACHE, CACHE_NAMES
 from .cache_layer import Call, CompactLayer, check_full_attention, hook_calls, own_cache
 from .configuration_surgery import SurgeryConfig
 from .cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
@@ -45,7 +45,7 @@ class ConvertedModel:
     """Mixed into classes of whole models, before `PreTrainedModel` in their bases."""
 
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ("past_key_values",)
+    _skip_keys_device_placement = CACHE_NAMES
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
@@ -89,15 +89,10 @@ def convert_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
     """Puts converted attention into the layers of a family's decoder that `attention_layers` names, and its cache.
 
     Raises:
-        ValueError: the family's layers cannot keep such a cache, or transformers hands caches on in another way.
+        ValueError: the family's layers cannot keep such a cache.
     """
     for layer, entry in zip(decoder.layers, config.attention_layers, strict=True):
         if entry is not None:
-            if "cache" in signature(type(layer.self_attn).forward).parameters:  # it would be left unread
-                raise ValueError(
-                    "this transformers hands caches to attention as `cache`, which the model's code does not read: "
-                    "install transformers below 5.24"
-                )
             attention_class = family_attention_class(ATTENTION[entry["kind"]], type(layer.self_attn))
             layer.self_attn = attention_class(layer.self_attn, entry)
     _connect(decoder)
@@ -178,7 +173,7 @@ def _use_cache_layers(config: SurgeryConfig, decoder: nn.Module, call: Call) -> 
     """
     training, aware = decoder.training, decoder.training and decoder.quantization_aware
     kept_as = config.attention_layers, config.kv_cache if aware or not training else None, aware
-    cache = call.get("past_key_values")
+    cache = call.get(CACHE)
     if getattr(cache, "kept_as", None) == kept_as:
         cache.temporary = False  # its layers are of that form already
     else:
@@ -200,9 +195,9 @@ def _use_own_layer(
     config: SurgeryConfig, index: int, attention: nn.Module, args: tuple, call: Call
 ) -> tuple[tuple, Call]:
     """Has an attention that is to read codes, and whose cache was taken away, read a new layer of its own."""
-    if call.pop("quantization_aware", False) and call.get("past_key_values") is None:
+    if call.pop("quantization_aware", False) and call.get(CACHE) is None:
         layer = _cache_layer(config, index, quantizes=True, aware=True)
-        call["past_key_values"] = Cache(layers=[layer] * config.num_hidden_layers)
+        call[CACHE] = Cache(layers=[layer] * config.num_hidden_layers)
     return args, call
 
 

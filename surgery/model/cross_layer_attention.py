@@ -21,6 +21,7 @@ from transformers import Cache
 from transformers import initialization as init
 
 from .attention_functions import Accelerated, attend, normalise_heads, rotation_of
+from .cache_argument import takes_cache
 from .group_cache import GroupLayer, Reading
 from .group_stores import GroupStore, MergedPairs, PromptBasis, SharedCodes
 
@@ -51,8 +52,8 @@ class GroupMember(Accelerated, nn.Module):
         """Its tokens [B, 1, ·, n] from what the store gives."""
         return stored
 
-    def _group_layer(self, past_key_values: Cache | None) -> GroupLayer:
-        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+    def _group_layer(self, cache: Cache | None) -> GroupLayer:
+        layer = None if cache is None else cache.layers[self.layer_idx]
         if not isinstance(layer, GroupLayer):
             raise ValueError(
                 f"layer {self.layer_idx} shares a basis with other layers and needs their cache: call the whole model, "
@@ -61,18 +62,18 @@ class GroupMember(Accelerated, nn.Module):
         return layer
 
     def _exchange(
-        self, tokens: torch.Tensor, beside: torch.Tensor, past_key_values: Cache | None, real: torch.Tensor | None
+        self, tokens: torch.Tensor, beside: torch.Tensor, cache: Cache | None, real: torch.Tensor | None
     ) -> tuple[Reading, torch.Tensor, torch.Tensor]:
         """Adds tokens [B, 1, T, n] to the cache and returns the tokens of all keys that are read [B, 1, K, n].
 
         `beside` [B, 1, T, ·] is kept of every token as it is; the last result is that of all slots. `real` [B, T] is
         false at padding, which must not weigh in a basis.
         """
-        layer = self._group_layer(past_key_values)
+        layer = self._group_layer(cache)
         if real is not None:
             tokens = tokens * real[:, None, :, None].to(tokens.dtype)
         reading = layer.reading(tokens.shape[-2], tokens.device)
-        exact, beside = past_key_values.update(tokens, beside, self.layer_idx)
+        exact, beside = cache.update(tokens, beside, self.layer_idx)
         read = exact
         if reading.rebuilt[0] < reading.rebuilt[1]:
             read = torch.cat([self.decode(layer.store.read(self.place, *reading.rebuilt)), exact], dim=-2)
@@ -137,12 +138,13 @@ class CrossLayerAttention(GroupMember):
         """Tokens [B, 1, ·, n] of codes [B, 1, ·, r]."""
         return nn.functional.linear(stored, self.basis_up)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         slot_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         real_tokens: torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
@@ -157,10 +159,10 @@ class CrossLayerAttention(GroupMember):
         tokens = torch.cat([nn.functional.linear(hidden_states, p.weight) for p in projections], dim=-1).unsqueeze(1)
         if self.kernel is not None:
             query = self._query(hidden_states, slot_embeddings)
-            out = self.kernel(self, query, tokens, attention_mask, past_key_values, real_tokens)
+            out = self.kernel(self, query, tokens, attention_mask, cache, real_tokens)
             if out is not None:
                 return self.o_proj(out.reshape(batch, num_tokens, -1)), None
-        reading, tokens, _ = self._exchange(tokens, tokens[..., :0], past_key_values, real_tokens)
+        reading, tokens, _ = self._exchange(tokens, tokens[..., :0], cache, real_tokens)
 
         query = self._query(hidden_states, slot_embeddings)
         cos, sin = slot_embeddings

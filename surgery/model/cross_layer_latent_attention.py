@@ -16,6 +16,7 @@ from transformers import Cache
 from transformers import initialization as init
 
 from .attention_functions import attend, project_queries, rotate_pairs
+from .cache_argument import CACHE, takes_cache
 from .cross_layer_attention import GroupMember
 from .latent_attention import LatentAttention
 
@@ -58,12 +59,13 @@ class CrossLayerLatentAttention(LatentMember, LatentAttention):
         LatentAttention.initialize_weights(self)
         LatentMember.initialize_weights(self)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         real_tokens: torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         slot_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -81,7 +83,7 @@ class CrossLayerLatentAttention(LatentMember, LatentAttention):
         positional = rotate_pairs(k_rope, cos, sin)
         if self.key_norm_eps is not None:
             positional = torch.cat((positional, self._key_irms(hidden_states)), dim=-1)
-        reading, latent, positional = self._exchange(latent, positional, past_key_values, real_tokens)
+        reading, latent, positional = self._exchange(latent, positional, cache, real_tokens)
         key_value = self._latent_key_value(latent, positional[:, :, reading.slots])
         out, weights = attend(self, query, *key_value, reading.select(attention_mask), **kwargs)  # [B, T, H, r]
         out = torch.einsum("bthr,hvr->bthv", out, self.value_up)
@@ -105,11 +107,12 @@ class CrossLayerFamilyLatents(LatentMember):
         """Heads of a token in the cache, 1, the width of its latent and of its rotated key."""
         return 1, self.kv_lora_rank, self.qk_rope_head_dim
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         real_tokens: torch.Tensor | None = None,
         slot_embeddings: Any = None,
         **kwargs,
@@ -118,11 +121,11 @@ class CrossLayerFamilyLatents(LatentMember):
 
         What rotates is in `kwargs`, as the family has it; `slot_embeddings` go unused.
         """
-        reading = self._group_layer(past_key_values).reading(hidden_states.shape[1], hidden_states.device)
+        reading = self._group_layer(cache).reading(hidden_states.shape[1], hidden_states.device)
         return super().forward(
             hidden_states=hidden_states,
             attention_mask=reading.select(attention_mask),
-            past_key_values=_GroupReads(self, past_key_values, real_tokens),
+            **{CACHE: _GroupReads(self, cache, real_tokens)},
             **kwargs,
         )
 

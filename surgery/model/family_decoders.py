@@ -15,6 +15,7 @@ from torch import nn
 from transformers import Cache, PreTrainedConfig
 
 from .attention_functions import attend, family_attention_class, project_heads, rotation_of
+from .cache_argument import CACHE, takes_cache
 
 
 class SeparateAttention(nn.Module):
@@ -36,18 +37,19 @@ class SeparateAttention(nn.Module):
         self.k_proj, self.v_proj = nn.Linear(hidden, width, bias), nn.Linear(hidden, width, bias)
         self.rotate = rotation_of(self)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor | None, torch.Tensor | None],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [B, T, D] → output [B, T, D] and, if eager, weights [B, H, T, S]."""
         query, key, value = project_heads(self, hidden_states, position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         out, weights = attend(self, query, key, value, attention_mask, **kwargs)
         return self.o_proj(out.flatten(2)), weights
 
@@ -73,7 +75,7 @@ class NeoXLayer(nn.Module):
 
     def attention(self, hidden_states: torch.Tensor, layer_past: Cache | None = None, **kwargs) -> tuple:
         """The layer's attention, whose cache the family calls otherwise."""
-        return self.self_attn(hidden_states, past_key_values=layer_past, **kwargs)
+        return self.self_attn(hidden_states, cache=layer_past, **kwargs)
 
 
 class GPT2Layer(nn.Module):
@@ -177,21 +179,22 @@ class PlacedDecoder(FamilyDecoder):
         for layer in self.layers:
             layer.__class__ = family_attention_class(PlacedLayer, type(layer))
 
+    @takes_cache
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         *,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ):
         """As the family's."""
         if position_ids is None:
             given = input_ids if input_ids is not None else kwargs["inputs_embeds"]
-            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            seen = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(given.shape[1], device=given.device)[None] + seen
-        kwargs |= {"position_ids": position_ids, "token_positions": position_ids}
-        return super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+        kwargs |= {"position_ids": position_ids, "token_positions": position_ids, CACHE: cache}
+        return super().forward(input_ids=input_ids, **kwargs)
 
 
 def _rename(module: nn.Module, names: dict[str, str]) -> None:

@@ -20,6 +20,7 @@ from .attention_functions import (
     scaled_by_position,
     visible_mask,
 )
+from .cache_argument import takes_cache
 from .grouped_attention import GroupedAttention
 from .hybrid_cache import Dropped, HybridLayer, PlainLayer, StreamingLayer, layer_of
 
@@ -52,12 +53,13 @@ class HybridAttention(Accelerated, GroupedAttention):
             (self.compensated_heads * size, seen, True),
         ]
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         left_padding: list[int] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -69,7 +71,7 @@ class HybridAttention(Accelerated, GroupedAttention):
         query, key, value = project_heads(self, hidden_states, position_embeddings)
         query = scaled_by_position(self, query, kwargs.get("position_ids"))
         new = HybridLayer(PlainLayer(), StreamingLayer(self.sinks, self.recent, self.compensated_heads))
-        layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
+        layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
         if self.kernel is not None:
             mixed = self.kernel(self, query, key, value, layer)
             if mixed is not None:

@@ -27,6 +27,7 @@ from .attention_functions import (
     scaled_by_position,
     visible_mask,
 )
+from .cache_argument import takes_cache
 from .hybrid_cache import StreamingLayer, layer_of
 
 
@@ -150,12 +151,13 @@ class LatentAttention(Accelerated, nn.Module):
         weights = [self.query_up[..., : self.kv_lora_rank].flatten(0, 1), self.value_up.flatten(0, 1)]
         return [weights] if self.latent_slices else []
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         left_padding: list[int] | None = None,
         axis_positions: torch.Tensor | None = None,
@@ -171,7 +173,7 @@ class LatentAttention(Accelerated, nn.Module):
         """
         batch, num_tokens, _ = hidden_states.shape
         if position_ids is None:
-            position_ids = places_in_cache(self, hidden_states, past_key_values)
+            position_ids = places_in_cache(self, hidden_states, cache)
         cos, sin = self.rotary(position_ids if axis_positions is None else axis_positions[..., -num_tokens:])
         query, gate = project_queries(self, hidden_states)
         query = scaled_by_position(self, self._latent_query(query, cos, sin), position_ids)
@@ -185,13 +187,13 @@ class LatentAttention(Accelerated, nn.Module):
         out = weights = None
         if self.streaming:
             new = StreamingLayer(self.streaming["sinks"], self.streaming["recent"])
-            layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
+            layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
             out = self._streamed(query, latent, positional, layer, **kwargs)
         elif self.kernel is not None:
-            out = self.kernel(self, query, latent, positional, attention_mask, past_key_values)
+            out = self.kernel(self, query, latent, positional, attention_mask, cache)
         if out is None:
-            if past_key_values is not None:
-                latent, positional = past_key_values.update(latent, positional, self.layer_idx)
+            if cache is not None:
+                latent, positional = cache.update(latent, positional, self.layer_idx)
             key_value = self._latent_key_value(latent, positional)
             out, weights = attend(self, query, *key_value, attention_mask, **kwargs)  # [B, T, H, r]
         out = gated(torch.einsum("bthr,hvr->bthv", out, self.value_up), gate)

@@ -29,6 +29,7 @@ from .attention_functions import (
     unrotated,
     visible_mask,
 )
+from .cache_argument import takes_cache
 from .exact_window_cache import ExactWindowLayer
 from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer, layer_of
 
@@ -168,11 +169,12 @@ class LowRankAttention(Accelerated, nn.Module):
         """Query heads that see the first tokens and a window only."""
         return len(self._streaming.queries)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         left_padding: list[int] | None = None,
         axis_positions: torch.Tensor | None = None,
@@ -188,9 +190,9 @@ class LowRankAttention(Accelerated, nn.Module):
         batch, num_tokens, _ = hidden_states.shape
         latent = self.kv_down(hidden_states).unsqueeze(1)
         seen, length, first = 0, num_tokens, 0
-        if past_key_values is not None:
-            seen = past_key_values.get_seq_length(self.layer_idx)
-            length, first = past_key_values.get_mask_sizes(num_tokens, self.layer_idx)
+        if cache is not None:
+            seen = cache.get_seq_length(self.layer_idx)
+            length, first = cache.get_mask_sizes(num_tokens, self.layer_idx)
         slots = torch.arange(num_tokens, device=latent.device) + seen
         query, gate = project_queries(self, hidden_states)
         positions = kwargs.get("position_ids")  # of Llama 4 places in the cache, as it counts itself
@@ -198,7 +200,7 @@ class LowRankAttention(Accelerated, nn.Module):
         query = scaled_by_position(self, query, slots[None] if positions is None else positions)
         if self.streaming:
             new = HybridLayer(PlainLayer(), StreamingLayer(self.streaming["sinks"], self.streaming["recent"]))
-            layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
+            layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
             out = self._in_two_parts(query, latent, attention_mask, layer, axis_positions, **kwargs)
             return self.o_proj(gated(out, gate).reshape(batch, num_tokens, -1)), None
 
@@ -206,16 +208,16 @@ class LowRankAttention(Accelerated, nn.Module):
         if self.window:
             exact = self._exact(hidden_states)
             new = ExactWindowLayer(self.exact_sinks, self.window)
-            layer = layer_of(past_key_values, self.layer_idx, new, batch, left_padding)
+            layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
         if self.kernel is not None and axis_positions is None:
-            out = self.kernel(self, query, latent, exact, attention_mask, past_key_values)
+            out = self.kernel(self, query, latent, exact, attention_mask, cache)
             if out is not None:
                 return self.o_proj(gated(out, gate).reshape(batch, num_tokens, -1)), None
         if self.window:
             visible, exact_slots = layer.visible(num_tokens, latent.device), layer.slots(num_tokens, latent.device)
             latent, exact = layer.update(latent, exact)
-        elif past_key_values is not None:
-            latent, _ = past_key_values.update(latent, latent[..., :0], self.layer_idx)
+        elif cache is not None:
+            latent, _ = cache.update(latent, latent[..., :0], self.layer_idx)
         if self.hands_on:
             self.handed_on[self.layer_idx] = latent
 

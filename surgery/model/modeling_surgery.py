@@ -17,6 +17,7 @@ from transformers.utils import can_return_tuple
 
 from .attention_functions import family_attention_class, own_softmax
 from .blockwise_decoder import BlockwiseDecoder
+from .cache_argument import CACHE, returned_cache, takes_cache
 from .cache_layer import CompactLayer, check_full_attention
 from .cache_prediction import CachedLayer, footprint, peak_bytes
 from .configuration_surgery import SurgeryConfig, caches_latents
@@ -167,12 +168,13 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         return True
 
     @can_return_tuple
+    @takes_cache
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
@@ -190,10 +192,10 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=self.config.use_cache if use_cache is None else use_cache,
             return_dict=True,
+            **{CACHE: cache},
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -208,9 +210,9 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: returned_cache(outputs)},
         )
 
 

@@ -21,6 +21,7 @@ from surgery.families.base import LAYER_PREFIX, per_layer
 from surgery.families.llama import LLAMA
 from surgery.families.rope import unchanged_length
 from surgery.model.attention_functions import own_softmax
+from surgery.model.cache_argument import CACHE
 from surgery.model.logit_factor import logit_cap, logit_factor
 from surgery.running.activations import give_back, give_back_freed
 from surgery.running.loading import causal_class, loading, with_standard_names
@@ -294,7 +295,7 @@ class StreamedLayer:
         """The same output computed through a live cache: the first ``prompt`` tokens at once, then one by one."""
         pieces = [hidden[:, :prompt], *hidden[:, prompt:].split(1, dim=1)]
         outputs = [
-            self.model(inputs_embeds=piece, past_key_values=cache, use_cache=True) for piece in pieces if piece.shape[1]
+            self.model(inputs_embeds=piece, use_cache=True, **{CACHE: cache}) for piece in pieces if piece.shape[1]
         ]
         return torch.cat([output.last_hidden_state for output in outputs], dim=1)
 

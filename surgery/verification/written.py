@@ -17,6 +17,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.families.base import keeps_state
+from surgery.model.cache_argument import CACHE
 from surgery.running.layer_stream import LayerStream, StreamedLayer, single_layer_config
 from surgery.running.loading import causal_class, load_config, with_standard_names
 from surgery.running.unfused import unfused
@@ -158,7 +159,7 @@ def run_through_cache(
         cache = new_cache()
         for part in rows.split(piece, dim=1):
             inputs = part.to(stream.device, stream.dtype)
-            part.copy_(layer.model(inputs_embeds=inputs, past_key_values=cache, use_cache=True).last_hidden_state)
+            part.copy_(layer.model(inputs_embeds=inputs, use_cache=True, **{CACHE: cache}).last_hidden_state)
     return hidden
 
 

