@@ -57,8 +57,9 @@ class HealSettings(FileSettings):
         (BUILTIN,),
         "Text to train on, more than once for several; builtin is prose=0.7 and code=0.3 of the standard library, code "
         "alone for a tokenizer of less than 8,192 tokens.",
-        more="Or prose, code, a .txt, .jsonl or .parquet file, the name of a dataset, teacher (sampled from it); in a "
-        "file also mappings with source, weight, format, text_field, tokens and stream.",
+        more="Or prose, code, docstrings (of installed packages), a .txt, .jsonl or .parquet file, the name of a "
+        "dataset, teacher (sampled from it); in a file also mappings with source, weight, format, text_field, tokens "
+        "and stream.",
         section="Data",
         metavar="FILE|DATASET|builtin|teacher",
         old=("--text", "--calibration"),

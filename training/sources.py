@@ -37,9 +37,9 @@ class TextSource(FileSettings):
     """One source of a mixture.
 
     Attributes:
-        source: "builtin" (see `fitting`), "prose" or "code" of the running Python, a txt, jsonl, json or parquet file,
-            a dataset `name:config:split` (`surgery.calibration.text.iter_documents`), or "teacher": sampled from it,
-            `tokens` of them.
+        source: "builtin" (see `fitting`), "prose" or "code" of the running Python, "docstrings" of what is installed, a
+            txt, jsonl, json or parquet file, a dataset `name:config:split` (`surgery.calibration.text.iter_documents`),
+            or "teacher": sampled from it, `tokens` of them.
         weight: share of the sequences, among the weights of all sources.
         format: "chat" for records with `messages`, "text", or "auto": chat for jsonl and parquet files whose first
             record has them.

@@ -15,7 +15,7 @@ import torch
 from torch import LongTensor
 from transformers import PreTrainedTokenizerBase
 
-from surgery.calibration.installed import installed_code, installed_prose
+from surgery.calibration.installed import installed_code, installed_docstrings, installed_prose
 from surgery.calibration.planted import Wording, in_code, in_prose
 from surgery.calibration.prose import builtin_prose
 from surgery.calibration.sequences import (
@@ -33,7 +33,7 @@ from surgery.calibration.sequences import (
 from surgery.calibration.text import BUILTIN, iter_documents
 from surgery.common.errors import SurgeryError
 
-PROSE, CODE, CHAT = "prose", "code", "chat"
+PROSE, CODE, CHAT, DOCSTRINGS = "prose", "code", "chat", "docstrings"
 DEFAULT: Mapping[str, float] = {PROSE: 0.5, CODE: 0.3, CHAT: 0.2}
 SMALL_VOCABULARY = 8_192
 """A tokenizer of fewer tokens belongs to a model of one kind of text, as that of the demo model, which reads Python."""
@@ -62,7 +62,7 @@ def shares_of(calibration: str, tokenizer: PreTrainedTokenizerBase) -> dict[str,
         if len(tokenizer) < SMALL_VOCABULARY:
             return None
         return dict(DEFAULT) if chats else without_chat(DEFAULT)
-    if calibration in (PROSE, CODE, CHAT):
+    if calibration in (CHAT, *TEXTS):
         shares = {calibration: 1.0}
     elif SHARES.fullmatch(calibration.replace(" ", "")):
         shares = _parsed(calibration.replace(" ", ""))
@@ -111,7 +111,7 @@ def build_mixture(
     """Builds calibration and held-out sequences of several kinds of text.
 
     Args:
-        shares: of the sequences, by source: "prose", "code", "chat", or any source of `iter_documents`.
+        shares: of the sequences, by source: "chat", one of `TEXTS`, or any source of `iter_documents`.
         conversations: asked for tokens of conversations, if there are to be some.
         recall: share of the sequences of text that carry planted facts, of prose in sentences; conversations have none.
         tokens, length, seed, held_out, max_positions, text_field: as in `build_calibration`.
@@ -176,6 +176,7 @@ def _taking_turns(shares: Mapping[str, float], count: int) -> list[str]:
 
 TEXTS: dict[str, tuple[Callable[[int], Iterator[str]], Callable[[int], Iterator[tuple[str, str]]], Wording]] = {
     PROSE: (builtin_prose, installed_prose, in_prose),
+    DOCSTRINGS: (installed_docstrings, installed_prose, in_prose),
     CODE: (lambda seed: iter_documents(BUILTIN, seed=seed), installed_code, in_code),
 }
 """Documents to calibrate on, held-out ones with the distributions that they are from, and how facts are worded."""

@@ -60,13 +60,14 @@ def builtin_prose(seed: int) -> Iterator[str]:
     sources = [*sorted(topics), *standard_library_modules()]
     random.Random(seed).shuffle(sources)
     for source in sources:
-        text = topics[source] if isinstance(source, str) else _docstrings(source.read_bytes())
+        text = topics[source] if isinstance(source, str) else docstrings(source.read_bytes())
         document = "\n\n".join(dict.fromkeys(paragraphs(text)))
         if len(document) >= LEAST_DOCUMENT:
             yield document
 
 
-def _docstrings(source: bytes) -> str:
+def docstrings(source: bytes) -> str:
+    """All docstrings of a module, one below the other; none of a source that this Python cannot read."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):  # a few modules are written for another version

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from surgery.calibration import installed, mixture
 from surgery.calibration.conversations import HELD_OUT_PROMPTS, PROMPTS, sample_conversations
-from surgery.calibration.installed import installed_code, installed_prose
+from surgery.calibration.installed import installed_code, installed_docstrings, installed_prose
 from surgery.calibration.mixture import DEFAULT, build_mixture, shares_of, without_chat
 from surgery.calibration.prose import builtin_prose, paragraphs
 from surgery.calibration.self_samples import sample_replies
@@ -158,6 +158,25 @@ def test_what_is_installed_is_read_recent_first_and_once(monkeypatch):
     assert names[0] in ("new 1", "dated 1") and "no 1" not in names
     every = [line for _, text in installed_prose(0) for line in text.split("\n\n")]
     assert len(every) == len(set(every))
+
+
+def test_docstrings_of_what_is_installed(tmp_path, monkeypatch):
+    sentence = "Sentence number {} says something that nobody else says, at a length that is certainly enough."
+    told = [sentence.format(number) for number in range(60)]
+    for package, lines in (("first", told[:20]), ("torch", told[20:40]), ("second", told[:40])):
+        folder = tmp_path / package
+        (folder / "tests").mkdir(parents=True)
+        for file in ("__init__.py", "tests/test_it.py"):
+            (folder / file).write_text('"""' + "\n\n".join(lines) + '\n"""\n' + "value = 1\n" * 80)
+    description = SimpleNamespace(metadata=SimpleNamespace(get_payload=lambda: "\n\n".join(told[30:35])))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(installed.metadata, "distributions", lambda: [description])
+    monkeypatch.setattr(
+        installed.metadata, "packages_distributions", lambda: dict.fromkeys(["first", "second", "torch"])
+    )
+    every = [line for document in installed_docstrings(0) for line in document.split("\n\n")]
+    assert sorted(every) == sorted([*told[:30], *told[35:40]])  # once, without tests, torch and what is described
+    assert list(installed_docstrings(0)) == list(installed_docstrings(0))
 
 
 def test_installed_code_is_that_of_its_packages():
