@@ -16,7 +16,8 @@ def of_conversion(report: dict[str, Any]) -> str:
     """Of a `surgery_report.json`."""
     first, last, kv = report["ladder"][0], report["ladder"][-1], report["kv"]
     # What drops tokens has a share that falls with the length, and is looked at for its peak.
-    kept = f"{share(kv['ratio'])} of the KV bytes" + (f" at {kv['measured_at_tokens']:,} tokens" * ("peak_ratio" in kv))
+    at = f" at {kv['measured_at_tokens']:,} tokens" if "peak_ratio" in kv else ""
+    kept = f"{share(kv['ratio'])} of the KV bytes{at}"
     where = where_it_loads(report["target"]["engines"])
     if first["loss"] is None:
         return f"{kept}; what that cost was not measured; {where}"
