@@ -95,3 +95,7 @@ def test_a_real_model_is_its_report():
         increases[3],
     )
     assert f"for {half}\nminutes on two cores" in readme
+    apart = [row["conversion"]["healing"]["held_out"] for row in report["rows"][2::2]]
+    divergences = [[float(held[end]["kl"]) for end in ("first", "last")] for held in apart]
+    (first, last), quarters = divergences
+    assert "from {:.3f} to {:.3f} at the quarter and from {:.4f} to {:.4f} at".format(*quarters, first, last) in page

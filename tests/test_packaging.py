@@ -127,6 +127,23 @@ def test_the_tree_must_be_committed_and_not_tagged(tree):
         release.check_repository("1.2.0", tree)
 
 
+def test_a_release_names_the_address_of_the_project(tmp_path):
+    said = {
+        "pyproject.toml": "[project]\n[project.urls]\n",
+        "CITATION.cff": "repository-code: https://example.org\n",
+        "mkdocs.yml": "repo_url: https://example.org\n",
+        "SECURITY.md": "Write to security@example.org.\n",
+    }
+    for name, text in said.items():
+        (tmp_path / name).write_text(text)
+    release.check_address(tmp_path)
+    for name, text in said.items():
+        (tmp_path / name).write_text("# none yet\n")
+        with pytest.raises(release.NotReady, match=f"{name}: no public address"):
+            release.check_address(tmp_path)
+        (tmp_path / name).write_text(text)
+
+
 def test_this_version_stands_on_top_of_the_changelog():
     newest = release._found(ROOT / "CHANGELOG.md", r"^## (.+)$")
     assert newest.split()[0] == __version__

@@ -97,8 +97,26 @@ def test_recall_by_heads_that_stream_is_the_comparisons():
 def test_table_and_picture_of_the_readme_are_current():
     readme = tool()
     report, text = read_report(readme.REPORT), (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme.made(report) in text, "run python tools/readme.py"
+    assert readme.made(report, read_report(readme.TIMED)) in text, "run python tools/readme.py"
     assert readme.PICTURE.read_text(encoding="utf-8") == readme.picture(report), "run python tools/readme.py"
+
+
+def test_speeds_are_shown_once_they_were_measured():
+    def row(name, *rates):
+        points = [
+            {"context": context, "batch": batch, "decode_tokens_per_second": rate}
+            for (context, batch), rate in zip(((1024, 1), (4096, 1), (1024, 4)), rates, strict=False)
+        ]
+        return {
+            "name": name,
+            "results": {"speed": {"dtype": "bfloat16", "device": "cpu", "threads": 2, "points": points}},
+        }
+
+    rows = [row("source", 20.04, 10.0, 99.0), row("small", 30.0, 25.0), {"name": "untimed", "results": {}}]
+    first, second = tool().speed({"rows": rows}).strip().splitlines()
+    assert "behind 1,024 and 4,096 tokens, by transformers in bfloat16 on CPU, threads: 2 (" in first
+    assert second == "`source` 20.0 and 10.0, `small` 30.0 and 25.0."
+    assert tool().speed({"rows": [{"name": "source", "results": {}}]}) == ""
 
 
 def test_the_picture_shows_every_row_where_it_belongs():

@@ -345,7 +345,7 @@ def test_the_verb_scores_with_or_without_its_name(source, tmp_path, monkeypatch,
     code, shown, err = run_main(monkeypatch, capsys, "heads", *arguments, "--out", out)
     assert code == 0 and "\x1b" not in shown
     assert "scores of KV heads, method induction" in shown and "4 sinks and 16 recent tokens" in shown
-    assert str(out) in shown and "a.png" in shown
+    assert f"Next: surgery convert --to hybrid {source} --heads {out} --kv-ratio" in shown and "a.png" in shown
     code, printed, err = run_main(
         monkeypatch, capsys, "heads", "score", *arguments, "--out", tmp_path / "b.safetensors", "--json"
     )

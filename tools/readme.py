@@ -1,5 +1,7 @@
 """Makes what the README shows of SmolLM2 from docs/smollm2/report.json: the table in it and docs/smollm2/quality.svg.
 
+How fast it decodes stands below the table where docs/smollm2/healing/report.json has it (`--tasks speed`).
+
 python tools/readme.py            # writes both; tests/test_readme.py holds that they are current
 """
 
@@ -16,6 +18,7 @@ from surgery.eval.report.tables import columns
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT, README = ROOT / "docs" / "smollm2", ROOT / "README.md"
+TIMED = REPORT / "healing"
 PICTURE = REPORT / "quality.svg"
 SHOWN = {
     "kv_bytes_per_token": "KV B/token",
@@ -58,9 +61,28 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def made(report: dict[str, Any]) -> str:
-    """What stands between the marks of the README."""
-    return caption(report) + table(report)
+def speed(report: dict[str, Any]) -> str:
+    """Decoded tokens a second of one sequence, by tokens before them, in two lines; nothing where none were timed."""
+    timed = {row["name"]: row["results"]["speed"] for row in report["rows"] if "speed" in row["results"]}
+    if not timed:
+        return ""
+    rates = {
+        name: {p["context"]: p["decode_tokens_per_second"] for p in found["points"] if p["batch"] == 1}
+        for name, found in timed.items()
+    }
+    contexts = sorted(set.intersection(*map(set, rates.values())))
+    how = next(iter(timed.values()))
+    told = (f"`{name}` {' and '.join(f'{found[each]:.1f}' for each in contexts)}" for name, found in rates.items())
+    return (
+        f"\nDecoded tokens/s of one sequence behind {' and '.join(f'{each:,}' for each in contexts)} tokens, by "
+        f"transformers in {how['dtype']} on {how['device'].upper()}, threads: {how['threads']} "
+        f"([report](docs/smollm2/healing/report.html)):\n{', '.join(told)}.\n"
+    )
+
+
+def made(report: dict[str, Any], timed: dict[str, Any]) -> str:
+    """What stands between the marks of the README, of the report and of the one with speeds."""
+    return caption(report) + table(report) + speed(timed)
 
 
 def picture(report: dict[str, Any]) -> str:
@@ -132,5 +154,5 @@ def _line(x1: float, y1: float, x2: float, y2: float) -> str:
 if __name__ == "__main__":
     found = read_report(REPORT)
     PICTURE.write_text(picture(found), encoding="utf-8")
-    README.write_text(with_table(README.read_text(encoding="utf-8"), made(found)), encoding="utf-8")
+    README.write_text(with_table(README.read_text(encoding="utf-8"), made(found, read_report(TIMED))), encoding="utf-8")
     print(PICTURE, README, sep="\n")

@@ -20,6 +20,13 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 TRIED = (["--help"], ["--version"], ["inspect", "builtin"], ["recipes"], ["configs"])
+ADDRESSES = {
+    "pyproject.toml": r"^\[project\.urls\]$",
+    "CITATION.cff": r"^repository-code: ",
+    "mkdocs.yml": r"^repo_url: ",
+    "SECURITY.md": r"https://|\S@\S",
+}
+"""Files that name the repository's public address, or whom to write to, and how one sees that they do."""
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
 
@@ -44,6 +51,17 @@ def check_versions(root: Path = ROOT) -> str:
     if cited != version:
         raise NotReady(f"CITATION.cff says {cited}, surgery/version.py {version}")
     return version
+
+
+def check_address(root: Path = ROOT) -> None:
+    """The project says where it lives; nothing of it is made up, so there may be nothing yet.
+
+    Raises:
+        NotReady: a file does not.
+    """
+    silent = [name for name, said in ADDRESSES.items() if not re.search(said, _text(root / name), re.MULTILINE)]
+    if silent:
+        raise NotReady(f"{', '.join(silent)}: no public address (CONTRIBUTING.md, Make a release)")
 
 
 def check_repository(version: str, root: Path = ROOT) -> None:
@@ -107,6 +125,7 @@ def main() -> None:
     asked = parser.parse_args()
     try:
         version = check_versions()
+        check_address()
         check_repository(version)
         if asked.check:
             print(f"{version} can be released")
@@ -121,10 +140,14 @@ def main() -> None:
 
 
 def _found(path: Path, pattern: str) -> str:
-    match = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
+    match = re.search(pattern, _text(path), re.MULTILINE)
     if match is None:
         raise NotReady(f"{path.name} names no version")
     return match[1].strip()
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def _built(tree: Path, hook: str, out: Path) -> str:

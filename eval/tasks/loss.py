@@ -16,6 +16,7 @@ from surgery.eval.held_out_text import HeldOutText
 from surgery.eval.loss import LogitReader, check_batch, evaluation_mode
 from surgery.eval.session import Session
 from surgery.eval.token_losses import divergence, losses_of_states, losses_through_cache
+from surgery.eval.work import Work, at_most, reading
 
 MEMORISED = 0.1
 """Nats: a token that the baseline predicts at less is taken for known by heart, which hides damage to attention."""
@@ -61,6 +62,13 @@ class LossTask:
             "sources": list(self.text.sources),
             "data_sha256": self.text.sha256,
         }
+
+    def work(self, session: Session) -> Work:
+        count, length = at_most(len(self.text.tokens), session.limit), self.text.tokens.shape[1]
+        once = reading(count, length, session.batch_size)
+        if not self.decoded:
+            return once
+        return once + reading(count, length - 1 - self.decoded, session.batch_size, self.decoded)
 
     @torch.no_grad()
     def keep(self, model: PreTrainedModel, session: Session) -> KeptPredictions:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from surgery.eval.generation import complete
 from surgery.eval.session import Session
+from surgery.eval.work import Work, at_most, completing
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class MatchTask:
         count, length = self.prompts.shape
         data = hashlib.sha256(self.prompts.numpy().tobytes()).hexdigest()
         return {"prompts": count, "length": length, "new_tokens": self.new_tokens, "data_sha256": data}
+
+    def work(self, session: Session) -> Work:
+        count, length = self.prompts.shape
+        return completing(at_most(count, session.limit), length, session.batch_size, self.new_tokens)
 
     @torch.no_grad()
     def keep(self, model: PreTrainedModel, session: Session) -> list[list[int]]:

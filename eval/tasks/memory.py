@@ -13,6 +13,7 @@ from surgery.eval.memory import OutOfMemory, measure_memory, unless_out_of_memor
 from surgery.eval.peak_memory import PeakMemory
 from surgery.eval.session import Session, device_of
 from surgery.eval.tensor_bytes import weight_bytes
+from surgery.eval.work import Work, reading
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class MemoryTask:
     def settings(self) -> dict[str, Any]:
         """What decides the result besides the model."""
         return {"contexts": sorted(set(self.contexts)), "batch": self.batch}
+
+    def work(self, session: Session) -> Work:
+        steps = [min(GROWTH_STEPS, context - 1) for context in self.contexts]
+        each = (reading(self.batch, c - s, self.batch, s) for c, s in zip(self.contexts, steps, strict=True))
+        return sum(each, reading(1, 1, 1, 1))  # which loads libraries
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         """Measures on the main process, as the others have the same model.

@@ -14,6 +14,7 @@ from surgery.eval.needle import ANSWER_TOKENS, NeedleHaystack, NeedlePrompt, def
 from surgery.eval.ruler.domain import find_domain, haystack_text
 from surgery.eval.ruler.sample import prompts_sha256
 from surgery.eval.session import Session
+from surgery.eval.work import Work, at_most, completing
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class NeedleTask:
             "answer_tokens": ANSWER_TOKENS,
             "haystack_sha256": hashlib.sha256(self._text().encode()).hexdigest(),
         }
+
+    def work(self, session: Session) -> Work:
+        count = len(self.depths) * max(1, at_most(self.trials, session.limit))
+        sizes = (length - ANSWER_TOKENS for length in self.lengths or default_lengths(None))
+        return sum((completing(count, size, session.batch_size, ANSWER_TOKENS) for size in sizes), Work())
 
     def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:
         """Share of needles found in each cell.

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from surgery.eval.loss import LogitReader, evaluation_mode
 from surgery.eval.recall import RecallSet, check_prompts, recall_hits
 from surgery.eval.session import Session
+from surgery.eval.work import Work, at_most, reading
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ class RecallTask:
         count, length = self.prompts.tokens.shape
         data = self.prompts.tokens.numpy().tobytes() + self.prompts.answer_mask.numpy().tobytes()
         return {"prompts": count, "length": length, "data_sha256": hashlib.sha256(data).hexdigest()}
+
+    def work(self, session: Session) -> Work:
+        count, length = self.prompts.tokens.shape
+        return reading(at_most(count, session.limit), length, session.batch_size)
 
     @torch.no_grad()
     def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from surgery.eval.bootstrap import paired_difference
 from surgery.eval.loss import LogitReader, evaluation_mode
 from surgery.eval.repeat import SKIPPED, SPAN, RepeatSet, repeat_losses
 from surgery.eval.session import Session
+from surgery.eval.work import Work, at_most, reading
 
 TOKENS_AT_ONCE = 8_192
 """Tokens of a batch at most, if there is more than one row: rows of long lags are measured one by one."""
@@ -42,6 +43,13 @@ class RepeatTask:
             "data_sha256": digest.hexdigest(),
         }
 
+    def work(self, session: Session) -> Work:
+        done = Work()
+        for rows in self.rows.values():
+            length = rows.tokens.shape[1]
+            done += reading(at_most(len(rows.tokens), session.limit), length, _batch(session, length))
+        return done
+
     @torch.no_grad()
     def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:
         """Returns "lags": for each, mean losses "first" and "second" and "per_row" the second ones, and "change", the
@@ -52,8 +60,7 @@ class RepeatTask:
 
     def _measure(self, model: PreTrainedModel, session: Session, lag: int, rows: RepeatSet) -> dict[str, Any]:
         tokens = rows.tokens[: session.limit]
-        size = min(session.batch_size, max(1, TOKENS_AT_ONCE // tokens.shape[1]))
-        batches = list(tokens.split(size))
+        batches = list(tokens.split(_batch(session, tokens.shape[1])))
         with evaluation_mode(model), session.progress.phase(f"repeat, lag {lag}", len(batches), "batch") as done:
             reader = LogitReader(model, tokens)
             found = session.processes.map(lambda batch: repeat_losses(reader, rows, batch).tolist(), batches, done)
@@ -64,6 +71,10 @@ class RepeatTask:
             "change": asdict(paired_difference(second, first, seed=session.seed)),
             "per_row": list(second),
         }
+
+
+def _batch(session: Session, length: int) -> int:
+    return min(session.batch_size, max(1, TOKENS_AT_ONCE // length))
 
 
 def _mean(values: Any) -> float:

@@ -14,6 +14,7 @@ from surgery.eval.ruler import suite
 from surgery.eval.ruler.domain import find_domain, haystack_text
 from surgery.eval.ruler.sample import Sample, prompts_sha256
 from surgery.eval.session import Session
+from surgery.eval.work import Work, at_most, completing
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,14 @@ class RulerTask:
             "tasks": list(self.tasks),
             "haystack_sha256": hashlib.sha256(self._text().encode()).hexdigest(),
         }
+
+    def work(self, session: Session) -> Work:
+        count, done = max(1, at_most(self.samples, session.limit)), Work()
+        for length in self.lengths:
+            for task in self.tasks:
+                answer = suite.TASKS[task].new_tokens[self.domain]
+                done += completing(count, length - answer, session.batch_size, answer)
+        return done
 
     def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:
         """Mean share of references found, by length and task.

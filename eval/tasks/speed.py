@@ -14,6 +14,7 @@ from surgery.eval.memory import OutOfMemory, beyond_trained_context, unless_out_
 from surgery.eval.roofline import Ceilings, measure_ceilings
 from surgery.eval.session import Session, device_of
 from surgery.eval.speed import measure_speed
+from surgery.eval.work import Work, reading
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,13 @@ class SpeedTask:
             "new_tokens": self.new_tokens,
             "repeats": self.repeats,
         }
+
+    def work(self, session: Session) -> Work:
+        done = Work()
+        for context in self.contexts:
+            for batch in self.batches:
+                done += reading((1 + self.repeats) * batch, context, batch, self.new_tokens)
+        return done
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         """Measures on the main process while the others wait.

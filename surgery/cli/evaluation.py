@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import OUTPUT, ConfigOption, JsonOption, PickleOption, ProcessesOption
+from surgery.cli.options import OUTPUT, ConfigOption, DryRunOption, JsonOption, PickleOption, ProcessesOption
 from surgery.evaluation.settings import EvalSettings
 
 
@@ -40,6 +40,7 @@ def evaluate(
     ] = False,
     allow_pickle: PickleOption = False,
     processes: ProcessesOption = None,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure models beside their source and beside cheap baselines, and write a report.
@@ -50,6 +51,8 @@ def evaluate(
     Examples:
 
         surgery eval ckpt-mla/ --baseline ckpt/
+
+        surgery eval ckpt-mla/ --baseline ckpt/ --tasks all --dry-run
 
         surgery eval quarter=a/ eighth=b/ --baseline ckpt/ --tasks loss,recall,needle,memory,speed --out report/
 
@@ -85,6 +88,12 @@ def evaluate(
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
     )
+    if dry_run:
+        from surgery.console.evaluation import show_plan
+        from surgery.forecast.evaluation import plan_evaluation
+
+        show_plan(plan_evaluation(request, Progress()), as_json=as_json)
+        return
     asked = {"request": request, "progress": Progress(silent=True)}
     with workers(processes, evaluate, asked), sharing_threads(processes):
         evaluation = evaluate(request, Progress())

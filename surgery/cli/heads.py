@@ -71,7 +71,8 @@ def score(
 
     asked = given.of(HeadSettings)
     settings = HeadSettings.from_file(config, **asked) if config else HeadSettings(**asked)
-    checkpoint, out = model_named(checkpoint), output_of(checkpoint, out, f"heads-{settings.method}{SUFFIX}")
+    called, out = checkpoint, output_of(checkpoint, out, f"heads-{settings.method}{SUFFIX}")
+    checkpoint = model_named(called)
     # Before torch is loaded for it: places that would be refused later.
     check_pattern(out.expanduser() if out else default_pattern(checkpoint, settings.method), overwrite)
     find_local(checkpoint)
@@ -86,7 +87,7 @@ def score(
     with workers(processes, score_heads, request), sharing_threads(processes):
         scored = score_heads(**request, progress=Progress())
     if scored.is_main:
-        show_pattern(scored, as_json=as_json)
+        show_pattern(scored, called, as_json=as_json)
 
 
 heads.command()(with_settings(score, {"heads": HeadSettings}))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from surgery.common.human import decimal, duration, share, with_perplexity
 from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.console.verdicts import show_next
 
 BEST = 6
 """Heads that are named."""
 
 
-def show_pattern(scored, *, as_json: bool = False) -> None:
-    """Prints a scoring (:class:`surgery.heads.scoring.ScoredHeads`)."""
+def show_pattern(scored, called: str, *, as_json: bool = False) -> None:
+    """Prints a scoring (:class:`surgery.heads.scoring.ScoredHeads`) of a checkpoint as it was called."""
     pattern = scored.pattern
     if as_json:
         print_json(
@@ -37,7 +38,7 @@ def show_pattern(scored, *, as_json: bool = False) -> None:
     )
     out.print(f"[bold]{plain(scored.path)}[/bold]", soft_wrap=True)
     out.print(f"drawn in {plain(scored.heat_map)}", soft_wrap=True)
-    out.print(f"Next: surgery convert --to hybrid CKPT/ --heads {plain(scored.path)} --kv-ratio 0.5", soft_wrap=True)
+    show_next(out, [f"surgery convert --to hybrid {called} --heads {scored.path} --kv-ratio 0.5"])
 
 
 def show_comparison(comparison, *, as_json: bool = False) -> None:

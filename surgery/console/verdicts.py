@@ -14,14 +14,17 @@ from surgery.engines import NOT_TRIED, REFUSED, loads, ran
 
 def of_conversion(report: dict[str, Any]) -> str:
     """Of a `surgery_report.json`."""
-    first, last, kept = report["ladder"][0], report["ladder"][-1], share(report["kv"]["ratio"])
+    first, last, kv = report["ladder"][0], report["ladder"][-1], report["kv"]
+    # What drops tokens has a share that falls with the length, and is looked at for its peak.
+    at = f" at {kv['measured_at_tokens']:,} tokens" if "peak_ratio" in kv else ""
+    kept = f"{share(kv['ratio'])} of the KV bytes{at}"
     where = where_it_loads(report["target"]["engines"])
     if first["loss"] is None:
-        return f"{kept} of the KV bytes; what that cost was not measured; {where}"
+        return f"{kept}; what that cost was not measured; {where}"
     predicted = report["target"].get("predicted")
     planned = f"; the plan expected {predicted['loss_increase']:+.4f}" if predicted else ""
     change = cost(last["loss"] - first["loss"], (first["recall"], last["recall"]))
-    return f"{kept} of the KV bytes for {change}{planned}{_without_fit(report)}; {where}"
+    return f"{kept} for {change}{planned}{_without_fit(report)}; {where}"
 
 
 def _without_fit(report: dict[str, Any]) -> str:

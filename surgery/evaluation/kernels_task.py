@@ -18,6 +18,7 @@ from surgery.eval.held_out_text import HeldOutText
 from surgery.eval.loss import LogitReader, evaluation_mode
 from surgery.eval.session import Session, device_of
 from surgery.eval.token_losses import losses_through_cache
+from surgery.eval.work import Work, reading
 from surgery.kernels.backend import interpreted
 
 WINDOWS = 2
@@ -46,6 +47,11 @@ class KernelsTask:
             "decoded": self.decoded,
             "data_sha256": text.sha256,
         }
+
+    def work(self, session: Session) -> Work:
+        count, length = self.text.first(WINDOWS).tokens.shape
+        once = reading(count, length - 1 - self.decoded, count, self.decoded)
+        return once + once
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         """Measures on the main process, as the others have the same model.

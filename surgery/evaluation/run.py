@@ -16,47 +16,22 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.calibration.conversations import HELD_OUT_PROMPTS, sample_conversations
-from surgery.calibration.held_out_documents import default_names
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.eval.report.document import SCHEMA, Report, finish, read_report
-from surgery.eval.report.tracking import require_wandb
+from surgery.eval.report.document import SCHEMA, Report, finish
 from surgery.eval.session import ComparingTask, Session, Task
 from surgery.eval.variants.cache_hook import NoVariant
 from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
-from surgery.evaluation.rows import Row, check_names, plan_variants
+from surgery.evaluation.preparation import Prepared, Request, prepare
+from surgery.evaluation.rows import Row, plan_variants
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore, key_of
-from surgery.evaluation.tasks import Tasks, build_tasks
+from surgery.evaluation.tasks import Tasks
 from surgery.reporting.report import environment
 from surgery.running.equal_widths import use_equal_widths
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
 from surgery.version import __version__
-
-
-@dataclass(frozen=True)
-class Request:
-    """What was asked for.
-
-    Attributes:
-        checkpoints: folders, hub ids, or NAME=one of those.
-        baseline: likewise; None for none.
-        out: folder of results and report; None for the first checkpoint's name and "-eval".
-        settings: what to measure and how.
-        command: as it was called, for the report.
-        title: of the report; None for the names of the checkpoints.
-    """
-
-    checkpoints: tuple[str, ...]
-    baseline: str | None
-    out: Path | None
-    settings: EvalSettings
-    command: str = ""
-    title: str | None = None
-    overwrite: bool = False
-    allow_pickle: bool = False
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,39 +49,22 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
     Raises:
         SurgeryError: something asked for cannot be measured, found before anything is measured where that can be.
     """
-    settings = request.settings
-    if settings.wandb:
-        require_wandb()
-    processes = Processes(cpu=settings.device == "cpu")
+    processes = Processes(cpu=request.settings.device == "cpu")
     if not processes.is_main:
         progress = Progress(silent=True)
-    device = process_device(settings.device, processes)
-    baseline, checkpoints = _open(request, progress)
-    rows = [Row(c.name, "baseline" if c is baseline else "checkpoint", c) for c in checkpoints]
-    check_names(rows)
-    tokenizer = _common_tokenizer(checkpoints)
-    if not settings.data:
-        settings = replace(settings, data=default_names(tokenizer))
-        progress.note(f"held-out text: {' and '.join(settings.data)} (--data names another)")
-    tasks = build_tasks(
-        settings,
-        tokenizer,
-        checkpoints[0].reader.config,
-        progress,
-        lambda: processes.from_main(lambda: _conversations(checkpoints[0], tokenizer, device, settings)),
-    )
-    first = next((row for row in rows if row.role == "checkpoint"), rows[0])
-    out = request.out or Path(f"{first.name}-eval")
-    store = processes.from_main(lambda: _opened_store(out, request, rows, tasks))
+    device = process_device(request.settings.device, processes)
+    prepared = prepare(request, progress, lambda *of: processes.from_main(lambda: _conversations(*of, device)))
+    settings, rows, tasks, baseline = prepared.settings, prepared.rows, prepared.tasks, prepared.baseline
+    store = processes.from_main(lambda: _opened_store(prepared, request))
     session = Session(
-        tokenizer,
+        prepared.tokenizer,
         processes,
         progress,
         batch_size=settings.batch_size,
         seed=settings.seed,
         limit=settings.limit,
     )
-    work = _Work(store, session, device, settings, tasks, next((r for r in rows if r.role == "baseline"), None))
+    work = _Work(store, session, device, settings, tasks, baseline)
 
     def measure(row: Row, place: str) -> dict[str, Any]:
         with progress.at(place):
@@ -115,8 +73,8 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
     measured = [measure(row, f"{number} of {len(rows)}") for number, row in enumerate(rows, 1)]
     if baseline is not None and settings.variants:
         held = {entry["name"]: entry["kv"]["held_bytes"] for entry in measured}
-        ratios = [held[row.name] / held[baseline.name] for row in rows if row.role == "checkpoint"]
-        variants, notes = plan_variants(settings.variants, baseline, ratios, tasks.context)
+        ratios = [held[row.name] / held[baseline.name] for row in prepared.checkpoints]
+        variants, notes = plan_variants(settings.variants, baseline.checkpoint, ratios, tasks.context)
         for note in notes:
             progress.note(note)
         for number, row in enumerate(variants, 1):
@@ -129,7 +87,7 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
         "surgery_version": __version__,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": request.command,
-        "title": request.title or ", ".join(row.name for row in rows if row.role == "checkpoint") or rows[0].name,
+        "title": request.title or ", ".join(row.name for row in prepared.checkpoints) or rows[0].name,
         "settings": {
             **settings.to_dict(),
             "context": tasks.context,
@@ -137,13 +95,13 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
             "device": device.type,
         },
         "environment": {**environment(), **_machine(device, processes)},
-        "tokenizer": {"sha256": tokenizer_sha256(tokenizer)},
+        "tokenizer": {"sha256": tokenizer_sha256(prepared.tokenizer)},
         "tasks": tasks.settings,
         "baseline": baseline.name if baseline else None,
         "rows": measured,
     }
     # Through JSON, so that what is returned is what a reader of the file gets.
-    return Evaluation(finish(json.loads(json.dumps(report, allow_nan=False))), out, processes.is_main)
+    return Evaluation(finish(json.loads(json.dumps(report, allow_nan=False))), prepared.out, processes.is_main)
 
 
 class _Work:
@@ -161,10 +119,7 @@ class _Work:
         self._store, self._session, self._device = store, session, device
         self._settings, self._tasks, self._baseline = settings, tasks, baseline
         self._kept: dict[str, Any] = {}
-        self.dtype_setting = settings.dtype
-        if settings.dtype == "auto" and device.type == "cpu":
-            # CPUs are slow in half precision and differ in it from one another.
-            self.dtype_setting = "float32"
+        self.dtype_setting = settings.quality_dtype(device.type)
 
     def measure(self, row: Row, place: str) -> dict[str, Any]:
         """The row's entry in the report; `place` says in the progress which one it is."""
@@ -264,76 +219,15 @@ class _Work:
         return key_of(facts)
 
 
-def _opened_store(out: Path, request: Request, rows: Sequence[Row], tasks: Tasks) -> ResultStore:
-    """The folder of results.
-
-    Raises:
-        SurgeryError: it holds a report with something that the new report would not have.
-    """
-    store = ResultStore.open(out)
-    if (out / "report.json").exists() and not request.overwrite:
-        old = read_report(out)
-        if changed := _changed_settings(old, request.settings, tasks):
-            raise SurgeryError(
-                f"{out}: its report has another {', '.join(changed)}; choose another --out or say --overwrite"
-            )
-        lost = [name for name in old["tasks"] if name not in {task.name for task in tasks.all}]
-        lost += [
-            f"row {row['name']}"
-            for row in old["rows"]
-            if row["role"] != "variant" and row["sha256"] not in {r.checkpoint.sha256 for r in rows}
-        ]
-        if lost:
-            raise SurgeryError(
-                f"{out}: its report has {', '.join(lost)}, which the new one would not; choose another --out or say "
-                "--overwrite"
-            )
+def _opened_store(prepared: Prepared, request: Request) -> ResultStore:
+    store = ResultStore.open(prepared.out)
+    if not request.overwrite:
+        prepared.check_report()
     return store
 
 
-def _changed_settings(old: Report, settings: EvalSettings, tasks: Tasks) -> list[str]:
-    """Names of what decides the results that a report has and is no longer what it was then."""
-    changed = [name for name in ("seed", "limit") if old["settings"][name] != getattr(settings, name)]
-    new = json.loads(json.dumps(tasks.settings))
-    for task in sorted(old["tasks"].keys() & new.keys()):
-        before, now = old["tasks"][task], new[task]
-        changed += [f"{name} of {task}" for name in {**before, **now} if before.get(name) != now.get(name)]
-    return changed
-
-
-def _open(request: Request, progress: Progress) -> tuple[Checkpoint | None, list[Checkpoint]]:
-    """Baseline and all checkpoints, the baseline first; a checkpoint that is the baseline is not measured twice."""
-    given = [*([request.baseline] if request.baseline else []), *request.checkpoints]
-    if not given:
-        raise SurgeryError("nothing to evaluate: give a checkpoint folder or a hub id")
-    opened = []
-    with progress.phase("open and hash the weights", len(given), "model") as advance:
-        for name in given:
-            opened.append(
-                Checkpoint.open(name, allow_pickle=request.allow_pickle, trust_remote_code=request.trust_remote_code)
-            )
-            advance()
-    baseline = opened[0] if request.baseline else None
-    if baseline is not None:
-        same = (baseline.sha256, baseline.config_sha256)
-        opened = [baseline, *(c for c in opened[1:] if (c.sha256, c.config_sha256) != same)]
-    return baseline, opened
-
-
-def _common_tokenizer(checkpoints: Sequence[Checkpoint]) -> Any:
-    tokenizer = checkpoints[0].tokenizer()
-    expected = tokenizer_sha256(tokenizer)
-    for checkpoint in checkpoints[1:]:
-        if tokenizer_sha256(checkpoint.tokenizer()) != expected:
-            raise SurgeryError(
-                f"{checkpoint.name} has another tokenizer than {checkpoints[0].name}: losses over different tokens do "
-                "not compare; evaluate them apart"
-            )
-    return tokenizer
-
-
 def _conversations(
-    checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, device: torch.device, settings: EvalSettings
+    checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, settings: EvalSettings, device: torch.device
 ) -> list[str]:
     """Conversations with a model on the held-out prompts, in its template; half of what the windows hold: they cost."""
     model = checkpoint.load(device)

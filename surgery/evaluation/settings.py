@@ -128,3 +128,7 @@ class EvalSettings(FileSettings):
             object.__setattr__(self, "decoded", min(DECODED, self.length // 2))
         if self.decoded and not 1 <= self.decoded <= self.length - 2:
             raise SurgeryError(f"decoded must be 0 or at most length - 2 = {self.length - 2}, not {self.decoded}")
+
+    def quality_dtype(self, device: str) -> str:
+        """What quality is measured in on a kind of device: CPUs are slow in half precision and differ in it."""
+        return "float32" if self.dtype == "auto" and device == "cpu" else self.dtype

@@ -34,16 +34,24 @@ class ResultStore:
         Raises:
             SurgeryError: it is a file, it cannot be written, or it holds something that is no evaluation.
         """
+        cls.check(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()) and not (folder / MARKER).exists():
-                raise SurgeryError(f"{folder}: holds other things than an evaluation; choose another --out")
             (folder / MARKER).write_text('{"what": "an evaluation by surgery eval"}\n', encoding="utf-8")
             store = cls(folder)
             store._results.mkdir(exist_ok=True)
         except OSError as error:
             raise SurgeryError(f"--out {folder}: {error.strerror or error}") from None
         return store
+
+    @staticmethod
+    def check(folder: Path) -> None:
+        """Raises SurgeryError: what is there is a file, cannot be read, or holds something that is no evaluation."""
+        try:
+            if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
+                raise SurgeryError(f"{folder}: holds other things than an evaluation; choose another --out")
+        except OSError as error:
+            raise SurgeryError(f"--out {folder}: {error.strerror or error}") from None
 
     def get(self, key: str) -> dict[str, Any] | None:
         """The result under a key; None if there is none."""

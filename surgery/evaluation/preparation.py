@@ -1,0 +1,164 @@
+"""What comes before an evaluation measures, and all that its dry run does: opened models, texts, checked names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from surgery.calibration.held_out_documents import default_names
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.eval.report.document import Report, read_report
+from surgery.eval.report.tracking import require_wandb
+from surgery.evaluation.models import Checkpoint, tokenizer_sha256
+from surgery.evaluation.rows import Row, check_names
+from surgery.evaluation.settings import EvalSettings
+from surgery.evaluation.tasks import Tasks, build_tasks
+
+Conversations = Callable[[Checkpoint, PreTrainedTokenizerBase, EvalSettings], list[str]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    Attributes:
+        checkpoints: folders, hub ids, or NAME=one of those.
+        baseline: likewise; None for none.
+        out: folder of results and report; None for the first checkpoint's name and "-eval".
+        settings: what to measure and how.
+        command: as it was called, for the report.
+        title: of the report; None for the names of the checkpoints.
+    """
+
+    checkpoints: tuple[str, ...]
+    baseline: str | None
+    out: Path | None
+    settings: EvalSettings
+    command: str = ""
+    title: str | None = None
+    overwrite: bool = False
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An evaluation that can begin.
+
+    Attributes:
+        settings: as asked, with the held-out text that was chosen.
+        rows: the models, the baseline first.
+        out: folder of results and report.
+    """
+
+    settings: EvalSettings
+    rows: list[Row]
+    tokenizer: PreTrainedTokenizerBase
+    tasks: Tasks
+    out: Path
+
+    @property
+    def baseline(self) -> Row | None:
+        """What the others are compared with."""
+        return next((row for row in self.rows if row.role == "baseline"), None)
+
+    @property
+    def checkpoints(self) -> list[Row]:
+        """The others."""
+        return [row for row in self.rows if row.role == "checkpoint"]
+
+    def check_report(self) -> None:
+        """Raises SurgeryError: the folder holds a report with something that the new report would not have."""
+        out, rows, tasks = self.out, self.rows, self.tasks
+        if not (out / "report.json").exists():
+            return
+        old = read_report(out)
+        if changed := _changed_settings(old, self.settings, tasks):
+            raise SurgeryError(
+                f"{out}: its report has another {', '.join(changed)}; choose another --out or say --overwrite"
+            )
+        lost = [name for name in old["tasks"] if name not in {task.name for task in tasks.all}]
+        lost += [
+            f"row {row['name']}"
+            for row in old["rows"]
+            if row["role"] != "variant" and row["sha256"] not in {r.checkpoint.sha256 for r in rows}
+        ]
+        if lost:
+            raise SurgeryError(
+                f"{out}: its report has {', '.join(lost)}, which the new one would not; choose another --out or say "
+                "--overwrite"
+            )
+
+
+def prepare(request: Request, progress: Progress, conversations: Conversations) -> Prepared:
+    """Opens and hashes the models, reads the texts and builds the tasks; nothing is measured or written.
+
+    Args:
+        conversations: those of a model, for held-out text "chat".
+
+    Raises:
+        SurgeryError: something asked for cannot be measured.
+    """
+    settings = request.settings
+    if settings.wandb:
+        require_wandb()
+    baseline, checkpoints = _open(request, progress)
+    rows = [Row(c.name, "baseline" if c is baseline else "checkpoint", c) for c in checkpoints]
+    check_names(rows)
+    tokenizer = _common_tokenizer(checkpoints)
+    if not settings.data:
+        settings = replace(settings, data=default_names(tokenizer))
+        progress.note(f"held-out text: {' and '.join(settings.data)} (--data names another)")
+    first = checkpoints[0]
+    answers = partial(conversations, first, tokenizer, settings)
+    tasks = build_tasks(settings, tokenizer, first.reader.config, progress, answers)
+    named = next((row for row in rows if row.role == "checkpoint"), rows[0]).name
+    return Prepared(settings, rows, tokenizer, tasks, request.out or Path(f"{named}-eval"))
+
+
+def _changed_settings(old: Report, settings: EvalSettings, tasks: Tasks) -> list[str]:
+    """Names of what decides the results that a report has and is no longer what it was then."""
+    changed = [name for name in ("seed", "limit") if old["settings"][name] != getattr(settings, name)]
+    new = json.loads(json.dumps(tasks.settings))
+    for task in sorted(old["tasks"].keys() & new.keys()):
+        before, now = old["tasks"][task], new[task]
+        changed += [f"{name} of {task}" for name in {**before, **now} if before.get(name) != now.get(name)]
+    return changed
+
+
+def _open(request: Request, progress: Progress) -> tuple[Checkpoint | None, list[Checkpoint]]:
+    """Baseline and all checkpoints, the baseline first; a checkpoint that is the baseline is not measured twice."""
+    given = [*([request.baseline] if request.baseline else []), *request.checkpoints]
+    if not given:
+        raise SurgeryError("nothing to evaluate: give a checkpoint folder or a hub id")
+    opened = []
+    with progress.phase("open and hash the weights", len(given), "model") as advance:
+        for name in given:
+            opened.append(
+                Checkpoint.open(name, allow_pickle=request.allow_pickle, trust_remote_code=request.trust_remote_code)
+            )
+            advance()
+    baseline = opened[0] if request.baseline else None
+    if baseline is not None:
+        same = (baseline.sha256, baseline.config_sha256)
+        opened = [baseline, *(c for c in opened[1:] if (c.sha256, c.config_sha256) != same)]
+    return baseline, opened
+
+
+def _common_tokenizer(checkpoints: Sequence[Checkpoint]) -> Any:
+    tokenizer = checkpoints[0].tokenizer()
+    expected = tokenizer_sha256(tokenizer)
+    for checkpoint in checkpoints[1:]:
+        if tokenizer_sha256(checkpoint.tokenizer()) != expected:
+            raise SurgeryError(
+                f"{checkpoint.name} has another tokenizer than {checkpoints[0].name}: losses over different tokens do "
+                "not compare; evaluate them apart"
+            )
+    return tokenizer

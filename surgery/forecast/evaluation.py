@@ -1,0 +1,144 @@
+"""``surgery eval --dry-run``: what an evaluation would run, read, hold and write; no model is run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+
+from surgery.calibration.conversations import HELD_OUT_PROMPTS
+from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.eval.session import Session
+from surgery.eval.work import ForeseenTask, Work
+from surgery.evaluation.models import Checkpoint
+from surgery.evaluation.preparation import Request, prepare
+from surgery.evaluation.rows import plan_variants
+from surgery.evaluation.settings import EvalSettings
+from surgery.evaluation.store import ResultStore
+from surgery.families import FAMILIES, LATENT_FAMILIES
+from surgery.forecast.attention_structures import of_config
+from surgery.running.processes import Processes
+from surgery.running.skeleton import skeleton
+from surgery.running.source import checked_device, is_absent
+from surgery.running.unfused import unfused
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What an evaluation would do; plain values only. Sizes in bytes.
+
+    Attributes:
+        rows: models, the baseline first: name, role, path, dtype, bytes of the weights as they are measured, of the
+            largest ``cache`` of any task and of a sequence's at ``context`` tokens (``kv``); None where its family has
+            no prediction.
+        variants: names of the baseline's cheaper forms, each measured as a model is.
+        notes: what could be asked for and will not be there.
+        tasks: each with its `surgery.eval.work.Work` of one model; None where it cannot be told.
+        total: passes, read and decoded tokens of all models and tasks that can tell.
+        settings: of the evaluation, with the text, context, dtype and device that were chosen.
+        out: folder of results and report; ``goes_on``: whether it has results already.
+    """
+
+    rows: list[dict[str, Any]]
+    variants: list[str]
+    notes: list[str]
+    tasks: list[dict[str, Any]]
+    total: dict[str, int]
+    settings: dict[str, Any]
+    out: str
+    goes_on: bool
+
+
+def plan_evaluation(request: Request, progress: Progress) -> EvaluationPlan:
+    """Plans an evaluation of the same request: weights are hashed and texts tokenised, so that their faults show.
+
+    Conversations ("chat") are not drawn; prompts stand in for them. A device need not be on this machine.
+
+    Raises:
+        SurgeryError: whatever the evaluation would refuse before it measures.
+    """
+    asked = request.settings.device
+    device = torch.device(asked).type if is_absent(asked) else checked_device(asked).type
+    prepared = prepare(request, progress, _stand_in)
+    settings, tasks, baseline = prepared.settings, prepared.tasks, prepared.baseline
+    ResultStore.check(prepared.out)
+    if not request.overwrite:
+        prepared.check_report()
+    alone = Processes(cpu=True, alone=True)
+    session = Session(prepared.tokenizer, alone, progress, settings.batch_size, settings.seed, settings.limit)
+    told = [(task, task.work(session) if isinstance(task, ForeseenTask) else None) for task in tasks.all]
+    quality = settings.quality_dtype(device)
+
+    def dtype(checkpoint: Checkpoint, *, native: bool) -> torch.dtype:
+        return getattr(torch, checkpoint.dtype if native or quality == "auto" else quality)
+
+    def row(row) -> dict[str, Any]:
+        checkpoint, reader = row.checkpoint, row.checkpoint.reader
+        caches = [
+            cache_bytes(reader, work.rows, work.length, dtype(checkpoint, native=task.native))
+            for task, work in told
+            if work is not None
+        ]
+        widest = max(dtype(checkpoint, native=task.native).itemsize for task in tasks.all)
+        return {
+            "name": row.name,
+            "role": row.role,
+            "path": checkpoint.place,
+            "dtype": checkpoint.dtype,
+            "weights": _numbers(reader) * widest,
+            "cache": None if None in caches else max(caches),
+            "kv": cache_bytes(reader, 1, tasks.context, dtype(checkpoint, native=True)),
+        }
+
+    rows = [row(each) for each in prepared.rows]
+    variants, notes = [], []
+    if baseline is not None and settings.variants:
+        ratios = [each["kv"] / rows[0]["kv"] for each in rows[1:] if each["kv"] and rows[0]["kv"]]
+        variants, notes = plan_variants(settings.variants, baseline.checkpoint, ratios, tasks.context)
+    whole, models = sum((work for _, work in told if work), Work()), len(rows) + len(variants)
+    return EvaluationPlan(
+        rows=rows,
+        variants=[each.name for each in variants],
+        notes=notes,
+        tasks=[
+            {"name": task.name, "native": task.native, "work": None if work is None else asdict(work)}
+            for task, work in told
+        ],
+        total={name: models * getattr(whole, name) for name in ("passes", "read", "decoded")},
+        settings={**settings.to_dict(), "context": tasks.context, "dtype": quality, "device": device},
+        out=str(prepared.out),
+        goes_on=(prepared.out / "results").is_dir(),
+    )
+
+
+def cache_bytes(reader: CheckpointReader, rows: int, length: int, dtype: torch.dtype) -> int | None:
+    """Of the live cache of so many sequences, as `surgery inspect` and dry runs of conversions predict it.
+
+    None for a model of a family that they do not know.
+    """
+    try:
+        config = unfused(reader).config
+    except SurgeryError:
+        return None
+    if config["model_type"] == "surgery":
+        return skeleton(config, dtype).kv_cache_bytes(rows, length)
+    if config["model_type"] not in {*FAMILIES, *LATENT_FAMILIES}:
+        return None
+    return round(rows * length * sum(layer.token_bytes(length) for layer in of_config(config, dtype.itemsize)))
+
+
+def _numbers(reader: CheckpointReader) -> int:
+    """Of the weights; a copy of tied embeddings counts once."""
+    copies = {"lm_head.weight"} if reader.config.get("tie_word_embeddings") else set()
+    infos = [reader.info(name) for name in reader.names() if name not in copies]
+    return sum(info.nbytes // info.dtype.itemsize for info in infos)
+
+
+def _stand_in(checkpoint: Checkpoint, tokenizer: Any, settings: EvalSettings) -> list[str]:
+    """Text as long as conversations with the model, which would have to run for them."""
+    needed = settings.windows * settings.length // 4 + 1  # the shortest prompt has more than four tokens
+    return [" ".join(islice(cycle(HELD_OUT_PROMPTS), needed))]
