@@ -40,8 +40,9 @@ from surgery.planning.settings import PlanSettings, beyond_positions
 from surgery.running.source import Source
 from surgery.running.unfused import unfused
 from surgery.structures.alternatives import Alternatives
-from surgery.structures.base import BasisOf, Work
+from surgery.structures.base import BasisOf
 from surgery.structures.registry import TARGETS
+from surgery.structures.work import Work
 from surgery.version import __version__
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)

@@ -24,7 +24,7 @@ from surgery.families.base import ATTENTION_PREFIX
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import LONG, Foreseen, Outcome, Structure, Work, replanned_tensors
+from surgery.structures.base import LONG, Foreseen, Outcome, Structure, replanned_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_bytes import source_kv_bytes
 from surgery.structures.ladder import Ladder
@@ -32,6 +32,7 @@ from surgery.structures.mixed.settings import MixedSettings
 from surgery.structures.passing import pass_kept
 from surgery.structures.registry import target_of
 from surgery.structures.sequential_fit import SequentialFit
+from surgery.structures.work import Work
 from surgery.verification.flow import predicted_flow
 
 T = TypeVar("T")

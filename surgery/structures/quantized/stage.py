@@ -32,7 +32,8 @@ from surgery.verification.flow import predicted_flow
 from surgery.verification.written import CACHE_TOLERANCE, TOLERANCE, Verification, run_through_cache, verify_by_running
 
 if TYPE_CHECKING:
-    from surgery.structures.base import Outcome, Work
+    from surgery.structures.base import Outcome
+    from surgery.structures.work import Work
 
 PIECE = 8
 """Tokens at a time in which held-out text is read through the cache: near decoding, where it is one."""
