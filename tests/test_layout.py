@@ -14,6 +14,7 @@ from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.quantized.settings import QuantizedSettings
+from surgery.structures.registry import MIXED, TARGETS
 from surgery.training.settings import HealSettings
 from surgery.workflow.names import check_names
 from surgery.workflow.recipe import VERBS, Recipe
@@ -150,6 +151,33 @@ def test_imports_go_one_way(room):
     for name, file in FILES.items():
         if room_of(name) == room:
             assert {room_of(other) for other in imported(file)} <= allowed, file
+
+
+def asked_for(tree: ast.AST) -> set[str]:
+    """Words that a file compares with, looks up or keeps things by."""
+    places: list[ast.expr | None] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            places += [node.left, *node.comparators]
+        elif isinstance(node, ast.Dict):
+            places += node.keys
+        elif isinstance(node, ast.Subscript):
+            places.append(node.slice)
+        elif isinstance(node, ast.MatchValue):
+            places.append(node.value)
+    places += [each for place in places if isinstance(place, ast.Tuple | ast.List | ast.Set) for each in place.elts]
+    return {place.value for place in places if isinstance(place, ast.Constant) and isinstance(place.value, str)}
+
+
+def test_nothing_outside_a_structures_folder_asks_for_its_name():
+    """Of what knows targets; in floors below them "hybrid" is a kind of attention, as config.json says it."""
+    floor = next(index for index, rooms in enumerate(FLOORS) if "structures" in rooms)
+    above = {room for rooms in FLOORS[floor:] for room in rooms} - {"forecast"}
+    names = {*TARGETS, MIXED.name}
+    for name, file in FILES.items():
+        inside = name.startswith("surgery.structures.") and name.count(".") > 2
+        if room_of(name) in above and not inside:
+            assert not asked_for(ast.parse(file.read_text(encoding="utf-8"))) & names, file
 
 
 def test_the_plugin_imports_nothing_of_the_package():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from surgery.common.plugins import Registry
+from surgery.common.plugins import Registry, load
 
 if TYPE_CHECKING:
     from surgery.eval.session import Task
@@ -28,7 +27,4 @@ packages among them, which "all" leaves out."""
 def builder(name: str) -> Build:
     """What builds the task of this name."""
     found = TASKS[name]
-    if not isinstance(found, str):
-        return found
-    module, _, function = found.partition(":")
-    return getattr(import_module(module), function)
+    return load(found) if isinstance(found, str) else found

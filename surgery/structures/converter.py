@@ -191,7 +191,7 @@ def _finish(
     Raises:
         SurgeryError: the written files are not what was planned, or do not compute what was simulated.
     """
-    reader, quantizes = work.opened.reader, getattr(work.settings, "quantizes", False)
+    reader, quantizes = work.opened.reader, work.settings.quantizes
     if quantizes:
         outcome = in_own_class(outcome)
     entry = quantisation_entry(reader, tensors, kept_matrices(reader, work.settings, tensors))

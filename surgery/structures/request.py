@@ -33,7 +33,7 @@ def open_request(
     check_keepable(reader, settings)
     structure = target.structure().for_source(reader.config, settings)
     opened = structure.open(reader, settings)
-    if getattr(settings, "quantizes", False):
+    if settings.quantizes:
         check_quantizable(reader.path, opened.config)
     out = settle_output(source, reader.source, out, target.ending_of(settings), overwrite=overwrite)
     return structure(opened, settings, progress), out

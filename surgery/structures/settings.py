@@ -78,12 +78,11 @@ class StructureSettings(ConversionSettings):
         """Of a code, as the cache layers call it."""
         return cache_format(self.bits)
 
-    @property
-    def suffix(self) -> str:
-        """What bits add to the default name of the output."""
+    def ending(self, target: str) -> str:
+        """With the bits."""
         if not self.quantizes:
-            return ""
-        return "-mixed" if self.bits == "auto" else f"-{self.format}"
+            return target
+        return f"{target}-mixed" if self.bits == "auto" else f"{target}-{self.format}"
 
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""

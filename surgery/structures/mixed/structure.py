@@ -84,7 +84,7 @@ class Mixed(Structure[Source, MixedSettings]):
             if not structure.candidates(opened.reader.config):
                 raise SurgeryError(f"parts: {part.to} makes layers that do not stand alone: convert all --to {part.to}")
             config = structure.foresee().config
-            if config["model_type"] != MODEL_TYPE and not getattr(part.settings, "quantizes", False):
+            if config["model_type"] != MODEL_TYPE and not part.settings.quantizes:
                 raise SurgeryError(f"parts: {part.to} makes a {config['model_type']}, whose layers cannot differ so")
         self._part_of = {layer: number for number, part in enumerate(settings.parts) for layer in part.layers}
         if wrong := sorted(opened.fixed & self._part_of.keys()):
