@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedModel
 
@@ -11,6 +11,9 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.generation import complete
 from surgery.eval.sequences import tokenize
 from surgery.eval.session import Session
+
+if TYPE_CHECKING:
+    from surgery.evaluation.task_data import TaskData
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,8 @@ class GenerateTask:
             "completions": [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)],
             "new_tokens": self.new_tokens,
         }
+
+
+def build(data: TaskData) -> GenerateTask:
+    """From the settings and texts of an evaluation."""
+    return GenerateTask(data.settings.prompts or data.openings(), data.settings.new_tokens)
