@@ -21,7 +21,6 @@ from surgery.calibration.held_out import HeldOut
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import Texts, load_texts
-from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.common.errors import SurgeryError
@@ -38,7 +37,7 @@ from surgery.planning.mixing import Mixer
 from surgery.planning.mixture import Mixture
 from surgery.planning.settings import PlanSettings, beyond_positions
 from surgery.running.source import Source
-from surgery.running.unfused import unfused
+from surgery.running.unfused import open_model
 from surgery.structures.alternatives import Alternatives
 from surgery.structures.base import BasisOf
 from surgery.structures.registry import TARGETS
@@ -151,7 +150,7 @@ def make_plan(
         SurgeryError: the source cannot be read or converted, or nothing meets the budget.
     """
     progress, began, called = progress or Progress(silent=True), time.monotonic(), called or str(source)
-    reader = unfused(CheckpointReader.open(source, allow_pickle=allow_pickle))
+    reader = open_model(source, allow_pickle=allow_pickle)
     opened = Source.of(reader, settings, any_family_of(reader.config))
     share, gain = _share_of(settings, opened), _forecast(settings, opened)
     # The best of many mixtures owes part of its lead to the texts that it was found on: all rows are of others then.

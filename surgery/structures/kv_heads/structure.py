@@ -267,8 +267,8 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         start, metric = merged.anatomy.to(stream.device, solver_dtype(stream)), statistics.output_metric
 
         def solve(inputs: Tensor, targets: Tensor) -> CapturedAttention:
-            options = {**settings.fit_solving(), **settings.fit_sampling(index)}
-            fitted, _, _ = fit_merged_layer(start, inputs, targets, metric.to(stream.device), **options)
+            effort = settings.fit_effort(index)
+            fitted, _, _ = fit_merged_layer(start, inputs, targets, metric.to(stream.device), effort)
             return CapturedAttention(fitted.to(stream.dtype))
 
         return solve

@@ -337,9 +337,8 @@ class LowRank(Structure[Source, LowRankSettings]):
                 inputs,
                 targets,
                 statistics.output_metric.to(stream.device),
+                settings.fit_effort(index),
                 shared=shared,
-                **settings.fit_solving(),
-                **settings.fit_sampling(index),
             )
             moment = sum(gram(fitted.latents(x.to(fitted.down))).cpu() for x in inputs) / inputs.shape[:2].numel()
             fitted = fitted.to("cpu", torch.float64)

@@ -287,9 +287,9 @@ class _Solver:
     def __call__(self, inputs: Tensor, targets: Tensor) -> SimulatedAttention:
         stream, settings = self._stream, self._settings
         start, metric = self._start.to(stream.device, solver_dtype(stream)), self._metric.to(stream.device)
-        sampling = settings.fit_sampling(self._index)
-        fitted, _, _ = fit_latent_layer(start, inputs, targets, metric, **settings.fit_solving(), **sampling)
-        moments = latent_moments(fitted, inputs, metric, **sampling)
+        effort = settings.fit_effort(self._index)
+        fitted, _, _ = fit_latent_layer(start, inputs, targets, metric, effort)
+        moments = latent_moments(fitted, inputs, metric, effort)
         ordered, self.energies = order_latents(fitted.to("cpu", torch.float64), *moments)
         return SimulatedAttention(ordered.to(stream.device, stream.dtype))
 
