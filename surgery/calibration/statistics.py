@@ -17,7 +17,7 @@ from surgery.calibration.kronecker import KroneckerFactors, kronecker_factors, w
 from surgery.families.anatomy import AttentionAnatomy, Projection
 from surgery.families.attention import attention_weights
 from surgery.families.latent_anatomy import LatentAnatomy
-from surgery.families.rope import phases, to_complex
+from surgery.families.rope import complex_dtype, phases, to_complex
 from surgery.running.processes import ALONE, Processes
 
 
@@ -239,8 +239,7 @@ def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, processes: 
     One sequence at a time: its attention weights are [H, T, T].
     """
     device, dtype = anatomy.k.device, anatomy.k.dtype
-    complex_dtype = dtype.to_complex()
-    key, query = basis.key.to(device, complex_dtype), basis.query.to(device, complex_dtype)
+    key, query = (part.to(device, complex_dtype(dtype)) for part in (basis.key, basis.query))
     frequencies = anatomy.inv_freq[basis.frequency]
     group_of = torch.arange(anatomy.heads) // (anatomy.heads // anatomy.kv_heads)
 

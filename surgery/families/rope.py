@@ -100,9 +100,14 @@ def to_real(z: Tensor) -> Tensor:
 
 
 def phases(inv_freq: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """``exp(1j * inv_freq * position)``, complex [len(positions), len(inv_freq)]; angles are taken in float64."""
+    """``exp(1j * inv_freq * position)`` [len(positions), len(inv_freq)], complex64 at least; angles in float64."""
     angle = positions.double()[:, None] * inv_freq.to(positions.device)
-    return torch.polar(torch.ones_like(angle), angle).to(dtype.to_complex())
+    return torch.polar(torch.ones_like(angle), angle).to(complex_dtype(dtype))
+
+
+def complex_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of a dtype are computed in as complex ones: complex64 at least, as PyTorch does little in less."""
+    return torch.promote_types(dtype, torch.float32).to_complex()
 
 
 def rotate(x: Tensor, phase: Tensor) -> Tensor:

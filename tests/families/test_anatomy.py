@@ -15,6 +15,7 @@ from surgery.common.errors import SurgeryError
 from surgery.families import BUILT_IN, LATENT_FAMILIES, WHY_NOT, family_of
 from surgery.families.attention import CapturedAttention
 from surgery.families.fused import FUSED
+from surgery.families.rope import phases
 from surgery.families.towers import TOWERS
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.running.layer_stream import single_layer_config
@@ -130,3 +131,8 @@ def test_the_table_of_families_has_all_of_them():
     )
     refused = text.partition("Refused by name")[2]
     assert set(re.findall(r"`(\w+)`", refused)) <= WHY_NOT.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_phases_of_16_bits_are_complex64(dtype):
+    assert phases(torch.ones(2), torch.arange(3), dtype).dtype == torch.complex64
