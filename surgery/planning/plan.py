@@ -16,7 +16,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from surgery.calibration import layer_statistics
 from surgery.calibration.held_out import HeldOut
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
@@ -230,20 +229,11 @@ def opened_work(
         library = stack.enter_context(StatisticsLibrary(folder))
         store = stack.enter_context(BoundaryStore(folder, limit))
         alternatives = stack.enter_context(Alternatives(folder))
+        texts = replace(texts, held_out=untried)
+        work = Work(opened, settings, texts, library, store, alternatives, progress, snapshots)
         with progress.step(2, STEPS):
-            layer_statistics.gather(
-                opened,
-                library,
-                texts.calibration,
-                store,
-                settings,
-                progress,
-                gradients=True,
-                basis_of=_lag_basis(opened, settings),
-                snapshots=snapshots,
-            )
-        untried = replace(texts, held_out=untried)
-        yield Work(opened, settings, untried, library, store, alternatives, progress, snapshots)
+            work.gather(basis_of=_lag_basis(opened, settings))
+        yield work
 
 
 def _share_of(settings: PlanSettings, opened: Source) -> float | None:
