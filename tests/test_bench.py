@@ -36,9 +36,9 @@ def tiny():
     return bench_models.source_config("tiny")
 
 
-@pytest.mark.parametrize("structure", [None, *bench_models.STRUCTURES])
+@pytest.mark.parametrize("structure", [None, *bench_models.converted_configs()])
 def test_random_models_cache_what_their_structure_says_and_a_step_stays_where_it_is(structure, tiny):
-    config = tiny if structure is None else bench_models.STRUCTURES[structure](tiny, 24, 8)
+    config = tiny if structure is None else bench_models.converted_configs()[structure](tiny, 24, 8)
     model = bench_models.random_model(config, CPU)
     assert all(tensor.isfinite().all() for tensor in (*model.parameters(), *model.buffers()))
     numbers = {None: 64, "gqa": 32}.get(structure, 32)

@@ -168,6 +168,10 @@ def test_mistakes_at_first_sight_cost_no_torch(tmp_path):
         ("eval", "a=absent"): absent,
         ("eval", "source", "--baseline", "absent"): absent,
         ("eval", "source", "--tasks", "los"): "did you mean loss",
+        ("heads", "compare", "mine=absent"): "absent: no such file",
+        ("heads", "compare", "pattern.safetensors", "--measure", "absent"): absent,
+        ("plan", "absent", "--kv-ratio", "0.2"): absent,
+        ("verify", "absent"): absent,
         ("doctor", "absent"): absent,
         ("export", "absent", "--engine", "llama.cpp"): absent,
         ("run", "recipe.yaml"): "did you mean kv_ratio?",
@@ -178,6 +182,13 @@ def test_mistakes_at_first_sight_cost_no_torch(tmp_path):
         code, told, loaded = json.loads(line)
         assert code == 1 and told.startswith("surgery: error: ") and told.count("\n") == 1, (arguments, told)
         assert message in told and loaded == [], (arguments, told, loaded)
+
+
+def test_a_bench_makes_no_weights_for_what_convert_does_not_take(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for wrong in (["nowhere"], ["--kv-ratoi", "0.5"]):
+        code, _, told = run_main(monkeypatch, capsys, "bench", "convert", "--shape", "llama3-1b", *wrong)
+        assert code == 2 and wrong[0] in told and listing(tmp_path) == []
 
 
 def test_a_dry_run_writes_nothing_and_knows_the_result(checkpoints, tmp_path, monkeypatch, capsys):

@@ -21,7 +21,7 @@ from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.quantized.settings import QuantizedSettings
-from surgery.transforms.head_order import inverse_order, permute_heads
+from surgery.transforms.head_order import permute_heads
 
 WEIGHTS_ONLY = {"calibration": "none"}
 SINKS, RECENT = 3, 5
@@ -78,7 +78,7 @@ def test_heads_are_moved_and_can_be_moved_back(checkpoints, pattern, tmp_path):
     prefix = "model.layers.0.self_attn."
     moved = {name.removeprefix(prefix): tensor for name, tensor in after.items() if name.startswith(prefix)}
     assert not torch.equal(moved["q_proj.weight"], before[prefix + "q_proj.weight"])
-    restored = permute_heads(moved, inverse_order(entry["head_order"]))
+    restored = permute_heads(moved, torch.tensor(entry["head_order"]).argsort().tolist())
     after |= {prefix + name: tensor for name, tensor in restored.items()}
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)

@@ -19,6 +19,7 @@ from surgery.forecast.speed import find_gpu
 from surgery.inspection.inspect import CONTEXTS, inspect_checkpoint
 from surgery.inspection.spectra import WIDTHS, LayerSpectrum
 from surgery.kernels.gpus import GPUS
+from surgery.structures.mla.bench import stock_mla
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import TARGETS
 
@@ -263,7 +264,7 @@ def test_a_converted_checkpoint_is_inspected_against_its_source(kind, tmp_path, 
 
 
 def test_stock_mla_is_inspected_and_its_report_knows_the_source(tmp_path):
-    config = bench_models.stock_mla(bench_models.source_config("tiny"), 24, 8)
+    config = stock_mla(bench_models.source_config("tiny"), 24, 8)
     bench_models.random_model(config, torch.device("cpu")).save_pretrained(tmp_path)
     alone = inspect_checkpoint(tmp_path)
     assert alone.architecture["attention"][0].startswith("2 layers: latent of 24 and 8 rotated numbers")

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from surgery.common.file_settings import read_mapping
 from surgery.evaluation.settings import EvalSettings
 from surgery.heads.settings import HeadSettings
-from surgery.structures.cross_layer.settings import CrossLayerSettings
-from surgery.structures.hybrid.settings import HybridSettings
-from surgery.structures.kv_heads.settings import KVHeadsSettings
-from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.planning.settings import PlanSettings
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.quantized.settings import QuantizedSettings
+from surgery.structures.registry import MIXED, TARGETS
 from surgery.training.settings import HealSettings
 from surgery.workflow.names import check_names
 from surgery.workflow.recipe import VERBS, Recipe
@@ -152,6 +150,33 @@ def test_imports_go_one_way(room):
             assert {room_of(other) for other in imported(file)} <= allowed, file
 
 
+def asked_for(tree: ast.AST) -> set[str]:
+    """Words that a file compares with, looks up or keeps things by."""
+    places: list[ast.expr | None] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            places += [node.left, *node.comparators]
+        elif isinstance(node, ast.Dict):
+            places += node.keys
+        elif isinstance(node, ast.Subscript):
+            places.append(node.slice)
+        elif isinstance(node, ast.MatchValue):
+            places.append(node.value)
+    places += [each for place in places if isinstance(place, ast.Tuple | ast.List | ast.Set) for each in place.elts]
+    return {place.value for place in places if isinstance(place, ast.Constant) and isinstance(place.value, str)}
+
+
+def test_nothing_outside_a_structures_folder_asks_for_its_name():
+    """Of what knows targets; in floors below them "hybrid" is a kind of attention, as config.json says it."""
+    floor = next(index for index, rooms in enumerate(FLOORS) if "structures" in rooms)
+    above = {room for rooms in FLOORS[floor:] for room in rooms} - {"forecast"}
+    names = {*TARGETS, MIXED.name}
+    for name, file in FILES.items():
+        inside = name.startswith("surgery.structures.") and name.count(".") > 2
+        if room_of(name) in above and not inside:
+            assert not asked_for(ast.parse(file.read_text(encoding="utf-8"))) & names, file
+
+
 def test_the_plugin_imports_nothing_of_the_package():
     for file in sorted((ROOT / "surgery_vllm").rglob("*.py")):
         assert not imported(file), file
@@ -171,16 +196,18 @@ def test_structures_do_not_know_each_other(structure):
     assert known - {structure} <= BUILDS_ON.get(structure, set())
 
 
-def test_shipped_settings_are_the_defaults():
-    assert ConvertSettings.from_file(ROOT / "configs" / "mla.yaml") == ConvertSettings()
-    assert KVHeadsSettings.from_file(ROOT / "configs" / "gqa.yaml") == KVHeadsSettings()
-    assert LowRankSettings.from_file(ROOT / "configs" / "lowrank.yaml") == LowRankSettings()
-    assert CrossLayerSettings.from_file(ROOT / "configs" / "crosslayer.yaml") == CrossLayerSettings()
-    assert QuantizedSettings.from_file(ROOT / "configs" / "quantized.yaml") == QuantizedSettings()
-    assert HybridSettings.from_file(ROOT / "configs" / "hybrid.yaml") == HybridSettings()
-    assert HealSettings.from_file(ROOT / "configs" / "heal.yaml") == HealSettings()
-    assert HeadSettings.from_file(ROOT / "configs" / "heads.yaml") == HeadSettings()
-    assert EvalSettings.from_file(ROOT / "configs" / "eval.yaml") == EvalSettings()
+SETTINGS = {target.name: target.settings_class for target in TARGETS.values() if not target.fixed}
+SETTINGS |= {"heal": HealSettings, "heads": HeadSettings, "eval": EvalSettings, "plan": PlanSettings}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_shipped_settings_are_the_defaults(name):
+    settings = SETTINGS[name]
+    needed = {"kv_ratio": 0.25} if settings is PlanSettings else {}
+    assert settings.from_mapping(read_mapping(ROOT / "configs" / f"{name}.yaml") | needed, name) == settings(**needed)
+
+
+def test_shipped_variants_can_be_read():
     ConvertSettings.from_file(ROOT / "configs" / "mla-everywhere.yaml")
 
 

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from processes import ROOT, Fork
-from tiny_models import DEMO, random_model
+from safetensors.torch import load_file
+from tiny_models import DEMO, SHAPE, random_model
 from transformers import ArceeConfig
 
 import surgery
@@ -16,19 +18,6 @@ from surgery.common.errors import SurgeryError
 from surgery.common.plugins import Registry, added
 
 PACKAGE = ROOT / "tests" / "plugin_package"
-SHAPE = {
-    "vocab_size": 4096,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-    "pad_token_id": 2,
-}
-
 # One process for all commands.
 SCRIPT = """
 import contextlib, io, json, sys
@@ -69,21 +58,14 @@ def told(installed, tmp_path_factory):
     small = ["--device", "cpu"]
     first = ["convert", "--to", "first-heads", str(source), "--calibration", "none", *small]
     scored = ["--out", str(work / "h.safetensors"), *small, "--json"]
+    heads = ["--kv-heads", "1", "--calibration", "none", *small, "--json"]
+    windows = ["--windows", "3", "--length", "32", "--variants", "none", *small, "--json"]
     report = ["--out", str(work / "report")]
-    windows = [
-        "--windows",
-        "3",
-        "--length",
-        "32",
-        "--variants",
-        "none",
-        "--out",
-        str(work / "report"),
-        *small,
-        "--json",
-    ]
     commands = {
         "help": ["convert", "--help"],
+        "inspect": ["inspect", str(source)],
+        "methods": ["convert", "--to", "gqa", "--help"],
+        "method": ["convert", "--to", "gqa", str(source), "--method", "first-of-group", *heads],
         "family and structure": [*first, "--keep-heads", "1", "--out", str(work / "first"), "--json"],
         "for people": [*first, "--keep-heads", "1", "--out", str(work / "again")],
         "dry run": [*first, "--keep-heads", "1", "--dry-run"],
@@ -96,12 +78,33 @@ def told(installed, tmp_path_factory):
     wide = {"COLUMNS": "200", "TERM": "dumb"}
     done = Fork(code=SCRIPT, stdin=json.dumps(commands), path=(installed, ROOT), environment=wide)
     assert done.wait() == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]) | {"source": source}
 
 
 def test_a_structure_is_a_target_with_its_options(told):
     code, shown, _ = told["help"]
     assert code == 0 and "first-heads (drops KV heads)" in shown and "--keep-heads" in shown
+
+
+def test_what_it_can_become_has_the_structure_too(told):
+    code, shown, err = told["inspect"]
+    assert code == 0, err
+    assert shown.count("--to first-heads --keep-heads 1") == 2 and "first-heads --keep-heads 1: a bad idea" in shown
+
+
+def test_a_method_is_one_of_the_structures(told):
+    code, shown, _ = told["methods"]
+    assert code == 0 and "first-of-group" in shown
+    code, printed, err = told["method"]
+    assert code == 0, err
+    report = json.loads(printed)
+    assert report["target"]["method"] == "first-of-group" and report["settings"]["method"] == "first-of-group"
+    # The first of two heads stays as it was, bit for bit.
+    kept, whole = (
+        load_file(Path(folder) / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"]
+        for folder in (report["path"], told["source"])
+    )
+    assert torch.equal(kept, whole[: len(kept)])
 
 
 def test_a_family_and_a_structure_convert(told):
@@ -156,7 +159,7 @@ def test_a_program_registers_without_a_package():
             surgery.register_scorer("of-this-test", lambda session: None)
         with pytest.raises(SurgeryError, match="there is a 'duo' already"):
             surgery.register_scorer("duo", lambda session: None)
-        with pytest.raises(SurgeryError, match="cannot be added: choose lowrank, gqa"):
+        with pytest.raises(SurgeryError, match="cannot be added: choose gqa, lowrank"):
             surgery.register_method("mla", "mine", None)
         with pytest.raises(SurgeryError, match=r".mine. is a function: wrap it, .*low_rank_methods.Method"):
             surgery.register_method("lowrank", "mine", lambda block, rank: None)

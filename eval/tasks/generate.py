@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedModel
 
@@ -12,6 +12,9 @@ from surgery.eval.generation import complete
 from surgery.eval.sequences import tokenize
 from surgery.eval.session import Session
 from surgery.eval.work import Work, completing
+
+if TYPE_CHECKING:
+    from surgery.evaluation.task_data import TaskData
 
 
 @dataclass(frozen=True)
@@ -60,3 +63,8 @@ class GenerateTask:
             "completions": [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)],
             "new_tokens": self.new_tokens,
         }
+
+
+def build(data: TaskData) -> GenerateTask:
+    """From the settings and texts of an evaluation."""
+    return GenerateTask(data.settings.prompts or data.openings(), data.settings.new_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from surgery.eval.loss import LogitReader, check_batch, evaluation_mode
 from surgery.eval.session import Session
 from surgery.eval.token_losses import divergence, losses_of_states, losses_through_cache
 from surgery.eval.work import Work, at_most, reading
+
+if TYPE_CHECKING:
+    from surgery.evaluation.task_data import TaskData
 
 MEMORISED = 0.1
 """Nats: a token that the baseline predicts at less is taken for known by heart, which hides damage to attention."""
@@ -191,3 +194,8 @@ def _memorised(losses: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
         "loss_of_others": float(losses[~known].mean()) if others else None,
         "per_sequence": (np.where(known, 0.0, losses).sum(1) * len(losses) / others).tolist() if others else None,
     }
+
+
+def build(data: TaskData) -> LossTask:
+    """From the settings and texts of an evaluation."""
+    return LossTask(data.text, data.settings.decoded)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import LongTensor
@@ -15,6 +15,9 @@ from transformers import PreTrainedModel
 from surgery.eval.generation import complete
 from surgery.eval.session import Session
 from surgery.eval.work import Work, at_most, completing
+
+if TYPE_CHECKING:
+    from surgery.evaluation.task_data import TaskData
 
 
 @dataclass(frozen=True)
@@ -66,3 +69,9 @@ class MatchTask:
 def agreement(one: Sequence[int], other: Sequence[int]) -> int:
     """First tokens that two continuations have in common."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def build(data: TaskData) -> MatchTask:
+    """From the settings and texts of an evaluation."""
+    asked = data.settings
+    return MatchTask(data.text.tokens[: asked.match_prompts, : asked.length // 2], asked.match_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedModel
 
@@ -14,6 +14,9 @@ from surgery.eval.peak_memory import PeakMemory
 from surgery.eval.session import Session, device_of
 from surgery.eval.tensor_bytes import weight_bytes
 from surgery.eval.work import Work, reading
+
+if TYPE_CHECKING:
+    from surgery.evaluation.task_data import TaskData
 
 
 @dataclass(frozen=True)
@@ -92,3 +95,8 @@ def _out_of_memory(contexts: list[int]) -> list[dict[str, Any]]:
     sizes = dict.fromkeys(("cache_bytes", "peak_prefill_bytes", "peak_decode_bytes"))
     notes = ["out of memory"] + [f"not tried: out of memory at {contexts[0]}"] * (len(contexts) - 1)
     return [{"context": context, **sizes, "note": note} for context, note in zip(contexts, notes, strict=True)]
+
+
+def build(data: TaskData) -> MemoryTask:
+    """From the settings and texts of an evaluation."""
+    return MemoryTask(data.contexts())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedModel
 
@@ -15,6 +15,9 @@ from surgery.eval.ruler.domain import find_domain, haystack_text
 from surgery.eval.ruler.sample import prompts_sha256
 from surgery.eval.session import Session
 from surgery.eval.work import Work, at_most, completing
+
+if TYPE_CHECKING:
+    from surgery.evaluation.task_data import TaskData
 
 
 @dataclass(frozen=True)
@@ -107,3 +110,15 @@ def _hits(model: PreTrainedModel, session: Session, prompts: list[NeedlePrompt],
     return [
         int(prompt.value in session.tokenizer.decode(output)) for prompt, output in zip(prompts, outputs, strict=True)
     ]
+
+
+def build(data: TaskData) -> NeedleTask:
+    """From the settings and texts of an evaluation."""
+    asked = data.settings
+    return NeedleTask(
+        lengths=asked.needle_lengths or default_lengths(data.limit),
+        depths=asked.needle_depths,
+        trials=asked.needle_trials,
+        domain=data.domain,
+        haystack=data.haystack(),
+    )

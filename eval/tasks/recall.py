@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
 from surgery.eval.loss import LogitReader, evaluation_mode
-from surgery.eval.recall import RecallSet, check_prompts, recall_hits
+from surgery.eval.recall import RecallSet, check_prompts, recall_hits, recall_prompts
 from surgery.eval.session import Session
 from surgery.eval.work import Work, at_most, reading
+
+if TYPE_CHECKING:
+    from surgery.evaluation.task_data import TaskData
+
+RECALL_SEED = 1
+"""Added to the seed for recall prompts, so that their filler is not that of the windows."""
 
 
 @dataclass(frozen=True)
@@ -48,3 +54,10 @@ class RecallTask:
             "length": prompts.tokens.shape[1],
             "hits": hits,
         }
+
+
+def build(data: TaskData) -> RecallTask:
+    """From the settings and texts of an evaluation."""
+    asked = data.settings
+    ids, seed = data.text.ids.numpy(), asked.seed + RECALL_SEED
+    return RecallTask(recall_prompts(data.tokenizer, ids, asked.recall_prompts, asked.length, seed))

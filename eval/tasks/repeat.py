@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
+from surgery.common.errors import SurgeryError
 from surgery.eval.bootstrap import paired_difference
 from surgery.eval.loss import LogitReader, evaluation_mode
-from surgery.eval.repeat import SKIPPED, SPAN, RepeatSet, repeat_losses
+from surgery.eval.repeat import LAGS, SKIPPED, SPAN, RepeatSet, repeat_losses, repeat_rows, row_length
 from surgery.eval.session import Session
 from surgery.eval.work import Work, at_most, reading
+
+if TYPE_CHECKING:
+    from surgery.evaluation.task_data import TaskData
 
 TOKENS_AT_ONCE = 8_192
 """Tokens of a batch at most, if there is more than one row: rows of long lags are measured one by one."""
@@ -79,3 +83,14 @@ def _batch(session: Session, length: int) -> int:
 
 def _mean(values: Any) -> float:
     return sum(values) / len(values)
+
+
+def build(data: TaskData) -> RepeatTask:
+    """From the settings and texts of an evaluation."""
+    asked, ids = data.settings, data.text.ids.numpy()
+    most = min(data.limit or LAGS[-1] * 2, len(ids) - 1)
+    lags = asked.repeat_lags or tuple(lag for lag in LAGS if row_length(lag) <= most)
+    if not lags:
+        raise SurgeryError(f"repeat: {most} tokens of text and context are too few for the shortest lag, {LAGS[0]}")
+    bos = data.tokenizer.bos_token_id
+    return RepeatTask({lag: repeat_rows(ids, lag, asked.repeat_rows, asked.seed, bos) for lag in lags})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedModel
 
@@ -15,6 +15,9 @@ from surgery.eval.ruler.domain import find_domain, haystack_text
 from surgery.eval.ruler.sample import Sample, prompts_sha256
 from surgery.eval.session import Session
 from surgery.eval.work import Work, at_most, completing
+
+if TYPE_CHECKING:
+    from surgery.evaluation.task_data import TaskData
 
 
 @dataclass(frozen=True)
@@ -117,3 +120,15 @@ def _measure(model: PreTrainedModel, session: Session, task: str, length: int, s
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
+
+
+def build(data: TaskData) -> RulerTask:
+    """From the settings and texts of an evaluation."""
+    asked = data.settings
+    return RulerTask(
+        lengths=asked.ruler_lengths or (asked.length,),
+        samples=asked.ruler_samples,
+        domain=data.domain,
+        haystack=data.haystack(),
+        tasks=asked.ruler_tasks or tuple(suite.TASKS),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -15,6 +15,9 @@ from surgery.eval.roofline import Ceilings, measure_ceilings
 from surgery.eval.session import Session, device_of
 from surgery.eval.speed import measure_speed
 from surgery.eval.work import Work, reading
+
+if TYPE_CHECKING:
+    from surgery.evaluation.task_data import TaskData
 
 
 @dataclass(frozen=True)
@@ -120,3 +123,8 @@ class SpeedTask:
 def _empty(size: tuple[int, int], note: str) -> dict[str, Any]:
     figures = ("prefill_tokens_per_second", "decode_tokens_per_second", "prefill_seconds", "decode_seconds", "roofline")
     return {"context": size[0], "batch": size[1], **dict.fromkeys(figures), "note": note}
+
+
+def build(data: TaskData) -> SpeedTask:
+    """From the settings and texts of an evaluation."""
+    return SpeedTask(data.contexts(), data.settings.batches)

@@ -42,7 +42,7 @@ def register_task(name: str, build: Build) -> None:
 
 
 def register_method(structure: str, name: str, method: Any) -> None:
-    """A named method of ``--to lowrank`` or ``--to gqa``.
+    """A named method of a structure that takes some, as ``--to lowrank`` and ``--to gqa``.
 
     Args:
         method: a :class:`surgery.transforms.low_rank_methods.Method` or :class:`surgery.transforms.kv_heads.Method`.
@@ -50,9 +50,10 @@ def register_method(structure: str, name: str, method: Any) -> None:
     Raises:
         SurgeryError: another structure, whose methods are not alike enough to be told by a few functions; or no Method.
     """
-    from surgery.transforms import kv_heads, low_rank_methods
+    from surgery.common.plugins import load
+    from surgery.structures.registry import TARGETS
 
-    modules = {"lowrank": low_rank_methods, "gqa": kv_heads}
-    if structure not in modules:
-        raise SurgeryError(f"methods of {structure!r} cannot be added: choose {', '.join(modules)}")
-    modules[structure].METHODS.register(name, method)
+    places = {target.name: target.methods for target in TARGETS.working().values() if target.methods}
+    if structure not in places:
+        raise SurgeryError(f"methods of {structure!r} cannot be added: choose {', '.join(places)}")
+    load(places[structure]).register(name, method)

@@ -81,9 +81,10 @@ def subjects(given: Sequence[str], settings: DecodeSettings) -> Iterator[Subject
     Raises:
         SurgeryError: neither a folder nor a shape, or an unknown structure.
     """
+    configs = bench_models.converted_configs()
     for structure in settings.structures:
-        if structure not in bench_models.STRUCTURES:
-            raise SurgeryError(f"--to {structure}: choose {', '.join(bench_models.STRUCTURES)}")
+        if structure not in configs:
+            raise SurgeryError(f"--to {structure}: choose {', '.join(configs)}")
     for name in given:
         if Path(name).is_dir() or Path(name).suffix == ".gguf":
             reader = language_model(CheckpointReader.open(name))
@@ -92,7 +93,7 @@ def subjects(given: Sequence[str], settings: DecodeSettings) -> Iterator[Subject
         config = bench_models.source_config(name)
         yield Subject(name, "source", lambda at, c=config: bench_models.random_model(c, at))
         for structure in settings.structures:
-            made = bench_models.STRUCTURES[structure](config, settings.rank, settings.rope_dim)
+            made = configs[structure](config, settings.rank, settings.rope_dim)
             yield Subject(name, structure, lambda at, c=made: bench_models.random_model(c, at))
 
 

@@ -6,19 +6,14 @@ a conversion would, and filled at random on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery import model as own_model
-from surgery.architectures.deepseek_v3 import StockMLA
-from surgery.architectures.neutral_norm import neutral_norm
-from surgery.architectures.spec import MLASpec
 from surgery.bench.convert import SHAPES
 from surgery.common.errors import SurgeryError
-from surgery.families import head_shape
+from surgery.structures.base import ConfigOf
+from surgery.structures.registry import TARGETS
 
 TINY = {
     "tiny": {
@@ -50,62 +45,12 @@ def source_config(shape: str) -> PreTrainedConfig:
     return CONFIG_MAPPING[config.pop("model_type")](**config)
 
 
-def stock_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
-    """As `surgery convert --to mla` writes it: a dense `deepseek_v3`."""
-    heads, kv_heads, head_dim = head_shape(config)
-    layers, dtype = config.num_hidden_layers, torch.bfloat16
-    spec = MLASpec(
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=head_dim,
-        hidden=config.hidden_size,
-        ranks=(rank,) * layers,
-        inv_freq=(_frequencies(rope_dim),) * layers,
-        dtype=dtype,
-        query_bias=False,
-        latent_bias=False,
-        output_bias=False,
-        key_norm_eps=None,
-        windows=(None,) * layers,
-    )
-    plain = StockMLA(spec, neutral_norm("tiny", rank, dtype)).config(config.to_dict())
-    plain.pop("model_type"), plain.pop("architectures")
-    return CONFIG_MAPPING["deepseek_v3"](**plain)
-
-
-def own_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
-    """The same in the project's own class."""
-    entry = {
-        "kind": "latent",
-        "kv_lora_rank": rank,
-        "rope_inv_freq": _frequencies(rope_dim).tolist(),
-        "key_norm_eps": None,
+def converted_configs() -> dict[str, ConfigOf]:
+    """What ``--to`` can name, those of installed packages among them."""
+    targets = [target for target in TARGETS.working().values() if not target.fixed]
+    return {
+        target.name + form: config for target in targets for form, config in target.structure().bench_configs().items()
     }
-    return _own(config, entry)
-
-
-def low_rank(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
-    """One latent of as many numbers in all, from which keys and values of every KV head are rebuilt."""
-    heads = list(range(head_shape(config)[1]))
-    block = {"rank": rank + rope_dim, "keys": heads, "values": heads}
-    entry = {"kind": "low_rank", "blocks": [block], "shared_layers": 0, "shared_rank": 0, "sinks": 0, "window": 0}
-    return _own(config, entry)
-
-
-def fewer_heads(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
-    """Half of the KV heads."""
-    plain = {**config.to_dict(), "num_key_value_heads": max(1, head_shape(config)[1] // 2)}
-    return CONFIG_MAPPING[plain.pop("model_type")](**plain)
-
-
-STRUCTURES: dict[str, Callable[[PreTrainedConfig, int, int], PreTrainedConfig]] = {
-    "mla": stock_mla,
-    "mla-own": own_mla,
-    "lowrank": low_rank,
-    "gqa": fewer_heads,
-}
-"""What `--to` can name, from the source's config, rank and rotated numbers."""
 
 
 def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
@@ -124,16 +69,6 @@ def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedMo
     model.tie_weights()
     _refill_buffers(model)
     return model.eval()
-
-
-def _own(config: PreTrainedConfig, entry: dict[str, Any]) -> PreTrainedConfig:
-    entries = [dict(entry) for _ in range(config.num_hidden_layers)]
-    return own_model.SurgeryConfig.from_base(config, entries)
-
-
-def _frequencies(rope_dim: int) -> torch.Tensor:
-    """Of default RoPE, radians per token [ρ/2]."""
-    return 10_000.0 ** -(torch.arange(0, rope_dim, 2, dtype=torch.float64) / rope_dim)
 
 
 @torch.no_grad()

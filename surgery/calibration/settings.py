@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from surgery.checkpoint.disk import parse_size
 from surgery.common.errors import SurgeryError
@@ -80,6 +81,18 @@ class ConversionSettings(FileSettings):
         section="Inputs",
         metavar="FOLDER",
     )
+
+    quantizes: ClassVar[bool] = False
+    """Whether the result keeps its cache as codes."""
+
+    @classmethod
+    def needless(cls, given: Callable[[str], str | None]) -> str | None:
+        """What to do in place of a conversion, by the texts of options, where there is something better."""
+        return None
+
+    def ending(self, target: str) -> str:
+        """Of the default name of the output."""
+        return target
 
     def deciding(self) -> dict[str, Any]:
         """Plain values of what decides a result's bits, which is not where activations lie."""

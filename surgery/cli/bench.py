@@ -51,6 +51,8 @@ def bench_convert(
 
         surgery bench convert --shape llama3-1b --to lowrank --calibration prose --calibration-tokens 2048
     """
+    # What surgery convert does not take is refused before gigabytes of weights are made.
+    ctx.find_root().command.commands["convert"].make_context("convert", [shape, *ctx.args])
     from surgery.bench.convert import measure_conversion
     from surgery.common.progress import Progress
     from surgery.console.bench import show_bench

@@ -26,8 +26,7 @@ from surgery.cli.options import (
 from surgery.cli.push import HUB, BaseModelOption, PublicOption
 from surgery.cli.verbs import Verb, equip
 from surgery.common.errors import SurgeryError
-from surgery.engines.limits import cache_dtype_flags
-from surgery.structures.registry import MIXED, TARGETS, described, find_target
+from surgery.structures.registry import DEFAULT, MIXED, TARGETS, described, find_target
 
 
 def register(app: typer.Typer) -> None:
@@ -70,7 +69,7 @@ def convert(
         typer.Option(
             "--to",
             metavar="NAME",
-            help=f"What the attention becomes: {described()} [mla]. With --help: the options of that one.",
+            help=f"What the attention becomes: {described()} [{DEFAULT}]. With --help: the options of that one.",
         ),
     ] = None,
     out: Annotated[
@@ -146,13 +145,10 @@ def convert(
 
         planned = read_plan(plan)
         to = planned.target.name
-    to = to or "mla"
+    to = to or DEFAULT
     target = find_target(to)
-    if to == "quantized" and planned is None and (engine := given.get("engine")) is not None:
-        # Engines quantise plain caches by themselves; one of ours would load in none of them.
-        bits = given.get("bits") or "4"
-        flags = cache_dtype_flags(engine, int(bits) if bits.isdigit() else bits)
-        print(f"nothing to convert, {engine} quantises its cache itself: {flags}")
+    if planned is None and (better := target.settings_class.needless(given.get)) is not None:
+        print(better)
         return
     chosen = dict(planned.settings) if planned else {}
     settings = target.settings({**chosen, **given.of(target.settings_class, f"--to {to}")}, config)

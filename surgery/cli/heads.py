@@ -20,6 +20,7 @@ from surgery.cli.options import (
     ProcessesOption,
 )
 from surgery.cli.verbs import VerbsWithDefault
+from surgery.common.errors import SurgeryError
 from surgery.heads.settings import SUFFIX, HeadSettings
 
 heads = typer.Typer(
@@ -145,7 +146,15 @@ def compare(
 
         surgery heads compare duo=a.safetensors b.safetensors --measure ckpt/ --shares 0.5,0.75
     """
+    from surgery.checkpoint.location import existing, find_local
     from surgery.checkpoint.named_models import model_named
+
+    for pattern in patterns:
+        if existing(pattern) is None and existing(path := pattern.rpartition("=")[2]) is None:
+            raise SurgeryError(f"{path}: no such file; name a pattern that `surgery heads` wrote")
+    if measure is not None:
+        find_local(measure := model_named(measure))
+
     from surgery.common.progress import Progress
     from surgery.console.heads import show_comparison
     from surgery.heads.compare import CompareRequest, compare_patterns
@@ -153,7 +162,7 @@ def compare(
     request = CompareRequest(
         tuple(patterns),
         out,
-        measure=None if measure is None else model_named(measure),
+        measure=measure,
         random=random,
         sinks=sinks,
         recent=recent,
@@ -171,8 +180,6 @@ def compare(
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    from surgery.common.errors import SurgeryError
-
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:

@@ -32,12 +32,17 @@ def verify(
 
         surgery verify org/name-mla --json
     """
+    from surgery.checkpoint.location import find_local
     from surgery.checkpoint.named_models import model_named
+
+    checkpoint = model_named(checkpoint)
+    find_local(checkpoint)  # refuses what is none before torch is loaded for it
+
     from surgery.common.progress import Progress
     from surgery.console.checks import show_checks
     from surgery.inspection.checks import verify_checkpoint
 
-    checked = verify_checkpoint(model_named(checkpoint), device=device or "auto", seed=seed, progress=Progress())
+    checked = verify_checkpoint(checkpoint, device=device or "auto", seed=seed, progress=Progress())
     show_checks(checked, as_json=as_json)
     if checked.failed:
         sys.stdout.flush()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
@@ -22,6 +23,12 @@ Kind = TypeVar("Kind")
 PREFIX = "model_surgery."
 
 _registered: dict[str, dict[str, Any]] = {}
+
+
+def load(place: str) -> Any:
+    """What stands at module:name."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def added(kind: str) -> tuple[str, ...]:

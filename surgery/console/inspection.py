@@ -14,7 +14,7 @@ from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.console.verdicts import show_next
 from surgery.engines import ran, spoken
 from surgery.families import LATENT_FAMILIES
-from surgery.inspection.advice import COMMAND
+from surgery.inspection.targets import COMMAND
 
 
 def show_inspection(
@@ -49,9 +49,14 @@ def show_inspection(
         if verbose:
             _show_targets_whole(page, inspection.targets)
         else:
-            hybrid = any(target["to"] == "hybrid" and target["applies"] for target in inspection.targets)
-            heads = "--streaming 1: every head forgets, surgery heads tells which may; " * hybrid
-            page.print(f"[dim]{heads}reasons, commands of engines and times: --verbose[/dim]", soft_wrap=True)
+            cautions = [
+                f"{target['command'].removeprefix(COMMAND)}: {plain(target['caution'])}; "
+                for target in inspection.targets
+                if target["applies"] and target["caution"]
+            ]
+            page.print(
+                f"[dim]{''.join(cautions)}reasons, commands of engines and times: --verbose[/dim]", soft_wrap=True
+            )
     if inspection.spectra is not None:
         _show_spectra(page, inspection.spectra)
         page.print(f"drawn in {plain(drawn)}", soft_wrap=True)

@@ -75,7 +75,7 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
     page.print(f"{duration(plan.seconds)}{f'; drawn in {plain(plot)}' if plot else ''}", soft_wrap=True)
     if written:
         page.print(f"Next: surgery convert {plain(plan.source['path'])} --plan {plain(written)}", soft_wrap=True)
-    elif chosen.to == "mixed":
+    elif "parts" in chosen.asked:  # which only a file can say
         page.print("Next: the same with --out plan.yaml, which surgery convert --plan carries out", soft_wrap=True)
     else:
         page.print(f"Next: {plain(chosen.command)}", soft_wrap=True)

@@ -19,6 +19,7 @@ from surgery.eval.loss import LogitReader, evaluation_mode
 from surgery.eval.session import Session, device_of
 from surgery.eval.token_losses import losses_through_cache
 from surgery.eval.work import Work, reading
+from surgery.evaluation.task_data import TaskData
 from surgery.kernels.backend import interpreted
 
 WINDOWS = 2
@@ -100,3 +101,8 @@ class KernelsTask:
                 found.append(losses_through_cache(reader, window, self.decoded)[:, -self.decoded :].double())
                 done()
         return torch.cat(found)
+
+
+def build(data: TaskData) -> KernelsTask:
+    """From the settings and texts of an evaluation."""
+    return KernelsTask(data.text, data.settings.decoded)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from surgery.common.plugins import Registry
+from surgery.common.plugins import Registry, load
 
 if TYPE_CHECKING:
     from surgery.eval.session import Task
@@ -19,7 +18,9 @@ BY_NAME = ("repeat", "match", "kernels")
 """Tasks that "all" leaves out: probes for models that the others cannot tell apart, and the machine's kernels."""
 
 TASKS: Registry[str | Build] = Registry(
-    "tasks", {name: f"surgery.evaluation.tasks:{name}" for name in (*DEFAULT, *BY_NAME)}
+    "tasks",
+    {name: f"surgery.eval.tasks.{name}:build" for name in (*DEFAULT, *BY_NAME)}
+    | {"kernels": "surgery.evaluation.kernels_task:build"},  # which needs more than a model
 )
 """What builds a task from the settings and texts of an evaluation, or where it is (module:name); those of installed
 packages among them, which "all" leaves out."""
@@ -28,7 +29,4 @@ packages among them, which "all" leaves out."""
 def builder(name: str) -> Build:
     """What builds the task of this name."""
     found = TASKS[name]
-    if not isinstance(found, str):
-        return found
-    module, _, function = found.partition(":")
-    return getattr(import_module(module), function)
+    return load(found) if isinstance(found, str) else found

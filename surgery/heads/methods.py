@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from surgery.common.errors import SurgeryError
-from surgery.common.plugins import Registry
+from surgery.common.plugins import Registry, load
 from surgery.common.setting import did_you_mean
 from surgery.heads.settings import METHODS
 
@@ -30,7 +29,4 @@ def scorer(name: str) -> Scorer:
             f"method {name!r} is unknown: choose {', '.join(SCORERS)}{did_you_mean(name, list(SCORERS))}"
         )
     found = SCORERS[name]
-    if not isinstance(found, str):
-        return found
-    module, _, function = found.partition(":")
-    return getattr(import_module(module), function)
+    return load(found) if isinstance(found, str) else found

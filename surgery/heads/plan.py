@@ -42,11 +42,6 @@ class HeadPlan:
         """[L, G], heads that keep sinks and recent tokens only."""
         return ~self.full
 
-    @property
-    def streaming_share(self) -> float:
-        """Share of all heads that stream."""
-        return self.streams.float().mean().item()
-
     def order(self, layer: int) -> list[int]:
         """A layer's KV heads in the order of a hybrid checkpoint: full, streaming, compensated; each as they came."""
         kind = self.streams[layer].int() + self.compensated[layer].int()

@@ -1,6 +1,6 @@
 """What to take, as far as it is known before any text was read: the best in quality, the smallest, one for each engine.
 
-Bytes and engines are those of this checkpoint. What loses least is not: the order below is that of SmolLM2-135M
+Bytes and engines are those of this checkpoint. What loses least is not: requests have their places from SmolLM2-135M
 (docs/results.md), where a quarter of the bytes cost 0.0002 nats in low rank with chosen bits, 0.0118 as plain 4-bit
 codes (a third), 0.2522 in low rank alone and more in MLA and fewer heads, which healing wins back.
 ``surgery plan`` measures the checkpoint itself.
@@ -12,12 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from surgery.engines import loads
+from surgery.inspection.targets import places
 
-COMMAND = "surgery convert "
-QUALITY = ("--to lowrank --bits auto --sinks 4", "--to quantized", "--to lowrank", "--to mla --carrier own", "--to mla")
-"""From what lost least; what follows is as it stands in the table."""
-SERVED = ("mla", "gqa", "mqa", "lowrank")
-"""For engines: what they read as it is, before what has to be rebuilt at every step."""
 SELF = "transformers"
 
 
@@ -29,19 +25,20 @@ def advice(targets: Sequence[dict[str, Any]], smallest: Iterable[dict[str, Any]]
 
     Returns:
         "quality" and "smallest", rows, and "engines", rows by the engine that ran such a checkpoint or whose own check
-        takes it; nothing where nothing applies. Hybrids are left out: which heads may stream shows on text alone.
+        takes it; nothing where nothing applies. What has a caution is left out.
     """
-    can = [row for row in targets if row["applies"] and row["to"] != "hybrid"]
+    can = [row for row in targets if row["applies"] and not row["caution"]]
     if not can:
         return {}
-    order = {COMMAND + command: place for place, command in enumerate(QUALITY)}
+    order = places()
     least = [*can, *(row for row in smallest if row["applies"])]
-    served = [row for row in reversed(can) if row["to"] in SERVED]
+    # What engines read as it is stands before what has to be rebuilt at every step, in the order of the targets.
+    names = [row["to"] for row in can]
     engines = {}
     for name in can[0]["engines"]:
-        taking = [row for row in served if loads(row["engines"][name])]
+        taking = [row for row in reversed(can) if loads(row["engines"][name])]
         if taking and name != SELF:
-            engines[name] = min(taking, key=lambda row: (SERVED.index(row["to"]), name not in row["command"]))
+            engines[name] = min(taking, key=lambda row: (names.index(row["to"]), name not in row["command"]))
     return {
         "quality": min(can, key=lambda row: order.get(row["command"], len(order))),
         "smallest": min(least, key=lambda row: row["kv_ratio"]),

@@ -22,7 +22,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
 from surgery.inspection.whole_model import check_whole_model, kinds_of
-from surgery.running.unfused import unfused
+from surgery.running.unfused import open_model
 from surgery.verification.again import kv_bytes_of, open_written, run_layers, verify_again
 from surgery.verification.probe import probe_difference, take_probe
 from surgery.verification.record import Recorded
@@ -72,7 +72,7 @@ def verify_checkpoint(
         SurgeryError: there is no checkpoint, or none whose files fit together.
     """
     progress = progress or Progress(silent=True)
-    reader = unfused(CheckpointReader.open(source))
+    reader = open_model(source)
     checks, report = [], Recorded()
     try:
         report = Recorded.beside(reader.path)

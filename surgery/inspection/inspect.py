@@ -23,7 +23,7 @@ from surgery.inspection.targets import foreseen_targets, smallest_targets
 from surgery.kernels.gpus import GPU, GPUS
 from surgery.kernels.planner import Attention
 from surgery.running.source import Source
-from surgery.running.unfused import unfused
+from surgery.running.unfused import open_model
 from surgery.structures.kept_layers import converted_layers
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms import mla
@@ -94,7 +94,7 @@ def inspect_checkpoint(
             not (otherwise that is among the reasons why a target does not apply), or it was converted before.
     """
     settings, progress = settings or ConvertSettings(), progress or Progress(silent=True)
-    reader = unfused(CheckpointReader.open(source, allow_pickle=allow_pickle))
+    reader = open_model(source, allow_pickle=allow_pickle)
     if reader.config.get("model_type") in MODEL_TYPES:
         if spectra:
             why = "was converted before, or is MLA; spectra are of keys and values of heads"

@@ -12,27 +12,17 @@ from surgery.engines import OWN_CLASSES
 from surgery.forecast.attention_structures import of_config
 from surgery.kernels.planner import Attention
 from surgery.running.source import Source
+from surgery.structures.base import Request
 from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
 from surgery.structures.registry import TARGETS, Target
 
-REQUESTS = {
-    "mla": {"": {}, " --engine vllm": {"engine": "vllm"}, " --engine llama.cpp": {"engine": "llama.cpp"}}
-    | {" --carrier own": {"carrier": "own"}},
-    "hybrid": {" --streaming 1": {"streaming": 1}},
-    "lowrank": {"": {}, " --bits auto --sinks 4": {"bits": "auto", "sinks": 4}},
-}
-"""What a user gets who asks for nothing but what is needed, and who asks for engines; of other targets for nothing."""
-
+COMMAND = "surgery convert "
 Speed = Callable[[list[Attention]], list[dict]]
-
-
-SMALLEST = (("lowrank", " --kv-ratio 0.0625 --bits auto --sinks 4", {"kv_ratio": 0.0625, "bits": "auto", "sinks": 4}),)
-"""The least that plans weigh."""
 
 
 def smallest_targets(opened: Source, speed: Speed) -> list[dict[str, Any]]:
     """Targets at the least that can be recommended at all, as :func:`foreseen_targets` has them."""
-    return [_row(opened, TARGETS.working()[name], asked, request, speed) for name, asked, request in SMALLEST]
+    return [_row(opened, target, request, speed) for target, request in _requests() if not request.listed]
 
 
 def foreseen_targets(opened: Source, speed: Speed) -> list[dict[str, Any]]:
@@ -42,22 +32,36 @@ def foreseen_targets(opened: Source, speed: Speed) -> list[dict[str, Any]]:
         speed: what decoding gains with attention of another structure.
     """
     found: list[dict[str, Any]] = []
-    for target in TARGETS.working().values():
-        for asked, request in REQUESTS.get(target.name, {"": {}}).items():
-            row = _row(opened, target, asked, request, speed)
-            if asked and not row["applies"] and found and found[-1]["reasons"] == row["reasons"]:
-                continue  # what stands in the way of the default
-            same = [one for one in found if one["to"] == target.name and one["class"] in OWN_CLASSES]
-            if "carrier" in request and same:
-                continue  # the default goes to the own class already
-            found.append(row)
+    for target, request in _requests():
+        if not request.listed:
+            continue
+        row = _row(opened, target, request, speed)
+        if request.flags and not row["applies"] and found and found[-1]["reasons"] == row["reasons"]:
+            continue  # what stands in the way of the default
+        same = [one for one in found if one["to"] == target.name and one["class"] in OWN_CLASSES]
+        if "carrier" in request.settings and same:
+            continue  # the default goes to the own class already
+        found.append(row)
     return found
 
 
-def _row(opened: Source, target: Target, asked: str, request: dict[str, Any], speed: Speed) -> dict[str, Any]:
-    command = {"command": f"surgery convert --to {target.name}{asked}", "to": target.name}
+def places() -> dict[str, int]:
+    """Commands from what lost least, those whose structure says so."""
+    return {_command(target, request): request.place for target, request in _requests() if request.place is not None}
+
+
+def _requests() -> list[tuple[Target, Request]]:
+    return [(target, request) for target in TARGETS.working().values() for request in target.structure().requests]
+
+
+def _command(target: Target, request: Request) -> str:
+    return f"{COMMAND}--to {target.name}{request.flags}"
+
+
+def _row(opened: Source, target: Target, request: Request, speed: Speed) -> dict[str, Any]:
+    command = {"command": _command(target, request), "to": target.name, "caution": request.caution}
     try:
-        settings = target.settings(request)
+        settings = target.settings(request.settings)
         structure = target.structure().for_source(opened.reader.config, settings)
         foreseen = structure(opened, settings, Progress(silent=True)).foresee()
         config = final_config(foreseen, settings)

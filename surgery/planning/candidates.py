@@ -15,9 +15,10 @@ from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.planning.settings import BITS, PlanSettings
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
-from surgery.structures.base import Candidate, Foreseen, Structure, Work
+from surgery.structures.base import Candidate, Foreseen, Structure
 from surgery.structures.kv_bytes import final_config
 from surgery.structures.registry import TARGETS, Target
+from surgery.structures.work import Work
 
 TOLERANCE = 0.02
 """How far below a share bytes may stay, relatively, before a larger result is looked for."""

@@ -20,7 +20,7 @@ from surgery.checkpoint.tensors import as_bytes
 from surgery.families.attention import CapturedAttention
 from surgery.planning.candidates import Sized
 from surgery.running.layer_stream import StreamedLayer
-from surgery.structures.base import Work
+from surgery.structures.work import Work
 
 LEVEL = 0.8
 """Share of other texts' losses that the interval of a prediction should hold."""

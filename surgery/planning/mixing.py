@@ -22,7 +22,7 @@ from surgery.planning.cost import Cost
 from surgery.planning.measure import Carried, Scored, carry
 from surgery.planning.mixture import Mixture, layer_bytes
 from surgery.planning.settings import PlanSettings
-from surgery.structures.base import Work
+from surgery.structures.work import Work
 from surgery.transforms.allocation import Frontier
 
 EXPONENTS = (1.0, 0.5)

@@ -65,5 +65,7 @@ def save(plan: Plan, path: Path) -> None:
 
 
 def _kind(row) -> str:
-    bits = row.asked.get("bits")
-    return row.to if bits is None or row.to == "quantized" else f"{row.to}, bits {bits}"
+    from surgery.structures.registry import find_target
+
+    bits, usual = row.asked.get("bits"), getattr(find_target(row.to).settings_class, "bits", None)
+    return row.to if bits is None or usual is not None else f"{row.to}, bits {bits}"  # else all have some

@@ -16,12 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from surgery.calibration import layer_statistics
 from surgery.calibration.held_out import HeldOut
 from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import Texts, load_texts
-from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.common.errors import SurgeryError
@@ -38,10 +36,11 @@ from surgery.planning.mixing import Mixer
 from surgery.planning.mixture import Mixture
 from surgery.planning.settings import PlanSettings, beyond_positions
 from surgery.running.source import Source
-from surgery.running.unfused import unfused
+from surgery.running.unfused import open_model
 from surgery.structures.alternatives import Alternatives
-from surgery.structures.base import BasisOf, Work
+from surgery.structures.base import BasisOf
 from surgery.structures.registry import TARGETS
+from surgery.structures.work import Work
 from surgery.version import __version__
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)
@@ -150,7 +149,7 @@ def make_plan(
         SurgeryError: the source cannot be read or converted, or nothing meets the budget.
     """
     progress, began, called = progress or Progress(silent=True), time.monotonic(), called or str(source)
-    reader = unfused(CheckpointReader.open(source, allow_pickle=allow_pickle))
+    reader = open_model(source, allow_pickle=allow_pickle)
     opened = Source.of(reader, settings, any_family_of(reader.config))
     share, gain = _share_of(settings, opened), _forecast(settings, opened)
     # The best of many mixtures owes part of its lead to the texts that it was found on: all rows are of others then.
@@ -230,20 +229,11 @@ def opened_work(
         library = stack.enter_context(StatisticsLibrary(folder))
         store = stack.enter_context(BoundaryStore(folder, limit))
         alternatives = stack.enter_context(Alternatives(folder))
+        texts = replace(texts, held_out=untried)
+        work = Work(opened, settings, texts, library, store, alternatives, progress, snapshots)
         with progress.step(2, STEPS):
-            layer_statistics.gather(
-                opened,
-                library,
-                texts.calibration,
-                store,
-                settings,
-                progress,
-                gradients=True,
-                basis_of=_lag_basis(opened, settings),
-                snapshots=snapshots,
-            )
-        untried = replace(texts, held_out=untried)
-        yield Work(opened, settings, untried, library, store, alternatives, progress, snapshots)
+            work.gather(basis_of=_lag_basis(opened, settings))
+        yield work
 
 
 def _share_of(settings: PlanSettings, opened: Source) -> float | None:

@@ -22,7 +22,7 @@ class PlanSettings(ConversionSettings):
     """Settings of ``surgery plan``."""
 
     kv_ratio: float | None = setting(
-        None, "Share of the source's KV bytes to keep.", unset="as memory or max_loss say, or 0.25"
+        None, "Share of the source's KV bytes to keep.", unset="as memory or max_loss say, or 0.25", section="Budget"
     )
     memory: str | None = setting(
         None, "Memory for the KV cache at that context and batch, in place of a share.", metavar="SIZE"
@@ -33,7 +33,7 @@ class PlanSettings(ConversionSettings):
     context: str = setting("32k", "Tokens of a sequence at which bytes are counted; 32k is 32,768.", metavar="N")
     batch: int = setting(1, "Sequences whose caches share the memory.", least=1)
     engine: Engine | None = setting(
-        None, "Only what this engine, or all of them, loads as a test or its own check saw it.", section="Budget"
+        None, "Only what this engine, or all of them, loads as a test or its own check saw it."
     )
     gpu: str | None = setting(
         None,

@@ -20,7 +20,7 @@ from surgery.families.base import check_layers, keeps_state
 from surgery.running.layer_stream import LayerStream, single_layer_config
 from surgery.running.loading import load_config
 from surgery.running.processes import Processes
-from surgery.running.unfused import unfused
+from surgery.running.unfused import open_model
 
 OUTPUT = re.compile(r"model\.layers\.\d+\.self_attn\.o_proj\.weight")
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -50,7 +50,7 @@ class Source:
         Raises:
             SurgeryError: it cannot be read, or its family, RoPE or weights are not supported.
         """
-        return cls.of(unfused(CheckpointReader.open(source, allow_pickle=allow_pickle)), settings)
+        return cls.of(open_model(source, allow_pickle=allow_pickle), settings)
 
     @classmethod
     def of(cls, reader: CheckpointReader, settings: RunSettings, family: Family | None = None) -> Source:

@@ -5,6 +5,8 @@ Likewise one whose tensors have other names than those of most families.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families import FAMILIES
@@ -12,6 +14,15 @@ from surgery.families.base import FURTHER, LAYER_PREFIX, is_further
 from surgery.families.fused import FUSED
 from surgery.families.towers import TOWERS, text_names
 from surgery.running.loading import load_config
+
+
+def open_model(source: str | Path, *, allow_pickle: bool = False) -> CheckpointReader:
+    """Opens a checkpoint as :func:`unfused` sees it; what every verb begins with that reads a model's attention.
+
+    Raises:
+        SurgeryError: it cannot be read, or has something that its family has not.
+    """
+    return unfused(CheckpointReader.open(source, allow_pickle=allow_pickle))
 
 
 def unfused(reader: CheckpointReader) -> CheckpointReader:

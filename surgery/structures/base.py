@@ -7,23 +7,18 @@ A structure is a subclass of :class:`Structure` in a folder of its own; one obje
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic
 
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from surgery.architectures.beside_pictures import whole_config
-from surgery.calibration import layer_statistics
 from surgery.calibration.held_out import Score
 from surgery.calibration.layer_statistics import BasisOf
-from surgery.calibration.library import StatisticsLibrary
-from surgery.calibration.settings import ConversionSettings
-from surgery.calibration.sweep import BoundaryStore
-from surgery.calibration.texts import Texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
-from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
@@ -33,118 +28,19 @@ from surgery.families.towers import HOLD_OWN
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
 from surgery.running.layer_stream import StreamedLayer
-from surgery.running.processes import ALONE, Processes
-from surgery.running.source import OwnSource, Source
-from surgery.structures.alternatives import Alternatives
+from surgery.running.source import Source
 from surgery.structures.estimates import Demand
-from surgery.structures.fit_trial import FitTrial
-from surgery.structures.ladder import Ladder
+from surgery.structures.registry import TARGETS
 from surgery.structures.sequential_fit import SequentialFit
+from surgery.structures.work import Opened, Settings, Work
 from surgery.verification.flow import Flow
 from surgery.verification.written import Verification, verify_by_running
 
-Opened = TypeVar("Opened", bound="Source | OwnSource")
-Settings = TypeVar("Settings", bound=ConversionSettings)
-
+ConfigOf = Callable[[PreTrainedConfig, int, int], PreTrainedConfig]
+"""The config of a result, from the source's, the numbers of a latent and the rotated ones."""
 
 LONG = 2**20
 """Tokens at which what is kept of a few tokens no longer counts in the bytes of one."""
-
-
-@dataclass(frozen=True)
-class Work(Generic[Opened, Settings]):
-    """What a conversion has in hand once it runs.
-
-    Attributes:
-        library: statistics of every layer, once they are gathered.
-        store: what entered every layer in the forward sweep over the calibration text.
-        alternatives: new tensors of every layer in more than one form.
-        snapshots: what a conversion that was killed goes on from.
-        processes: that share the calibration.
-    """
-
-    opened: Opened
-    settings: Settings
-    texts: Texts
-    library: StatisticsLibrary
-    store: BoundaryStore
-    alternatives: Alternatives
-    progress: Progress
-    snapshots: Snapshots = field(default_factory=Snapshots)
-    processes: Processes = ALONE
-
-    def gather(self, *, gradients: bool = True, basis_of: BasisOf | None = None) -> None:
-        """Fills the library, by :func:`surgery.calibration.layer_statistics.gather`."""
-        layer_statistics.gather(
-            self.opened,
-            self.library,
-            self.texts.calibration,
-            self.store,
-            self.settings,
-            self.progress,
-            gradients=gradients,
-            basis_of=basis_of,
-            snapshots=self.snapshots,
-            processes=self.processes,
-        )
-
-    def fits(self, wanted: bool) -> bool:
-        """Whether layers are fitted: the method has a fit, steps are asked for and there is text to fit on."""
-        return wanted and self.texts.calibration is not None and self.settings.fit_steps > 0
-
-    def fit(self, ladder: Ladder, closed: str, *fitted: str) -> SequentialFit | None:
-        """The layer-wise fit of a ladder with fitted stages, held against closed forms where they are one too."""
-        stream, texts = self.opened.stream, self.texts
-        if fitted[0] not in ladder.hidden:
-            return None
-        trial = FitTrial(stream, texts.held_out, ladder, closed, fitted) if closed in ladder.hidden else None
-        return SequentialFit(stream, self.store, texts.calibration, self.settings.batch_size, trial)
-
-    def ladder(self, stages: tuple[str, ...], *, exact: Collection[str] = (), steps: Collection[str] = ()) -> Ladder:
-        """The stages of the conversion over its held-out text."""
-        held_out, size = self.texts.held_out, self.settings.batch_size
-        return Ladder(self.opened.stream, held_out, size, stages, exact=exact, steps=steps)
-
-    def pass_layers(
-        self,
-        convert: Callable[[int, SequentialFit | None], Any],
-        ladder: Ladder,
-        fit: SequentialFit | None,
-        *types: type,
-        settled: Callable[[int], bool] = lambda layer: True,
-    ) -> list[Any]:
-        """What ``convert`` says of every layer; goes on after the last layer that is surely done.
-
-        Args:
-            convert: carries the ladder and the fit through a layer; all else that it makes is on disk. It is given
-                no fit once that was given up.
-            types: classes in what it says.
-            settled: whether nothing of a layer is needed for the next but ladder and fit.
-        """
-        said = []
-        if state := self.snapshots.last("layers", *types):
-            said, ladder.hidden = state["said"], state["ladder"]
-            if fit:
-                fit.restore(state["fit"])
-        with self.progress.phase("convert", self.opened.layers) as advance:
-            advance(len(said))
-            for layer in range(len(said), self.opened.layers):
-                said.append(convert(layer, fit if fit and not fit.given_up else None))
-                if fit:
-                    fit.settle(layer)
-                if settled(layer):
-                    self.snapshots.take(
-                        "layers", lambda: {"said": said, "ladder": ladder.hidden, "fit": fit and fit.state()}
-                    )
-                advance()
-        return said
-
-    def layers(self, phase: str = "convert") -> Iterator[int]:
-        """Every layer in order, with a bar."""
-        with self.progress.phase(phase, self.opened.layers) as advance:
-            for layer in range(self.opened.layers):
-                yield layer
-                advance()
 
 
 @dataclass(frozen=True)
@@ -219,6 +115,24 @@ class Foreseen:
 
 
 @dataclass(frozen=True)
+class Request:
+    """What may be asked of a target by who knows no more of a checkpoint than its files: ``surgery inspect`` shows it.
+
+    Attributes:
+        flags: behind ``--to NAME``, with a space before them; ``settings`` says the same.
+        place: among the requests of all targets, from what lost least; None: behind those that have one.
+        caution: what is to be known first, for which it is not advised.
+        listed: whether it stands in the table; else it is the smallest that may be advised.
+    """
+
+    flags: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    place: int | None = None
+    caution: str = ""
+    listed: bool = True
+
+
+@dataclass(frozen=True)
 class Candidate:
     """Settings that are worth weighing where a budget is all that is asked for.
 
@@ -255,11 +169,13 @@ class Structure(ABC, Generic[Opened, Settings]):
         keeps_class: whether results are of the source's class, which may hold other models beside the language model.
         beside_pictures: whether results of the own class may be the language model of a model of pictures and text.
         takes_latents: whether sources may be MLA already.
+        requests: what is shown of it before text was read.
     """
 
     keeps_class: ClassVar[bool] = False
     beside_pictures: ClassVar[bool] = False
     takes_latents: ClassVar[bool] = False
+    requests: ClassVar[tuple[Request, ...]] = (Request(),)
 
     def __init__(self, opened: Opened, settings: Settings, progress: Progress):
         if opened.reader.stored_names and not self.keeps_class:
@@ -287,6 +203,11 @@ class Structure(ABC, Generic[Opened, Settings]):
         A structure that names some has :meth:`closed_form`.
         """
         return []
+
+    @classmethod
+    def bench_configs(cls) -> Mapping[str, ConfigOf]:
+        """What ``surgery bench decode`` fills at random, by what follows the target's name; nothing by default."""
+        return {}
 
     @abstractmethod
     def foresee(self) -> Foreseen:
@@ -360,13 +281,20 @@ def _check_beside_pictures(reader: CheckpointReader, can: bool) -> None:
     if kind not in HOLD_OWN:
         raise SurgeryError(
             f"{kind} is a model of pictures and text, and what this target writes is of a class that holds a language "
-            "model alone: convert --to gqa, which keeps the source's class"
+            f"model alone: convert --to {_targets_that('keeps_class')}, which keeps the source's class"
         )
     if not can:
         raise SurgeryError(
             f"{kind} is a model of pictures and text, whose language model this target does not write: convert --to "
-            "mla, lowrank, hybrid or quantized"
+            f"{_targets_that('beside_pictures')}"
         )
+
+
+def _targets_that(attribute: str) -> str:
+    """Names of targets whose structures say so, for people."""
+    targets = TARGETS.working().values()
+    *names, last = [each.name for each in targets if not each.fixed and getattr(each.structure(), attribute)]
+    return f"{', '.join(names)} or {last}" if names else last
 
 
 def unchanged_tensors(reader: CheckpointReader, config) -> dict[str, TensorSpec]:

@@ -31,12 +31,13 @@ from surgery.running.processes import Processes
 from surgery.running.source import process_device
 from surgery.running.workers import sharing_threads, workers
 from surgery.structures.alternatives import Alternatives
-from surgery.structures.base import Outcome, Structure, Work
+from surgery.structures.base import Outcome, Structure
 from surgery.structures.estimates import Workload
 from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantisation_entry
 from surgery.structures.quantized.stage import in_own_class, quantize_written
 from surgery.structures.registry import MIXED, TARGETS
 from surgery.structures.request import open_request
+from surgery.structures.work import Work
 from surgery.verification.written import Verification
 from surgery.version import __version__
 
@@ -190,7 +191,7 @@ def _finish(
     Raises:
         SurgeryError: the written files are not what was planned, or do not compute what was simulated.
     """
-    reader, quantizes = work.opened.reader, getattr(work.settings, "quantizes", False)
+    reader, quantizes = work.opened.reader, work.settings.quantizes
     if quantizes:
         outcome = in_own_class(outcome)
     entry = quantisation_entry(reader, tensors, kept_matrices(reader, work.settings, tensors))

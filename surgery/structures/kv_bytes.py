@@ -24,7 +24,7 @@ def source_kv_bytes(opened: Source | OwnSource) -> float:
 
 def final_config(foreseen: Foreseen, settings: ConversionSettings) -> dict[str, Any]:
     """The config.json of the result, with its codes."""
-    if not getattr(settings, "quantizes", False):
+    if not settings.quantizes:
         return foreseen.config
     return {**own_config(foreseen.config, layer_entries(foreseen.config)), "kv_cache": settings.kv_cache()}
 

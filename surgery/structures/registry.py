@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from surgery.checkpoint.location import find_local
 from surgery.checkpoint.output_place import settle_output
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean, read_mapping
-from surgery.common.plugins import Registry
+from surgery.common.plugins import Registry, load
 from surgery.common.setting import names_of
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.hybrid.settings import HybridSettings
@@ -39,6 +38,7 @@ class Target:
         called: what the attention becomes, in words.
         about: for ``--to``, where the name says too little.
         ending: of the default name of the output, but for what the settings add; the target's name if it is empty.
+        methods: where further methods of it are registered, module:name.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Target:
     about: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     ending: str = ""
+    methods: str = ""
 
     def structure(self) -> type[Structure]:
         """Loads what converts."""
-        module, _, name = self.home.partition(":")
-        return getattr(import_module(module), name)
+        return load(self.home)
 
     def settings(self, given: Mapping[str, Any], config: Path | None = None) -> ConversionSettings:
         """Settings from a file, if there is one, and from what was given besides; None counts as not given.
@@ -77,8 +77,7 @@ class Target:
 
     def ending_of(self, settings: ConversionSettings) -> str:
         """Of the default name of the output."""
-        one_head = getattr(settings, "kv_heads", None) == 1
-        return (self.ending or ("mqa" if one_head else self.name)) + getattr(settings, "suffix", "")
+        return settings.ending(self.ending or self.name)
 
     def check_places(self, source: str, out: Path | None, settings: ConversionSettings, *, overwrite: bool) -> None:
         """What a conversion would refuse of its source and output at first sight, before torch is loaded for it.
@@ -123,6 +122,7 @@ TARGETS: Registry[Target] = Registry(
                 "surgery.structures.kv_heads.structure:KVHeads",
                 "grouped-query attention with fewer KV heads (GQA)",
                 "fewer KV heads, in the source's own class",
+                methods="surgery.transforms.kv_heads:METHODS",
             ),
             Target(
                 "mqa",
@@ -133,7 +133,11 @@ TARGETS: Registry[Target] = Registry(
                 fixed={"kv_heads": 1},
             ),
             Target(
-                "lowrank", LowRankSettings, "surgery.structures.low_rank.structure:LowRank", "low-rank keys and values"
+                "lowrank",
+                LowRankSettings,
+                "surgery.structures.low_rank.structure:LowRank",
+                "low-rank keys and values",
+                methods="surgery.transforms.low_rank_methods:METHODS",
             ),
             Target(
                 "crosslayer",
@@ -159,6 +163,9 @@ TARGETS: Registry[Target] = Registry(
     Target,
 )
 """What ``--to`` can name, those of installed packages among them."""
+
+DEFAULT = "mla"
+"""What attention becomes where nothing is said."""
 
 SLICE = Target("slice", SliceSettings, "surgery.structures.slices.structure:Slice", "fewer latents", ending="sliced")
 """The verb of its own that makes a smaller checkpoint from a converted one."""

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from surgery.architectures.cached import check_quantizable
 from surgery.calibration.settings import ConversionSettings
-from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.output_place import settle_output
 from surgery.common.progress import Progress
-from surgery.running.unfused import unfused
+from surgery.running.unfused import open_model
 from surgery.structures.base import Structure
 from surgery.structures.kept_matrices import check_keepable
 from surgery.structures.registry import target_of
@@ -29,11 +28,11 @@ def open_request(
     Raises:
         SurgeryError: whatever can be refused before any work.
     """
-    reader, target = unfused(CheckpointReader.open(source, allow_pickle=allow_pickle)), target_of(settings)
+    reader, target = open_model(source, allow_pickle=allow_pickle), target_of(settings)
     check_keepable(reader, settings)
     structure = target.structure().for_source(reader.config, settings)
     opened = structure.open(reader, settings)
-    if getattr(settings, "quantizes", False):
+    if settings.quantizes:
         check_quantizable(reader.path, opened.config)
     out = settle_output(source, reader.source, out, target.ending_of(settings), overwrite=overwrite)
     return structure(opened, settings, progress), out

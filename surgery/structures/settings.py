@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
+from surgery.transforms.effort import Effort
 
 Bits = Literal[8, 4, 3, 2, "fp8"]
 RopeBits = Literal[16, 8, 4, 3, 2, "fp8"]
@@ -78,12 +79,11 @@ class StructureSettings(ConversionSettings):
         """Of a code, as the cache layers call it."""
         return cache_format(self.bits)
 
-    @property
-    def suffix(self) -> str:
-        """What bits add to the default name of the output."""
+    def ending(self, target: str) -> str:
+        """With the bits."""
         if not self.quantizes:
-            return ""
-        return "-mixed" if self.bits == "auto" else f"-{self.format}"
+            return target
+        return f"{target}-mixed" if self.bits == "auto" else f"{target}-{self.format}"
 
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""
@@ -105,13 +105,9 @@ class FitSettings(ConversionSettings):
     fit_iterations: int = setting(8, "Conjugate-gradient iterations in each of these steps.", least=1)
     fit_queries: int = setting(256, "Query positions sampled from each sequence for the fit.", least=1)
 
-    def fit_solving(self) -> dict[str, int]:
-        """How hard the fits of :mod:`surgery.transforms` try."""
-        return {"steps": self.fit_steps, "iterations": self.fit_iterations}
-
-    def fit_sampling(self, layer: int) -> dict[str, int]:
-        """What they sample of a layer's tokens."""
-        return {"queries": self.fit_queries, "seed": self.seed + layer}
+    def fit_effort(self, layer: int) -> Effort:
+        """How hard the fit of a layer tries."""
+        return Effort(self.fit_steps, self.fit_iterations, self.fit_queries, self.seed + layer)
 
 
 @dataclass(frozen=True)

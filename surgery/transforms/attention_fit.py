@@ -24,6 +24,7 @@ from surgery.kernels.mla_decode.reference import causal_mask
 from surgery.running.activations import give_back, in_file
 from surgery.transforms.algebra import psd_powers, relative
 from surgery.transforms.conjugate_gradients import solve
+from surgery.transforms.effort import Effort
 
 SEEN_FLOOR = 1e-4
 """Directions with less than this share of the largest energy are not blown up: little was seen there."""
@@ -201,12 +202,8 @@ def fit_attention(
     whitening: Callable[[Sequence[Linearised]], Whiten],
     targets: Tensor,
     root: Tensor,
-    *,
-    steps: int,
-    iterations: int,
-    queries: int,
+    effort: Effort,
     damping: float,
-    seed: int,
 ) -> tuple[Tensor, float, float]:
     """Gauss-Newton steps from ``unknowns``; a step is shortened until the error falls, or not taken.
 
@@ -217,24 +214,23 @@ def fit_attention(
         targets: [N, T, D] wanted outputs, the output bias left out, on any device. Where they lie in a file, past the
             limit of activations, nothing of all sequences is kept, and blocks are linearised whenever they are used.
         root: F^{1/2} [D, D], on the device and in the dtype to compute in.
-        queries: query positions sampled from each sequence, anew in every step.
         damping: relative to the curvature along the gradient.
 
     Returns:
         The fitted unknowns, and the error before and after the last step on its sample, relative to the targets'
         energy.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(effort.seed)
     whiten, before, after = None, 0.0, 0.0
     of_each = Anew if in_file(targets) else lambda make, items: list(map(make, items))
-    for _ in range(steps):
-        blocks = sample_positions(*targets.shape[:2], queries, generator, root.device)
+    for _ in range(effort.steps):
+        blocks = sample_positions(*targets.shape[:2], effort.queries, generator, root.device)
         wanted = of_each(partial(_wanted, targets, root), blocks)
         linearised = of_each(partial(_linearised, linearise, unknowns), blocks)
         residuals = of_each(partial(_residual, wanted, linearised), range(len(blocks)))
         energy, before = sum(map(_energy, wanted)), sum(map(_energy, residuals))
         whiten = whiten or whitening(linearised)
-        change = _solve(linearised, residuals, whiten, kinds, iterations, damping)
+        change = _solve(linearised, residuals, whiten, kinds, effort.iterations, damping)
         del linearised, residuals
         after = before
         for factor in (1.0, 0.5, 0.25, 0.125):  # shorter where the linearisation does not reach

@@ -41,8 +41,3 @@ def _over_all_heads(module: str, tensor: Tensor, tensors: Mapping[str, Tensor]) 
     """Whether it is the weight of a norm as wide as all queries or keys together."""
     normed = tensors.get(f"{module.removesuffix('_norm')}_proj.weight")
     return module.endswith("_norm") and normed is not None and tensor.numel() == len(normed)
-
-
-def inverse_order(order: Sequence[int]) -> list[int]:
-    """The order that undoes another."""
-    return sorted(range(len(order)), key=order.__getitem__)

@@ -22,6 +22,7 @@ from surgery.transforms.attention_fit import (
     inverse_root,
     unflat,
 )
+from surgery.transforms.effort import USUAL, Effort
 from surgery.transforms.head_grouping import affine
 
 
@@ -31,12 +32,9 @@ def fit_merged_layer(
     inputs: Tensor,
     targets: Tensor,
     metric: Tensor,
+    effort: Effort = USUAL,
     *,
-    steps: int = 3,
-    iterations: int = 8,
-    queries: int = 256,
     damping: float = 1e-3,
-    seed: int = 0,
 ) -> tuple[AttentionAnatomy, float, float]:
     """Fits q, k, v and o together (biases too, the output's left alone) to wanted outputs.
 
@@ -47,10 +45,7 @@ def fit_merged_layer(
         inputs: [N, T, D] what enters the attention.
         targets: [N, T, D] wanted outputs, the output bias left out.
         metric: F [D, D], second moment of the loss gradient at the output.
-        steps, iterations: Gauss-Newton steps, conjugate-gradient iterations in each.
-        queries: query positions sampled from each sequence, anew in every step.
         damping: relative to the curvature along the gradient.
-        seed: of the sampling.
 
     Returns:
         The fitted layer, and the error before and after the last step on its sample, relative to the targets' energy.
@@ -73,11 +68,8 @@ def fit_merged_layer(
         lambda blocks: _Preconditioner(layer, start, blocks, moment, root).apply,
         targets,
         root,
-        steps=steps,
-        iterations=iterations,
-        queries=queries,
-        damping=damping,
-        seed=seed,
+        effort,
+        damping,
     )
     return unflat(vector, start).put_into(layer), before, after
 

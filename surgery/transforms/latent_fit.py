@@ -29,6 +29,7 @@ from surgery.transforms.attention_fit import (
     sample_positions,
     unflat,
 )
+from surgery.transforms.effort import USUAL, Effort
 from surgery.transforms.head_grouping import affine
 from surgery.transforms.latent_layer import LatentLayer
 
@@ -39,12 +40,9 @@ def fit_latent_layer(
     inputs: Tensor,
     targets: Tensor,
     metric: Tensor,
+    effort: Effort = USUAL,
     *,
-    steps: int = 3,
-    iterations: int = 8,
-    queries: int = 256,
     damping: float = 1e-3,
-    seed: int = 0,
 ) -> tuple[LatentLayer, float, float]:
     """Fits down, query_up, value_up and o together to wanted outputs; queries, norms and window stay the source's.
 
@@ -56,10 +54,7 @@ def fit_latent_layer(
         inputs: [N, T, D] what enters the attention.
         targets: [N, T, D] wanted outputs, the output bias left out.
         metric: F [D, D], second moment of the loss gradient at the output; the identity asks for plain output error.
-        steps, iterations: Gauss-Newton steps, conjugate-gradient iterations in each.
-        queries: query positions sampled from each sequence, anew in every step.
         damping: relative to the curvature along the gradient.
-        seed: of the sampling.
 
     Returns:
         The fitted layer, and the error before and after the last step on its sample, relative to the targets' energy.
@@ -73,25 +68,19 @@ def fit_latent_layer(
         lambda blocks: _Preconditioner(layer, start, blocks, inputs, root).apply,
         targets,
         root,
-        steps=steps,
-        iterations=iterations,
-        queries=queries,
-        damping=damping,
-        seed=seed,
+        effort,
+        damping,
     )
     return unflat(vector, start).put_into(layer), before, after
 
 
 @torch.no_grad()
-def latent_moments(
-    layer: LatentLayer, inputs: Tensor, metric: Tensor, *, queries: int = 256, seed: int = 0
-) -> tuple[Tensor, Tensor]:
+def latent_moments(layer: LatentLayer, inputs: Tensor, metric: Tensor, effort: Effort = USUAL) -> tuple[Tensor, Tensor]:
     """What orders latents, see :func:`surgery.transforms.latent_order.order_latents`.
 
     Args:
         layer, inputs, metric: as for :func:`fit_latent_layer`.
-        queries: query positions sampled from each sequence.
-        seed: of the sampling.
+        effort: what is sampled.
 
     Returns:
         E[c cᵀ] of the latents [r, r] over all tokens, and the Gauss-Newton matrix [r, r] of the output error per
@@ -100,9 +89,9 @@ def latent_moments(
         Both float64.
     """
     root, weights = _root(layer, metric), flat(_Weights.of(layer))
-    problem, generator = _Problem(layer, inputs, root), torch.Generator().manual_seed(seed)
+    problem, generator = _Problem(layer, inputs, root), torch.Generator().manual_seed(effort.seed)
     total, count = 0, 0
-    for sequence, positions in sample_positions(*inputs.shape[:2], queries, generator, root.device):
+    for sequence, positions in sample_positions(*inputs.shape[:2], effort.queries, generator, root.device):
         out = torch.randn(len(positions), len(root), generator=generator).to(root)
         _, cached, _, _ = problem.linearise(weights, sequence, positions).signals(out)
         total, count = total + gram(cached[:, : layer.rank]), count + len(positions)

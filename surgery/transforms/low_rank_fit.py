@@ -23,6 +23,7 @@ from surgery.transforms.attention_fit import (
     inverse_root,
     unflat,
 )
+from surgery.transforms.effort import USUAL, Effort
 from surgery.transforms.low_rank_layer import LowRankLayer
 
 EMPTY = 1e-9  # a latent with less than this share of the largest energy is kept at that scale, so that bases invert
@@ -34,13 +35,10 @@ def fit_low_rank_layer(
     inputs: Tensor,
     targets: Tensor,
     metric: Tensor,
+    effort: Effort = USUAL,
     *,
     shared: Tensor | None = None,
-    steps: int = 3,
-    iterations: int = 8,
-    queries: int = 256,
     damping: float = 0.1,
-    seed: int = 0,
 ) -> tuple[LowRankLayer, float, float]:
     """Fits q, down, both ups and o together to wanted outputs; biases and norms stay the source's.
 
@@ -54,10 +52,7 @@ def fit_low_rank_layer(
         targets: [N, T, D] wanted outputs, the output bias left out.
         metric: F [D, D], second moment of the loss gradient at the output.
         shared: [N, T, s] latents of the group's earlier layers on the same tokens, constants here; None if s = 0.
-        steps, iterations: Gauss-Newton steps, conjugate-gradient iterations in each.
-        queries: query positions sampled from each sequence, anew in every step.
         damping: relative to the curvature along the gradient; less fits the sample better and other text worse.
-        seed: of the sampling.
 
     Returns:
         The fitted layer, and the error before and after the last step on its sample, relative to the targets' energy.
@@ -91,14 +86,11 @@ def fit_low_rank_layer(
         flat(start),
         [weight.numel() for weight in start],
         linearise,
-        lambda blocks: _Preconditioner(layer, start, blocks, moment, root, seed).apply,
+        lambda blocks: _Preconditioner(layer, start, blocks, moment, root, effort.seed).apply,
         targets,
         root,
-        steps=steps,
-        iterations=iterations,
-        queries=queries,
-        damping=damping,
-        seed=seed,
+        effort,
+        damping,
     )
     return unflat(vector, start).put_into(layer), before, after
 

@@ -20,7 +20,7 @@ from surgery.families.base import keeps_state
 from surgery.model.cache_argument import CACHE
 from surgery.running.layer_stream import LayerStream, StreamedLayer, single_layer_config
 from surgery.running.loading import causal_class, load_config, with_standard_names
-from surgery.running.unfused import unfused
+from surgery.running.unfused import open_model
 from surgery.verification.flow import Flow, FlowWatch, check_flow
 from surgery.verification.probe import take_probe
 
@@ -93,7 +93,7 @@ def verify_by_running(
         SurgeryError: a layer does not load, decoding differs from one forward pass, logits differ from the
             simulation by more than rounding, or the caches hold, or take on the way, other bytes than predicted.
     """
-    reader = unfused(CheckpointReader.open(path))
+    reader = open_model(path)
     config = load_config(reader.path)
     _check_meta(config, reader)
     stream = LayerStream(reader, config, single_layer_config, device=source_stream.device, dtype=source_stream.dtype)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def convert(step: Step, where: str) -> Action:
     """A conversion, by its own settings or by those that a plan has chosen."""
-    from surgery.structures.registry import find_target
+    from surgery.structures.registry import DEFAULT, find_target
 
     given = dict(step.settings)
     source = taken(given, "source", where)
@@ -31,7 +31,7 @@ def convert(step: Step, where: str) -> Action:
             raise SurgeryError(f"{where}: the plan says what the attention becomes; leave to out")
         return _make(step, source, lambda finished: _planned(chosen, given, finished, where), where)
     try:
-        target = find_target(str(given.pop("to", "mla")))
+        target = find_target(str(given.pop("to", DEFAULT)))
     except SurgeryError as error:
         raise SurgeryError(f"{where}: {error}") from None
     return _make(step, source, _asked(target, given, where), where)

@@ -17,7 +17,7 @@ from surgery.common.errors import SurgeryError
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.running.models import causal_model
 from surgery.running.source import Source
-from surgery.running.unfused import unfused
+from surgery.running.unfused import open_model, unfused
 from surgery.structures.mla.settings import ConvertSettings
 
 NAMES = "gpt_neox", "gpt2"
@@ -52,7 +52,7 @@ def test_published_names_are_read(checkpoints, tmp_path, name):
     tensors = {key.replace(old, new): value for key, value in load_file(folder / "model.safetensors").items()}
     beside = {prefix.format(layer) + buffer: torch.ones(1, 1, 8, 8) for layer in range(2) for buffer in buffers}
     save_file(tensors | beside, folder / "model.safetensors", {"format": "pt"})
-    reader = unfused(CheckpointReader.open(folder))
+    reader = open_model(folder)
     assert set(reader.left_out) == beside.keys() and all(
         key.startswith(("model.", "lm_head.")) for key in reader.names()
     )
@@ -85,7 +85,7 @@ def test_what_is_not_supported_is_refused(checkpoints, tmp_path, name, change, r
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(SurgeryError, match=reason):
-        unfused(CheckpointReader.open(folder))
+        open_model(folder)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -156,7 +156,7 @@ def test_internlm3_is_a_llama_or_refused(checkpoints, tmp_path, change, reason):
     tokens = torch.arange(3, 40)[None]
     found = [Source.open(path, ConvertSettings()).stream.embed(tokens) for path in (folder, checkpoints("llama"))]
     assert torch.equal(*found)
-    assert unfused(CheckpointReader.open(folder)).stored_as == "internlm3"
+    assert open_model(folder).stored_as == "internlm3"
     (folder / "config.json").write_text(json.dumps(named | change))
     with pytest.raises(SurgeryError, match=reason):
         Source.open(folder, ConvertSettings())

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import make_checkpoint
 
-from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.config_file import LIMITS
 from surgery.common.errors import SurgeryError
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.running.source import Source
-from surgery.running.unfused import unfused
+from surgery.running.unfused import open_model
 from surgery.structures import converter
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
@@ -65,7 +64,7 @@ def test_found(name, changes, folders):
 
 
 def look(folder):
-    opened = Source.of(unfused(CheckpointReader.open(folder)), ConvertSettings())
+    opened = Source.of(open_model(folder), ConvertSettings())
     return opened.anatomy(opened.layers - 1), opened.windows
 
 

@@ -17,9 +17,9 @@ from tiny_models import DEMO, HELD_OUT
 
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
+from surgery.eval.tasks.recall import RECALL_SEED
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
-from surgery.evaluation.tasks import RECALL_SEED
 from surgery.training import evaluations, loop
 from surgery.training.evaluations import same_random_numbers, scalars
 from surgery.training.guards import Interrupted

@@ -20,6 +20,7 @@ from surgery.families.rope import phases, rotate, to_complex, to_real
 from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.attention_fit import flat, unflat
+from surgery.transforms.effort import Effort
 from surgery.transforms.head_grouping import cheapest_groups, partition_count, partitions, reorder_kv_heads
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
 from surgery.transforms.kv_heads import METHODS, allocate_kv_heads, merge_kv_heads, unmerged
@@ -329,7 +330,7 @@ def test_the_fit_improves_and_reports_the_error_that_it_leaves(checkpoints, name
 
         return energy(output(replace(form, o_bias=None), x) - targets) / energy(targets)
 
-    fitted, before, after = fit_merged_layer(merged, x, targets, metric, steps=1, iterations=12, queries=40)
+    fitted, before, after = fit_merged_layer(merged, x, targets, metric, Effort(1, 12, 40))
     assert before == pytest.approx(error(merged), rel=0.05)  # the metric's smallest directions are raised a little
     assert after == pytest.approx(error(fitted), rel=0.05)
     assert error(fitted) < 0.7 * error(merged)
@@ -344,9 +345,9 @@ def test_the_fit_finds_a_layer_that_is_there():
     start = replace(wanted, k=wanted.k + 0.1 * random(*wanted.k.shape, seed=80), q_bias=torch.zeros_like(wanted.q_bias))
     x = 0.3 * inputs_of(wanted)
     metric = torch.eye(D, dtype=torch.float64)
-    fitted, _, after = fit_merged_layer(start, x, output(wanted, x), metric, steps=3, iterations=12, damping=1e-6)
+    fitted, _, after = fit_merged_layer(start, x, output(wanted, x), metric, Effort(3, 12), damping=1e-6)
     assert after < 1e-4
-    again, _, same = fit_merged_layer(start, x, output(wanted, x), metric, steps=3, iterations=12, damping=1e-6)
+    again, _, same = fit_merged_layer(start, x, output(wanted, x), metric, Effort(3, 12), damping=1e-6)
     assert same == after and torch.equal(again.q, fitted.q)
 
 

@@ -9,6 +9,7 @@ from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.algebra import reduced_rank_projection
 from surgery.transforms.attention_fit import flat
+from surgery.transforms.effort import Effort
 from surgery.transforms.key_basis import energy_basis
 from surgery.transforms.latent_fit import _Problem, _Weights, fit_latent_layer
 from surgery.transforms.partial_rope import latent_form, latent_rows, truncate
@@ -63,7 +64,7 @@ def test_the_fit_improves_and_reports_the_error_that_it_leaves(checkpoints, name
         out = torch.einsum("bthe,xhe->btx", form.attend(x), form.o)
         return float((out - targets).square().sum() / targets.square().sum())
 
-    fitted, _, after = fit_latent_layer(layer, x, targets, metric, steps=3, iterations=8, queries=30)
+    fitted, _, after = fit_latent_layer(layer, x, targets, metric, Effort(3, 8, 30))
     assert error(fitted) < 0.8 * error(layer)
     assert error(fitted) == pytest.approx(after, rel=1e-6)
     assert (fitted.rank, fitted.rope_dim) == (layer.rank, layer.rope_dim)
@@ -76,6 +77,6 @@ def test_an_exact_layer_stays_exact(checkpoints):
     layer = latent_form(anatomy, basis, torch.arange(basis.components))
     targets = layer.forward(x)
     metric = torch.eye(anatomy.hidden, dtype=torch.float64)
-    fitted, before, after = fit_latent_layer(layer, x, targets, metric, steps=1, iterations=4)
+    fitted, before, after = fit_latent_layer(layer, x, targets, metric, Effort(1, 4))
     assert before < 1e-20 and after < 1e-20
     torch.testing.assert_close(fitted.forward(x), targets, atol=1e-8, rtol=1e-8)

@@ -10,6 +10,7 @@ from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.algebra import reduced_rank_projection
 from surgery.transforms.attention_fit import flat
+from surgery.transforms.effort import Effort
 from surgery.transforms.key_basis import energy_basis
 from surgery.transforms.latent_fit import _Problem, _Weights, latent_moments
 from surgery.transforms.latent_order import order_latents
@@ -38,7 +39,7 @@ def problem(checkpoints, name: str, sequences: int = 4):
 
 
 def moments(layer, x, root, seed=0):
-    return latent_moments(layer, x, root @ root.T, queries=24, seed=seed)
+    return latent_moments(layer, x, root @ root.T, Effort(queries=24, seed=seed))
 
 
 def without(layer, dropped):

@@ -16,6 +16,7 @@ from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.algebra import reduced_rank_projection
 from surgery.transforms.attention_fit import flat, unflat
+from surgery.transforms.effort import Effort
 from surgery.transforms.low_rank_fit import _Linearisation, _Weights, fit_low_rank_layer, order_latents
 from surgery.transforms.low_rank_layer import Block, LowRankLayer, SimulatedLowRank
 
@@ -147,9 +148,8 @@ def test_the_fit_improves_and_reports_the_error_that_it_leaves(case):
     metric, shared = root @ root.T, shared_latents(layer, x)
     targets = CapturedAttention(layer.source)(x)[0]
     norm = energy(targets, metric)
-    fitted, before, after = fit_low_rank_layer(
-        layer, x, targets, metric, shared=shared if layer.shared else None, steps=1, iterations=12, queries=40
-    )
+    read = shared if layer.shared else None
+    fitted, before, after = fit_low_rank_layer(layer, x, targets, metric, Effort(1, 12, 40), shared=read)
     errors = [energy(output(form, x) - targets, metric) / norm for form in (layer, fitted)]
     assert before == pytest.approx(errors[0], rel=0.05)  # the metric's smallest directions are raised a little
     assert after == pytest.approx(errors[1], rel=0.05)
@@ -168,8 +168,7 @@ def test_the_fit_finds_a_layer_that_is_there(case):
     x, metric = 0.3 * inputs(), torch.eye(D, dtype=torch.float64)
     shared, clean, start = shared_latents(wanted, x), output(wanted, x), disturbed(wanted)
     targets = clean + 1e-2 * clean.std() * random(*clean.shape, seed=70)
-    settings = {"steps": 3, "iterations": 20, "damping": 1e-6, "queries": 40}
-    fitted, _, _ = fit_low_rank_layer(start, x, targets, metric, shared=shared, **settings)
+    fitted, _, _ = fit_low_rank_layer(start, x, targets, metric, Effort(3, 20, 40), shared=shared, damping=1e-6)
     errors = [
         energy(out - clean, metric) / energy(clean, metric) for out in (output(start, x), targets, output(fitted, x))
     ]
@@ -182,7 +181,7 @@ def test_the_same_seed_gives_the_same_layer():
     targets = CapturedAttention(layer.source)(x)[0]
     metric = torch.eye(D, dtype=torch.float64)
     one, same, other = (
-        fit_low_rank_layer(layer, x, targets, metric, steps=1, queries=20, seed=seed)[0] for seed in (0, 0, 1)
+        fit_low_rank_layer(layer, x, targets, metric, Effort(1, queries=20, seed=seed))[0] for seed in (0, 0, 1)
     )
     assert torch.equal(one.down, same.down) and not torch.equal(one.down, other.down)
 
@@ -204,7 +203,7 @@ def test_the_demo_model_is_fitted():
     heads = tuple(range(source.kv_heads))
     key_up, value_up = up.float().view(2, source.kv_heads, source.head_dim, 32)
     closed = LowRankLayer(source, (Block(32, heads, heads),), (down @ weight).float(), key_up, value_up)
-    fitted, _, _ = fit_low_rank_layer(closed, x, targets, torch.eye(source.hidden), steps=2, queries=128)
+    fitted, _, _ = fit_low_rank_layer(closed, x, targets, torch.eye(source.hidden), Effort(2, queries=128))
 
     def error(form: LowRankLayer) -> float:
         with torch.no_grad():

@@ -10,10 +10,10 @@ from dataclasses import fields
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.running.source import Source
-from surgery.structures.base import Work
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.low_rank.structure import LowRank
+from surgery.structures.work import Work
 
 
 class Cascade(LowRank):

@@ -26,12 +26,13 @@ from surgery.model.attention_functions import normalise_heads, rotate_pairs
 from surgery.reporting.report import SourceShape
 from surgery.running.activations import give_back
 from surgery.running.source import OwnSource
-from surgery.structures.base import LONG, Foreseen, Outcome, Structure, Work
+from surgery.structures.base import LONG, Foreseen, Outcome, Structure
 from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.report import SHARED, GroupReport, predicted_bytes
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
 from surgery.structures.ladder import ERROR_SEQUENCES, Ladder
+from surgery.structures.work import Work
 from surgery.transforms.algebra import damp
 from surgery.transforms.cross_layer import METRIC_DAMPING, SharedBasis, SimulatedGroup, SimulatedMember, shared_basis
 

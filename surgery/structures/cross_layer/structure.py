@@ -24,7 +24,7 @@ from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.latent_family import NORM
 from surgery.running.layer_stream import LayerStream, StreamedBlock
 from surgery.running.source import Source
-from surgery.structures.base import LONG, Foreseen, Outcome, Structure, Work, unchanged_tensors
+from surgery.structures.base import LONG, Foreseen, Outcome, Structure, unchanged_tensors
 from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.cascade import Cascade
 from surgery.structures.cross_layer.latents import SharedLatents
@@ -33,6 +33,7 @@ from surgery.structures.cross_layer.report import SHARED, GroupReport, predicted
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
 from surgery.structures.ladder import ERROR_SEQUENCES, Ladder
+from surgery.structures.work import Work
 from surgery.transforms.cross_layer import (
     Rebuild,
     SharedBasis,

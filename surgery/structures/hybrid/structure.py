@@ -41,11 +41,12 @@ from surgery.running.attention_tap import AttentionCall, tapped
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
-from surgery.structures.base import Candidate, Foreseen, LayerForm, Outcome, Structure, Work, kept_with_attention
+from surgery.structures.base import Candidate, Foreseen, LayerForm, Outcome, Request, Structure, kept_with_attention
 from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.ladder import ERROR_SEQUENCES
 from surgery.structures.sequential_fit import SequentialFit
+from surgery.structures.work import Work
 from surgery.verification.flow import predicted_flow
 
 STREAMING = "streaming"
@@ -87,6 +88,9 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
     """Some heads keep their whole context, the others sinks and recent tokens."""
 
     beside_pictures = True
+    requests = (
+        Request(" --streaming 1", {"streaming": 1}, caution="every head forgets, surgery heads tells which may"),
+    )
 
     def __init__(self, opened: Source | OwnSource, settings: HybridSettings, progress: Progress):
         super().__init__(opened, settings, progress)

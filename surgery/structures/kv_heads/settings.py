@@ -65,3 +65,7 @@ class KVHeadsSettings(FittedSettings):
             raise SurgeryError("method key-norm is written in the source's family: leave carrier auto")
         if self.engine is not None and self.carrier == "own":
             raise SurgeryError(f"engine {self.engine} knows no own class: leave carrier auto")
+
+    def ending(self, target: str) -> str:
+        """One head is multi-query attention, however it is asked for."""
+        return super().ending("mqa" if self.kv_heads == 1 else target)

@@ -36,11 +36,13 @@ from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import Candidate, Foreseen, LayerForm, Outcome, Structure, Work, kept_with_attention
+from surgery.structures.base import Candidate, ConfigOf, Foreseen, LayerForm, Outcome, Structure, kept_with_attention
 from surgery.structures.estimates import Demand
+from surgery.structures.kv_heads.bench import half_the_heads
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.ladder import Ladder
 from surgery.structures.sequential_fit import SequentialFit, Solve, solver_dtype
+from surgery.structures.work import Work
 from surgery.transforms.coded_reading import CodedAttention
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
 from surgery.transforms.kv_heads import MergedLayer, allocate_kv_heads, merge_kv_heads, unmerged
@@ -132,6 +134,11 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         return [
             Candidate({"kv_heads": count, **coded}, scales=False) for count in _choices(heads)[:-1] for coded in bits
         ]
+
+    @classmethod
+    def bench_configs(cls) -> dict[str, ConfigOf]:
+        """Half of the KV heads."""
+        return {"": half_the_heads}
 
     def foresee(self) -> Foreseen:
         """As if layers that may differ kept alike, but for one."""
@@ -260,8 +267,8 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         start, metric = merged.anatomy.to(stream.device, solver_dtype(stream)), statistics.output_metric
 
         def solve(inputs: Tensor, targets: Tensor) -> CapturedAttention:
-            options = {**settings.fit_solving(), **settings.fit_sampling(index)}
-            fitted, _, _ = fit_merged_layer(start, inputs, targets, metric.to(stream.device), **options)
+            effort = settings.fit_effort(index)
+            fitted, _, _ = fit_merged_layer(start, inputs, targets, metric.to(stream.device), effort)
             return CapturedAttention(fitted.to(stream.dtype))
 
         return solve

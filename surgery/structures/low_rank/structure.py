@@ -28,14 +28,25 @@ from surgery.model.quantized_cache import QuantizedKVLayer, Spans
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import Candidate, Foreseen, LayerForm, Outcome, Structure, Work, replanned_tensors
+from surgery.structures.base import (
+    Candidate,
+    ConfigOf,
+    Foreseen,
+    LayerForm,
+    Outcome,
+    Request,
+    Structure,
+    replanned_tensors,
+)
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.ladder import Ladder
+from surgery.structures.low_rank.bench import one_latent
 from surgery.structures.low_rank.rank_plan import Blocks, plan_bits, plan_ranks, wanted_rank
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.sequential_fit import SequentialFit, Solve, solver_dtype
+from surgery.structures.work import Work
 from surgery.transforms.attention_fit import gram
 from surgery.transforms.low_rank import SharedMoments, loss_metric, low_rank_layer
 from surgery.transforms.low_rank_fit import fit_low_rank_layer, order_latents
@@ -43,6 +54,7 @@ from surgery.transforms.low_rank_layer import LowRankLayer, SimulatedLowRank
 from surgery.transforms.low_rank_methods import blocks_for
 
 CLOSED, FITTED = "low rank", "fitted"
+BITS_CHOSEN = {"bits": "auto", "sinks": 4}
 EXACT_WINDOW = {CLOSED: "exact window", FITTED: "fitted, exact window"}
 """Stages of a conversion in the ladder of the report, after the source: the forms, and each beside an exact window."""
 
@@ -104,6 +116,11 @@ class LowRank(Structure[Source, LowRankSettings]):
     name = "lowrank"
     closed_ends = True
     beside_pictures = True
+    requests = (
+        Request(place=2),
+        Request(" --bits auto --sinks 4", BITS_CHOSEN, place=0),
+        Request(" --kv-ratio 0.0625 --bits auto --sinks 4", {"kv_ratio": 0.0625, **BITS_CHOSEN}, listed=False),
+    )
 
     def __init__(self, opened: Source, settings: LowRankSettings, progress: Progress):
         super().__init__(opened, settings, progress)
@@ -121,7 +138,12 @@ class LowRank(Structure[Source, LowRankSettings]):
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """Alone, and with bits chosen for every latent beside exact first tokens, which want more bits than others."""
-        return [Candidate({}), Candidate({"bits": "auto", "sinks": 4})] if cls is LowRank else []
+        return [Candidate({}), Candidate(BITS_CHOSEN)] if cls is LowRank else []
+
+    @classmethod
+    def bench_configs(cls) -> dict[str, ConfigOf]:
+        """One latent for all KV heads of a layer."""
+        return {"": one_latent} if cls is LowRank else {}
 
     def foresee(self) -> Foreseen:
         """As if all layers had one rank; where bits are chosen too, at all ranks and in the bytes asked for."""
@@ -315,9 +337,8 @@ class LowRank(Structure[Source, LowRankSettings]):
                 inputs,
                 targets,
                 statistics.output_metric.to(stream.device),
+                settings.fit_effort(index),
                 shared=shared,
-                **settings.fit_solving(),
-                **settings.fit_sampling(index),
             )
             moment = sum(gram(fitted.latents(x.to(fitted.down))).cpu() for x in inputs) / inputs.shape[:2].numel()
             fitted = fitted.to("cpu", torch.float64)

@@ -77,13 +77,13 @@ class MixedSettings(FitSettings):
     @property
     def quantizes(self) -> bool:
         """Whether the cache of some layers keeps codes."""
-        return any(getattr(part.settings, "quantizes", False) for part in self.parts)
+        return any(part.settings.quantizes for part in self.parts)
 
     def kv_cache(self) -> list[dict[str, int | str] | None]:
         """What config.json of the own class says of every layer."""
         said: list[dict[str, int | str] | None] = [None] * self.layers
         for part in self.parts:
-            if getattr(part.settings, "quantizes", False):
+            if part.settings.quantizes:
                 for layer in part.layers:
                     said[layer] = part.settings.kv_cache()
         return said

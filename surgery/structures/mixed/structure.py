@@ -24,7 +24,7 @@ from surgery.families.base import ATTENTION_PREFIX
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import LONG, Foreseen, Outcome, Structure, Work, replanned_tensors
+from surgery.structures.base import LONG, Foreseen, Outcome, Structure, replanned_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_bytes import source_kv_bytes
 from surgery.structures.ladder import Ladder
@@ -32,6 +32,7 @@ from surgery.structures.mixed.settings import MixedSettings
 from surgery.structures.passing import pass_kept
 from surgery.structures.registry import target_of
 from surgery.structures.sequential_fit import SequentialFit
+from surgery.structures.work import Work
 from surgery.verification.flow import predicted_flow
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ class Mixed(Structure[Source, MixedSettings]):
             if not structure.candidates(opened.reader.config):
                 raise SurgeryError(f"parts: {part.to} makes layers that do not stand alone: convert all --to {part.to}")
             config = structure.foresee().config
-            if config["model_type"] != MODEL_TYPE and not getattr(part.settings, "quantizes", False):
+            if config["model_type"] != MODEL_TYPE and not part.settings.quantizes:
                 raise SurgeryError(f"parts: {part.to} makes a {config['model_type']}, whose layers cannot differ so")
         self._part_of = {layer: number for number, part in enumerate(settings.parts) for layer in part.layers}
         if wrong := sorted(opened.fixed & self._part_of.keys()):

@@ -26,11 +26,12 @@ from surgery.families.attention import CapturedAttention
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.source import Source
-from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, Work, unchanged_tensors
+from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import AUTO, NONE
 from surgery.structures.ladder import ERROR_SEQUENCES, Ladder
 from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.work import Work
 from surgery.transforms.coded_reading import CodedAttention
 from surgery.transforms.smaller_latent import norm_error, smaller_latent
 

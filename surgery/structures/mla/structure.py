@@ -24,10 +24,11 @@ from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream, StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import Candidate, Foreseen, LayerForm, Outcome, Structure, Work
+from surgery.structures.base import Candidate, ConfigOf, Foreseen, LayerForm, Outcome, Request, Structure
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.ladder import Form, Ladder
+from surgery.structures.mla import bench
 from surgery.structures.mla.budget import candidate_splits
 from surgery.structures.mla.forecast import Forecast, forecast
 from surgery.structures.mla.output import all_tensors, carrier_of, reserved_numbers
@@ -45,6 +46,7 @@ from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.mla.smaller import SmallerMLA
 from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.sequential_fit import SequentialFit, solver_dtype
+from surgery.structures.work import Work
 from surgery.transforms import mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
 from surgery.transforms.latent_fit import fit_latent_layer, latent_moments
@@ -57,6 +59,12 @@ class MLA(Structure[Source, ConvertSettings]):
     """Keys and values become a latent and a rotated key that all heads share."""
 
     beside_pictures = takes_latents = True
+    requests = (
+        Request(place=4),
+        Request(" --engine vllm", {"engine": "vllm"}),
+        Request(" --engine llama.cpp", {"engine": "llama.cpp"}),
+        Request(" --carrier own", {"carrier": "own"}, place=3),
+    )
 
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         super().__init__(opened, settings, progress)
@@ -88,6 +96,11 @@ class MLA(Structure[Source, ConvertSettings]):
         if config["model_type"] in LATENT_FAMILIES:
             return SmallerMLA.candidates(config)
         return [Candidate({}, mixes=False), Candidate({"carrier": "own"}), Candidate({"bits": 8, "rope_bits": 16})]
+
+    @classmethod
+    def bench_configs(cls) -> dict[str, ConfigOf]:
+        """In stock, and in the own class."""
+        return {"": bench.stock_mla, "-own": bench.own_mla}
 
     def foresee(self) -> Foreseen:
         """Of the split that caches most, and frequencies that keep RoPE may be open, until one is chosen."""
@@ -274,9 +287,9 @@ class _Solver:
     def __call__(self, inputs: Tensor, targets: Tensor) -> SimulatedAttention:
         stream, settings = self._stream, self._settings
         start, metric = self._start.to(stream.device, solver_dtype(stream)), self._metric.to(stream.device)
-        sampling = settings.fit_sampling(self._index)
-        fitted, _, _ = fit_latent_layer(start, inputs, targets, metric, **settings.fit_solving(), **sampling)
-        moments = latent_moments(fitted, inputs, metric, **sampling)
+        effort = settings.fit_effort(self._index)
+        fitted, _, _ = fit_latent_layer(start, inputs, targets, metric, effort)
+        moments = latent_moments(fitted, inputs, metric, effort)
         ordered, self.energies = order_latents(fitted.to("cpu", torch.float64), *moments)
         return SimulatedAttention(ordered.to(stream.device, stream.dtype))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
+from surgery.engines.limits import cache_dtype_flags
 from surgery.structures.settings import Bits, RopeBits, StructureSettings, rope_bits, streaming_bits, with_formats
 
 
@@ -28,10 +30,18 @@ class QuantizedSettings(StructureSettings):
         if self.kv_ratio is not None:
             raise SurgeryError("kv_ratio: the bytes of a quantised cache follow from bits, group and window")
 
-    @property
-    def suffix(self) -> str:
-        """Nothing: the target's own name says it."""
-        return ""
+    @classmethod
+    def needless(cls, given: Callable[[str], str | None]) -> str | None:
+        """Engines quantise plain caches by themselves; one of ours would load in none of them."""
+        if (engine := given("engine")) is None:
+            return None
+        bits = given("bits") or "4"
+        flags = cache_dtype_flags(engine, int(bits) if bits.isdigit() else bits)
+        return f"nothing to convert, {engine} quantises its cache itself: {flags}"
+
+    def ending(self, target: str) -> str:
+        """The target's own name says it."""
+        return target
 
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""

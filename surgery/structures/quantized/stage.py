@@ -18,7 +18,7 @@ from surgery.architectures.beside_pictures import whole_config
 from surgery.architectures.cached import REASON, check_quantizable, rotated_tensors
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.calibration.held_out import HeldOut, Score, logit_difference
-from surgery.checkpoint import CheckpointReader, CheckpointWriter
+from surgery.checkpoint import CheckpointWriter
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -26,13 +26,14 @@ from surgery.running.layer_stream import LayerStream, blocks_of, single_layer_co
 from surgery.running.loading import load_config
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
-from surgery.running.unfused import unfused
+from surgery.running.unfused import open_model
 from surgery.structures.settings import StructureSettings
 from surgery.verification.flow import predicted_flow
 from surgery.verification.written import CACHE_TOLERANCE, TOLERANCE, Verification, run_through_cache, verify_by_running
 
 if TYPE_CHECKING:
-    from surgery.structures.base import Outcome, Work
+    from surgery.structures.base import Outcome
+    from surgery.structures.work import Work
 
 PIECE = 8
 """Tokens at a time in which held-out text is read through the cache: near decoding, where it is one."""
@@ -89,7 +90,7 @@ def measure_quantized(
     The caches are made by hand and given to a model that keeps exact ones, so that the written model, which makes its
     own, is compared with something else; unless it keeps a window besides, which only itself knows how to.
     """
-    stream, reader = exact.stream, unfused(CheckpointReader.open(written))
+    stream, reader = exact.stream, open_model(written)
     config = load_config(reader.path)
     new_layers = [config.quantized_layer(layer) for layer in range(exact.layers)]
     by_hand = not (config.exact_window or config.streams)
@@ -139,14 +140,14 @@ def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> 
         SurgeryError: its cache cannot be quantised, or it computes something else than was simulated.
     """
     opened, settings, held_out, progress = work.opened, work.settings, work.texts.held_out, work.progress
-    reader, dtype = unfused(CheckpointReader.open(writer.partial)), opened.weight_dtype
+    reader, dtype = open_model(writer.partial), opened.weight_dtype
     exact = OwnSource.open(reader, settings)
     check_quantizable(writer.out, exact.config)
     if settings.hadamard:
         for layer in work.layers("rotate"):
             for name, tensor in rotated_tensors(reader, exact.config, layer).items():
                 writer.rewrite(name, tensor)
-        exact = OwnSource.open(unfused(CheckpointReader.open(writer.partial)), settings)
+        exact = OwnSource.open(open_model(writer.partial), settings)
     config = {**outcome.config, "kv_cache": settings.kv_cache()}
     writer.write_json("config.json", whole_config(opened.reader, config))
     measured = measure_quantized(exact, writer.partial, held_out, settings, progress)

@@ -21,10 +21,11 @@ from surgery.reporting.report import SourceShape
 from surgery.running.layer_stream import blocks_of
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
-from surgery.structures.base import LONG, Candidate, Foreseen, Outcome, Structure, Work, kept_with_attention
+from surgery.structures.base import LONG, Candidate, Foreseen, Outcome, Request, Structure, kept_with_attention
 from surgery.structures.estimates import Demand
 from surgery.structures.passing import source_attention
 from surgery.structures.quantized.settings import QuantizedSettings
+from surgery.structures.work import Work
 from surgery.verification.written import measured_tokens
 
 
@@ -32,6 +33,7 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
     """The attention stays as it is, its cache becomes codes."""
 
     beside_pictures = takes_latents = True
+    requests = (Request(place=1),)
 
     def __init__(self, opened: Source | OwnSource, settings: QuantizedSettings, progress: Progress):
         super().__init__(opened, settings, progress)

@@ -20,11 +20,12 @@ from surgery.common.progress import Progress
 from surgery.reporting.report import SourceShape
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource
-from surgery.structures.base import Foreseen, Outcome, Structure, Work
+from surgery.structures.base import Foreseen, Outcome, Structure
 from surgery.structures.estimates import Demand
 from surgery.structures.slices.measure import BEFORE, SLICED, measure_slices
 from surgery.structures.slices.plan import Origin, plan_slice
 from surgery.structures.slices.settings import SliceSettings
+from surgery.structures.work import Work
 from surgery.verification.written import measured_tokens
 
 

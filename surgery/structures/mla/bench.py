@@ -1,0 +1,52 @@
+"""Configs of a model of random weights, as a conversion would write them."""
+
+from __future__ import annotations
+
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from surgery.architectures.deepseek_v3 import StockMLA
+from surgery.architectures.neutral_norm import neutral_norm
+from surgery.architectures.spec import MLASpec
+from surgery.families import head_shape
+from surgery.model import SurgeryConfig
+
+
+def stock_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
+    """As `surgery convert --to mla` writes it: a dense `deepseek_v3`."""
+    heads, kv_heads, head_dim = head_shape(config)
+    layers, dtype = config.num_hidden_layers, torch.bfloat16
+    spec = MLASpec(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        hidden=config.hidden_size,
+        ranks=(rank,) * layers,
+        inv_freq=(_frequencies(rope_dim),) * layers,
+        dtype=dtype,
+        query_bias=False,
+        latent_bias=False,
+        output_bias=False,
+        key_norm_eps=None,
+        windows=(None,) * layers,
+    )
+    plain = StockMLA(spec, neutral_norm("tiny", rank, dtype)).config(config.to_dict())
+    plain.pop("model_type"), plain.pop("architectures")
+    return CONFIG_MAPPING["deepseek_v3"](**plain)
+
+
+def own_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
+    """The same in the project's own class."""
+    entry = {
+        "kind": "latent",
+        "kv_lora_rank": rank,
+        "rope_inv_freq": _frequencies(rope_dim).tolist(),
+        "key_norm_eps": None,
+    }
+    return SurgeryConfig.from_base(config, [dict(entry) for _ in range(config.num_hidden_layers)])
+
+
+def _frequencies(rope_dim: int) -> torch.Tensor:
+    """Of default RoPE, radians per token [ρ/2]."""
+    return 10_000.0 ** -(torch.arange(0, rope_dim, 2, dtype=torch.float64) / rope_dim)

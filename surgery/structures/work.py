@@ -1,0 +1,121 @@
+"""What a running conversion has in hand, and the ways through the layers that structures share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from surgery.calibration import layer_statistics
+from surgery.calibration.layer_statistics import BasisOf
+from surgery.calibration.library import StatisticsLibrary
+from surgery.calibration.settings import ConversionSettings
+from surgery.calibration.sweep import BoundaryStore
+from surgery.calibration.texts import Texts
+from surgery.checkpoint.snapshots import Snapshots
+from surgery.common.progress import Progress
+from surgery.running.processes import ALONE, Processes
+from surgery.running.source import OwnSource, Source
+from surgery.structures.alternatives import Alternatives
+from surgery.structures.fit_trial import FitTrial
+from surgery.structures.ladder import Ladder
+from surgery.structures.sequential_fit import SequentialFit
+
+Opened = TypeVar("Opened", bound="Source | OwnSource")
+Settings = TypeVar("Settings", bound=ConversionSettings)
+
+
+@dataclass(frozen=True)
+class Work(Generic[Opened, Settings]):
+    """What a conversion has in hand once it runs.
+
+    Attributes:
+        library: statistics of every layer, once they are gathered.
+        store: what entered every layer in the forward sweep over the calibration text.
+        alternatives: new tensors of every layer in more than one form.
+        snapshots: what a conversion that was killed goes on from.
+        processes: that share the calibration.
+    """
+
+    opened: Opened
+    settings: Settings
+    texts: Texts
+    library: StatisticsLibrary
+    store: BoundaryStore
+    alternatives: Alternatives
+    progress: Progress
+    snapshots: Snapshots = field(default_factory=Snapshots)
+    processes: Processes = ALONE
+
+    def gather(self, *, gradients: bool = True, basis_of: BasisOf | None = None) -> None:
+        """Fills the library, by :func:`surgery.calibration.layer_statistics.gather`."""
+        layer_statistics.gather(
+            self.opened,
+            self.library,
+            self.texts.calibration,
+            self.store,
+            self.settings,
+            self.progress,
+            gradients=gradients,
+            basis_of=basis_of,
+            snapshots=self.snapshots,
+            processes=self.processes,
+        )
+
+    def fits(self, wanted: bool) -> bool:
+        """Whether layers are fitted: the method has a fit, steps are asked for and there is text to fit on."""
+        return wanted and self.texts.calibration is not None and self.settings.fit_steps > 0
+
+    def fit(self, ladder: Ladder, closed: str, *fitted: str) -> SequentialFit | None:
+        """The layer-wise fit of a ladder with fitted stages, held against closed forms where they are one too."""
+        stream, texts = self.opened.stream, self.texts
+        if fitted[0] not in ladder.hidden:
+            return None
+        trial = FitTrial(stream, texts.held_out, ladder, closed, fitted) if closed in ladder.hidden else None
+        return SequentialFit(stream, self.store, texts.calibration, self.settings.batch_size, trial)
+
+    def ladder(self, stages: tuple[str, ...], *, exact: Collection[str] = (), steps: Collection[str] = ()) -> Ladder:
+        """The stages of the conversion over its held-out text."""
+        held_out, size = self.texts.held_out, self.settings.batch_size
+        return Ladder(self.opened.stream, held_out, size, stages, exact=exact, steps=steps)
+
+    def pass_layers(
+        self,
+        convert: Callable[[int, SequentialFit | None], Any],
+        ladder: Ladder,
+        fit: SequentialFit | None,
+        *types: type,
+        settled: Callable[[int], bool] = lambda layer: True,
+    ) -> list[Any]:
+        """What ``convert`` says of every layer; goes on after the last layer that is surely done.
+
+        Args:
+            convert: carries the ladder and the fit through a layer; all else that it makes is on disk. It is given
+                no fit once that was given up.
+            types: classes in what it says.
+            settled: whether nothing of a layer is needed for the next but ladder and fit.
+        """
+        said = []
+        if state := self.snapshots.last("layers", *types):
+            said, ladder.hidden = state["said"], state["ladder"]
+            if fit:
+                fit.restore(state["fit"])
+        with self.progress.phase("convert", self.opened.layers) as advance:
+            advance(len(said))
+            for layer in range(len(said), self.opened.layers):
+                said.append(convert(layer, fit if fit and not fit.given_up else None))
+                if fit:
+                    fit.settle(layer)
+                if settled(layer):
+                    self.snapshots.take(
+                        "layers", lambda: {"said": said, "ladder": ladder.hidden, "fit": fit and fit.state()}
+                    )
+                advance()
+        return said
+
+    def layers(self, phase: str = "convert") -> Iterator[int]:
+        """Every layer in order, with a bar."""
+        with self.progress.phase(phase, self.opened.layers) as advance:
+            for layer in range(self.opened.layers):
+                yield layer
+                advance()
