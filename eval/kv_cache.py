@@ -84,11 +84,11 @@ def measure_kv(
     tokens = random_tokens(model, batch, context)
     with evaluation_mode(model):
         with prefill:
-            past = returned_cache(forward_with_cache(model, tokens[:, :-steps], None))
+            _, past = forward_with_cache(model, tokens[:, :-steps], None)
         before = cache_bytes(past)
         with decode:
             for token in tokens[:, -steps:].split(1, dim=1):
-                past = returned_cache(forward_with_cache(model, token, past))
+                _, past = forward_with_cache(model, token, past)
     held = cache_bytes(past)
     growth = (held - before) / (steps * batch)
     return KVUse(context, batch, held, held / (context * batch), growth, dtype_name(model))
@@ -110,10 +110,10 @@ def kv_bytes_per_token(model: nn.Module, prompt_length: int = 64, steps: int = 8
         raise SurgeryError(f"cannot decode {steps} tokens after {prompt_length}: at least 1 of each is needed")
     tokens = random_tokens(model, 1, prompt_length + steps)
     with evaluation_mode(model):
-        past = returned_cache(forward_with_cache(model, tokens[:, :prompt_length], None))
+        _, past = forward_with_cache(model, tokens[:, :prompt_length], None)
         prefilled = cache_bytes(past)
         for token in tokens[:, prompt_length:].split(1, dim=1):
-            past = returned_cache(forward_with_cache(model, token, past))
+            _, past = forward_with_cache(model, token, past)
     total = cache_bytes(past)
     growth = (total - prefilled) / steps
     if _only_grows(past) and total != growth * tokens.shape[1]:
@@ -131,20 +131,23 @@ def random_tokens(model: nn.Module, batch: int, length: int, seed: int = 0) -> L
     return torch.randint(embedding.shape[0], (batch, length), generator=generator).to(embedding.device)
 
 
-def forward_with_cache(model: nn.Module, tokens: LongTensor, cache: Any) -> Any:
+def forward_with_cache(model: nn.Module, tokens: LongTensor, cache: Any) -> tuple[Any, Any]:
     """One pass over `tokens` [B, T] after what is cached (None: nothing yet), as `generate` does it.
 
     Only the last position's logits are made if the model can leave out the others: those of a long prompt can take more
     memory than all else.
+
+    Returns:
+        What the model returned, and the live cache in it.
 
     Raises:
         SurgeryError: the model returns no cache.
     """
     last = {"logits_to_keep": 1} if _takes_logits_to_keep(type(model)) else {}
     output = model(input_ids=tokens, use_cache=True, **cache_for(model, cache), **last)
-    if returned_cache(output) is None:
+    if (cache := returned_cache(output)) is None:
         raise SurgeryError(f"{type(model).__name__} returns no cache, even with use_cache=True: nothing to measure")
-    return output
+    return output, cache
 
 
 def dtype_name(model: nn.Module) -> str:

@@ -23,7 +23,6 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes, forward_with_cache, random_tokens
 from surgery.eval.loss import evaluation_mode
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
-from surgery.model.cache_argument import returned_cache
 from surgery.running.attention_tap import AttentionCall, tapped
 
 
@@ -49,7 +48,7 @@ def measure_peak(model: PreTrainedModel, prompt: int, steps: int, chunk: int | N
     past, watch = None, UpdateWatch()
     with evaluation_mode(model), watch.updates():
         for piece in _pieces(model, prompt, steps, chunk):
-            past = returned_cache(forward_with_cache(model, piece, past))
+            _, past = forward_with_cache(model, piece, past)
     return watch.peak if watch.held == cache_bytes(past) else None
 
 
@@ -67,7 +66,7 @@ def measure_footprint(model: PreTrainedModel, prompt: int, steps: int, chunk: in
     try:
         with evaluation_mode(model), tapped(model, counter):
             for piece in pieces:
-                past = returned_cache(forward_with_cache(model, piece, past))
+                _, past = forward_with_cache(model, piece, past)
     except (SurgeryError, AttributeError):
         return None
     full = model.config.num_hidden_layers * model.config.num_attention_heads * causal_entries(prompt + steps)

@@ -13,7 +13,6 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes, forward_with_cache, random_tokens
 from surgery.eval.loss import evaluation_mode
 from surgery.eval.roofline import Ceilings, FlopCount, bound, bytes_read, synchronize
-from surgery.model.cache_argument import returned_cache
 
 
 @torch.no_grad()
@@ -73,12 +72,12 @@ def roofline(model: nn.Module, prompts: LongTensor, new_tokens: int, ceilings: C
     """
     batch, context = prompts.shape
     with FlopCount() as prefill:
-        output = forward_with_cache(model, prompts, None)
-    filled = cache_bytes(returned_cache(output))
+        output, cache = forward_with_cache(model, prompts, None)
+    filled = cache_bytes(cache)
     with FlopCount() as decode:
-        output = _decode(model, output, new_tokens)
+        cache = _decode(model, output, cache, new_tokens)
     # A step reads what the steps before it left: the cache grows evenly, or it does not grow.
-    read = (filled + cache_bytes(returned_cache(output))) / 2
+    read = (filled + cache_bytes(cache)) / 2
     step_bytes, step_flops = bytes_read(model, batch) + read, decode.flops / new_tokens
     prefill_bound = bound(bytes_read(model, batch * context) + filled, prefill.flops, ceilings)
     step = bound(step_bytes, step_flops, ceilings)
@@ -95,17 +94,17 @@ def _timed_run(model: nn.Module, prompts: LongTensor, new_tokens: int) -> tuple[
     """Seconds of the prefill, and of decoding."""
     synchronize(prompts.device)
     start = time.perf_counter()
-    output = forward_with_cache(model, prompts, None)
+    output, cache = forward_with_cache(model, prompts, None)
     synchronize(prompts.device)
     prefilled = time.perf_counter()
-    _decode(model, output, new_tokens)
+    _decode(model, output, cache, new_tokens)
     synchronize(prompts.device)
     return prefilled - start, time.perf_counter() - prefilled
 
 
-def _decode(model: nn.Module, output: Any, new_tokens: int) -> Any:
-    """Feeds the most likely next token back `new_tokens` times; returns the last output."""
+def _decode(model: nn.Module, output: Any, cache: Any, new_tokens: int) -> Any:
+    """Feeds the most likely next token back `new_tokens` times; returns the last cache."""
     for _ in range(new_tokens):
         token = output.logits[:, -1:].argmax(-1)
-        output = forward_with_cache(model, token, returned_cache(output))
-    return output
+        output, cache = forward_with_cache(model, token, cache)
+    return cache

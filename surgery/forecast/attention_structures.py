@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from surgery.checkpoint.config_file import arguments
@@ -12,6 +14,7 @@ from surgery.families import FAMILIES, LATENT_FAMILIES, Family, head_shape, key_
 from surgery.families.base import keeps_state
 from surgery.kernels.planner import Attention, Block, Grouped, Latent, LowRank, quantised
 from surgery.model import SurgeryConfig
+from surgery.running.skeleton import skeleton
 
 Windows = list[int | None]
 
@@ -41,6 +44,21 @@ def of_config(config: dict[str, Any], number_bytes: float) -> list[Attention]:
     if config["model_type"] in LATENT_FAMILIES:
         return of_stock_mla({**loaded.to_dict(), **config}, number_bytes)
     return of_family(loaded, windows_of(family, loaded), number_bytes)
+
+
+def cache_bytes_of(
+    config: dict[str, Any], dtype: torch.dtype, layers: Sequence[Attention] | None = None
+) -> Callable[[int, int], int]:
+    """Bytes of the live cache that a model of a config.json keeps of so many sequences of so many tokens each.
+
+    Args:
+        dtype: of cached numbers.
+        layers: of the model, if they are known.
+    """
+    if config["model_type"] == "surgery":
+        return skeleton(config, dtype).kv_cache_bytes
+    layers = of_config(config, dtype.itemsize) if layers is None else layers
+    return lambda rows, tokens: round(rows * tokens * sum(layer.token_bytes(tokens) for layer in layers))
 
 
 def windows_of(family: Family | None, config: Any) -> Windows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -20,9 +21,8 @@ from surgery.evaluation.rows import plan_variants
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore
 from surgery.families import FAMILIES, LATENT_FAMILIES
-from surgery.forecast.attention_structures import of_config
+from surgery.forecast.attention_structures import cache_bytes_of
 from surgery.running.processes import Processes
-from surgery.running.skeleton import skeleton
 from surgery.running.source import checked_device, is_absent
 from surgery.running.unfused import unfused
 
@@ -78,20 +78,19 @@ def plan_evaluation(request: Request, progress: Progress) -> EvaluationPlan:
 
     def row(row) -> dict[str, Any]:
         checkpoint, reader = row.checkpoint, row.checkpoint.reader
-        caches = [
-            cache_bytes(reader, work.rows, work.length, dtype(checkpoint, native=task.native))
-            for task, work in told
-            if work is not None
-        ]
-        widest = max(dtype(checkpoint, native=task.native).itemsize for task in tasks.all)
+        dtypes = {native: dtype(checkpoint, native=native) for native in (False, True)}
+        sizes = {native: _cache_bytes_of(reader, dtypes[native]) for native in dtypes}
+        known = all(sizes.values())
+        caches = [sizes[task.native](work.rows, work.length) for task, work in told if known and work is not None]
+        widest = max(dtypes[task.native].itemsize for task in tasks.all)
         return {
             "name": row.name,
             "role": row.role,
             "path": checkpoint.place,
             "dtype": checkpoint.dtype,
             "weights": _numbers(reader) * widest,
-            "cache": None if None in caches else max(caches),
-            "kv": cache_bytes(reader, 1, tasks.context, dtype(checkpoint, native=True)),
+            "cache": max(caches, default=None),
+            "kv": sizes[True](1, tasks.context) if known else None,
         }
 
     rows = [row(each) for each in prepared.rows]
@@ -115,20 +114,13 @@ def plan_evaluation(request: Request, progress: Progress) -> EvaluationPlan:
     )
 
 
-def cache_bytes(reader: CheckpointReader, rows: int, length: int, dtype: torch.dtype) -> int | None:
-    """Of the live cache of so many sequences, as `surgery inspect` and dry runs of conversions predict it.
-
-    None for a model of a family that they do not know.
-    """
+def _cache_bytes_of(reader: CheckpointReader, dtype: torch.dtype) -> Callable[[int, int], int] | None:
+    """As `surgery inspect` predicts it; None for a model of a family that it does not know."""
     try:
         config = unfused(reader).config
     except SurgeryError:
         return None
-    if config["model_type"] == "surgery":
-        return skeleton(config, dtype).kv_cache_bytes(rows, length)
-    if config["model_type"] not in {*FAMILIES, *LATENT_FAMILIES}:
-        return None
-    return round(rows * length * sum(layer.token_bytes(length) for layer in of_config(config, dtype.itemsize)))
+    return cache_bytes_of(config, dtype) if config["model_type"] in {"surgery", *FAMILIES, *LATENT_FAMILIES} else None
 
 
 def _numbers(reader: CheckpointReader) -> int:

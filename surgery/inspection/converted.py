@@ -18,7 +18,6 @@ from surgery.kernels.gpus import GPU
 from surgery.kernels.planner import Attention, Grouped, Latent, LowRank
 from surgery.reporting.report import previous_report
 from surgery.running.loading import load_config
-from surgery.running.skeleton import skeleton
 from surgery.running.source import attention_dtype
 
 MODEL_TYPES = ("surgery", *LATENT_FAMILIES)
@@ -30,18 +29,15 @@ def converted_facts(reader: CheckpointReader, gpu: GPU, contexts: tuple[int, ...
     Raises:
         SurgeryError: the config is impossible.
     """
-    said, own = reader.config, reader.config["model_type"] == "surgery"
+    said = reader.config
     config = load_config(reader.path)
     dtype = attention_dtype(reader)
     layers = _structures(config, said, dtype.itemsize)
     family = FAMILIES.get(getattr(config, "base_model_type", None))
     windows = structures.windows_of(family, config)
     source = original(reader.path, config, windows, dtype.itemsize)
-    if own:
-        model = skeleton(said, dtype)
-        held = {context: model.kv_cache_bytes(1, context) for context in contexts}
-    else:
-        held = {context: round(context * sum(layer.token_bytes(context) for layer in layers)) for context in contexts}
+    cache_bytes = structures.cache_bytes_of(said, dtype, layers)
+    held = {context: cache_bytes(1, context) for context in contexts}
     longest = max(contexts)
     weights = sum(reader.info(name).nbytes for name in reader.names())
     rows = batches(source or layers, weights, gpu)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surgery.common.errors import SurgeryError
+from surgery.structures.registry import find_target
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,7 +66,5 @@ def save(plan: Plan, path: Path) -> None:
 
 
 def _kind(row) -> str:
-    from surgery.structures.registry import find_target
-
     bits, usual = row.asked.get("bits"), getattr(find_target(row.to).settings_class, "bits", None)
     return row.to if bits is None or usual is not None else f"{row.to}, bits {bits}"  # else all have some

@@ -149,7 +149,7 @@ def test_only_the_last_logits_are_made():
     model = tiny_llama().eval()
     tokens = random_tokens(model, 2, 9)
     with torch.no_grad():
-        output = forward_with_cache(model, tokens, None)
+        output, _ = forward_with_cache(model, tokens, None)
         torch.testing.assert_close(output.logits, model(tokens).logits[:, -1:])
 
 
