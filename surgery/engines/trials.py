@@ -56,7 +56,6 @@ TRANSFORMERS = Trial(
             "ministral with a window",
             "ministral3",
             "llama4_text",
-            "llama4",
             "mistral4",
             "stablelm",
             "gemma2",

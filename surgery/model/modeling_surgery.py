@@ -101,7 +101,7 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
     def kv_layer_bytes(self, batch: int, tokens: int) -> list[int]:
         """The same of every layer by itself; layers that share a cache have none of their own."""
         held = iter([layer.held(tokens) for layer in self._cached_layers(batch)])
-        return [next(held) if hasattr(layer, "self_attn") else 0 for layer in self.model.layers]
+        return [0 if getattr(layer, "self_attn", None) is None else next(held) for layer in self.model.layers]
 
     def kv_peak_bytes(self, batch: int, prompt: int, chunk: int, steps: int) -> int:
         """The most bytes that keys and values will take while a prompt is read and continued, in the model's dtype.

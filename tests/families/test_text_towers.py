@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from picture_models import IMAGE, check_caches, loaded, prompt
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT
 
 from surgery.common.errors import SurgeryError
-from surgery.engines import LOADS
+from surgery.engines import LOADS, NOT_TRIED
 from surgery.evaluation.models import Checkpoint
 from surgery.families.latent_family import DOWN, NORM, UP
 from surgery.families.towers import HOLD_OWN
@@ -33,11 +34,17 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-MERGED = ("llava", "llava_next", "llama4", "mistral3", "mistral3 of ministral3", "qwen2_5_vl")
+MERGED = ("llava", "llava_next", "mistral3", "mistral3 of ministral3", "qwen2_5_vl")
+BROKEN = pytest.mark.xfail(
+    transformers.__version__ == "5.24.0",
+    raises=AttributeError,
+    strict=True,
+    reason="Llama4ForConditionalGeneration of 5.24.0 looks for image_outputs that its language model does not return",
+)
 MLA_INSIDE = "mistral3 of mistral4"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "llama4")) for name in MERGED])
+@pytest.mark.parametrize("name", [*MERGED, pytest.param("llama4", marks=[pytest.mark.slow, BROKEN])])
 @torch.no_grad()
 def test_heads_are_merged_and_pictures_still_work(picture_models, tmp_path, name):
     source = picture_models(name)
@@ -49,7 +56,7 @@ def test_heads_are_merged_and_pictures_still_work(picture_models, tmp_path, name
         engine: {**said, "command": said["command"] and said["command"].replace("CKPT", "out")}
         for engine, said in foreseen.target["engines"].items()
     }
-    assert result.report.target["engines"]["transformers"]["status"] == LOADS
+    assert result.report.target["engines"]["transformers"]["status"] == (NOT_TRIED if name == "llama4" else LOADS)
     assert foreseen.kv["bytes_per_token"] == result.report.kv["measured_bytes_per_token"]
     assert result.report.kv["ratio"] == 0.5
 

@@ -5,6 +5,7 @@ import torch
 from own_models import agree, hybrid_entry, low_rank_entry, tiny_source, tokens
 from processes import Fork
 from safetensors.torch import save_file
+from tiny_models import CONFIGS
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from surgery.eval.kv_cache import cache_bytes
@@ -130,3 +131,11 @@ def test_loads_without_the_package(tmp_path):
 def test_what_cannot_be_is_refused(kv_cache, message):
     with pytest.raises(ValueError, match=message):
         mixed(([None] * 4, kv_cache))
+
+
+def test_layers_that_keep_a_state_hold_no_keys_and_values():
+    config = CONFIGS["granite4_state"]()
+    model = SurgeryForCausalLM(SurgeryConfig.from_base(config, [None] * config.num_hidden_layers))
+    held = model.kv_layer_bytes(2, 19)
+    assert held[0] == 0 < held[1]
+    assert sum(held) == model.kv_cache_bytes(2, 19) > 0
