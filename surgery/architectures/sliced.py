@@ -121,12 +121,6 @@ class LatentModel:
         gains = key_gains(self.config["base_model_type"], self.config["num_key_value_heads"])
         return self.rope_dim(layer) + (gains if normed else 0)
 
-    def groups(self) -> list[tuple[int, int]]:
-        """First layer, and the one after the last, of layers that only run together."""
-        entries = self.config.get("attention_layers") or [{}] * self.layers
-        starts = [index for index, entry in enumerate(entries) if not entry.get("shared_layers")]
-        return list(zip(starts, [*starts[1:], self.layers], strict=True))
-
     def sliced(self, ranks: Ranks) -> LatentModel:
         """The same model with the first so many latents of every block.
 

@@ -37,10 +37,7 @@ def measure_fit(
     texts = {use: tokens[:SEQUENCES] for use, tokens in texts.items()}
     hidden = {use: stream.embed(tokens) for use, tokens in texts.items()}
     with progress.phase("source's loss on the text", stream.num_layers) as advance:
-        # Layers of a converted source that share something run together only.
-        own_class = bool(getattr(stream.config, "attention_layers", None))
-        singles = [(index, index + 1) for index in range(stream.num_layers)]
-        for start, stop in blocks_of(stream.config) if own_class else singles:
+        for start, stop in blocks_of(stream.config):
             with stream.block(start, stop) as layers:
                 for each in hidden.values():
                     stream.run_layer(layers, each, batch_size)

@@ -377,7 +377,11 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
 
 
 def blocks_of(config) -> list[tuple[int, int]]:
-    """Layers of an own-class config that can be run apart: those that share latents or a cache run together."""
-    entries = [entry or {} for entry in config.attention_layers]
+    """The first layer, and the one after the last, of layers that can only be run together.
+
+    Single layers, but for those of the own class that share latents or a cache.
+    """
+    entries = [entry or {} for entry in getattr(config, "attention_layers", ())]
+    entries = entries or [{}] * config.num_hidden_layers
     starts = [i for i, entry in enumerate(entries) if not entry.get("shared_layers") and not entry.get("place")]
     return list(zip(starts, [*starts[1:], config.num_hidden_layers], strict=True))

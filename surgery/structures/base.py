@@ -56,7 +56,6 @@ class Outcome:
         scores: loss and recall after each stage.
         simulated: final hidden states [N, T, D] of the last stage on the held-out text.
         factors: by which copied tensors are multiplied.
-        groups: first layer, and the one after the last, of layers that only run together; single layers by default.
         own_class: whether the model class's files have to travel with it.
         final_config: config.json of another class for the same tensors, written once the result is verified as
             ``config`` says; ``final_code``: files that it needs beside the weights.
@@ -72,7 +71,6 @@ class Outcome:
     scores: dict[str, Score]
     simulated: Tensor
     factors: Mapping[str, float] = field(default_factory=dict)
-    groups: list[tuple[int, int]] | None = None
     own_class: bool = False
     final_config: dict[str, Any] | None = None
     final_code: tuple[Path, ...] = ()
@@ -263,15 +261,12 @@ class Structure(ABC, Generic[Opened, Settings]):
         """
         return verify_by_running(
             written,
-            self.opened.weight_dtype,
-            self.opened.stream,
+            self.opened,
             outcome.simulated,
             work.texts.held_out,
-            self.opened.windows,
             outcome.kv_bytes,
             self.settings.batch_size,
             work.progress,
-            blocks=outcome.groups,
             flow=outcome.flow,
         )
 

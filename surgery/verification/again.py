@@ -32,23 +32,20 @@ def verify_again(reader: CheckpointReader, opened: Source | OwnSource, seed: int
     piece = QUANTIZED_PIECE if reader.config.get("kv_cache") else None
     return verify_by_running(
         reader.source,
-        opened.weight_dtype,
-        opened.stream,
+        opened,
         run_layers(opened.stream, held_out.tokens, piece),
         held_out,
-        opened.windows,
         kv_bytes_of(reader, opened),
         SEQUENCES,
         progress,
         piece=piece,
-        blocks=_blocks(opened.config),
     )
 
 
 def run_layers(stream: LayerStream, tokens: Tensor, piece: int | None) -> Tensor:
     """What the last layer puts out [N, T, D], of tokens [N, T] read ``piece`` at a time, or all in one pass."""
     hidden = stream.embed(tokens)
-    for start, stop in _blocks(stream.config) or [(layer, layer + 1) for layer in range(stream.num_layers)]:
+    for start, stop in blocks_of(stream.config):
         with stream.block(start, stop) as layers:
             if piece is None:
                 stream.run_layer(layers, hidden, SEQUENCES)
@@ -84,7 +81,3 @@ def kv_bytes_of(reader: CheckpointReader, opened: Source | OwnSource) -> Callabl
     else:
         layers, width = opened.layers, reader.config["kv_lora_rank"] + reader.config["qk_rope_head_dim"]
     return lambda tokens: width * layers * opened.weight_dtype.itemsize * tokens
-
-
-def _blocks(config) -> list[tuple[int, int]] | None:
-    return blocks_of(config) if config.model_type == SurgeryConfig.model_type else None

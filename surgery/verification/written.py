@@ -18,8 +18,9 @@ from surgery.common.progress import Progress
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.families.base import keeps_state
 from surgery.model.cache_argument import CACHE
-from surgery.running.layer_stream import LayerStream, StreamedLayer, single_layer_config
+from surgery.running.layer_stream import LayerStream, StreamedLayer, blocks_of, single_layer_config
 from surgery.running.loading import causal_class, load_config, with_standard_names
+from surgery.running.source import OwnSource, Source
 from surgery.running.unfused import open_model
 from surgery.verification.flow import Flow, FlowWatch, check_flow
 from surgery.verification.probe import take_probe
@@ -64,29 +65,24 @@ class Verification:
 
 def verify_by_running(
     path: Path,
-    weight_dtype: torch.dtype,
-    source_stream: LayerStream,
+    opened: Source | OwnSource,
     simulated: Tensor,
     held_out: HeldOut,
-    windows: tuple[int | None, ...],
     predicted_bytes: Callable[[int], int],
     batch_size: int,
     progress: Progress,
     *,
     piece: int | None = None,
-    blocks: Sequence[tuple[int, int]] | None = None,
     flow: Callable[[int, int], Flow] | None = None,
 ) -> Verification:
     """Loads the checkpoint in ``path`` layer by layer and runs it.
 
     Args:
-        weight_dtype: of the rewritten tensors; the KV bytes are those of a model that runs in it.
-        source_stream: gives device and compute dtype, and the logits of the simulation.
+        opened: the source. It gives device and dtype of the run, the sliding windows, the logits of the simulation, and
+            the dtype of the rewritten tensors: the KV bytes are those of a model that runs in it.
         simulated: final hidden states [N, T, D] of the simulated conversion.
-        windows: sliding window of every layer, or None.
         predicted_bytes: KV bytes that the live caches of all layers must hold of one sequence of that many tokens.
         piece: read the held-out text that many tokens at a time, through the live cache; None: in one forward pass.
-        blocks: first layer and the one after the last of layers that run together only; by default each alone.
         flow: gives the peak and footprint that a prompt and decoded tokens must have, in the dtype of the run.
 
     Raises:
@@ -96,12 +92,13 @@ def verify_by_running(
     reader = open_model(path)
     config = load_config(reader.path)
     _check_meta(config, reader)
-    stream = LayerStream(reader, config, single_layer_config, device=source_stream.device, dtype=source_stream.dtype)
+    source, weight_dtype = opened.stream, opened.weight_dtype
+    stream = LayerStream(reader, config, single_layer_config, device=source.device, dtype=source.dtype)
     hidden = stream.embed(held_out.tokens)
-    tokens = measured_tokens(hidden.shape[1], windows)
+    tokens = measured_tokens(hidden.shape[1], opened.windows)
     differences, measured, quantized, watch = [], 0, False, None if flow is None else FlowWatch()
     with progress.phase("verify: reload and run", stream.num_layers) as advance:
-        for start, stop in blocks or [(index, index + 1) for index in range(stream.num_layers)]:
+        for start, stop in blocks_of(config):
             with stream.block(start, stop) as layer:
                 if not keeps_state(config, start):  # which runs as the source has it, in bytes that hang on no tokens
                     cache = _new_cache(layer)
@@ -116,7 +113,7 @@ def verify_by_running(
                 else:
                     run_through_cache(stream, layer, hidden, batch_size, piece, lambda layer=layer: _new_cache(layer))
             advance(stop - start)
-    difference = logit_difference(source_stream, simulated, stream, hidden)
+    difference = logit_difference(source, simulated, stream, hidden)
     allowed = QUANTIZED_TOLERANCE if quantized else CACHE_TOLERANCE[stream.dtype]
     for worst in differences:
         if not worst <= allowed:  # nor is NaN

@@ -146,7 +146,6 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
                 "block": settings.block,
             },
             kv_bytes=predicted_bytes(self._config, dtype, settings.method),
-            groups=self._groups,
             layers=reports,
             scores=ladder.scores(),
             simulated=ladder.hidden[SHARED],

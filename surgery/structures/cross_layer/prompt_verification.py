@@ -16,8 +16,9 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.kv_cache import cache_bytes
-from surgery.running.layer_stream import LayerStream, single_layer_config
+from surgery.running.layer_stream import LayerStream, blocks_of, single_layer_config
 from surgery.running.loading import load_config
+from surgery.running.source import Source
 from surgery.structures.base import Outcome
 from surgery.verification.written import PROMPT, STEPS, TOLERANCE, Verification, prompt_of
 
@@ -26,8 +27,7 @@ from surgery.verification.written import PROMPT, STEPS, TOLERANCE, Verification,
 def verify_prompt_basis(
     path: Path,
     outcome: Outcome,
-    dtype: torch.dtype,
-    source: LayerStream,
+    opened: Source,
     held_out: HeldOut,
     batch_size: int,
     progress: Progress,
@@ -38,7 +38,7 @@ def verify_prompt_basis(
         SurgeryError: one pass does not compute what the source does, or the live caches hold other bytes than
             predicted.
     """
-    config = load_config(path)
+    config, source, dtype = load_config(path), opened.stream, opened.weight_dtype
     stream = LayerStream(
         CheckpointReader.open(path), config, single_layer_config, device=source.device, dtype=source.dtype
     )
@@ -46,7 +46,7 @@ def verify_prompt_basis(
     tokens = min(PROMPT + STEPS, hidden.shape[1])
     worst, measured = 0.0, 0
     with progress.phase("verify: reload and run", stream.num_layers) as advance:
-        for start, stop in outcome.groups:
+        for start, stop in blocks_of(config):
             with stream.block(start, stop) as layers:
                 text = hidden[:1, :tokens].to(stream.device, stream.dtype)
                 cache = DynamicCache(config=layers.config)

@@ -135,7 +135,6 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
                 "block": None if settings.method == "xkv-prompt" else settings.block,
             },
             kv_bytes=predicted_bytes(config, opened.weight_dtype, settings.method),
-            groups=pieces,
             layers=reports,
             scores=ladder.scores(),
             simulated=ladder.hidden[stages[-1] if stages else "source"],
@@ -146,10 +145,8 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         """A basis of the prompt's own is found by the written model alone."""
         if self.settings.method != "xkv-prompt":
             return super().verify(work, written, outcome)
-        opened, size = self.opened, self.settings.batch_size
-        return verify_prompt_basis(
-            written, outcome, opened.weight_dtype, opened.stream, work.texts.held_out, size, work.progress
-        )
+        size = self.settings.batch_size
+        return verify_prompt_basis(written, outcome, self.opened, work.texts.held_out, size, work.progress)
 
     def _written(self, group: int, basis: SharedBasis) -> dict[str, torch.Tensor]:
         """New tensors of a group; MLA caches its latents with the norm's weight."""

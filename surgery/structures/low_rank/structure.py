@@ -256,7 +256,6 @@ class LowRank(Structure[Source, LowRankSettings]):
                 **({"codes": writes.codes} if writes.codes else {}),
             },
             kv_bytes=writes.kv_bytes,
-            groups=sorted({_group_of(index, self.earlier) for index in range(opened.layers)}),
             layers=[forms[form] for forms in reports],
             scores=scores,
             simulated=ladder.hidden[result],

@@ -193,20 +193,16 @@ def verify_codes(
         folder: the checkpoint, whose config is ``config``.
         opened: what held-out text ran through in ``measured``.
     """
-    dtype = opened.weight_dtype
-    quantized = skeleton(config, dtype)
+    quantized = skeleton(config, opened.weight_dtype)
     return verify_by_running(
         folder,
-        dtype,
-        opened.stream,
+        opened,
         measured.hidden[QUANTIZED],
         held_out,
-        opened.windows,
         lambda tokens: quantized.kv_cache_bytes(1, tokens),
         settings.batch_size,
         progress,
         piece=PIECE,
-        blocks=blocks_of(quantized.config),
         flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
     )
 

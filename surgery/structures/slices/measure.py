@@ -12,7 +12,7 @@ from torch import Tensor
 from surgery.architectures.sliced import LatentModel, Ranks
 from surgery.calibration.held_out import HeldOut, Score
 from surgery.common.progress import Progress
-from surgery.running.layer_stream import LayerStream, StreamedLayer
+from surgery.running.layer_stream import LayerStream, StreamedLayer, blocks_of
 from surgery.structures.ladder import ERROR_SEQUENCES
 
 BEFORE, SLICED = "before slicing", "sliced"
@@ -54,7 +54,7 @@ def measure_slices(
     hidden = {name: embedded.clone() for name in candidates}
     errors: dict[str, list[dict[str, float]]] = {name: [] for name in candidates}
     with progress.phase("measure", whole.layers) as advance:
-        for start, stop in whole.groups():
+        for start, stop in blocks_of(stream.config):
             with stream.block(start, stop) as layer:
                 inputs = embedded[:ERROR_SEQUENCES].clone().to(stream.device, stream.dtype)
                 exact = _attention_outputs(layer, inputs)
