@@ -9,12 +9,9 @@ from pathlib import Path
 
 import torch
 
-from surgery.calibration.held_out import Score
 from surgery.checkpoint.carry_over import REPORT
 from surgery.checkpoint.disk import read_json
-from surgery.checkpoint.hub import id_of_snapshot
 from surgery.common.errors import SurgeryError
-from surgery.common.memory import peak_memory
 from surgery.families.base import head_shape
 from surgery.version import __version__
 
@@ -102,88 +99,6 @@ def previous_report(folder: Path) -> dict | None:
         return read_json(folder / REPORT)
     except SurgeryError:
         return None
-
-
-def build_report(
-    opened,
-    settings,
-    command: str,
-    target: dict,
-    splits: list[dict],
-    texts,
-    scores: dict[str, Score],
-    layers: list,
-    verification,
-    progress,
-    *,
-    shape: SourceShape | None = None,
-) -> Report:
-    """Puts a finished conversion on record.
-
-    Args:
-        target: what it became; the keys that all targets have are "to", "method", "model_type", "reasons", "engines",
-            "dtype" and "bytes_per_token", as predicted.
-        layers: a dataclass a layer, with the errors of each stage as ``measured``.
-        shape: of the source, where it is no checkpoint of a family.
-    """
-    reader = opened.reader
-    with progress.phase("hash the source", sum(reader.info(n).nbytes for n in reader.names()), "B") as advance:
-        fingerprint = reader.fingerprint(advance)
-    shape, hub = shape or SourceShape.of(opened), id_of_snapshot(reader.source)
-    source_bytes = shape.kv_bytes_per_token
-    target = dict(target)
-    predicted = target.pop("bytes_per_token")
-    ladder = [{"stage": stage, **asdict(score)} for stage, score in scores.items()]
-    ladder.append({"stage": "reloaded", **asdict(verification.score)})
-    return Report(
-        source={
-            "path": hub[0].partition("/")[2] if hub else reader.source.name,
-            **({"hub": hub[0], "revision": hub[1]} if hub else {}),
-            "dequantised_from": reader.dequantised_from,
-            "sha256": fingerprint,
-            "model_type": reader.config["model_type"],
-            "layers": opened.layers,
-            "heads": shape.heads,
-            "kv_heads": shape.kv_heads,
-            "head_dim": shape.head_dim,
-            "dtype": str(shape.dtype).removeprefix("torch."),
-        },
-        target=target,
-        settings=settings.to_dict(),
-        command=command,
-        calibration=texts.description,
-        kv={
-            "source_bytes_per_token": source_bytes,
-            "predicted_bytes_per_token": predicted,
-            "measured_bytes_per_token": verification.kv_bytes_per_token,
-            "measured_at_tokens": verification.kv_tokens,
-            "ratio": verification.kv_bytes_per_token / source_bytes,
-            **_flow(verification, shape, settings),
-        },
-        splits=splits,
-        ladder=ladder,
-        layers=layers,
-        verification={
-            "logit_difference_to_simulation": verification.logit_difference,
-            "cached_decode_difference": verification.cache_difference,
-        },
-        environment=environment(),
-        seconds={name: round(seconds, 2) for name, seconds in progress.seconds.items()},
-        peak_memory_bytes=peak_memory(),
-        previous=previous_report(reader.path),
-        probe=verification.probe,
-        phase_peak_bytes=dict(progress.peaks),
-        phase_flops={name: flops for name, flops in progress.expected.items() if name in progress.seconds},
-    )
-
-
-def _flow(verification, shape: SourceShape, settings) -> dict[str, float]:
-    """Peak and footprint, where they were looked at: measured, and equal to what was predicted."""
-    if verification.flow is None:
-        return {}
-    run, stored = getattr(torch, settings.dtype).itemsize, shape.dtype.itemsize
-    whole = shape.kv_bytes_per_token * verification.kv_tokens / stored * run
-    return {"peak_ratio": verification.flow.peak_bytes / whole, "footprint": verification.flow.footprint}
 
 
 def environment() -> dict[str, str]:

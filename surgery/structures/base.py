@@ -49,7 +49,7 @@ class Outcome:
 
     Attributes:
         config: the config.json of the result.
-        target: what it became, for the report; "bytes_per_token" and "engines" are added there.
+        target: what it became, for the report; "called" and "engines" are added there.
         kv_bytes: predicted bytes of the caches of all layers, of one sequence by its tokens.
         layers: a dataclass a layer for the report, with the errors of each stage as ``measured``, and ``columns()`` and
             ``cells()`` for people.

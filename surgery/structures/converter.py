@@ -24,9 +24,8 @@ from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.checkpoint.writer import in_parts
 from surgery.common.progress import Progress
-from surgery.engines import engine_table
 from surgery.model import remote_code_files
-from surgery.reporting.report import Report, build_report
+from surgery.reporting.report import Report
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
 from surgery.running.workers import sharing_threads, workers
@@ -35,8 +34,8 @@ from surgery.structures.base import Outcome, Structure
 from surgery.structures.estimates import Workload
 from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantisation_entry
 from surgery.structures.quantized.stage import in_own_class, quantize_written
-from surgery.structures.registry import MIXED, TARGETS
-from surgery.structures.request import open_request
+from surgery.structures.record import build_report
+from surgery.structures.request import ConversionRequest, open_request
 from surgery.structures.work import Work
 from surgery.verification.written import Verification
 from surgery.version import __version__
@@ -59,13 +58,9 @@ def convert(
     out: str | Path | None,
     settings: ConversionSettings,
     *,
-    overwrite: bool = False,
-    allow_pickle: bool = False,
-    command: str = "",
-    predicted: Mapping[str, Any] | None = None,
-    restart: bool = False,
     processes: int | None = 1,
     progress: Progress | None = None,
+    **further: Any,
 ) -> Conversion | None:
     """Converts a checkpoint as its settings say and writes the result as a Hugging Face checkpoint.
 
@@ -73,14 +68,7 @@ def convert(
     processes share the calibration; one of them does the rest.
 
     Args:
-        source: local folder or file, or hub id.
-        out: folder to write; None: beside the source, with what it became behind its name.
-        settings: their class says what the result is.
-        overwrite: replace an existing checkpoint in ``out``.
-        allow_pickle: read pickled weights if there are no others.
-        command: what the user typed, for the report.
-        predicted: what a plan expected of it, for the report.
-        restart: begin anew where an interrupted conversion could go on.
+        source, out, settings, further: of a :class:`surgery.structures.request.ConversionRequest`.
         processes: this one and others that it starts; None: those that a launcher started, or this one alone.
         progress: bars; silent if None.
 
@@ -91,40 +79,21 @@ def convert(
         SurgeryError: bad input or an impossible request; nothing is left behind.
         ProcessLost: another process has ended; what was finished is kept.
     """
-    request = {"source": source, "out": out, "settings": settings, "overwrite": overwrite, "allow_pickle": allow_pickle}
-    with workers(processes, convert, {**request, "processes": None}):
+    request = ConversionRequest(source, out, settings, **further)
+    with workers(processes, convert, {**vars(request), "processes": None}):
         together = Processes(cpu=True, alone=processes == 1)  # what they hand each other lies on the host
         progress = progress if progress and together.is_main else Progress(silent=True)
         if not together.is_main:
-            request["settings"] = replace(settings, device=str(process_device(settings.device, together)))
-        return _convert(
-            **request,
-            command=command,
-            predicted=predicted,
-            restart=restart,
-            together=together,
-            started=processes,
-            progress=progress,
-        )
+            own = replace(settings, device=str(process_device(settings.device, together)))
+            request = replace(request, settings=own)
+        return _convert(request, together, processes, progress)
 
 
 def _convert(
-    source: str | Path,
-    out: str | Path | None,
-    settings: ConversionSettings,
-    *,
-    overwrite: bool,
-    allow_pickle: bool,
-    command: str,
-    predicted: Mapping[str, Any] | None,
-    restart: bool,
-    together: Processes,
-    started: int | None,
-    progress: Progress,
+    request: ConversionRequest, together: Processes, started: int | None, progress: Progress
 ) -> Conversion | None:
-    asked, out = together.first_on_main(
-        lambda: open_request(source, out, settings, progress, overwrite=overwrite, allow_pickle=allow_pickle)
-    )
+    settings = request.settings
+    asked, out = together.first_on_main(lambda: open_request(request, progress))
     if stored := asked.opened.reader.dequantised_from:
         dtype = str(asked.opened.weight_dtype).removeprefix("torch.")
         which = "of attention alone" if asked_to_keep(settings) else "all of them"
@@ -143,7 +112,7 @@ def _convert(
     progress.expect(workload.phase_flops())
     facts = {"source": asked.opened.reader.stamp(), "texts": texts.hashes(), "version": __version__}
     facts["settings"] = settings.deciding()
-    with Unfinished(out, facts, overwrite=overwrite, restart=restart, note=progress.note) as unfinished:
+    with Unfinished(out, facts, overwrite=request.overwrite, restart=request.restart, note=progress.note) as unfinished:
         folder, staging, limit = unfinished.folder, unfinished.staging, settings.activation_memory
         # The writer checks again, once the tensors are settled, and that may be hours from here.
         kept = kept_matrices(asked.opened.reader, settings, foreseen.tensors)
@@ -166,11 +135,11 @@ def _convert(
                 progress.expect(workload.phase_flops(len(fit["tried"])))
             with progress.step(5, STEPS):
                 outcome, verification = _finish(asked, work, writer, tensors, outcome)
-            if predicted is not None:
-                outcome = replace(outcome, target={**outcome.target, "predicted": dict(predicted)})
+            if request.predicted is not None:
+                outcome = replace(outcome, target={**outcome.target, "predicted": dict(request.predicted)})
             with progress.step(6, STEPS):
-                report = _conclude(work, writer, outcome, verification, command)
-    return Conversion(writer.out, report, str(source))
+                report = _conclude(work, writer, outcome, verification, request.command)
+    return Conversion(writer.out, report, str(request.source))
 
 
 def _share_calibration(asked: Structure, settings: ConversionSettings, texts: Texts, together: Processes) -> None:
@@ -212,31 +181,7 @@ def _conclude(
     work: Work, writer: CheckpointWriter, outcome: Outcome, verification: Verification, command: str
 ) -> Report:
     """Reports on what was written and verified, and gives it its final name."""
-    # A slice stays what it was; the number of KV heads decides between two names of one conversion.
-    targets = {**TARGETS, MIXED.name: MIXED}
-    called = getattr(targets.get(outcome.target["to"]), "called", outcome.target["to"])
-    predicted = outcome.kv_bytes(verification.kv_tokens) / verification.kv_tokens
-    config = whole_config(work.opened.reader, outcome.final_config or outcome.config)
-    engines = engine_table(config, writer.out.name)
-    report = build_report(
-        work.opened,
-        work.settings,
-        command,
-        {
-            **outcome.target,
-            "model_type": config["model_type"],
-            "called": called,
-            "bytes_per_token": predicted,
-            "engines": engines,
-        },
-        outcome.splits,
-        work.texts,
-        outcome.scores,
-        outcome.layers,
-        verification,
-        work.progress,
-        shape=outcome.shape,
-    )
+    report = build_report(work, outcome, verification, writer.out.name, command)
     if outcome.final_config is not None:
         writer.write_json("config.json", outcome.final_config)
         for path in outcome.final_code:

@@ -30,7 +30,7 @@ from surgery.structures.kept_matrices import kept_matrices
 from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
 from surgery.structures.machine_speed import measure_speed
 from surgery.structures.registry import target_of
-from surgery.structures.request import open_request
+from surgery.structures.request import ConversionRequest, open_request
 
 # The report, the card and the config: what is written beside weights and copied files.
 REPORT_BYTES = 64 * 1024
@@ -88,7 +88,7 @@ def plan_conversion(
     """
     silent, absent = Progress(silent=True), is_absent(settings.device)
     here = replace(settings, device="cpu") if absent else settings
-    asked, out = open_request(source, out, here, silent, overwrite=overwrite, allow_pickle=allow_pickle)
+    asked, out = open_request(ConversionRequest(source, out, here, overwrite, allow_pickle), silent)
     opened, foreseen = asked.opened, asked.foresee()
     if isinstance(opened, Source):
         for layer in converted_layers(opened.stateful, opened.layers):

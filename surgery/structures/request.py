@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from surgery.architectures.cached import check_quantizable
 from surgery.calibration.settings import ConversionSettings
@@ -14,25 +17,43 @@ from surgery.structures.kept_matrices import check_keepable
 from surgery.structures.registry import target_of
 
 
-def open_request(
-    source: str | Path,
-    out: str | Path | None,
-    settings: ConversionSettings,
-    progress: Progress,
-    *,
-    overwrite: bool,
-    allow_pickle: bool,
-) -> tuple[Structure, Path]:
+@dataclass(frozen=True)
+class ConversionRequest:
+    """A conversion as it was asked for.
+
+    Attributes:
+        source: local folder or file, or hub id.
+        out: folder to write; None: beside the source, with what it became behind its name.
+        settings: their class says what the result is.
+        overwrite: replace an existing checkpoint in ``out``.
+        allow_pickle: read pickled weights if there are no others.
+        restart: begin anew where an interrupted conversion could go on.
+        command: what the user typed, for the report.
+        predicted: what a plan expected of it, for the report.
+    """
+
+    source: str | Path
+    out: str | Path | None
+    settings: ConversionSettings
+    overwrite: bool = False
+    allow_pickle: bool = False
+    restart: bool = False
+    command: str = ""
+    predicted: Mapping[str, Any] | None = None
+
+
+def open_request(request: ConversionRequest, progress: Progress) -> tuple[Structure, Path]:
     """The structure that was asked for, over the opened source, and the folder to write.
 
     Raises:
         SurgeryError: whatever can be refused before any work.
     """
-    reader, target = open_model(source, allow_pickle=allow_pickle), target_of(settings)
+    source, settings = request.source, request.settings
+    reader, target = open_model(source, allow_pickle=request.allow_pickle), target_of(settings)
     check_keepable(reader, settings)
     structure = target.structure().for_source(reader.config, settings)
     opened = structure.open(reader, settings)
     if settings.quantizes:
         check_quantizable(reader.path, opened.config)
-    out = settle_output(source, reader.source, out, target.ending_of(settings), overwrite=overwrite)
+    out = settle_output(source, reader.source, request.out, target.ending_of(settings), overwrite=request.overwrite)
     return structure(opened, settings, progress), out

@@ -1,0 +1,94 @@
+"""Puts a finished conversion on record."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+
+from surgery.architectures.beside_pictures import whole_config
+from surgery.checkpoint.hub import id_of_snapshot
+from surgery.common.memory import peak_memory
+from surgery.engines import engine_table
+from surgery.reporting.report import Report, SourceShape, environment, previous_report
+from surgery.structures.base import Outcome
+from surgery.structures.registry import MIXED, TARGETS
+from surgery.structures.work import Work
+from surgery.verification.written import Verification
+
+
+def build_report(work: Work, outcome: Outcome, verification: Verification, name: str, command: str) -> Report:
+    """The report of a conversion whose files are written and verified; hashes of them are not in it yet.
+
+    Args:
+        name: of the folder that is written, for the commands of engines.
+        command: what the user typed.
+    """
+    opened, reader, progress = work.opened, work.opened.reader, work.progress
+    with progress.phase("hash the source", sum(reader.info(n).nbytes for n in reader.names()), "B") as advance:
+        fingerprint = reader.fingerprint(advance)
+    shape, hub = outcome.shape or SourceShape.of(opened), id_of_snapshot(reader.source)
+    ladder = [{"stage": stage, **asdict(score)} for stage, score in outcome.scores.items()]
+    ladder.append({"stage": "reloaded", **asdict(verification.score)})
+    return Report(
+        source={
+            "path": hub[0].partition("/")[2] if hub else reader.source.name,
+            **({"hub": hub[0], "revision": hub[1]} if hub else {}),
+            "dequantised_from": reader.dequantised_from,
+            "sha256": fingerprint,
+            "model_type": reader.config["model_type"],
+            "layers": opened.layers,
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "dtype": str(shape.dtype).removeprefix("torch."),
+        },
+        target=_target(work, outcome, name),
+        settings=work.settings.to_dict(),
+        command=command,
+        calibration=work.texts.description,
+        kv={
+            "source_bytes_per_token": shape.kv_bytes_per_token,
+            "predicted_bytes_per_token": outcome.kv_bytes(verification.kv_tokens) / verification.kv_tokens,
+            "measured_bytes_per_token": verification.kv_bytes_per_token,
+            "measured_at_tokens": verification.kv_tokens,
+            "ratio": verification.kv_bytes_per_token / shape.kv_bytes_per_token,
+            **_flow(verification, shape, work.settings),
+        },
+        splits=outcome.splits,
+        ladder=ladder,
+        layers=outcome.layers,
+        verification={
+            "logit_difference_to_simulation": verification.logit_difference,
+            "cached_decode_difference": verification.cache_difference,
+        },
+        environment=environment(),
+        seconds={name: round(seconds, 2) for name, seconds in progress.seconds.items()},
+        peak_memory_bytes=peak_memory(),
+        previous=previous_report(reader.path),
+        probe=verification.probe,
+        phase_peak_bytes=dict(progress.peaks),
+        phase_flops={name: flops for name, flops in progress.expected.items() if name in progress.seconds},
+    )
+
+
+def _target(work: Work, outcome: Outcome, name: str) -> dict:
+    """What the model became, with the class that carries it and the engines that load that."""
+    # A slice stays what it was; the number of KV heads decides between two names of one conversion.
+    target, to = {**TARGETS, MIXED.name: MIXED}.get(outcome.target["to"]), outcome.target["to"]
+    config = whole_config(work.opened.reader, outcome.final_config or outcome.config)
+    return {
+        **outcome.target,
+        "model_type": config["model_type"],
+        "called": getattr(target, "called", to),
+        "engines": engine_table(config, name),
+    }
+
+
+def _flow(verification: Verification, shape: SourceShape, settings) -> dict[str, float]:
+    """Peak and footprint, where they were looked at: measured, and equal to what was predicted."""
+    if verification.flow is None:
+        return {}
+    run, stored = getattr(torch, settings.dtype).itemsize, shape.dtype.itemsize
+    whole = shape.kv_bytes_per_token * verification.kv_tokens / stored * run
+    return {"peak_ratio": verification.flow.peak_bytes / whole, "footprint": verification.flow.footprint}
