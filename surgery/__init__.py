@@ -4,7 +4,7 @@ Importing the package lets ``AutoModelForCausalLM`` load converted checkpoints, 
 transformers: its model class is registered when transformers' auto classes are there.
 
 ``surgery.inspect``, ``plan``, ``convert``, ``slice``, ``heal``, ``evaluate``, ``score_heads`` and ``verify`` are the
-verbs as functions (:mod:`surgery.api.verbs`); they raise ``surgery.SurgeryError``, one line that says what to do.
+verbs as functions (:mod:`surgery.api`); they raise ``surgery.SurgeryError``, one line that says what to do.
 ``surgery.register_structure``, ``family``, ``scorer``, ``task`` and ``method`` add to what they know.
 ``surgery.accelerate(model)`` puts the project's kernels under a loaded model, ``surgery.decelerate(model)`` takes them
 away. Models of the project's own class take them by themselves on CUDA, but not under the command line, whose figures
@@ -21,6 +21,7 @@ from surgery.version import __version__
 
 if TYPE_CHECKING:
     from surgery.acceleration import accelerate, decelerate
+    from surgery.api.measuring import evaluate, inspect, plan, score_heads, verify
     from surgery.api.plugins import (
         register_family,
         register_method,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
         register_structure,
         register_task,
     )
-    from surgery.api.verbs import convert, evaluate, heal, inspect, plan, score_heads, slice, verify
+    from surgery.api.rewriting import convert, heal, slice
 
 # kernels/, training/, eval/, recipes/ and configs/ live at the top of the repository and are linked into this package.
 # Where links do not exist (a zip download, Windows), find them there.
@@ -42,9 +43,8 @@ registration.register_when_needed()
 
 # Where each function is: loaded when it is asked for. No module of the package may have the name of one.
 _HOMES = {
-    **dict.fromkeys(
-        ("convert", "evaluate", "heal", "inspect", "plan", "score_heads", "slice", "verify"), "surgery.api.verbs"
-    ),
+    **dict.fromkeys(("convert", "heal", "slice"), "surgery.api.rewriting"),
+    **dict.fromkeys(("evaluate", "inspect", "plan", "score_heads", "verify"), "surgery.api.measuring"),
     **dict.fromkeys(("accelerate", "decelerate"), "surgery.acceleration"),
     **dict.fromkeys(
         ("register_family", "register_method", "register_scorer", "register_structure", "register_task"),

@@ -1,4 +1,8 @@
-"""What the functions of the package take for a model: a place, a name, a model in memory, or a result of theirs."""
+"""What the functions of the package take for a model, and where they put what they make.
+
+A model is a folder, a GGUF file, a hub id, a name (``builtin``, ``smollm2``), a model of transformers in memory with
+its tokenizer, or the result of another function.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +31,12 @@ class OnDisk:
 
     Attributes:
         path: a folder, a GGUF file or a hub id.
-        lasting: whether it is still there when the work is done.
+        source: by what it can be read again when the work is done; None for one in memory.
         device: of a model in memory.
     """
 
     path: str
-    lasting: bool = True
+    source: Checkpoint | str | None
     device: str | None = None
 
     @property
@@ -53,23 +57,37 @@ def on_disk(model: Model, tokenizer: PreTrainedTokenizerBase | None, *, tokenize
         SurgeryError: it is no model, there is no such place, or it cannot be saved.
     """
     if isinstance(model, Checkpoint):
-        yield OnDisk(str(model.path))
+        yield OnDisk(str(model.path), model)
     elif isinstance(model, str | os.PathLike):
         path = model_named(os.fspath(model))
         find_local(path)  # refuses what is none before torch is loaded for it
-        yield OnDisk(path)
+        yield OnDisk(path, path)
     elif hasattr(model, "save_pretrained") and hasattr(model, "config"):
         if tokenized and tokenizer is None:
             raise SurgeryError("a model in memory has no text without its tokenizer: give tokenizer=...")
         with TemporaryFolder("model") as folder:
             path = Path(folder, Path(getattr(model.config, "name_or_path", "") or "model").name)
             _save(model, tokenizer, path)
-            yield OnDisk(str(path), lasting=False, device=str(model.device))
+            yield OnDisk(str(path), None, device=str(model.device))
     else:
         raise SurgeryError(
             f"a {type(model).__name__} is no model: give a folder, a hub id, builtin, smollm2, a model of transformers "
             "or a result of surgery's functions"
         )
+
+
+@contextmanager
+def placed(out: str | Path | None, name: str) -> Iterator[tuple[Path, TemporaryFolder | None]]:
+    """Where an output goes: as asked for, or in a temporary folder, which is removed at once if the block fails."""
+    if out is not None:
+        yield Path(out), None
+        return
+    kept = TemporaryFolder("result")
+    try:
+        yield kept.path / name, kept
+    except BaseException:
+        kept.remove()
+        raise
 
 
 def _save(model: Any, tokenizer: Any, path: Path) -> None:

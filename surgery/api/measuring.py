@@ -1,0 +1,255 @@
+"""The verbs that look at models: what one can become, what is chosen for a budget, how good it is, which heads matter.
+
+Like those of :mod:`surgery.api.rewriting` they are the command line's, for notebooks and programs: settings have the
+names of YAML files (``surgery config NAME``), and torch is imported when one is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgery.api.given_models import Model, on_disk, placed
+from surgery.api.results import Evaluated, ScoredHeads
+from surgery.common.file_settings import read_mapping
+from surgery.common.progress import Progress
+from surgery.common.shipped import find_shipped
+from surgery.common.temporary import TemporaryFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from surgery.inspection.checks import Checked
+    from surgery.inspection.inspect import Inspection
+    from surgery.planning.plan import Plan
+
+
+def inspect(
+    model: Model,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    gpu: str = "h200",
+    allow_pickle: bool = False,
+    progress: bool = True,
+    **settings: Any,
+) -> Inspection:
+    """What attention a model has, what it caches, and what it can be converted to: ``surgery inspect``.
+
+    Args:
+        model: see :mod:`surgery.api.given_models`.
+        tokenizer: of a model in memory; needed with ``calibration``.
+        gpu: whose decoding speed is predicted: h200, h100, a100, or a file of ``surgery bench kernels``.
+        allow_pickle: read pickled weights if there are no others.
+        progress: show bars on standard error.
+        **settings: of :class:`surgery.structures.mla.settings.ConvertSettings`; with ``calibration`` the result has
+            ``spectra`` and a ``plot`` of how compressible every layer is.
+
+    Raises:
+        SurgeryError: the model cannot be read, or a setting is unknown or impossible.
+
+    Example:
+        >>> surgery.inspect("builtin").kv["bytes_per_token"]
+        3072
+    """
+    from surgery.forecast.speed import find_gpu
+    from surgery.structures.mla.settings import ConvertSettings
+
+    asked, ceilings = ConvertSettings.from_mapping(settings, "inspect"), find_gpu(gpu)
+    spectra = settings.get("calibration") is not None
+    with on_disk(model, tokenizer, tokenized=spectra and asked.calibration != "none") as source:
+        from surgery.inspection.inspect import inspect_checkpoint
+
+        return inspect_checkpoint(
+            source.path,
+            asked,
+            spectra=spectra,
+            allow_pickle=allow_pickle,
+            gpu=ceilings,
+            progress=Progress(silent=not progress),
+        )
+
+
+def plan(
+    model: Model,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    allow_pickle: bool = False,
+    progress: bool = True,
+    **settings: Any,
+) -> Plan:
+    """Chooses a conversion for a budget, by trying what there is on held-out text: ``surgery plan``.
+
+    Args:
+        model: see :mod:`surgery.api.given_models`.
+        tokenizer: of a model in memory.
+        allow_pickle: read pickled weights if there are no others.
+        progress: show bars on standard error.
+        **settings: of :class:`surgery.planning.settings.PlanSettings`: ``kv_ratio``, ``memory`` with ``context`` and
+            ``batch``, or ``max_loss``; ``engine``, ``allow``, ``calibration`` …
+
+    Returns:
+        What was measured, and the choice: ``surgery.convert(model, to=plan.chosen.to, **plan.chosen.asked)``.
+
+    Raises:
+        SurgeryError: the model cannot be read or converted, a setting is unknown, or nothing meets the budget.
+
+    Example:
+        >>> plan = surgery.plan("builtin", kv_ratio=0.25, allow=("lowrank", "quantized", "bits"))
+        >>> surgery.convert("builtin", to=plan.chosen.to, **plan.chosen.asked)
+    """
+    from surgery.planning.settings import PlanSettings
+
+    asked = PlanSettings.from_mapping(settings, "plan")
+    with on_disk(model, tokenizer, tokenized=True) as source:
+        from surgery.planning.plan import make_plan
+
+        return make_plan(source.path, asked, allow_pickle=allow_pickle, progress=Progress(silent=not progress))
+
+
+def verify(model: Model, *, device: str = "auto", seed: int = 0, progress: bool = True) -> Checked:
+    """Checks a checkpoint as its conversion did, at any time and place: ``surgery verify``.
+
+    Args:
+        model: see :mod:`surgery.api.given_models`.
+        device: where layers run.
+        seed: of the random tokens that are run.
+        progress: show bars on standard error.
+
+    Returns:
+        ``checks``, each with a name, an outcome (passed, failed, not checked) and what was seen; ``failed`` of them.
+
+    Raises:
+        SurgeryError: there is no checkpoint whose files fit together.
+
+    Example:
+        >>> surgery.verify("ckpt-mla").failed
+        []
+    """
+    with on_disk(model, None, tokenized=False) as source:
+        from surgery.inspection.checks import verify_checkpoint
+
+        return verify_checkpoint(source.path, device=device, seed=seed, progress=Progress(silent=not progress))
+
+
+def evaluate(
+    models: Model | Sequence[Model] | Mapping[str, Model],
+    baseline: Model | None = None,
+    *,
+    out: str | Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: str | Path | None = None,
+    title: str | None = None,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+    progress: bool = True,
+    **settings: Any,
+) -> Evaluated:
+    """Measures models beside their source and beside cheaper forms of it: ``surgery eval``.
+
+    Args:
+        models: one or more, by name if they are a mapping; see :mod:`surgery.api.given_models`.
+        baseline: their source, which differences are to.
+        out: folder of results and report, from which an interrupted evaluation goes on; without it nothing is kept.
+        tokenizer: of models in memory.
+        config: YAML file of settings, or the name of one that ships; ``settings`` win over it.
+        title: of the report.
+        overwrite: replace a report of other models, tasks or settings.
+        allow_pickle: read pickled weights if there are no others.
+        trust_remote_code: run code that lies beside the weights.
+        progress: show bars on standard error.
+        **settings: of :class:`surgery.evaluation.settings.EvalSettings`, such as ``tasks``, ``data``, ``windows``.
+
+    Raises:
+        SurgeryError: something asked for cannot be measured; mostly found before anything is.
+
+    Example:
+        >>> smaller = surgery.convert("builtin", to="mqa")
+        >>> surgery.evaluate({"mqa": smaller}, "builtin", tasks=["loss", "recall"])["mqa"].recall
+    """
+    from surgery.evaluation.settings import EvalSettings
+
+    read = {} if config is None else read_mapping(find_shipped(config, "configs"))
+    asked = EvalSettings.from_mapping({**read, **settings}, "evaluate" if config is None else str(config))
+    with ExitStack() as opened:
+        given = _rows(models, tokenizer, opened)
+        compared = None if baseline is None else opened.enter_context(on_disk(baseline, tokenizer))
+        folder = Path(opened.enter_context(TemporaryFolder("eval")) if out is None else out)
+        from surgery.evaluation.output import track, write_report
+        from surgery.evaluation.run import Request
+        from surgery.evaluation.run import evaluate as run
+
+        request = Request(
+            given,
+            None if compared is None else compared.path,
+            folder,
+            asked,
+            command="surgery.evaluate",
+            title=title,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
+        )
+        found = run(request, Progress(silent=not progress))
+        if out is not None and found.is_main:
+            write_report(found.report, folder)
+        if asked.wandb and found.is_main:
+            track(found.report, folder, asked.wandb, asked.wandb_mode)
+        return Evaluated.of(found.report, None if out is None else folder)
+
+
+def score_heads(
+    model: Model,
+    method: str = "duo",
+    *,
+    out: str | Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: str | Path | None = None,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    progress: bool = True,
+    **settings: Any,
+) -> ScoredHeads:
+    """Scores every KV head, the higher the more it needs its whole context: ``surgery heads``.
+
+    Args:
+        model: see :mod:`surgery.api.given_models`.
+        method: duo, prulong, needle, induction, kvzip, attention-area or ablation.
+        out: file to write, NAME.safetensors, with a picture beside it; without it the result is temporary.
+        tokenizer: of a model in memory.
+        config: YAML file of settings, or the name of one that ships; arguments win over it.
+        overwrite: replace existing files.
+        allow_pickle: read pickled weights if there are no others.
+        progress: show bars on standard error.
+        **settings: of :class:`surgery.heads.settings.HeadSettings`, such as ``sinks``, ``recent``, ``length``.
+
+    Raises:
+        SurgeryError: a setting is unknown or impossible, or the model's heads cannot be scored.
+
+    Example:
+        >>> scored = surgery.score_heads("builtin", "induction", sinks=16, recent=112)
+        >>> surgery.convert("builtin", to="hybrid", heads=scored, streaming=0.5).kv_ratio
+    """
+    from surgery.heads.settings import SUFFIX, HeadSettings
+
+    read = {} if config is None else read_mapping(find_shipped(config, "configs"))
+    asked = HeadSettings.from_mapping({**read, "method": method, **settings}, "score_heads")
+    with (
+        on_disk(model, tokenizer) as source,
+        placed(out, f"{source.name}-heads-{method}{SUFFIX}") as (place, kept),
+    ):
+        from surgery.heads.scoring import score_heads as score
+
+        said = {"overwrite": overwrite, "allow_pickle": allow_pickle, "progress": Progress(silent=not progress)}
+        scored = score(source.path, place, asked, **said)
+        return ScoredHeads(scored.path, scored.pattern, _kept=kept)
+
+
+def _rows(models: Any, tokenizer: PreTrainedTokenizerBase | None, opened: ExitStack) -> tuple[str, ...]:
+    """Rows of an evaluation as the command line has them, ``NAME=PLACE`` or the place alone."""
+    if isinstance(models, Mapping):
+        return tuple(f"{name}={opened.enter_context(on_disk(each, tokenizer)).path}" for name, each in models.items())
+    listed = models if isinstance(models, list | tuple) else [models]
+    return tuple(opened.enter_context(on_disk(each, tokenizer)).path for each in listed)

@@ -1,0 +1,220 @@
+"""The verbs that make a checkpoint of another: conversion, a smaller slice, recovery training.
+
+Like those of :mod:`surgery.api.measuring` they are the command line's, for notebooks and programs: settings have the
+names of YAML files (``surgery config NAME``), and torch is imported when one is called. Nothing is written without an
+``out``: what is made lies in a temporary folder that goes with the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgery.api.given_models import Model, on_disk, placed
+from surgery.api.results import Checkpoint, Converted, Healed, ScoredHeads
+from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
+from surgery.checkpoint.location import find_local
+from surgery.checkpoint.output_place import settle_output
+from surgery.common.file_settings import read_mapping
+from surgery.common.progress import Progress
+from surgery.common.shipped import find_shipped
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from surgery.structures.registry import Target
+
+
+def convert(
+    model: Model,
+    to: str = "mla",
+    *,
+    out: str | Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: str | Path | None = None,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    processes: int = 1,
+    progress: bool = True,
+    **settings: Any,
+) -> Converted:
+    """Converts a model's attention so that its KV cache is smaller: ``surgery convert``.
+
+    Args:
+        model: see :mod:`surgery.api.given_models`.
+        to: mla, gqa, mqa, lowrank, crosslayer, hybrid or quantized.
+        out: folder to write; without it the result is temporary (:meth:`surgery.api.results.Checkpoint.save` keeps it).
+        tokenizer: of a model in memory.
+        config: YAML file of settings, or the name of one that ships; ``settings`` win over it.
+        overwrite: replace an existing checkpoint in ``out``.
+        allow_pickle: read pickled weights if there are no others.
+        processes: that share the calibration, this one and others that it starts.
+        progress: show bars on standard error.
+        **settings: of the target, such as ``kv_ratio``, ``method``, ``calibration``, ``device``; ``heads`` of a hybrid
+            also takes what :func:`score_heads` returns.
+
+    Returns:
+        Losses and KV bytes before and after, the report, and the model on demand.
+
+    Raises:
+        SurgeryError: a setting is unknown or impossible, or the model or ``out`` cannot be used; nothing is left.
+
+    Example:
+        >>> smaller = surgery.convert("builtin", to="gqa", kv_heads=2)
+        >>> smaller.kv_ratio
+        0.5
+    """
+    from surgery.structures.registry import find_target
+
+    if isinstance(settings.get("heads"), ScoredHeads):
+        settings["heads"] = str(settings["heads"].path)
+    target = find_target(to)
+    asked = target.settings(settings, None if config is None else find_shipped(config, "configs"))
+    further = {"allow_pickle": allow_pickle, "processes": processes, "command": f"surgery.convert(to={to!r})"}
+    return _convert(target, asked, model, out, tokenizer, overwrite=overwrite, progress=progress, **further)
+
+
+def slice(
+    model: Model,
+    kv_ratio: float,
+    *,
+    out: str | Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    progress: bool = True,
+    **settings: Any,
+) -> Converted:
+    """Makes a smaller model from a converted one, without calibration: ``surgery slice``.
+
+    Args:
+        model: what ``to`` lowrank, crosslayer (cascade) or mla made; see :mod:`surgery.api.given_models`.
+        kv_ratio: share of the KV bytes of the model that it was converted from.
+        out, tokenizer, overwrite, allow_pickle, progress: as for :func:`convert`.
+        **settings: of :class:`surgery.structures.slices.settings.SliceSettings`.
+
+    Raises:
+        SurgeryError: as :func:`convert`, or the model has no latents in order.
+
+    Example:
+        >>> whole = surgery.convert("builtin", to="lowrank", kv_ratio=0.25)
+        >>> surgery.slice(whole, 0.125).loss_after
+    """
+    from surgery.structures.registry import SLICE
+
+    asked = SLICE.settings({"kv_ratio": kv_ratio, **settings})
+    further = {"allow_pickle": allow_pickle, "command": "surgery.slice()"}
+    return _convert(SLICE, asked, model, out, tokenizer, overwrite=overwrite, progress=progress, **further)
+
+
+def heal(
+    model: Model,
+    teacher: Model | None = None,
+    *,
+    out: str | Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: str | Path | None = None,
+    processes: int | None = None,
+    launcher: str | Path | None = None,
+    measure: bool | Mapping[str, Any] = True,
+    overwrite: bool = False,
+    progress: bool = True,
+    **settings: Any,
+) -> Healed:
+    """Gives a converted model its accuracy back by distillation from its source: ``surgery heal``.
+
+    The training runs in processes of its own. With an ``out`` an interrupted one goes on when it is asked for again.
+
+    Args:
+        model: what was converted; see :mod:`surgery.api.given_models`.
+        teacher: its source; without it what the model was made from, as its report names it.
+        out: folder to write; without it the result is temporary.
+        tokenizer: of models in memory.
+        config: YAML file of settings, or the name of one that ships; ``settings`` win over it.
+        processes: to train in.
+        launcher: accelerate configuration: a file, or cpu-2, gpu-1, fsdp2, zero3.
+        measure: loss and recall of source, model and result; a mapping has settings of the evaluation.
+        overwrite: replace an existing checkpoint in ``out``.
+        progress: show bars on standard error.
+        **settings: of :class:`surgery.training.settings.HealSettings`, such as ``max_tokens``, ``data``, ``train``.
+
+    Raises:
+        SurgeryError: a setting is unknown or impossible, the training failed, or its result does not pass verification.
+
+    Example:
+        >>> smaller = surgery.convert("builtin", to="mqa")
+        >>> surgery.heal(smaller, max_seconds=180).gap_closed
+    """
+    from surgery.healing.launchers import check_processes, find_launcher
+    from surgery.training.settings import LEARNED_FROM, HealSettings
+
+    check_processes(processes)
+    launcher = None if launcher is None else find_launcher(launcher)
+    config = None if config is None else find_shipped(config, "configs")
+    said = {**({} if config is None else read_mapping(config)), **settings}
+    HealSettings.from_mapping({"teacher": "its source", **said}, "heal" if config is None else str(config))
+    if teacher is None and isinstance(model, Checkpoint) and not any(said.get(name) for name in LEARNED_FROM):
+        teacher = _first_source(model)
+    with ExitStack() as opened:
+        student = opened.enter_context(on_disk(model, tokenizer))
+        if teacher is not None:
+            settings["teacher"] = opened.enter_context(on_disk(teacher, tokenizer)).path
+        place, kept = opened.enter_context(placed(out, f"{student.name}-healed"))
+        settle_output(student.path, find_local(student.path), place, "healed", overwrite=overwrite)
+        from surgery.healing.heal import HealRequest, heal_checkpoint
+
+        request = HealRequest(
+            student.path,
+            place,
+            config,
+            settings,
+            processes=processes,
+            launcher=launcher,
+            measure=dict(measure) if isinstance(measure, Mapping) else {} if measure else None,
+            overwrite=overwrite,
+            command="surgery.heal()",
+        )
+        healed = heal_checkpoint(request, Progress(silent=not progress))
+        found = {"source": student.source, "_device": student.device, "_kept": kept}
+        return Healed.of(healed.path, healed.healing, **found)
+
+
+def _convert(
+    target: Target,
+    settings: ConversionSettings,
+    model: Model,
+    out: str | Path | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    overwrite: bool,
+    progress: bool,
+    **further: Any,
+) -> Converted:
+    """A conversion by :func:`surgery.structures.converter.convert`, which also takes what is ``further`` asked."""
+    with (
+        on_disk(model, tokenizer, tokenized=settings.calibration != NO_CALIBRATION) as source,
+        placed(out, f"{source.name}-{target.name}") as (place, kept),
+    ):
+        target.check_places(source.path, place, settings, overwrite=overwrite)
+        from surgery.structures import converter
+
+        conversion = converter.convert(
+            source.path,
+            place,
+            settings,
+            overwrite=overwrite,
+            progress=Progress(silent=not progress),
+            **further,
+        )
+        found = {"source": source.source, "_device": source.device, "_kept": kept}
+        return Converted.of(conversion.path, conversion.report.to_dict(), **found)
+
+
+def _first_source(model: Checkpoint) -> Checkpoint | str | None:
+    """What a result was made from in the first place, as far back as that can be read."""
+    source = model.source
+    while isinstance(source, Checkpoint) and source.source is not None:
+        source = source.source
+    return source
