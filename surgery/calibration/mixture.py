@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from surgery.calibration.prose import builtin_prose
 from surgery.calibration.sequences import (
     CalibrationSet,
     Pool,
+    SequenceRequest,
     build_calibration,
-    check_request,
     draw,
     fill,
     lacks,
@@ -99,22 +100,14 @@ def build_mixture(
     tokenizer: PreTrainedTokenizerBase,
     shares: Mapping[str, float],
     conversations: Conversations,
-    *,
-    tokens: int = 24_576,
-    length: int = 1024,
-    recall: float = 0.5,
-    seed: int = 0,
-    held_out: int = 8,
-    max_positions: int | None = None,
-    text_field: str = "text",
+    request: SequenceRequest,
 ) -> CalibrationSet:
     """Builds calibration and held-out sequences of several kinds of text.
 
     Args:
         shares: of the sequences, by source: "chat", one of `TEXTS`, or any source of `iter_documents`.
         conversations: asked for tokens of conversations, if there are to be some.
-        recall: share of the sequences of text that carry planted facts, of prose in sentences; conversations have none.
-        tokens, length, seed, held_out, max_positions, text_field: as in `build_calibration`.
+        request: its planted facts are in sequences of text, of prose in sentences; conversations have none.
 
     Returns:
         The sequences, and in the description beside what `build_calibration` says "parts" (share, sequences and
@@ -123,23 +116,19 @@ def build_mixture(
     Raises:
         SurgeryError: as `build_calibration`.
     """
-    length = length if max_positions is None else min(length, max_positions)
-    check_request(tokens, length, recall, held_out)
-    order = _taking_turns(shares, -(-tokens // length))
-    other_order = _taking_turns(shares, held_out)
+    order, other_order = _taking_turns(shares, request.count), _taking_turns(shares, request.held_out)
     drawn: dict[str, Iterator[LongTensor]] = {}
     other: dict[str, Iterator[LongTensor]] = {}
     parts = {}
     for name, share in shares.items():
         count, others = order.count(name), other_order.count(name)
         if name == CHAT:
-            built = _chat_part(tokenizer, conversations, count, others, length)
+            built = _chat_part(tokenizer, conversations, count, others, request.length)
         elif name in TEXTS:
-            built = _text_part(tokenizer, name, count, others, length, recall, seed)
+            built = _text_part(tokenizer, name, count, others, request)
         else:
-            built = build_calibration(
-                tokenizer, name, max(count, 1) * length, length, recall, seed, others, text_field=text_field
-            )
+            part = replace(request, tokens=max(count, 1) * request.length, held_out=others)
+            built = build_calibration(tokenizer, name, part)
         drawn[name], other[name] = iter(built.tokens), iter(built.held_out)
         parts[name] = {"share": share, "sequences": count, "held_out_sequences": others, **_told(built.description)}
     calibration = torch.stack([next(drawn[name]) for name in order])
@@ -148,12 +137,12 @@ def build_mixture(
     description = {
         "source": ",".join(f"{name}={share:.4g}" for name, share in shares.items()),
         "tokenizer": tokenizer.name_or_path,
-        "seed": seed,
-        "length": length,
+        "seed": request.seed,
+        "length": request.length,
         "sequences": len(calibration),
-        "held_out_sequences": held_out,
+        "held_out_sequences": request.held_out,
         "tokens": calibration.numel(),
-        "recall": recall,
+        "recall": request.recall,
         "parts": parts,
         "order": {"calibration": order, "held_out": other_order},
         "sha256": token_hash(calibration),
@@ -183,9 +172,10 @@ TEXTS: dict[str, tuple[Callable[[int], Iterator[str]], Callable[[int], Iterator[
 
 
 def _text_part(
-    tokenizer: PreTrainedTokenizerBase, name: str, count: int, held_out: int, length: int, recall: float, seed: int
+    tokenizer: PreTrainedTokenizerBase, name: str, count: int, held_out: int, request: SequenceRequest
 ) -> CalibrationSet:
     documents, unseen, wording = TEXTS[name]
+    length, recall, seed = request.length, request.recall, request.seed
     calibration, other = Pool(pool_size(count, length)), Pool(pool_size(held_out, length))
     sources: list[str] = []
 

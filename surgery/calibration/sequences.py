@@ -4,6 +4,8 @@ Plain text hardly exercises the heads that retrieve, so a loss-weighted statisti
 recalls bring them back at almost no cost in loss.
 """
 
+from __future__ import annotations
+
 import hashlib
 import random
 from collections.abc import Iterable, Iterator
@@ -15,6 +17,7 @@ from torch import LongTensor, Tensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.calibration.planted import Wording, in_code, plant
+from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.text import iter_documents
 from surgery.common.errors import SurgeryError
 from surgery.eval.sequences import tokenize
@@ -25,6 +28,58 @@ recalls and, for what stands between them, without; and a process may make sever
 
 SPREAD = 16
 """Tokens of text read for every token drawn. More makes the windows more diverse, and takes longer."""
+
+
+@dataclass(frozen=True)
+class SequenceRequest:
+    """Which sequences are to be made of a text; equal requests give equal sequences, as long as the text is the same.
+
+    Attributes:
+        tokens: calibration tokens wanted; rounded up to whole sequences.
+        length: tokens T of a sequence, bos included.
+        recall: share of the sequences, 0 to 1, that carry planted facts; spread evenly, so that the first few
+            sequences have the same share.
+        seed: of where sequences are cut out of the text, and of the facts.
+        held_out: number of held-out sequences M.
+        text_field: as in `iter_documents`.
+
+    Raises:
+        SurgeryError: one is out of its range.
+    """
+
+    tokens: int = 24_576
+    length: int = 1024
+    recall: float = 1.0
+    seed: int = 0
+    held_out: int = 4
+    text_field: str = "text"
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.length < 2:
+            raise SurgeryError(
+                f"{self.tokens} calibration tokens in sequences of {self.length}: at least 1, in at least 2, needed"
+            )
+        if not 0 <= self.recall <= 1:
+            raise SurgeryError(f"share of sequences with planted recalls {self.recall}: it must lie between 0 and 1")
+        if self.held_out < 0:
+            raise SurgeryError(f"{self.held_out} held-out sequences: 0 or more are possible")
+
+    @classmethod
+    def of(cls, settings: ConversionSettings, max_positions: int) -> SequenceRequest:
+        """What a conversion asks for, in sequences no longer than its model can read."""
+        return cls(
+            tokens=settings.calibration_tokens,
+            length=min(settings.calibration_length, max_positions),
+            recall=settings.recall,
+            seed=settings.seed,
+            held_out=settings.held_out,
+            text_field=settings.text_field,
+        )
+
+    @property
+    def count(self) -> int:
+        """Calibration sequences N."""
+        return -(-self.tokens // self.length)
 
 
 @dataclass(frozen=True)
@@ -61,15 +116,10 @@ class Pool:
 
 def build_calibration(
     tokenizer: PreTrainedTokenizerBase,
-    source: str | Tensor = "builtin",
-    tokens: int = 24_576,
-    length: int = 1024,
-    recall: float = 1.0,
-    seed: int = 0,
-    held_out: int = 4,
+    source: str | Tensor,
+    request: SequenceRequest,
+    *,
     bos: int | Literal["tokenizer"] | None = "tokenizer",
-    max_positions: int | None = None,
-    text_field: str = "text",
 ) -> CalibrationSet:
     """Builds calibration and held-out sequences from a text source.
 
@@ -80,31 +130,21 @@ def build_calibration(
         tokenizer: any Hugging Face tokenizer; its eos, if it has one, goes between documents.
         source: a text source as in `iter_documents`, or token ids [N, T] whose rows are the documents, such as the
             model's own samples from `sample_from_model`.
-        tokens: calibration tokens wanted; rounded up to whole sequences.
-        length: tokens T of a sequence, bos included.
-        recall: share of the sequences, 0 to 1, that carry planted facts; spread evenly, so that the first few
-            sequences have the same share.
-        seed: equal arguments give equal sequences, as long as the source is the same.
-        held_out: number of held-out sequences M.
         bos: token put before every sequence: an id, None for none, or "tokenizer" for the tokenizer's own if any.
-        max_positions: the model's; a larger `length` is lowered to it.
-        text_field: as in `iter_documents`.
 
     Raises:
-        SurgeryError: an argument is out of its range, or the source cannot be read or has too little text.
+        SurgeryError: the source cannot be read or has too little text.
     """
-    length = length if max_positions is None else min(length, max_positions)
-    check_request(tokens, length, recall, held_out)
     bos = tokenizer.bos_token_id if bos == "tokenizer" else bos
-    count = -(-tokens // length)
+    count, length, seed, held_out = request.count, request.length, request.seed, request.held_out
 
     calibration, other = Pool(pool_size(count, length)), Pool(pool_size(held_out, length))
-    fill(calibration, other, _tokenised_source(tokenizer, source, seed, text_field, bos))
+    fill(calibration, other, _tokenised_source(tokenizer, source, seed, request.text_field, bos))
     _check_pools(calibration, other, source)
 
     rng = random.Random(seed)
-    drawn = draw(calibration, count, length, recall, bos, tokenizer, rng)
-    drawn_held_out = draw(other, held_out, length, recall, bos, tokenizer, rng)
+    drawn = draw(calibration, count, length, request.recall, bos, tokenizer, rng)
+    drawn_held_out = draw(other, held_out, length, request.recall, bos, tokenizer, rng)
     description = {
         "source": source if isinstance(source, str) else "token sequences",
         "tokenizer": tokenizer.name_or_path,
@@ -113,7 +153,7 @@ def build_calibration(
         "sequences": count,
         "held_out_sequences": held_out,
         "tokens": drawn.numel(),
-        "recall": recall,
+        "recall": request.recall,
         "documents": calibration.documents,
         "held_out_documents": other.documents,
         "held_out_source": "the same text, other documents",
@@ -127,15 +167,6 @@ def build_calibration(
 def token_hash(tokens: Tensor) -> str:
     """sha256, in hex, of token ids as little-endian int64, row after row."""
     return hashlib.sha256(tokens.cpu().numpy().astype("<i8").tobytes()).hexdigest()
-
-
-def check_request(tokens: int, length: int, recall: float, held_out: int) -> None:
-    if tokens < 1 or length < 2:
-        raise SurgeryError(f"{tokens} calibration tokens in sequences of {length}: at least 1, in at least 2, needed")
-    if not 0 <= recall <= 1:
-        raise SurgeryError(f"share of sequences with planted recalls {recall}: it must lie between 0 and 1")
-    if held_out < 0:
-        raise SurgeryError(f"{held_out} held-out sequences: 0 or more are possible")
 
 
 def pool_size(count: int, length: int) -> int:

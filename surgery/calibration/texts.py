@@ -69,7 +69,7 @@ def load_texts(
     tokenizer = load_tokenizer(opened.reader.path)
     build = _builder(opened, tokenizer, settings, progress, run_source)
     if settings.held_out_text is not None:
-        build = _with_held_out(build, tokenizer, settings, opened.config.max_position_embeddings)
+        build = _with_held_out(build, tokenizer, settings)
     built = build(settings.recall)
     # The prompts plant facts of their own: the text between them must hold no others.
     plain = built if settings.recall == 0 else build(0.0)
@@ -103,53 +103,37 @@ def _builder(
 ) -> Callable[[float], CalibrationSet]:
     """What makes the sequences, given the share of them with planted recalls. The source writes only once."""
     from surgery.calibration.mixture import CHAT, build_mixture, shares_of, without_chat
-    from surgery.calibration.sequences import build_calibration
+    from surgery.calibration.sequences import SequenceRequest, build_calibration
     from surgery.calibration.text import BUILTIN, SELF
 
-    request = {
-        "tokens": settings.calibration_tokens,
-        "length": settings.calibration_length,
-        "seed": settings.seed,
-        "held_out": settings.held_out,
-        "max_positions": opened.config.max_position_embeddings,
-        "text_field": settings.text_field,
-    }
+    request = SequenceRequest.of(settings, opened.config.max_position_embeddings)
     shares = shares_of(settings.calibration, tokenizer)
     if shares is None:
         source = settings.calibration
         if source == SELF:
             progress.note("sampling calibration text from the model itself")
             source = _own_samples(opened, tokenizer, settings)
-        return lambda recall: build_calibration(tokenizer, source, recall=recall, **request)
+        return lambda recall: build_calibration(tokenizer, source, replace(request, recall=recall))
     if CHAT in shares and not run_source:
         shares = without_chat(shares)
     elif CHAT in shares and settings.calibration == BUILTIN and (reason := _too_large_to_load(opened)):
         progress.note(f"calibration without conversations: {reason}")
         shares = without_chat(shares)
     conversations = _own_conversations(opened, tokenizer, settings, progress)
-    return lambda recall: build_mixture(tokenizer, shares, conversations, recall=recall, **request)
+    return lambda recall: build_mixture(tokenizer, shares, conversations, replace(request, recall=recall))
 
 
 def _with_held_out(
-    build: Callable[[float], CalibrationSet], tokenizer, settings: ConversionSettings, max_positions: int
+    build: Callable[[float], CalibrationSet], tokenizer, settings: ConversionSettings
 ) -> Callable[[float], CalibrationSet]:
     """The same with held-out sequences of a text of one's own."""
-    from surgery.calibration.sequences import CalibrationSet, build_calibration, token_hash
+    from surgery.calibration.sequences import CalibrationSet, SequenceRequest, build_calibration, token_hash
 
     def replaced(recall: float) -> CalibrationSet:
         built = build(recall)
         length = built.tokens.shape[1]
-        tokens = build_calibration(
-            tokenizer,
-            settings.held_out_text,
-            tokens=settings.held_out * length,
-            length=length,
-            recall=recall,
-            seed=settings.seed,
-            held_out=0,
-            max_positions=max_positions,
-            text_field=settings.text_field,
-        ).tokens
+        wanted = SequenceRequest(settings.held_out * length, length, recall, settings.seed, 0, settings.text_field)
+        tokens = build_calibration(tokenizer, settings.held_out_text, wanted).tokens
         order = built.description.get("order")
         told = {"held_out_source": settings.held_out_text, "held_out_sha256": token_hash(tokens)}
         if order:

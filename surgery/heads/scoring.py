@@ -17,7 +17,7 @@ from torch import LongTensor, Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.architectures.hybrid import StreamableModel
-from surgery.calibration.sequences import build_calibration, token_hash
+from surgery.calibration.sequences import SequenceRequest, build_calibration, token_hash
 from surgery.checkpoint.disk import disk_errors
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
@@ -261,17 +261,8 @@ class Texts:
 
     def _windows(self, count: int, seed: int, recall: float, bos: Literal["tokenizer"] | None) -> LongTensor:
         settings, length = self.settings, self.settings.length
-        return build_calibration(
-            self.tokenizer,
-            settings.text,
-            tokens=count * length,
-            length=length,
-            recall=recall,
-            seed=seed,
-            held_out=0,
-            bos=bos,
-            text_field=settings.text_field,
-        ).tokens
+        request = SequenceRequest(count * length, length, recall, seed, 0, settings.text_field)
+        return build_calibration(self.tokenizer, settings.text, request, bos=bos).tokens
 
     def _noted(self, tokens: LongTensor) -> LongTensor:
         self.hashes.add(token_hash(tokens))

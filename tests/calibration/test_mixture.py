@@ -12,6 +12,7 @@ from surgery.calibration.installed import installed_code, installed_docstrings, 
 from surgery.calibration.mixture import DEFAULT, build_mixture, shares_of, without_chat
 from surgery.calibration.prose import builtin_prose, paragraphs
 from surgery.calibration.self_samples import sample_replies
+from surgery.calibration.sequences import SequenceRequest
 from surgery.common.errors import SurgeryError
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
@@ -69,9 +70,9 @@ def test_what_a_setting_says():
 def test_kinds_take_turns_and_the_hash_is_that_of_the_tokens(tokenizer, monkeypatch):
     few(monkeypatch, [words(0x100)], [("told 1.0", words(0x200)), ("told 2.0", words(0x200))])
     spoken = {False: [[7] * 300], True: [[8] * 300]}
-    request = {"tokens": 640, "length": 64, "held_out": 4, "recall": 0.0}
+    request = SequenceRequest(640, 64, recall=0.0, held_out=4)
     shares = {"prose": 0.5, "code": 0.3, "chat": 0.2}
-    built, again = (build_mixture(tokenizer, shares, lambda unseen, _: spoken[unseen], **request) for _ in range(2))
+    built, again = (build_mixture(tokenizer, shares, lambda unseen, _: spoken[unseen], request) for _ in range(2))
     assert torch.equal(built.tokens, again.tokens) and built.description == again.description
     assert built.tokens.shape == (10, 64) and built.held_out.shape == (4, 64)
     order = built.description["order"]
@@ -88,7 +89,7 @@ def test_kinds_take_turns_and_the_hash_is_that_of_the_tokens(tokenizer, monkeypa
 
 def test_prose_has_its_facts_in_sentences(tokenizer, monkeypatch):
     few(monkeypatch, [words(0x100, 40_000)], [("told", words(0x200, 40_000))])
-    built = build_mixture(tokenizer, {"prose": 1.0}, None, tokens=2048, length=512, recall=0.5, held_out=1)
+    built = build_mixture(tokenizer, {"prose": 1.0}, None, SequenceRequest(2048, 512, recall=0.5, held_out=1))
     texts = [tokenizer.decode(row) for row in built.tokens]
     planted = [sum(text.count(word) for word in ("access code", "dollars", "number")) for text in texts]
     assert [count > 0 for count in planted] == [False, True, False, True]
@@ -97,7 +98,7 @@ def test_prose_has_its_facts_in_sentences(tokenizer, monkeypatch):
 
 def test_where_nothing_is_installed_other_documents_are_held_out(tokenizer, monkeypatch):
     few(monkeypatch, [words(0x100), words(0x200)] * 20)
-    built = build_mixture(tokenizer, {"prose": 1.0}, None, tokens=128, length=64, recall=0.0, held_out=2)
+    built = build_mixture(tokenizer, {"prose": 1.0}, None, SequenceRequest(128, 64, recall=0.0, held_out=2))
     assert built.description["parts"]["prose"]["held_out_source"] == "the same text, other documents"
     assert len(built.held_out) == 2
 
@@ -105,7 +106,7 @@ def test_where_nothing_is_installed_other_documents_are_held_out(tokenizer, monk
 def test_too_little_text_is_refused(tokenizer, monkeypatch):
     few(monkeypatch, ["a few words"])
     with pytest.raises(SurgeryError, match="too little prose for 2 sequences of 64 tokens"):
-        build_mixture(tokenizer, {"prose": 1.0}, None, tokens=128, length=64, held_out=1)
+        build_mixture(tokenizer, {"prose": 1.0}, None, SequenceRequest(128, 64, held_out=1))
 
 
 def test_running_text_is_told_from_markup():

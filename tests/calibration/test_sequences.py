@@ -10,7 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import surgery
 from surgery.calibration.held_out import HeldOut
-from surgery.calibration.sequences import build_calibration, token_hash
+from surgery.calibration.sequences import SequenceRequest, build_calibration, token_hash
+from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 
 ASSETS = Path(surgery.__file__).parent / "assets"
@@ -41,8 +42,12 @@ def byte_tokenizer(**special) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
+def build(tokenizer, source, *asked, bos="tokenizer", **more):
+    return build_calibration(tokenizer, source, SequenceRequest(*asked, **more), bos=bos)
+
+
 def test_the_default_calibration(tokenizer):
-    built = build_calibration(tokenizer)
+    built = build(tokenizer, "builtin")
     assert built.tokens.shape == (24, 1024) and built.held_out.shape == (4, 1024)
     assert built.tokens.dtype == built.held_out.dtype == torch.int64
     for row in torch.cat([built.tokens, built.held_out]):
@@ -56,7 +61,7 @@ def test_the_default_calibration(tokenizer):
 
 
 def test_equal_arguments_give_equal_sequences(tokenizer, source):
-    first, again, other = (build_calibration(tokenizer, source, 1024, 256, seed=seed, held_out=2) for seed in (0, 0, 1))
+    first, again, other = (build(tokenizer, source, 1024, 256, seed=seed, held_out=2) for seed in (0, 0, 1))
     assert torch.equal(first.tokens, again.tokens) and torch.equal(first.held_out, again.held_out)
     assert first.description == again.description
     assert not torch.equal(first.tokens, other.tokens)
@@ -64,7 +69,7 @@ def test_equal_arguments_give_equal_sequences(tokenizer, source):
 
 
 def test_the_hash_is_that_of_the_tokens(tokenizer, source):
-    built = build_calibration(tokenizer, source, 1024, 256, held_out=2)
+    built = build(tokenizer, source, 1024, 256, held_out=2)
     little_endian = b"".join(int(token).to_bytes(8, "little") for token in built.tokens.flatten())
     assert built.description["sha256"] == hashlib.sha256(little_endian).hexdigest() == token_hash(built.tokens)
     assert built.description["held_out_sha256"] == token_hash(built.held_out)
@@ -72,7 +77,7 @@ def test_the_hash_is_that_of_the_tokens(tokenizer, source):
 
 def test_held_out_text_is_from_other_documents(source):
     tokenizer = byte_tokenizer(eos_token="</s>")
-    built = build_calibration(tokenizer, source, 8192, 512, recall=0, held_out=8, bos=None)
+    built = build(tokenizer, source, 8192, 512, recall=0, held_out=8, bos=None)
     # A window may start or end inside a character, which decodes to the replacement character.
     calibrated, held_out = (
         {letter for letter in tokenizer.decode(part.flatten()) if 0x100 <= ord(letter) < 0x200}
@@ -83,7 +88,7 @@ def test_held_out_text_is_from_other_documents(source):
 
 def test_documents_are_separated_by_eos(source):
     tokenizer = byte_tokenizer(eos_token="</s>")
-    built = build_calibration(tokenizer, source, 8192, 4096, recall=0, held_out=0, bos=None)
+    built = build(tokenizer, source, 8192, 4096, recall=0, held_out=0, bos=None)
     for row in built.tokens:
         ends = (row == tokenizer.eos_token_id).nonzero().flatten()
         assert 1 <= len(ends) <= 2 and (ends.diff() == 2101).all()  # two bytes and a space, 700 times, and eos
@@ -92,7 +97,7 @@ def test_documents_are_separated_by_eos(source):
 @pytest.mark.parametrize("special", [{}, {"bos_token": "<s>"}, {"eos_token": "</s>"}])
 def test_a_tokenizer_may_lack_special_tokens(special, source):
     tokenizer = byte_tokenizer(**special)
-    built = build_calibration(tokenizer, source, 1024, 512, held_out=1)
+    built = build(tokenizer, source, 1024, 512, held_out=1)
     assert built.tokens.shape == (2, 512)
     if "bos_token" in special:
         assert (built.tokens[:, 0] == tokenizer.bos_token_id).all()
@@ -100,13 +105,13 @@ def test_a_tokenizer_may_lack_special_tokens(special, source):
 
 
 def test_bos_can_be_chosen(tokenizer, source):
-    assert (build_calibration(tokenizer, source, 512, 256, bos=7).tokens[:, 0] == 7).all()
-    assert (build_calibration(tokenizer, source, 512, 256, bos=None).tokens[:, 0] != tokenizer.bos_token_id).all()
+    assert (build(tokenizer, source, 512, 256, bos=7).tokens[:, 0] == 7).all()
+    assert (build(tokenizer, source, 512, 256, bos=None).tokens[:, 0] != tokenizer.bos_token_id).all()
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0, 0), (0.25, 2), (0.5, 4), (1, 8)])
 def test_the_share_of_sequences_with_recalls(tokenizer, source, share, expected):
-    built = build_calibration(tokenizer, source, 2048, 256, recall=share, held_out=0)
+    built = build(tokenizer, source, 2048, 256, recall=share, held_out=0)
     carrying = ["Recall" in tokenizer.decode(row) for row in built.tokens]
     assert sum(carrying) == expected
     assert sum(carrying[:4]) == expected // 2  # spread evenly
@@ -114,13 +119,14 @@ def test_the_share_of_sequences_with_recalls(tokenizer, source, share, expected)
 
 @pytest.mark.parametrize(("length", "facts"), [(16, 0), (64, 1), (192, 2), (1024, 4)])
 def test_short_sequences_carry_fewer_facts(tokenizer, source, length, facts):
-    built = build_calibration(tokenizer, source, 4 * length, length, held_out=0)
+    built = build(tokenizer, source, 4 * length, length, held_out=0)
     assert built.tokens.shape == (4, length)
     assert [len(RECALL.findall(tokenizer.decode(row))) for row in built.tokens] == [facts] * 4
 
 
 def test_the_length_is_capped_by_the_model(tokenizer, source):
-    built = build_calibration(tokenizer, source, tokens=1000, length=1024, held_out=1, max_positions=300)
+    settings = ConversionSettings(calibration_tokens=1000, calibration_length=1024, held_out=1)
+    built = build_calibration(tokenizer, source, SequenceRequest.of(settings, max_positions=300))
     assert built.tokens.shape == (4, 300)
     assert built.description["length"] == 300
 
@@ -128,7 +134,7 @@ def test_the_length_is_capped_by_the_model(tokenizer, source):
 def test_token_sequences_as_source(tokenizer):
     samples = torch.full((10, 64), 5)
     samples[:, 0] = tokenizer.bos_token_id
-    built = build_calibration(tokenizer, samples, tokens=256, length=64, recall=0, held_out=2)
+    built = build(tokenizer, samples, tokens=256, length=64, recall=0, held_out=2)
     assert (built.tokens[:, 0] == tokenizer.bos_token_id).all()
     assert set(built.tokens[:, 1:].unique().tolist()) <= {5, tokenizer.eos_token_id}
     assert built.description["source"] == "token sequences"
@@ -150,7 +156,7 @@ def test_token_sequences_as_source(tokenizer):
 def test_impossible_requests(tokenizer, source, request_, message):
     arguments = {"source": source, "tokens": 512, "length": 256, "held_out": 2, **request_}
     with pytest.raises(SurgeryError, match=message):
-        build_calibration(tokenizer, **arguments)
+        build(tokenizer, **arguments)
 
 
 def test_halves_of_held_out_text_share_no_row():
