@@ -148,6 +148,6 @@ def test_operations_of_the_sweeps_are_those_that_torch_counts(checkpoints):
         with FlopCounterMode(display=False, custom_mapping=kernels) as forward:
             final = forward_sweep(opened.stream, tokens, store, 2, lambda: None)
         with FlopCounterMode(display=False, custom_mapping=kernels) as backward:
-            list(backward_sweep(opened.stream, opened.anatomy, store, final, 2))
+            list(backward_sweep(opened, store, final, 2))
     assert foreseen["calibrate: forward"] == pytest.approx(forward.get_total_flops(), rel=0.01)
     assert foreseen["calibrate: backward"] == pytest.approx(backward.get_total_flops(), rel=0.05)

@@ -81,15 +81,13 @@ def gather(
     final = None if snapshots.taken("backward") else forward(snapshots, processes)
     with progress.phase("calibrate: backward", stream.num_layers) as advance:
         layers = backward_sweep(
-            stream,
-            opened.anatomy,
+            opened,
             store,
             final,
             settings.batch_size,
             gradients=gradients,
             seed=settings.seed,
             snapshots=snapshots,
-            stateful=opened.stateful,
             processes=processes,
         )
         parts = Parts(len(tokens), settings.batch_size, processes)

@@ -8,7 +8,7 @@ one layer and the activations at one boundary, or a limit of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from surgery.families.attention import CapturedAttention
 from surgery.running.activations import ActivationMemory, give_back, map_file
 from surgery.running.layer_stream import LayerStream
 from surgery.running.processes import ALONE, Processes
+from surgery.running.source import Source
 
 
 class BoundaryStore(LayerFiles):
@@ -145,8 +146,7 @@ def forward_sweep(
 
 
 def backward_sweep(
-    stream: LayerStream,
-    anatomy_of: Callable[[int], AttentionAnatomy],
+    opened: Source,
     store: BoundaryStore,
     final: Tensor | None,
     batch_size: int,
@@ -154,22 +154,19 @@ def backward_sweep(
     gradients: bool = True,
     seed: int = 0,
     snapshots: Snapshots | None = None,
-    stateful: Collection[int] = (),
     processes: Processes = ALONE,
 ) -> Iterator[SweptLayer]:
-    """Yields every layer's statistics, from last to first.
+    """Yields the statistics of every layer that has keys and values, from last to first.
 
     Args:
-        anatomy_of: the anatomy of a layer, in any dtype.
         final: the forward sweep's result [n, T, D], which gradients take the place of; None where a snapshot says how
             to go on.
         gradients: take gradients of the loss (labels drawn from the model itself, ``seed``); without, the sweep
             recomputes activations only.
         snapshots: what a sweep that was killed goes on from; layers that were dealt with are not yielded again.
-        stateful: layers without keys and values, which gradients only pass.
         processes: that share the sequences, as those of the forward sweep; each ends with the statistics of all.
     """
-    snapshots = snapshots or Snapshots()
+    stream, snapshots = opened.stream, snapshots or Snapshots()
     parts = Parts(len(store.load(0)), batch_size, processes)
     if state := snapshots.last("backward"):
         upstream, end, store.filled = state["upstream"], state["layer"], True
@@ -183,13 +180,14 @@ def backward_sweep(
             snapshots, "backward", lambda: state | {"upstream": None if upstream is None else parts.whole(upstream)}
         )
 
+    stateful = opened.stateful
     for index in reversed(range(end)):
-        if index in stateful:
+        if index in stateful:  # which gradients only pass
             if gradients:
                 _pass_gradients(stream, index, store.load(index), upstream, parts)
             taken(index)
             continue
-        yield _swept(stream, index, anatomy_of(index), store, upstream, parts)
+        yield _swept(stream, index, opened.anatomy(index), store, upstream, parts)
         taken(index)
 
 

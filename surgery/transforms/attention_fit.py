@@ -164,26 +164,15 @@ class LinearisedAttention:
     """Attention whose mixed values are its heads: :class:`LinearisedMixing`, then :class:`LinearisedOutput`.
 
     Args:
-        gate: [H, M, e], see the second; the others as the first has them.
+        o, root, gate: of the second.
 
     Attributes:
         out: the second of them.
     """
 
-    def __init__(
-        self,
-        source: AttentionAnatomy,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        root: Tensor,
-        phase: Tensor,
-        positions: Tensor,
-        gate: Tensor | None = None,
-    ):
-        self.mixing = LinearisedMixing(source, q, k, v, phase, positions)
-        self.out = LinearisedOutput(self.mixing.mixed.flatten(0, 1), o, root, gate)
+    def __init__(self, mixing: LinearisedMixing, o: Tensor, root: Tensor, gate: Tensor | None = None):
+        self.mixing = mixing
+        self.out = LinearisedOutput(mixing.mixed.flatten(0, 1), o, root, gate)
 
     def jvp(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
         """Change of the output in the metric with changes of what it was made from, [M, D]."""

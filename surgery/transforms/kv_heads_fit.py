@@ -15,6 +15,7 @@ from surgery.families.rope import phases
 from surgery.transforms.algebra import psd_powers
 from surgery.transforms.attention_fit import (
     LinearisedAttention,
+    LinearisedMixing,
     fit_attention,
     flat,
     gram,
@@ -104,7 +105,8 @@ class _Linearisation:
     ):
         self.weights, self.x, self.asking = weights, x, x[positions]
         q, k, v = self._projected(weights)
-        self.attention = LinearisedAttention(layer, q, k, v, weights.o, root, phase, positions)
+        mixing = LinearisedMixing(layer, q, k, v, phase, positions)
+        self.attention = LinearisedAttention(mixing, weights.o, root)
         self.out = self.attention.out
 
     def jvp(self, vector: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from surgery.families.rope import phases
 from surgery.transforms.algebra import eigh_descending, psd_powers
 from surgery.transforms.attention_fit import (
     LinearisedAttention,
+    LinearisedMixing,
     fit_attention,
     flat,
     gates,
@@ -203,17 +204,8 @@ class _Linearisation:
         k = _biased(self.latents @ weights.key_up.mT, source.k_bias)
         v = _biased(self.latents @ weights.value_up.mT, source.v_bias)
         self.q_norm, self.k_norm = _LinearisedNorm(q, source.q_norm), _LinearisedNorm(k, source.k_norm)
-        self.attention = LinearisedAttention(
-            source,
-            self.q_norm.output,
-            self.k_norm.output,
-            v,
-            weights.o,
-            root,
-            phase,
-            positions,
-            gates(source, self.asking),
-        )
+        mixing = LinearisedMixing(source, self.q_norm.output, self.k_norm.output, v, phase, positions)
+        self.attention = LinearisedAttention(mixing, weights.o, root, gates(source, self.asking))
         self.out = self.attention.out
 
     def jvp(self, vector: Tensor) -> Tensor:

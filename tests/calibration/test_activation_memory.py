@@ -76,7 +76,7 @@ def most_in_a_sweep(checkpoint, monkeypatch, sequences, limit):
     before = live_bytes()
     with BoundaryStore(limit=limit) as store:
         final = forward_sweep(opened.stream, tokens, store, 2, lambda: None)
-        for layer in backward_sweep(opened.stream, opened.anatomy, store, final, 2):
+        for layer in backward_sweep(opened, store, final, 2):
             del layer
     monkeypatch.setattr(MomentAccumulator, "result", result)
     return max(seen) - before - tokens.nbytes

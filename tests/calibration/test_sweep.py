@@ -36,7 +36,7 @@ def swept(folder, monkeypatch=None, labels=None, **kwargs):
         monkeypatch.setattr(opened.stream, "sampled_loss_gradient", gradient)
     with BoundaryStore() as store:
         final = forward_sweep(opened.stream, TOKENS, store, 2, lambda: None)
-        layers = list(backward_sweep(opened.stream, opened.anatomy, store, final, 2, **kwargs))
+        layers = list(backward_sweep(opened, store, final, 2, **kwargs))
     return opened, sorted(layers, key=lambda layer: layer.index)
 
 
