@@ -324,18 +324,8 @@ def _data(
     progress: Progress,
 ) -> HealingData:
     whole: Callable[[], PreTrainedModel] | None = None if teacher is None else lambda: teacher
-    return open_data(
-        list(settings.data),
-        load_tokenizer(reader, settings),
-        run / "data",
-        settings.length,
-        seed=settings.seed,
-        held_out=settings.held_out,
-        recall=settings.recall,
-        teacher=whole,
-        processes=processes,
-        progress=progress,
-    )
+    tokenizer, folder = load_tokenizer(reader, settings), run / "data"
+    return open_data(settings, tokenizer, folder, teacher=whole, processes=processes, progress=progress)
 
 
 def _staging(settings: HealSettings, *readers: CheckpointReader | None) -> Staging:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,6 +15,7 @@ from surgery.running.processes import Processes
 from surgery.training.data import Row, Sequences
 from surgery.training.mixture import MixedSequences, shares_of
 from surgery.training.packing import PackedSequences, Recalls, RowShape, digest
+from surgery.training.settings import HealSettings
 from surgery.training.sources import TextSource, fitting, parse_sources
 from surgery.training.streaming import StreamedSequences
 from surgery.training.teacher_text import fingerprint, sample_teacher
@@ -44,15 +45,10 @@ class HealingData:
 
 
 def open_data(
-    data: str | Sequence[str | dict[str, Any] | TextSource],
+    settings: HealSettings,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    length: int,
     *,
-    seed: int = 0,
-    held_out: int = 16,
-    recall: float = 0.25,
-    bos: int | Literal["tokenizer"] | None = "tokenizer",
     teacher: Callable[[], PreTrainedModel] | None = None,
     processes: Processes | None = None,
     progress: Progress | None = None,
@@ -62,33 +58,25 @@ def open_data(
     What is tokenised is kept in `folder`, by the main process, and read from there by all, now and after a resume.
 
     Args:
-        data: sources and their settings; see `surgery.training.sources.parse_sources`.
-        length: tokens T of a row, bos included.
-        seed: of the order of documents and rows, of planted facts and samples. Which documents are held out does not
-            depend on it.
-        held_out: held-out rows, dealt to the sources like the others.
-        recall: share of the rows, 0 to 1, that carry planted facts; conversations never do: the lines would stand in
-            the middle of the template's marks.
-        bos: before rows of text: an id, None for none, or "tokenizer" for the tokenizer's own if any.
+        settings: of them `data`, `length` of a row, bos included, `held_out` rows, which are dealt to the sources like
+            the others, `recall`, of which conversations carry none, for the lines would stand in the middle of the
+            template's marks, and `seed`, on which it does not depend which documents are held out.
         teacher: gives the whole model, for the source "teacher".
 
     Raises:
-        SurgeryError: a source cannot be read or has too little text, or an argument is out of its range.
+        SurgeryError: a source cannot be read or has too little text.
     """
     processes, progress = processes or Processes(), progress or Progress(silent=True)
-    sources = fitting(parse_sources(data), tokenizer)
-    if held_out < 0:
-        raise SurgeryError(f"{held_out} held-out rows: 0 or more are possible")
+    sources, recall, seed = fitting(parse_sources(settings.data), tokenizer), settings.recall, settings.seed
     weights = [source.weight for source in sources]
-    Recalls(tokenizer, recall, seed)  # refuses a share that is none, before anything is read
     parts = []
-    for source, share in zip(sources, shares_of(held_out, weights), strict=True):
-        shape = RowShape.of(tokenizer, length, bos, whole=source.is_chat or source.is_teacher)
+    for source, share in zip(sources, shares_of(settings.held_out, weights), strict=True):
+        shape = RowShape.of(tokenizer, settings.length, whole=source.is_chat or source.is_teacher)
         recalls = None if source.is_chat or not recall else Recalls(tokenizer, recall, seed, source.wording)
         if source.stream:
             parts.append(StreamedSequences(source, tokenizer, shape, share, recalls, progress.note))
             continue
-        file = _token_file(source, tokenizer, Path(folder), length, seed, teacher, processes, progress)
+        file = _token_file(source, tokenizer, Path(folder), settings, teacher, processes, progress)
         parts.append(PackedSequences(file, shape, source.source, seed, share, recalls))
     rows = [row for part in parts for row in part.held_out]
     return HealingData(parts[0] if len(parts) == 1 else MixedSequences(parts, weights), rows)
@@ -98,14 +86,13 @@ def _token_file(
     source: TextSource,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    length: int,
-    seed: int,
+    settings: HealSettings,
     teacher: Callable[[], PreTrainedModel] | None,
     processes: Processes,
     progress: Progress,
 ) -> TokenFile:
     """The source's documents from the folder, written there by the main process if they are not yet."""
-    identity = source.identity(tokenizer)
+    identity, length, seed = source.identity(tokenizer), settings.length, settings.seed
     model = None
     if source.is_teacher:
         if teacher is None:

@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,19 +52,11 @@ class RowShape:
             raise SurgeryError(f"rows of {self.length} tokens: at least 2 are needed")
 
     @classmethod
-    def of(
-        cls,
-        tokenizer: PreTrainedTokenizerBase,
-        length: int,
-        bos: int | Literal["tokenizer"] | None = "tokenizer",
-        *,
-        whole: bool = False,
-    ) -> RowShape:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, length: int, *, whole: bool = False) -> RowShape:
         """The shape for a tokenizer; whole documents begin as they are, without a bos."""
         pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         pad = next(token for token in pads if token is not None)
-        bos = tokenizer.bos_token_id if bos == "tokenizer" else bos
-        return cls(length, None if whole else bos, pad, whole)
+        return cls(length, None if whole else tokenizer.bos_token_id, pad, whole)
 
     @property
     def room(self) -> int:

@@ -5,13 +5,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tiny_models import DEMO
+from training_data import opened_data
 from transformers import AutoTokenizer
 
 from surgery.common.errors import SurgeryError
-from surgery.common.progress import Progress
 from surgery.training.chat import ChatEncoder, holds_conversations, read_records
 from surgery.training.data import IGNORED
-from surgery.training.open_data import open_data
 
 PLAIN = """{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}
 {% if m.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}{% endfor %}"""
@@ -123,7 +122,7 @@ def test_conversations_are_packed_whole_without_planted_facts(tmp_path, template
     tokenizer = tokenizer_with(template)
     turns = [[{**turn, "content": f"{turn['content']} {n}"} for turn in TURNS] for n in range(30)]
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": messages} for messages in turns])
-    healing = open_data(str(path), tokenizer, tmp_path / "out", 128, held_out=1, recall=1.0, progress=Progress())
+    healing = opened_data(str(path), tokenizer, tmp_path / "out", 128, held_out=1, recall=1.0)
     for number in range(healing.describe()["rows"]):
         row = healing.sequences.sequence(number)
         # Every conversation begins in the row that holds it, with the template's own bos.
@@ -139,7 +138,7 @@ def test_conversations_are_packed_whole_without_planted_facts(tmp_path, template
 def test_another_template_is_tokenised_anew(tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": TURNS}] * 20)
     hashes = {
-        open_data(str(path), tokenizer_with(t), tmp_path / "out", 64, held_out=0).data_sha256 for t in (MARKED, PLAIN)
+        opened_data(str(path), tokenizer_with(t), tmp_path / "out", 64, held_out=0).data_sha256 for t in (MARKED, PLAIN)
     }
     assert len(hashes) == len(list((tmp_path / "out").iterdir())) == 2
 
@@ -150,7 +149,7 @@ def test_datasets_of_conversations(tmp_path):
     write_lines(tmp_path / "set" / "train.jsonl", [{"messages": messages} for messages in turns])
     source = {"source": f"{tmp_path / 'set'}::train", "format": "chat"}
     kept, streamed = (
-        open_data([{**source, "stream": stream}], tokenizer_with(MARKED), tmp_path / "out", 64, held_out=1)
+        opened_data([{**source, "stream": stream}], tokenizer_with(MARKED), tmp_path / "out", 64, held_out=1)
         for stream in (False, True)
     )
     for data in (kept, streamed):

@@ -5,13 +5,13 @@ import pytest
 import torch
 from own_models import KINDS, tiny_source
 from tiny_models import DEMO
+from training_data import opened_data
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.training import sources
 from surgery.training.data import IGNORED, Batch, Row, collate, dealt
 from surgery.training.document_masks import honours_document_masks
-from surgery.training.open_data import open_data
 from surgery.training.sources import TextSource, fitting, parse_sources
 
 HONOURING = {"latent", "low_rank", "blocks", "shared", "grouped"}
@@ -35,7 +35,7 @@ def texts(tmp_path_factory):
 
 
 def opened(texts, tokenizer, folder, data=None, **arguments):
-    return open_data(data or str(texts / "a.jsonl"), tokenizer, folder, 32, **{"held_out": 2, **arguments})
+    return opened_data(data or str(texts / "a.jsonl"), tokenizer, folder, 32, **{"held_out": 2, **arguments})
 
 
 def stream(texts):
@@ -218,7 +218,7 @@ def test_a_stream_holds_its_first_documents_out_in_every_epoch(texts, tokenizer,
 
 def test_the_builtin_text_packs_with_recalls_and_repeats_exactly(tokenizer, tmp_path):
     data = [{"source": "builtin", "tokens": 30_000}]
-    one, other = (open_data(data, tokenizer, tmp_path / name, 256, held_out=2) for name in "ab")
+    one, other = (opened_data(data, tokenizer, tmp_path / name, 256, held_out=2) for name in "ab")
     assert one.data_sha256 == other.data_sha256
     rows = [one.sequences.sequence(number) for number in range(8)]
     assert all(same(row, other.sequences.sequence(number)) for number, row in enumerate(rows))
@@ -235,7 +235,7 @@ def test_the_builtin_text_of_a_model_of_language_is_prose_and_code(tokenizer, tm
     monkeypatch.setattr(sources, "SMALL_VOCABULARY", 0)
     found = [(each.source, round(each.weight, 6), each.tokens) for each in fitting(asked, tokenizer)]
     assert found == [("teacher.txt", 1.0, None), ("prose", 1.4, 14_000), ("code", 0.6, 6_000)]
-    healing = open_data(asked[1:], tokenizer, tmp_path, 256, held_out=3, recall=1.0)
+    healing = opened_data([{"source": "builtin", "tokens": 20_000}], tokenizer, tmp_path, 256, held_out=3, recall=1.0)
     mixture = [(part["source"], part["weight"]) for part in healing.describe()["mixture"]]
     assert mixture == [("prose", 0.7), ("code", 0.3)]
     texts = [tokenizer.decode(healing.sequences.sequence(number).tokens) for number in range(10)]
@@ -250,7 +250,7 @@ def test_sources_of_settings():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], "no data to train on"),
+        ([], "no data: give builtin"),
         ([{"weight": 1}], "entry 1: has no `source`"),
         ([{"source": "builtin", "wieght": 1}], "did you mean weight"),
         ([{"source": "builtin", "format": "json"}], "format 'json'"),
@@ -266,7 +266,7 @@ def test_sources_of_settings():
 )
 def test_impossible_data(tokenizer, tmp_path, data, message):
     with pytest.raises(SurgeryError, match=message):
-        open_data(data, tokenizer, tmp_path, 32)
+        opened_data(data, tokenizer, tmp_path, 32)
 
 
 def test_a_stream_without_the_field_is_reported(texts, tokenizer, tmp_path):

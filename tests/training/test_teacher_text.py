@@ -1,11 +1,11 @@
 import pytest
 import torch
 from tiny_models import CONFIGS, DEMO
+from training_data import opened_data
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.training import teacher_text
-from surgery.training.open_data import open_data
 from surgery.training.teacher_text import fingerprint, sample_teacher
 
 LENGTH = 12
@@ -89,10 +89,10 @@ def test_every_row_is_one_sample_of_the_teacher(teacher, tokenizer, tmp_path):
         return teacher
 
     data = [{"source": "teacher", "tokens": 20 * LENGTH}]
-    healing = open_data(data, tokenizer, tmp_path, LENGTH, held_out=3, recall=0.0, teacher=give)
+    healing = opened_data(data, tokenizer, tmp_path, LENGTH, held_out=3, recall=0.0, teacher=give)
     samples = [tuple(row) for row in drawn(teacher, tokenizer, tmp_path, 20 * LENGTH)]
     rows = [healing.sequences.sequence(number) for number in range(healing.describe()["rows"])]
     assert sorted(samples) == sorted(tuple(row.tokens.tolist()) for row in rows + healing.held_out)
     assert all(torch.equal(row.labels[1:], row.tokens[1:]) and not row.documents.any() for row in rows)
-    again = open_data(data, tokenizer, tmp_path, LENGTH, held_out=3, recall=0.0, teacher=give)
+    again = opened_data(data, tokenizer, tmp_path, LENGTH, held_out=3, recall=0.0, teacher=give)
     assert again.data_sha256 == healing.data_sha256
