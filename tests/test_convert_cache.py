@@ -15,7 +15,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
-from surgery.model.quantized_cache import QuantizedKVLayer, quantized_kv_bytes
+from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.low_rank.settings import LowRankSettings
@@ -59,13 +59,13 @@ def test_every_family_keeps_its_weights_and_quantises_its_cache(checkpoints, tmp
         output = model(tokens())
         assert torch.equal(output.logits, plain(tokens(), past_key_values=by_hand).logits)
     head_dim = plain.model.layers[0].self_attn.head_dim
-    size = dict(batch=2, heads=2, tokens=40, key_dim=head_dim, value_dim=head_dim, dtype=torch.bfloat16)
-    assert cache_bytes(output.past_key_values) == 2 * quantized_kv_bytes("int4", 16, 0, **size)
+    size = dict(heads=2, key_dim=head_dim, value_dim=head_dim, dtype=torch.bfloat16)
+    layer = QuantizedKVLayer("int4", 16)
+    assert cache_bytes(output.past_key_values) == 2 * layer.predicted_bytes(40, batch=2, **size)
 
     kv = result.report.kv
     at = kv["measured_at_tokens"]
-    size |= {"batch": 1, "tokens": at}
-    expected = 2 * quantized_kv_bytes("int4", 16, 0, **size) / at
+    expected = 2 * layer.predicted_bytes(at, batch=1, **size) / at
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == expected
     assert kv["source_bytes_per_token"] == 2 * 2 * 2 * head_dim * 2
 

@@ -14,7 +14,7 @@ from surgery.eval.variants.mean_pool import mean_pool
 from surgery.eval.variants.quantized_kv import quantize_kv
 from surgery.eval.variants.sink_window import sink_window
 from surgery.evaluation.models import Checkpoint
-from surgery.model.quantized_cache import BITS
+from surgery.model.quantization import BITS
 
 SINKS = 4
 """Attention sinks of the window variant, as StreamingLLM (arXiv:2309.17453) recommends."""

@@ -40,6 +40,7 @@ REMOTE_CODE = (
     "grouped_attention",
     "cache_argument",
     "cache_layer",
+    "quantization",
     "quantized_cache",
     "straight_through",
     "exact_window_cache",

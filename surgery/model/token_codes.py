@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .quantized_cache import BITS, PACKED, dequantize, grouped_channels, pack, quantize, token_groups, unpack
+from .quantization import BITS, PACKED, dequantize, grouped_channels, pack, quantize, token_groups, unpack
 
 
 class TokenCodes:

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from surgery.model.quantized_cache import dequantize, quantize
+from surgery.model.quantization import dequantize, quantize
 
 FORMATS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 """Formats that are chosen from, and their bits."""

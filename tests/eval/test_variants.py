@@ -19,7 +19,7 @@ from surgery.eval.loss import LogitReader, causal_lm_loss
 from surgery.eval.variants.mean_pool import mean_pool
 from surgery.eval.variants.quantized_kv import quantize_kv
 from surgery.eval.variants.sink_window import sink_window
-from surgery.model.quantized_cache import QuantizedKVCache, quantized_kv_bytes
+from surgery.model.quantized_cache import QuantizedKVCache, QuantizedKVLayer
 from surgery.model.sink_window_cache import sink_window_bytes
 
 VARIANTS = {"int4": lambda model: quantize_kv(model, "int4", 16), "window": lambda model: sink_window(model, 3, 9)}
@@ -261,7 +261,7 @@ def test_live_bytes_are_those_predicted(load, batch):
     assert plain == 2 * batch * 2 * 128 * 16 * 2
     for form, bits in {"int8": 12, "fp8": 10, "int4": 8, "int2": 6}.items():  # with the scales of groups of 8
         live = cache_bytes(quantize_kv(load().bfloat16(), form, 8)(tokens).past_key_values)
-        assert live == 2 * quantized_kv_bytes(form, 8, 0, **size) == plain * bits // 16
+        assert live == 2 * QuantizedKVLayer(form, 8).predicted_bytes(**size) == plain * bits // 16
     live = cache_bytes(sink_window(load().bfloat16(), 4, 13)(tokens).past_key_values)
     assert live == 2 * sink_window_bytes(4, 13, **size) == plain // 8
     assert cache_bytes(mean_pool(load().bfloat16(), 1)(tokens).past_key_values) == plain // 2

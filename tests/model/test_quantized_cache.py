@@ -8,17 +8,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, 
 
 from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.tensor_bytes import plain_tensors
-from surgery.model.quantized_cache import (
-    BITS,
-    QuantizedKVCache,
-    QuantizedKVLayer,
-    dequantize,
-    pack,
-    quantize,
-    quantized_kv_bytes,
-    token_groups,
-    unpack,
-)
+from surgery.model.quantization import BITS, dequantize, pack, quantize, token_groups, unpack
+from surgery.model.quantized_cache import QuantizedKVCache, QuantizedKVLayer
 
 bits_cases = pytest.mark.parametrize("bits", [8, 4, 3, 2])
 integers = pytest.mark.parametrize("form", ["int8", "int4", "int3", "int2"])
@@ -171,8 +162,7 @@ def test_bytes_are_those_predicted(form, keys_by, batch, tokens, group, window, 
         for layer in range(2):
             cache.update(states(batch, 3, count, dims[0], dtype), states(batch, 3, count, dims[1], dtype), layer)
     size = dict(batch=batch, heads=3, key_dim=dims[0], value_dim=dims[1], dtype=dtype)
-    predicted = quantized_kv_bytes(form, group, window, keys_by, tokens=tokens, **size)
-    assert cache.layers[0].predicted_bytes(tokens, **size) == predicted
+    predicted = cache.layers[0].predicted_bytes(tokens, **size)
     assert cache_bytes(cache) == 2 * predicted
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors_of(cache) if t.numel()}
     assert sum(held.values()) == 2 * predicted, "a view keeps more memory alive than it shows"
@@ -187,9 +177,9 @@ def _tensors_of(cache):
 
 def test_bytes_of_a_long_text_in_bfloat16():
     """4 bits and two scales of 16 bits for 32 numbers are 5 bits a number, against 16; fp8 has one scale."""
-    size = dict(batch=1, heads=8, tokens=4096, key_dim=128, value_dim=128, dtype=torch.bfloat16)
-    plain = 8 * 4096 * 256 * 2
-    shares = [quantized_kv_bytes(form, 32, 0, **size) / plain for form in ("int8", "fp8", "int4", "int3", "int2")]
+    size = dict(batch=1, heads=8, key_dim=128, value_dim=128, dtype=torch.bfloat16)
+    layers, plain = map(QuantizedKVLayer, ("int8", "fp8", "int4", "int3", "int2")), 8 * 4096 * 256 * 2
+    shares = [layer.predicted_bytes(4096, **size) / plain for layer in layers]
     assert shares == [9 / 16, 8.5 / 16, 5 / 16, 4 / 16, 3 / 16]
 
 
@@ -260,9 +250,8 @@ def test_the_latent_of_stock_deepseek_v3_is_quantised():
     with torch.no_grad():
         exact = model(tokens, past_key_values=DynamicCache(config=config)).logits
         output = model(tokens, past_key_values=QuantizedKVCache("int8", config=config))
-    predicted = quantized_kv_bytes(
-        "int8", 32, 0, batch=2, heads=1, tokens=70, key_dim=24, value_dim=4, dtype=torch.float32
-    )
+    size = dict(batch=2, heads=1, key_dim=24, value_dim=4, dtype=torch.float32)
+    predicted = QuantizedKVLayer("int8").predicted_bytes(70, **size)
     assert cache_bytes(output.past_key_values) == 2 * predicted
     difference = (output.logits - exact).norm() / exact.norm()
     assert 0 < difference < 0.02

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from surgery.model.quantized_cache import dequantize, quantize
+from surgery.model.quantization import dequantize, quantize
 from surgery.transforms.bit_allocation import FORMATS, allocate_bits, noise
 
 PRICES, GROUP, SCALE = {"int8": 9, "int4": 5, "int3": 4, "int2": 3, None: 0}, 32, 16
