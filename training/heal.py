@@ -20,9 +20,8 @@ import accelerate
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
+from accelerate.utils import DistributedType, set_seed
 from transformers import PreTrainedModel
-from transformers.integrations import unset_hf_deepspeed_config
 
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.disk import disk_errors
@@ -31,13 +30,13 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.model import register
 from surgery.running.models import causal_model
-from surgery.running.processes import PATIENCE, Processes
+from surgery.running.processes import Processes
 from surgery.running.unfused import language_model
 from surgery.training.attention import use_attention
 from surgery.training.balanced import balance_latents
 from surgery.training.cached_teacher import open_logits
 from surgery.training.checkpoints import Checkpoints, latest
-from surgery.training.distillation import Distillation, compile_layers, shard_layers, vocabulary_of
+from surgery.training.distillation import Distillation, vocabulary_of
 from surgery.training.document_masks import honours_document_masks
 from surgery.training.entry_factors import EntryFactors, adapter_factors, read_factors
 from surgery.training.evaluations import Evaluations
@@ -54,29 +53,19 @@ from surgery.training.models import (
 )
 from surgery.training.nested import nested_attentions
 from surgery.training.open_data import HealingData, open_data
+from surgery.training.preparation import COMPUTED, open_accelerator, prepare
 from surgery.training.run_log import RunLog, drop_later_lines
 from surgery.training.settings import NO_TRACKER, HealSettings
-from surgery.training.trackers import Tracker, check_tracker, start_tracker
-from surgery.training.trainable import add_adapters, choose, parameter_groups
+from surgery.training.trackers import Tracker, check_tracker, start_tracker, tracker_folder
+from surgery.training.trainable import add_adapters, choose
 from surgery.version import __version__
 
 register()
 
 REPORT, LOG = "heal.json", "heal.jsonl"
-PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-COMPUTED = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DECIDING = ("length", "train", "train_patterns", "balanced", "lora_rank", "lora_alpha", "lora_modules", "learning_rate")
-DECIDING += (
-    "schedule",
-    "warmup",
-    "final_learning_rate",
-    "weight_decay",
-    "betas",
-    "clip",
-    "dtype",
-    "seed",
-    "entry_factors",
-)
+DECIDING += ("schedule", "warmup", "final_learning_rate", "weight_decay", "betas", "clip", "dtype", "seed")
+DECIDING += ("entry_factors",)
 """Settings that a resumed run must have like the run before; limits, logging and saving may differ."""
 
 
@@ -92,7 +81,7 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     """
     settings.check_complete()
     check_tracker(settings)
-    accelerator = _accelerator(settings)
+    accelerator = open_accelerator(settings)
     processes = Processes(cpu=settings.device == "cpu")
     progress = (progress or Progress()) if processes.is_main else Progress(silent=True)
     student_reader = language_model(CheckpointReader.open(settings.student))
@@ -179,7 +168,7 @@ def _heal(
             progress.note(f"{balanced:,} latents rescaled, so that entries on both their sides have one size")
     trains = sum(each.numel() for each in student.parameters() if each.requires_grad)
     total = sum(each.numel() for each in student.parameters())
-    module, optimizer = _prepared(settings, accelerator, student, teacher, masks)
+    module, optimizer = prepare(settings, accelerator, student, teacher, masks)
     distillation: Distillation = accelerator.unwrap_model(module)
 
     checkpoints = Checkpoints(run / "checkpoints", accelerator, keep_last=settings.keep_last)
@@ -256,65 +245,6 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-def _accelerator(settings: HealSettings) -> Accelerator:
-    dtype = settings.dtype
-    if dtype == "auto":
-        can = settings.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-        dtype = "bf16" if can else "fp32"
-    if dtype == "fp16" and (settings.device == "cpu" or not torch.cuda.is_available()):
-        raise SurgeryError("dtype fp16 needs an accelerator: use bf16 or fp32 on a CPU")
-    try:
-        accelerator = Accelerator(
-            cpu=settings.device == "cpu",
-            mixed_precision=PRECISIONS[dtype],
-            gradient_accumulation_steps=settings.gradient_accumulation,
-            log_with=None if settings.tracker == NO_TRACKER else settings.tracker,
-            project_dir=str(_tracker_folder(settings)),
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-        )
-    except (ValueError, ImportError, RuntimeError) as error:
-        raise SurgeryError(f"accelerate cannot start: {' '.join(str(error).split())[:300]}") from error
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        # There is no loader that it could learn these from.
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
-        config["train_micro_batch_size_per_gpu"] = settings.batch_size
-        config["gradient_accumulation_steps"] = settings.gradient_accumulation
-        config["gradient_clipping"] = settings.clip or 0.0
-        if settings.entry_factors:
-            raise SurgeryError("entry_factors cannot be kept under DeepSpeed, which steps by itself: use fsdp2.yaml")
-        # transformers would load models in shards; they are tried and changed while whole, and `prepare` shards them.
-        unset_hf_deepspeed_config()
-    return accelerator
-
-
-def _prepared(
-    settings: HealSettings,
-    accelerator: Accelerator,
-    student: PreTrainedModel,
-    teacher: PreTrainedModel | None,
-    document_masks: bool,
-) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    if settings.gradient_checkpointing:
-        if not student.supports_gradient_checkpointing:
-            raise SurgeryError(f"{type(student).__name__} has no gradient checkpointing: set it to false")
-        student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    module = Distillation(student, settings.weights(), teacher, document_masks=document_masks)
-    # Not before: the module has tried its student, outside of the autocast that mixed dtypes need.
-    set_dtypes(student, COMPUTED[accelerator.mixed_precision])
-    if settings.compile:
-        compile_layers(student)
-    groups = parameter_groups(student.parameters(), settings.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
-    module, optimizer = accelerator.prepare(module, optimizer)
-    if teacher is not None and settings.shard_teacher:
-        if not accelerator.is_fsdp2:
-            raise SurgeryError(
-                "shard_teacher needs FSDP2: launch with configs/accelerate/fsdp2.yaml, or set it to false"
-            )
-        shard_layers(teacher)
-    return module, optimizer
-
-
 def _data(
     settings: HealSettings,
     reader: CheckpointReader,
@@ -336,10 +266,6 @@ def _staging(settings: HealSettings, *readers: CheckpointReader | None) -> Stagi
     return Staging(Path(settings.out), overwrite=settings.overwrite)
 
 
-def _tracker_folder(settings: HealSettings) -> Path:
-    return Path(settings.tracker_folder or f"{settings.out}.run").expanduser().resolve()
-
-
 def _open_log(
     settings: HealSettings, accelerator: Accelerator, run: Path, processes: Processes, progress: Progress
 ) -> RunLog:
@@ -349,7 +275,7 @@ def _open_log(
     def start() -> None:
         path = latest(run / "checkpoints") if settings.resume else None
         drop_later_lines(run / LOG, int(path.name.split("-")[-1]) if path else -1)
-        folder = _tracker_folder(settings)
+        folder = tracker_folder(settings)
         if settings.tracker != NO_TRACKER:
             with disk_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)

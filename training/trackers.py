@@ -92,6 +92,11 @@ class Tracker:
             )
 
 
+def tracker_folder(settings: HealSettings) -> Path:
+    """Where a tracker that writes files does."""
+    return Path(settings.tracker_folder or f"{settings.out}.run").expanduser().resolve()
+
+
 def start_tracker(
     accelerator: Any,
     settings: HealSettings,

@@ -24,7 +24,7 @@ def sharded_process(file: str) -> int:
 
     from surgery.training import heal, loop
 
-    make = heal._accelerator
+    make = heal.open_accelerator
 
     def accelerator(settings):
         made = make(settings)
@@ -47,7 +47,7 @@ def sharded_process(file: str) -> int:
         return real(self)
 
     real, loop.Loop.run = loop.Loop.run, run
-    heal._accelerator = accelerator
+    heal.open_accelerator = accelerator
     return heal.main(["--config", file])
 
 

@@ -1,0 +1,93 @@
+"""What a run trains with: accelerate as the settings ask for it, and the models and their optimizer in its hands."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from transformers import PreTrainedModel
+from transformers.integrations import unset_hf_deepspeed_config
+
+from surgery.common.errors import SurgeryError
+from surgery.running.processes import PATIENCE
+from surgery.training.distillation import Distillation, compile_layers, shard_layers
+from surgery.training.models import set_dtypes
+from surgery.training.settings import NO_TRACKER, HealSettings
+from surgery.training.trackers import tracker_folder
+from surgery.training.trainable import parameter_groups
+
+PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+COMPUTED = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What models compute in, by accelerate's name of it."""
+
+
+def open_accelerator(settings: HealSettings) -> Accelerator:
+    """Accelerate for this process, with the precision that was asked for or suits the device.
+
+    Raises:
+        SurgeryError: the device or the launcher's configuration cannot do what is asked.
+    """
+    dtype = settings.dtype
+    if dtype == "auto":
+        can = settings.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        dtype = "bf16" if can else "fp32"
+    if dtype == "fp16" and (settings.device == "cpu" or not torch.cuda.is_available()):
+        raise SurgeryError("dtype fp16 needs an accelerator: use bf16 or fp32 on a CPU")
+    try:
+        accelerator = Accelerator(
+            cpu=settings.device == "cpu",
+            mixed_precision=PRECISIONS[dtype],
+            gradient_accumulation_steps=settings.gradient_accumulation,
+            log_with=None if settings.tracker == NO_TRACKER else settings.tracker,
+            project_dir=str(tracker_folder(settings)),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        )
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise SurgeryError(f"accelerate cannot start: {' '.join(str(error).split())[:300]}") from error
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # There is no loader that it could learn these from.
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = settings.batch_size
+        config["gradient_accumulation_steps"] = settings.gradient_accumulation
+        config["gradient_clipping"] = settings.clip or 0.0
+        if settings.entry_factors:
+            raise SurgeryError("entry_factors cannot be kept under DeepSpeed, which steps by itself: use fsdp2.yaml")
+        # transformers would load models in shards; they are tried and changed while whole, and `prepare` shards them.
+        unset_hf_deepspeed_config()
+    return accelerator
+
+
+def prepare(
+    settings: HealSettings,
+    accelerator: Accelerator,
+    student: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    document_masks: bool,
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The `Distillation` of a student whose parameters are chosen already, and its AdamW, for `Loop`.
+
+    Args:
+        document_masks: whether attention stays inside of packed documents.
+
+    Raises:
+        SurgeryError: the model or the launcher's configuration cannot do what is asked.
+    """
+    if settings.gradient_checkpointing:
+        if not student.supports_gradient_checkpointing:
+            raise SurgeryError(f"{type(student).__name__} has no gradient checkpointing: set it to false")
+        student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    module = Distillation(student, settings.weights(), teacher, document_masks=document_masks)
+    # Not before: the module has tried its student, outside of the autocast that mixed dtypes need.
+    set_dtypes(student, COMPUTED[accelerator.mixed_precision])
+    if settings.compile:
+        compile_layers(student)
+    groups = parameter_groups(student.parameters(), settings.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
+    module, optimizer = accelerator.prepare(module, optimizer)
+    if teacher is not None and settings.shard_teacher:
+        if not accelerator.is_fsdp2:
+            raise SurgeryError(
+                "shard_teacher needs FSDP2: launch with configs/accelerate/fsdp2.yaml, or set it to false"
+            )
+        shard_layers(teacher)
+    return module, optimizer
