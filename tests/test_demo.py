@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from surgery.calibration.texts import load_tokenizer
 from surgery.checkpoint.named_models import demo_model
 from surgery.common.errors import SurgeryError
 from surgery.console.conversion import show_demo
@@ -19,6 +18,7 @@ from surgery.demo import run as demo
 from surgery.eval.kv_cache import kv_bytes_per_token
 from surgery.eval.loss import causal_lm_loss
 from surgery.eval.recall import RecallSet, recall_accuracy
+from surgery.running.loading import load_tokenizer
 
 
 @pytest.fixture

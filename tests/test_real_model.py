@@ -8,10 +8,10 @@ import torch
 from command_line import run_main
 from transformers import AutoModelForCausalLM
 
-from surgery.calibration.texts import load_tokenizer
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.named_models import model_named
 from surgery.demo import run as demo
+from surgery.running.loading import load_tokenizer
 
 pytestmark = [
     pytest.mark.real,

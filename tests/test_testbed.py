@@ -8,11 +8,11 @@ import pytest
 from safetensors.torch import save_file
 from tiny_models import DEMO, HELD_OUT
 
-from surgery.calibration.texts import load_tokenizer
 from surgery.eval.recall import recall_prompts
 from surgery.eval.sequences import random_windows, tokenize
 from surgery.heads.scoring import score_heads
 from surgery.heads.settings import HeadSettings
+from surgery.running.loading import load_tokenizer
 from surgery.structures import converter
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.hybrid.settings import HybridSettings

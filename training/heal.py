@@ -29,6 +29,7 @@ from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.model import register
+from surgery.running.loading import load_tokenizer
 from surgery.running.models import causal_model
 from surgery.running.processes import Processes
 from surgery.running.unfused import language_model
@@ -45,7 +46,6 @@ from surgery.training.loop import Loop, Training
 from surgery.training.measure import peak_memory
 from surgery.training.models import (
     check_writable,
-    load_tokenizer,
     set_dtypes,
     set_quantization_aware,
     trained_tensors,
@@ -141,7 +141,7 @@ def _heal(
     evaluations = None
     if settings.evaluate_every is not None:
         limit = getattr(student.config.get_text_config(), "max_position_embeddings", None)
-        tokenizer = load_tokenizer(student_reader, settings)
+        tokenizer = load_tokenizer(student_reader.path, trust_remote_code=settings.trust_remote_code)
         evaluations = Evaluations(settings, tokenizer, limit, processes, sharded=not unsharded)
     data = _data(settings, student_reader, run, teacher, processes, progress)
     cached = None
@@ -254,8 +254,8 @@ def _data(
     progress: Progress,
 ) -> HealingData:
     whole: Callable[[], PreTrainedModel] | None = None if teacher is None else lambda: teacher
-    tokenizer, folder = load_tokenizer(reader, settings), run / "data"
-    return open_data(settings, tokenizer, folder, teacher=whole, processes=processes, progress=progress)
+    tokenizer = load_tokenizer(reader.path, trust_remote_code=settings.trust_remote_code)
+    return open_data(settings, tokenizer, run / "data", teacher=whole, processes=processes, progress=progress)
 
 
 def _staging(settings: HealSettings, *readers: CheckpointReader | None) -> Staging:

@@ -9,13 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.disk import disk_errors
 from surgery.common.errors import SurgeryError
 from surgery.model import DECODERS
-from surgery.running.loading import loading
 from surgery.running.models import causal_model
 from surgery.training.settings import HealSettings
 from surgery.training.trainable import add_adapters
@@ -30,18 +28,6 @@ def check_writable(reader: CheckpointReader) -> None:
     """Raises SurgeryError where a student's own class has other names than what trains."""
     if (kind := reader.config.get("model_type")) in DECODERS:
         raise SurgeryError(f"{reader.source}: a {kind} as it came, which healing does not write: convert it first")
-
-
-def load_tokenizer(reader: CheckpointReader, settings: HealSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model.
-
-    Raises:
-        SurgeryError: there is none that transformers can read.
-    """
-    with loading(f"tokenizer of {reader.path}"):
-        return AutoTokenizer.from_pretrained(
-            reader.path, local_files_only=True, trust_remote_code=settings.trust_remote_code
-        )
 
 
 def set_dtypes(model: nn.Module, computed: torch.dtype) -> None:

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.checkpoint import CheckpointReader
-from surgery.running.loading import loading, with_standard_names
+from surgery.running.loading import load_config, with_standard_names
 from surgery.running.unfused import language_model
 from surgery.training.settings import HealSettings
 from surgery.training.trainable import add_adapters, choose
 
 
-def load_config(reader: CheckpointReader, settings: HealSettings) -> PreTrainedConfig:
+def config_of(reader: CheckpointReader, settings: HealSettings) -> PreTrainedConfig:
     """A checkpoint's config; of a model of pictures and text that of its language model, which is what trains.
 
     Raises:
         SurgeryError: transformers does not know it.
     """
     reader = language_model(reader)
-    with loading(f"{reader.path}/config.json"):
-        config = AutoConfig.from_pretrained(
-            reader.path, local_files_only=True, trust_remote_code=settings.trust_remote_code
-        )
-    return with_standard_names(config)
+    return with_standard_names(load_config(reader.path, trust_remote_code=settings.trust_remote_code))
 
 
 def built(config: PreTrainedConfig, settings: HealSettings) -> PreTrainedModel:

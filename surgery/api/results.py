@@ -52,12 +52,9 @@ class Checkpoint:
         Raises:
             SurgeryError: there is none.
         """
-        from transformers import AutoTokenizer
+        from surgery.running.loading import load_tokenizer
 
-        from surgery.running.loading import loading
-
-        with loading(f"tokenizer of {self.path}"):
-            return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        return load_tokenizer(self.path)
 
     def save(self, out: str | Path, *, overwrite: bool = False) -> Path:
         """Copies the checkpoint into a folder, whole or not at all.

@@ -16,7 +16,7 @@ from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.calibration.text_fit import measure_fit, misfits
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.running.loading import is_of_loading
+from surgery.running.loading import load_tokenizer
 
 if TYPE_CHECKING:
     from surgery.calibration.mixture import Conversations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # Random tokens that stand in for held-out text where there is none, to compare logits on.
 RANDOM_SEQUENCES, RANDOM_LENGTH = 2, 64
 RECALL_PROMPTS_PER_TEXT = 1
+NO_TOKENIZER = f"use --calibration {NO_CALIBRATION}"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def load_texts(
         return Texts(None, held_out, {"source": NO_CALIBRATION})
     from surgery.eval.recall import recall_prompts
 
-    tokenizer = load_tokenizer(opened.reader.path)
+    tokenizer = load_tokenizer(opened.reader.path, remedy=NO_TOKENIZER)
     build = _builder(opened, tokenizer, settings, progress, run_source)
     if settings.held_out_text is not None:
         build = _with_held_out(build, tokenizer, settings)
@@ -156,25 +157,6 @@ def _measure(opened, tokenizer, built: CalibrationSet, settings: ConversionSetti
     for line in misfits(fit["calibration"], chats=chats):
         progress.note(f"warning: {line}")
     return fit
-
-
-def load_tokenizer(path):
-    """The tokenizer of a checkpoint folder.
-
-    Raises:
-        SurgeryError: there is none that transformers can read.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        tokenizer("a")  # some damaged ones load, and fail when they are used
-        return tokenizer
-    except Exception as error:
-        if not is_of_loading(error):
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise SurgeryError(f"{path}: no usable tokenizer ({reason}); use --calibration none") from None
 
 
 def _whole_model(opened):

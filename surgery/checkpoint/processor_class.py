@@ -22,15 +22,14 @@ def name_processor(source: Path, writer: CheckpointWriter) -> None:
         source: the folder with the source's config.json.
         writer: has config.json and the copied files already.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     before, after = (_read(folder / "config.json").get("model_type") for folder in (source, writer.partial))
     said = {name: _read(writer.partial / name) for name in NAMED_IN}
     if before == after or any(KEY in each for each in said.values()):
         return
-    kind = type(AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False))
-    if kind in PROCESSOR_MAPPING:
+    if before in CONFIG_MAPPING and (kind := CONFIG_MAPPING[before]) in PROCESSOR_MAPPING:
         writer.write_json(CONFIG, {**said[CONFIG], KEY: PROCESSOR_MAPPING[kind].__name__})
 
 

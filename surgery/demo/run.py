@@ -148,7 +148,7 @@ def measure_with_stock_transformers(checkpoints: list[Path], shown: DemoModel) -
     """
     from safetensors.torch import save_file
 
-    from surgery.calibration.texts import load_tokenizer
+    from surgery.running.loading import load_tokenizer
 
     tokenizer = load_tokenizer(checkpoints[0])
     with TemporaryFolder("demo") as folder:

@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.disk import read_json
@@ -20,7 +20,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import origin
 from surgery.common.lineage import REPORT, lineage
 from surgery.evaluation.names import name_and_path
-from surgery.running.loading import loading
+from surgery.running.loading import load_tokenizer
 from surgery.running.models import causal_model
 from surgery.running.unfused import language_model
 
@@ -100,12 +100,7 @@ class Checkpoint:
         Raises:
             SurgeryError: there is none that transformers can read.
         """
-        with loading(self.given):
-            tokenizer = AutoTokenizer.from_pretrained(
-                self.reader.path, local_files_only=True, trust_remote_code=self.trust_remote_code
-            )
-            tokenizer("a")  # some damaged ones load, and fail when they are used
-            return tokenizer
+        return load_tokenizer(self.reader.path, called=self.given, trust_remote_code=self.trust_remote_code)
 
     def conversion(self) -> dict[str, Any] | None:
         """What the report of this package's own conversions says, as far as evaluation reports show it."""

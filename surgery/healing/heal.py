@@ -186,7 +186,7 @@ def plan_healing(request: HealRequest, peak_flops: float | None = None, utilisat
         SurgeryError: the request is impossible, or the models cannot be followed on shapes alone.
     """
     from surgery.training.estimate import estimate
-    from surgery.training.shapes import load_config
+    from surgery.training.shapes import config_of
 
     register()
     student = CheckpointReader.open(request.student)
@@ -200,7 +200,7 @@ def plan_healing(request: HealRequest, peak_flops: float | None = None, utilisat
         can = settings.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         settings = replace(settings, dtype="bf16" if can else "fp32")
     configs = [
-        None if path is None else load_config(CheckpointReader.open(path), settings)
+        None if path is None else config_of(CheckpointReader.open(path), settings)
         for path in (settings.student, settings.teacher)
     ]
     found = estimate(*configs, settings, processes, sharded=is_sharded(request.launcher))

@@ -1,4 +1,4 @@
-"""What transformers raises where it cannot load a config, a tokenizer or a model, as one line."""
+"""Configs and tokenizers of checkpoints; what transformers raises where it cannot load something, as one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from surgery.common.errors import SurgeryError
 from surgery.families import FAMILIES
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PARTS = ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
 """Language models for which transformers has no class by themselves."""
@@ -93,8 +93,8 @@ def with_standard_names(config):
     return own_model.SurgeryConfig.from_base(config, [None] * config.num_hidden_layers)
 
 
-def load_config(path: Path):
-    """The transformers config of a folder; never runs code from it.
+def load_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The transformers config of a folder; runs no code that lies in it unless that is trusted.
 
     Raises:
         SurgeryError: transformers refuses it.
@@ -105,4 +105,23 @@ def load_config(path: Path):
 
     own_model.register()
     with loading(f"{path}/config.json"):
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+
+
+def load_tokenizer(
+    path: Path, *, called: str | None = None, trust_remote_code: bool = False, remedy: str = ""
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder; runs no code that lies in it unless that is trusted.
+
+    Args:
+        called: what a refusal calls the folder; None: its path.
+
+    Raises:
+        SurgeryError: there is none that transformers can read; ``remedy`` says what to do then.
+    """
+    from transformers import AutoTokenizer
+
+    with loading(f"tokenizer of {called or path}", remedy):
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        tokenizer("a")  # some damaged ones load, and fail when they are used
+        return tokenizer

@@ -12,17 +12,18 @@ from surgery.architectures.cached import REASON
 from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.calibration.texts import (
+    NO_TOKENIZER,
     RANDOM_LENGTH,
     RANDOM_SEQUENCES,
     RECALL_PROMPTS_PER_TEXT,
     load_texts,
-    load_tokenizer,
 )
 from surgery.checkpoint import CheckpointWriter
 from surgery.checkpoint.staging import NoSpace
 from surgery.checkpoint.writer import in_parts
 from surgery.common.progress import Progress
 from surgery.families.base import head_shape
+from surgery.running.loading import load_tokenizer
 from surgery.running.source import OwnSource, Source, is_absent
 from surgery.structures.estimates import Workload
 from surgery.structures.kept_layers import converted_layers
@@ -175,7 +176,7 @@ def _tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[st
         # A few random tokens stand in, to compare the logits of the written checkpoint on.
         length, sequences, held_out, prompts = RANDOM_LENGTH, 0, 0, RANDOM_SEQUENCES
     elif settings.calibration == "self":
-        load_tokenizer(opened.reader.path)
+        load_tokenizer(opened.reader.path, remedy=NO_TOKENIZER)
     else:
         return load_texts(opened, settings, Progress(silent=True), run_source=False).counts()
     return {"length": length, "calibration": sequences, "held_out": held_out, "recall_prompts": prompts}

@@ -10,11 +10,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_models import DEMO, make_checkpoint
 
-from surgery.calibration.texts import load_tokenizer
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
 from surgery.checkpoint.carry_over import copy_sidecars
 from surgery.checkpoint.tensors import TensorSpec
 from surgery.evaluation.models import Checkpoint
+from surgery.running.loading import load_tokenizer
 
 TOKENIZER = json.loads((DEMO / "tokenizer.json").read_text())
 TOKENIZER["model"]["merges"] = []
