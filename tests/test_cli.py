@@ -175,6 +175,9 @@ def test_mistakes_at_first_sight_cost_no_torch(tmp_path):
         ("doctor", "absent"): absent,
         ("export", "absent", "--engine", "llama.cpp"): absent,
         ("run", "recipe.yaml"): "did you mean kv_ratio?",
+        ("bench", "decode", "absent"): "absent: no folder, and no shape either: choose llama3-8b",
+        ("bench", "decode", "full", "--kernels", "mine"): "--kernels mine: choose both",
+        ("bench", "convert", "--shape", "llama4"): "unknown shape 'llama4': choose llama3-8b",
     }
     done = launch(json.dumps(list(cases)), code=MISTAKES, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

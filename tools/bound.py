@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from surgery.bench.convert import SHAPES, make_random_checkpoint
+from surgery.bench.convert import make_random_checkpoint
+from surgery.bench.shapes import SHAPES
 from surgery.common.human import duration, size
 from surgery.common.progress import Progress
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from surgery.bench.convert import SHAPES, llama_shapes
+from surgery.bench.convert import llama_shapes
+from surgery.bench.shapes import SHAPES
 from surgery.checkpoint.named_models import asset
 from surgery.checkpoint.safetensors_format import encode_header
 from surgery.checkpoint.tensors import TensorSpec

@@ -15,49 +15,11 @@ from pathlib import Path
 
 import torch
 
+from surgery.bench.shapes import SHAPES, check_shape
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.checkpoint.named_models import asset
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
-def _llama(hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocabulary: int, rope: dict) -> dict:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
-        "intermediate_size": mlp,
-        "vocab_size": vocabulary,
-        "rope_parameters": rope,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
-
-
-SHAPES = {
-    "llama3-8b": _llama(4096, 32, 32, 8, 14_336, 128_256, LLAMA3_ROPE),
-    "llama2-7b": _llama(4096, 32, 32, 32, 11_008, 32_000, {"rope_type": "default", "rope_theta": 10_000.0}),
-    "llama3-70b": _llama(8192, 80, 64, 8, 28_672, 128_256, LLAMA3_ROPE),
-    "llama3-405b": _llama(16_384, 126, 128, 8, 53_248, 128_256, LLAMA3_ROPE),
-    "llama3-1b": _llama(2048, 16, 32, 8, 8192, 128_256, LLAMA3_ROPE),
-}
-
 
 DEFAULTS = ("--to", "mla", "--kv-ratio", "0.28125", "--calibration", "none")
 
@@ -82,8 +44,7 @@ def measure_conversion(shape: str, folder: Path, arguments: list[str], progress:
     Raises:
         SurgeryError: an unknown shape, or the conversion failed.
     """
-    if shape not in SHAPES:
-        raise SurgeryError(f"unknown shape {shape!r}: choose {', '.join(SHAPES)}")
+    check_shape(shape)
     source = folder / shape
     if not source.exists():
         make_random_checkpoint(source, SHAPES[shape], progress)

@@ -19,6 +19,7 @@ import torch
 
 from surgery.bench import models as bench_models
 from surgery.bench.cache import held_bytes, steady_cache
+from surgery.bench.shapes import is_shape
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.eval.memory import OutOfMemory, unless_out_of_memory
@@ -86,7 +87,7 @@ def subjects(given: Sequence[str], settings: DecodeSettings) -> Iterator[Subject
         if structure not in configs:
             raise SurgeryError(f"--to {structure}: choose {', '.join(configs)}")
     for name in given:
-        if Path(name).is_dir() or Path(name).suffix == ".gguf":
+        if not is_shape(name):
             reader = language_model(CheckpointReader.open(name))
             yield Subject(reader.name, "checkpoint", lambda at, r=reader: causal_model(r).to(at))
             continue

@@ -10,37 +10,14 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery import model as own_model
-from surgery.bench.convert import SHAPES
+from surgery.bench.shapes import DECODE_SHAPES
 from surgery.common.errors import SurgeryError
 from surgery.structures.base import ConfigOf
 from surgery.structures.registry import TARGETS
 
-TINY = {
-    "tiny": {
-        **SHAPES["llama3-1b"],
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 96,
-        "vocab_size": 128,
-        "dtype": "float32",
-    }
-}
-"""For machines without a GPU: to see that everything runs."""
-
-DECODE_SHAPES = {**SHAPES, **TINY}
-
 
 def source_config(shape: str) -> PreTrainedConfig:
-    """The config of a named shape.
-
-    Raises:
-        SurgeryError: there is no such shape.
-    """
-    if shape not in DECODE_SHAPES:
-        raise SurgeryError(f"{shape}: no folder, and no shape either: choose {', '.join(DECODE_SHAPES)}")
+    """The config of one of `DECODE_SHAPES`."""
     config = dict(DECODE_SHAPES[shape])
     return CONFIG_MAPPING[config.pop("model_type")](**config)
 

@@ -53,6 +53,9 @@ def bench_convert(
     """
     # What surgery convert does not take is refused before gigabytes of weights are made.
     ctx.find_root().command.commands["convert"].make_context("convert", [shape, *ctx.args])
+    from surgery.bench.shapes import check_shape
+
+    check_shape(shape)
     from surgery.bench.convert import measure_conversion
     from surgery.common.progress import Progress
     from surgery.console.bench import show_bench
@@ -153,13 +156,18 @@ def bench_decode(
 
         surgery bench decode ckpt/ ckpt-mla/ --contexts 32k
     """
+    from surgery.bench.shapes import is_shape
+
+    for name in models:
+        is_shape(name)  # refuses what is none before torch is loaded for it
+    if kernels not in KERNELS:
+        raise SurgeryError(f"--kernels {kernels}: choose {', '.join(KERNELS)}")
+
     from surgery.bench.decode import DecodeSettings, measure_decoding
     from surgery.bench.kernels import sizes
     from surgery.console.bench import show_decoding
     from surgery.running.source import checked_device
 
-    if kernels not in KERNELS:
-        raise SurgeryError(f"--kernels {kernels}: choose {', '.join(KERNELS)}")
     rows = tuple(None if word.strip() == "max" else sizes(word, "--batches")[0] for word in batches.split(","))
     settings = DecodeSettings(
         tuple(sizes(contexts, "--contexts")),

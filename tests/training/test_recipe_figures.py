@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from surgery.architectures.deepseek_v3 import StockMLA
 from surgery.architectures.spec import MLASpec
-from surgery.bench.convert import SHAPES
+from surgery.bench.shapes import SHAPES
 from surgery.common.human import count, duration, size
 from surgery.training.estimate import estimate
 from surgery.training.settings import HealSettings
