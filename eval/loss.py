@@ -1,4 +1,4 @@
-"""The loss of a causal language model on given sequences, without ever holding all of its fp32 logits.
+"""The logits of a causal language model on given sequences, without ever holding all of them in fp32.
 
 The logits of 8k positions over a vocabulary of 128k take 4 GB in fp32, more than many models' weights. `LogitReader`
 therefore keeps the hidden states of a batch and turns a few positions at a time into logits.
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 
 from surgery.common.errors import SurgeryError
@@ -18,31 +17,6 @@ from surgery.model.cache_argument import cache_for, returned_cache
 
 ROWS_AT_ONCE = 512
 """Positions, over a whole batch, whose fp32 logits exist at one time: 256 MB for a vocabulary of 128k."""
-
-
-@torch.no_grad()
-def causal_lm_loss(model: nn.Module, tokens: LongTensor, batch_size: int = 8) -> float:
-    """Mean cross-entropy, in nats per predicted token, of a causal language model.
-
-    The model may be any that takes `input_ids` and returns `logits`. Every token but the first of each sequence is
-    predicted, and all count the same, as in transformers' own `labels` loss. The softmax is taken in fp32 whatever the
-    model's dtype; the sum over tokens is in double precision.
-
-    Args:
-        model: a causal language model; it is put in evaluation mode for the measurement only.
-        tokens: token ids [N, T], int64, no padding, T at least 2; on any device.
-        batch_size: sequences per forward pass.
-
-    Raises:
-        SurgeryError: `tokens` has another shape or nothing to predict, or `batch_size` is below 1.
-    """
-    check_batch(tokens, batch_size)
-    total = 0.0
-    with evaluation_mode(model):
-        reader = LogitReader(model, tokens)
-        for batch in tokens.split(batch_size):
-            total += _summed_loss(reader, batch)
-    return total / tokens[:, 1:].numel()
 
 
 class LogitReader:
@@ -131,18 +105,6 @@ def check_batch(tokens: Tensor, batch_size: int) -> None:
         )
     if batch_size < 1:
         raise SurgeryError(f"batch size {batch_size}: at least 1 is needed")
-
-
-def _summed_loss(reader: LogitReader, tokens: LongTensor) -> float:
-    """Sum over all predicted tokens of the cross-entropy of one batch [B, T]."""
-    states, targets = reader.states(tokens)[:, :-1], tokens[:, 1:]
-    positions = max(1, ROWS_AT_ONCE // len(tokens))
-    total = 0.0
-    for part, wanted in zip(states.split(positions, dim=1), targets.split(positions, dim=1), strict=True):
-        logits = reader.logits(part)
-        wanted = wanted.to(logits.device)
-        total += F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum").item()
-    return total
 
 
 def _body_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:

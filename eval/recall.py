@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import BoolTensor, LongTensor, nn
+from torch import BoolTensor, LongTensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.loss import LogitReader, check_batch, evaluation_mode
+from surgery.eval.loss import LogitReader, check_batch
 from surgery.eval.sequences import check_longer_than, tokenize
 
 # fmt: off
@@ -105,26 +105,6 @@ def recall_prompts(
     return RecallSet(torch.tensor(rows, dtype=torch.long), torch.tensor(masks, dtype=torch.bool))
 
 
-@torch.no_grad()
-def recall_accuracy(model: nn.Module, recall_set: RecallSet, batch_size: int = 8) -> float:
-    """Share of prompts, 0 to 1, whose answer the model gives right: all five digits, greedily.
-
-    The model sees the right answer while it is measured, and its most likely token is compared at every place of it.
-    That decides the same as letting it decode greedily after the question: as long as it has been right, what it
-    decoded is what it is shown, so all places are right in one case if and only if they are in the other. Only the
-    number of digits right after a first mistake may differ, and that is not counted.
-
-    Raises:
-        SurgeryError: a prompt has no answer, or its answer has nothing before it; or `batch_size` is below 1.
-    """
-    check_prompts(recall_set, batch_size)
-    batches = zip(recall_set.tokens.split(batch_size), recall_set.answer_mask.split(batch_size), strict=True)
-    with evaluation_mode(model):
-        reader = LogitReader(model, recall_set.tokens)
-        hits = [hit for tokens, asked in batches for hit in recall_hits(reader, tokens, asked)]
-    return sum(hits) / len(hits)
-
-
 def check_prompts(recall_set: RecallSet, batch_size: int) -> None:
     """Raises SurgeryError unless every prompt has an answer with something before it, and batches are positive."""
     tokens, answer_mask = recall_set.tokens, recall_set.answer_mask
@@ -136,7 +116,16 @@ def check_prompts(recall_set: RecallSet, batch_size: int) -> None:
 
 
 def recall_hits(reader: LogitReader, tokens: LongTensor, asked: BoolTensor) -> list[bool]:
-    """Which prompts of one batch [B, T] are answered right; `asked` [B, T] is true at the tokens of the answers."""
+    """Which prompts of one batch [B, T] are answered right, all five digits, greedily.
+
+    The model sees the right answer while it is measured, and its most likely token is compared at every place of it.
+    That decides the same as letting it decode greedily after the question: as long as it has been right, what it
+    decoded is what it is shown, so all places are right in one case if and only if they are in the other. Only the
+    number of digits right after a first mistake may differ, and that is not counted.
+
+    Args:
+        asked: [B, T], true at the tokens of the answers.
+    """
     first = int(asked.any(0).nonzero()[0])
     guess = reader.logits(reader.states(tokens)[:, first - 1 : -1]).argmax(-1).to(tokens.device)
     hit = (guess == tokens[:, first:]) | ~asked[:, first:]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from measures import mean_loss, recall_accuracy
 from transformers import AutoModelForCausalLM
 
 from surgery.checkpoint.named_models import demo_model
@@ -16,8 +17,7 @@ from surgery.common.errors import SurgeryError
 from surgery.console.conversion import show_demo
 from surgery.demo import run as demo
 from surgery.eval.kv_cache import kv_bytes_per_token
-from surgery.eval.loss import causal_lm_loss
-from surgery.eval.recall import RecallSet, recall_accuracy
+from surgery.eval.recall import RecallSet
 from surgery.running.loading import load_tokenizer
 
 
@@ -39,7 +39,7 @@ def test_the_measuring_process_agrees_with_surgery_eval(one_core, monkeypatch):
     tokens = demo.held_out_tokens(load_tokenizer(demo_model()), shown)
     model = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32)
     assert measured.model_class == "LlamaForCausalLM"
-    assert measured.loss == pytest.approx(causal_lm_loss(model, tokens["windows"]), abs=1e-5)
+    assert measured.loss == pytest.approx(mean_loss(model, tokens["windows"]), abs=1e-5)
     assert measured.recall == recall_accuracy(model, RecallSet(tokens["prompts"], tokens["answers"]))
     assert measured.kv_bytes_per_token == 3072 == kv_bytes_per_token(model) / 2  # fp32 here
     assert measured.completion

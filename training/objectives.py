@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite, log
-from typing import Any
 
 import torch
 from torch import BoolTensor, LongTensor, Tensor
@@ -93,29 +92,6 @@ class ObjectiveWeights(FileSettings):
 def predicting(labels: LongTensor) -> BoolTensor:
     """Which positions predict something: [B, T - 1], true at t where ``labels`` [B, T] hold a token at t + 1."""
     return labels[:, 1:] != -100
-
-
-def forward_kl(student: States, teacher: Teacher, temperature: float = 1.0, **how: Any) -> Tensor:
-    """The forward KL from teacher to student, a scalar; ``how`` as in `logit_losses`."""
-    _check(temperature)
-    return _mean([0.0], student, teacher, None, temperature, **how)[0]
-
-
-def reverse_kl(student: States, teacher: Teacher, temperature: float = 1.0, **how: Any) -> Tensor:
-    """The reverse KL from student to teacher, a scalar; ``how`` as in `logit_losses`."""
-    _check(temperature)
-    return _mean([1.0], student, teacher, None, temperature, **how)[0]
-
-
-def jsd(student: States, teacher: Teacher, beta: float = 0.5, temperature: float = 1.0, **how: Any) -> Tensor:
-    """The generalised Jensen-Shannon divergence, a scalar; ``how`` as in `logit_losses`."""
-    _check(temperature, beta)
-    return _mean([beta], student, teacher, None, temperature, **how)[0]
-
-
-def cross_entropy(student: States, targets: LongTensor, **how: Any) -> Tensor:
-    """Cross-entropy of the tokens ``targets`` [N], a scalar; ``how`` as in `logit_losses`."""
-    return _mean([], student, None, targets, 1.0, **how)[0]
 
 
 def logit_losses(

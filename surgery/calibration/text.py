@@ -11,7 +11,6 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,6 @@ TEXT_PIECE = 32_768
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 DATASET = re.compile(r"(?P<name>[^:]+)(:(?P<config>[^:]*))?(:(?P<split>[^:]*))?")
-
-
-def load_text(source: str, *, documents: int | None = None, seed: int = 0, text_field: str = "text") -> list[str]:
-    """The first `documents` (default: all) documents of a source as a list; see `iter_documents`."""
-    if documents is not None and documents < 1:
-        raise SurgeryError(f"{documents} documents: at least 1 is needed")
-    return list(islice(iter_documents(source, seed=seed, text_field=text_field), documents))
 
 
 def iter_documents(source: str, *, seed: int = 0, text_field: str = "text") -> Iterator[str]:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from measures import mean_loss
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -17,9 +18,9 @@ from transformers import (
 )
 
 import surgery
-import surgery.eval.loss as loss_module
 from surgery.common.errors import SurgeryError
-from surgery.eval.loss import LogitReader, causal_lm_loss, evaluation_mode
+from surgery.eval import token_losses
+from surgery.eval.loss import LogitReader, check_batch, evaluation_mode
 from surgery.eval.sequences import random_windows, tokenize
 
 ASSETS = Path(surgery.__file__).parent / "assets"
@@ -52,12 +53,12 @@ def reference_loss(model: nn.Module, batch: torch.Tensor) -> float:
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_equals_the_loss_of_transformers(batch_size):
     model, batch = tiny_llama(), tokens()
-    assert causal_lm_loss(model, batch, batch_size) == pytest.approx(reference_loss(model, batch), abs=1e-5)
+    assert mean_loss(model, batch, batch_size) == pytest.approx(reference_loss(model, batch), abs=1e-5)
 
 
 def test_bf16_logits_are_read_in_fp32():
     model, batch = tiny_llama(torch.bfloat16), tokens()
-    assert causal_lm_loss(model, batch) == pytest.approx(reference_loss(model, batch), abs=1e-5)
+    assert mean_loss(model, batch) == pytest.approx(reference_loss(model, batch), abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -71,16 +72,16 @@ def test_what_a_model_does_after_its_head_is_kept(model_class, config):
     torch.manual_seed(0)
     model, batch = model_class(config).eval(), tokens()
     assert not LogitReader(model, batch).splits
-    assert causal_lm_loss(model, batch) == pytest.approx(reference_loss(model, batch), abs=1e-5)
+    assert mean_loss(model, batch) == pytest.approx(reference_loss(model, batch), abs=1e-5)
 
 
 def test_the_head_never_sees_more_positions_than_allowed(monkeypatch):
-    monkeypatch.setattr(loss_module, "ROWS_AT_ONCE", 6)
+    monkeypatch.setattr(token_losses, "ROWS_AT_ONCE", 6)
     model, batch = tiny_llama(), tokens()
     expected, seen = reference_loss(model, batch), []
     assert LogitReader(model, batch).splits
     hook = model.lm_head.register_forward_pre_hook(lambda _module, args: seen.append(args[0].shape[:2].numel()))
-    assert causal_lm_loss(model, batch, batch_size=2) == pytest.approx(expected, abs=1e-5)
+    assert mean_loss(model, batch, batch_size=2) == pytest.approx(expected, abs=1e-5)
     hook.remove()
     assert max(seen[2:]) <= 6  # the first two calls try the split on 8 positions
 
@@ -93,7 +94,7 @@ class Uniform(nn.Module):
 
 
 def test_a_model_that_knows_nothing_loses_the_log_of_its_vocabulary():
-    assert causal_lm_loss(Uniform(), tokens() % 50) == pytest.approx(math.log(50), abs=1e-6)
+    assert mean_loss(Uniform(), tokens() % 50) == pytest.approx(math.log(50), abs=1e-6)
 
 
 def test_training_modes_come_back_as_they_were():
@@ -115,7 +116,7 @@ def test_training_modes_come_back_as_they_were():
 )
 def test_impossible_requests(batch, batch_size, message):
     with pytest.raises(SurgeryError, match=message):
-        causal_lm_loss(Uniform(), batch, batch_size)
+        check_batch(batch, batch_size)
 
 
 @pytest.mark.slow
@@ -123,4 +124,4 @@ def test_the_demo_model_has_its_published_loss():
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "demo-model")
     model = AutoModelForCausalLM.from_pretrained(ASSETS / "demo-model", dtype=torch.float32)
     text = tokenize(tokenizer, (ASSETS / "heldout-stdlib.txt").read_text(encoding="utf-8"))
-    assert causal_lm_loss(model, random_windows(text, 24, 1024, seed=2, bos=1)) == pytest.approx(2.2785, abs=5e-5)
+    assert mean_loss(model, random_windows(text, 24, 1024, seed=2, bos=1)) == pytest.approx(2.2785, abs=5e-5)

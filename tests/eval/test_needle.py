@@ -4,6 +4,7 @@ import re
 import pytest
 import torch
 from copying_model import CopyingModel
+from measures import recall_accuracy
 from sessions import session
 from tiny_models import CONFIGS, HELD_OUT
 from transformers import AutoModelForCausalLM
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from surgery.common.errors import SurgeryError
 from surgery.eval.haystack import python_reference
 from surgery.eval.needle import ANSWER_TOKENS, NeedleHaystack, default_lengths, needle_prompts
-from surgery.eval.recall import QUESTION, fact_line, recall_accuracy, recall_prompts
+from surgery.eval.recall import QUESTION, fact_line, recall_prompts
 from surgery.eval.ruler.domain import DOMAINS
 from surgery.eval.sequences import tokenize
 from surgery.eval.tasks.needle import NeedleTask

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from measures import recall_accuracy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import surgery
 from surgery.common.errors import SurgeryError
-from surgery.eval.recall import NAMES, RecallSet, draw_facts, recall_accuracy, recall_prompts
+from surgery.eval.recall import NAMES, RecallSet, check_prompts, draw_facts, recall_prompts
 from surgery.eval.sequences import tokenize
 
 ASSETS = Path(surgery.__file__).parent / "assets"
@@ -152,7 +153,7 @@ def test_a_model_that_guesses_recalls_nothing(tokenizer, filler):
 @pytest.mark.parametrize("mask", [torch.zeros(2, 9), torch.ones(2, 9), torch.ones(2, 8)])
 def test_prompts_without_a_proper_answer_are_refused(mask):
     with pytest.raises(SurgeryError, match="needs an answer mask"):
-        recall_accuracy(Oracle(), RecallSet(torch.zeros(2, 9, dtype=torch.long), mask.bool()))
+        check_prompts(RecallSet(torch.zeros(2, 9, dtype=torch.long), mask.bool()), 8)
 
 
 def test_teacher_forcing_decides_as_decoding_does(demo_model, tokenizer, filler):

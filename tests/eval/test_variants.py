@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from measures import mean_loss
 from tiny_models import CONFIGS
 from transformers import (
     AutoModelForCausalLM,
@@ -15,7 +16,7 @@ from transformers import (
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
-from surgery.eval.loss import LogitReader, causal_lm_loss
+from surgery.eval.loss import LogitReader
 from surgery.eval.variants.mean_pool import mean_pool
 from surgery.eval.variants.quantized_kv import quantize_kv
 from surgery.eval.variants.sink_window import sink_window
@@ -144,7 +145,7 @@ def test_every_way_to_call_sees_the_variant(load, variant):
     assert torch.equal(embedded, plain.logits)
     assert len(model(tokens, use_cache=False, return_dict=False)) == 1
     assert LogitReader(model, tokens).splits
-    assert causal_lm_loss(model, tokens) != causal_lm_loss(load(), tokens)
+    assert mean_loss(model, tokens) != mean_loss(load(), tokens)
 
 
 @each_variant

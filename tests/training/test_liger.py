@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 
+import divergences
 import pytest
 import torch
 from torch import nn
 
 from surgery.common.errors import SurgeryError
-from surgery.training import liger, objectives
+from surgery.training import liger
 from surgery.training.chunks import States
 
 torch.set_num_threads(1)
@@ -68,4 +69,4 @@ def test_missing_package_is_said(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     states = States(torch.randn(3, 4), nn.Linear(4, 7))
     with pytest.raises(SurgeryError, match="pip install liger-kernel"):
-        objectives.forward_kl(states, states, liger=True)
+        divergences.forward_kl(states, states, liger=True)

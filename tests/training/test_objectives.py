@@ -2,6 +2,7 @@
 
 import math
 
+import divergences
 import pytest
 import torch
 from torch import nn
@@ -9,7 +10,6 @@ from torch.nn.functional import cross_entropy as whole_cross_entropy
 from torch.nn.functional import softmax
 
 from surgery.common.errors import SurgeryError
-from surgery.training import objectives
 from surgery.training.chunks import States, chunk_count
 from surgery.training.objectives import ObjectiveWeights, combine, logit_losses, predicting
 
@@ -86,34 +86,34 @@ def test_each_alone_is_the_same_part():
     parts = logit_losses(ALL, student, teacher, targets, chunks=5)
     assert list(parts) == ["kl", "reverse_kl", "jsd", "cross_entropy"]
     alone = {
-        "kl": objectives.forward_kl(student, teacher, 1.7),
-        "reverse_kl": objectives.reverse_kl(student, teacher, 1.7, chunks=2),
-        "jsd": objectives.jsd(student, teacher, 0.3, 1.7),
-        "cross_entropy": objectives.cross_entropy(student, targets),
+        "kl": divergences.forward_kl(student, teacher, 1.7),
+        "reverse_kl": divergences.reverse_kl(student, teacher, 1.7, chunks=2),
+        "jsd": divergences.jsd(student, teacher, 0.3, 1.7),
+        "cross_entropy": divergences.cross_entropy(student, targets),
     }
     torch.testing.assert_close(alone, parts)
 
 
 def test_jsd_at_and_near_its_ends():
     student, teacher, _ = pair()
-    forward, reverse = objectives.forward_kl(student, teacher), objectives.reverse_kl(student, teacher)
+    forward, reverse = divergences.forward_kl(student, teacher), divergences.reverse_kl(student, teacher)
     assert abs(forward - reverse) > 0.1
-    torch.testing.assert_close(objectives.jsd(student, teacher, 0), forward)
-    torch.testing.assert_close(objectives.jsd(student, teacher, 1), reverse)
+    torch.testing.assert_close(divergences.jsd(student, teacher, 0), forward)
+    torch.testing.assert_close(divergences.jsd(student, teacher, 1), reverse)
     small = 1e-8
-    torch.testing.assert_close(objectives.jsd(student, teacher, small) / small, forward, atol=0, rtol=1e-2)
-    torch.testing.assert_close(objectives.jsd(student, teacher, 1 - small) / small, reverse, atol=0, rtol=1e-2)
+    torch.testing.assert_close(divergences.jsd(student, teacher, small) / small, forward, atol=0, rtol=1e-2)
+    torch.testing.assert_close(divergences.jsd(student, teacher, 1 - small) / small, reverse, atol=0, rtol=1e-2)
 
 
 def test_temperature_keeps_the_size_of_gradients():
     student, teacher, _ = pair()
-    sizes = [gradients(objectives.forward_kl(student, teacher, tau), student)[0].norm() for tau in (50.0, 100.0)]
+    sizes = [gradients(divergences.forward_kl(student, teacher, tau), student)[0].norm() for tau in (50.0, 100.0)]
     assert sizes[1] / sizes[0] == pytest.approx(1, abs=0.05)
 
 
 def test_equal_models_have_no_divergence():
     student, _, _ = pair()
-    for loss in (objectives.forward_kl, objectives.reverse_kl, objectives.jsd):
+    for loss in (divergences.forward_kl, divergences.reverse_kl, divergences.jsd):
         value = loss(student, student)
         assert value.item() == pytest.approx(0, abs=1e-12)
         assert gradients(value, student)[0].abs().max() < 1e-12
@@ -128,11 +128,11 @@ def test_the_teacher_gets_no_gradient():
 
 def test_frozen_heads_and_heads_of_other_forms():
     student, teacher, _ = pair(bias=False)
-    expected = objectives.forward_kl(student, teacher)
+    expected = divergences.forward_kl(student, teacher)
     student.head.requires_grad_(False)
     (wanted,) = torch.autograd.grad(expected, student.hidden)
     for head in (student.head, student.head.weight, lambda hidden: student.head(hidden)):
-        loss = objectives.forward_kl(States(student.hidden, head), teacher, chunks=4)
+        loss = divergences.forward_kl(States(student.hidden, head), teacher, chunks=4)
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(torch.autograd.grad(loss, student.hidden)[0], wanted)
 
@@ -237,9 +237,9 @@ def test_bad_weights(values, message):
 def test_what_cannot_be_compared():
     student, teacher, _ = pair()
     with pytest.raises(SurgeryError, match="vocabulary of 41, its teacher of 40"):
-        objectives.forward_kl(student, States(teacher.hidden, nn.Linear(TEACHER_WIDTH, 40).double()))
+        divergences.forward_kl(student, States(teacher.hidden, nn.Linear(TEACHER_WIDTH, 40).double()))
     with pytest.raises(SurgeryError, match="number of positions: 23, 22"):
-        objectives.forward_kl(student, States(teacher.hidden[1:], teacher.head))
+        divergences.forward_kl(student, States(teacher.hidden[1:], teacher.head))
     with pytest.raises(SurgeryError, match="needs the teacher"):
         logit_losses(ObjectiveWeights(), student)
     with pytest.raises(SurgeryError, match="needs the tokens"):

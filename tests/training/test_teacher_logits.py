@@ -3,13 +3,14 @@
 import json
 from dataclasses import replace
 
+import divergences
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import log_softmax
 
 from surgery.common.errors import SurgeryError
-from surgery.training import objectives, teacher_logits
+from surgery.training import teacher_logits
 from surgery.training.chunks import States
 from surgery.training.objectives import ObjectiveWeights, logit_losses
 from surgery.training.teacher_logits import HEADER, CacheIdentity, TeacherLogits
@@ -29,9 +30,9 @@ def states(seed: int, *shape: int, dtype=torch.float64) -> States:
 
 
 LOSSES = {
-    "kl": objectives.forward_kl,
-    "reverse_kl": objectives.reverse_kl,
-    "jsd": lambda *args, **how: objectives.jsd(*args, 0.3, **how),
+    "kl": divergences.forward_kl,
+    "reverse_kl": divergences.reverse_kl,
+    "jsd": lambda *args, **how: divergences.jsd(*args, 0.3, **how),
 }
 
 
@@ -50,7 +51,7 @@ def test_all_tokens_give_the_full_divergence(loss):
 def test_fewer_tokens_and_one_for_the_rest(chunks):
     student, teacher = states(0, N), states(1, N)
     top = top_k(teacher, 4, torch.float64)
-    actual = objectives.forward_kl(student, top, chunks=chunks)
+    actual = divergences.forward_kl(student, top, chunks=chunks)
 
     def merged(logits):
         probabilities = logits.softmax(-1)
@@ -83,7 +84,7 @@ def test_top_k_in_chunks_and_half_precision():
     student = states(0, N, dtype=torch.float32)
     half = top_k(teacher, 5)
     assert (half.values.dtype, half.ids.dtype, half.rest.dtype) == (torch.float16, torch.int32, torch.float32)
-    loss = [objectives.forward_kl(student, top) for top in (half, whole)]
+    loss = [divergences.forward_kl(student, top) for top in (half, whole)]
     torch.testing.assert_close(*loss, atol=1e-3, rtol=1e-3)
 
 
@@ -101,11 +102,11 @@ def test_certain_teachers_leave_finite_gradients():
 def test_what_top_tokens_cannot_do():
     student, teacher = states(0, N), states(1, N)
     with pytest.raises(SurgeryError, match="kept at temperature 1"):
-        objectives.forward_kl(student, top_k(teacher, 3), 2.0)
+        divergences.forward_kl(student, top_k(teacher, 3), 2.0)
     with pytest.raises(SurgeryError, match="top 32 tokens"):
         top_k(teacher, 32)
     with pytest.raises(SurgeryError, match="vocabulary of 31, its teacher of 32"):
-        objectives.forward_kl(student, replace(top_k(teacher, 3), vocabulary=32))
+        divergences.forward_kl(student, replace(top_k(teacher, 3), vocabulary=32))
 
 
 IDENTITY = CacheIdentity(model="m" * 64, data="d" * 64, sequences=7, length=LENGTH, vocabulary=VOCAB, k=3)
@@ -160,7 +161,7 @@ def test_trains_on_chosen_positions(tmp_path):
     chosen[0, 3:] = chosen[1, 1] = True
     student, teacher = (States(part.hidden[:, :-1][chosen], part.head) for part in (student, teacher))
     (loss,) = logit_losses(ObjectiveWeights(), student, cache.batch([2, 3])[chosen]).values()
-    torch.testing.assert_close(loss, objectives.forward_kl(student, top_k(teacher, 3, torch.float32)))
+    torch.testing.assert_close(loss, divergences.forward_kl(student, top_k(teacher, 3, torch.float32)))
 
 
 def test_goes_on_where_it_stopped(tmp_path, small_shards):

@@ -1,0 +1,28 @@
+"""Loss and recall of a loaded model, as the tasks of an evaluation take them, without an evaluation around."""
+
+import torch
+from torch import LongTensor, nn
+
+from surgery.eval.loss import LogitReader, evaluation_mode
+from surgery.eval.recall import RecallSet, recall_hits
+from surgery.eval.token_losses import losses_of_states
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, tokens: LongTensor, batch_size: int = 8) -> float:
+    """Nats per predicted token of [N, T]."""
+    with evaluation_mode(model):
+        reader = LogitReader(model, tokens)
+        batches = tokens.split(batch_size)
+        losses = [losses_of_states(reader, reader.states(batch)[:, :-1], batch[:, 1:]) for batch in batches]
+    return float(torch.cat(losses).double().mean())
+
+
+@torch.no_grad()
+def recall_accuracy(model: nn.Module, prompts: RecallSet, batch_size: int = 8) -> float:
+    """Share of prompts that are answered right."""
+    batches = zip(prompts.tokens.split(batch_size), prompts.answer_mask.split(batch_size), strict=True)
+    with evaluation_mode(model):
+        reader = LogitReader(model, prompts.tokens)
+        hits = [hit for tokens, asked in batches for hit in recall_hits(reader, tokens, asked)]
+    return sum(hits) / len(hits)
