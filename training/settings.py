@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 BUILTIN = "builtin"
 NO_TRACKER = "none"
 Evaluation = Literal["loss", "recall", "needle", "ruler"]
-EVALUATIONS = get_args(Evaluation)
 """Tasks of `surgery eval` that a run can take on the way."""
 
 LEARNED_FROM = ("teacher", "teacher_logits", "objective")

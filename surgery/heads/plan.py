@@ -48,11 +48,6 @@ class HeadPlan:
         return sorted(range(len(kind)), key=lambda head: (int(kind[head]), head))
 
 
-def single_heads(layers: int, kv_heads: int) -> Units:
-    """Every KV head for itself."""
-    return [[(head,) for head in range(kv_heads)] for _ in range(layers)]
-
-
 def unit_ranking(scores: Tensor, units: Units) -> list[tuple[int, int]]:
     """(layer, unit) in the order in which they deserve to stay full: a unit is worth what its best head is.
 

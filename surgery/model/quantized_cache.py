@@ -16,14 +16,11 @@ This file travels beside the weights as remote code: it may import torch, transf
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
 
-from .cache_layer import CompactLayer, check_full_attention
+from .cache_layer import CompactLayer
 from .quantization import BITS, PACKED, dequantize, grouped_channels, pack, quantize, token_groups, unpack
 
 EXACT = "exact"
@@ -34,29 +31,6 @@ Spans = Sequence[tuple[str, int]]
 
 KEYS = ("channel", "token")
 """What may share a scale of keys: the tokens of a channel, or the channels of a token."""
-
-
-class QuantizedKVCache(Cache):
-    """A cache of `QuantizedKVLayer`s, for any model whose layers keep keys and values of all tokens."""
-
-    def __init__(
-        self,
-        format: str,
-        group: int = 32,
-        window: int = 0,
-        keys: str = "channel",
-        *,
-        config: PreTrainedConfig | None = None,
-    ) -> None:
-        """Settings as in `QuantizedKVLayer`; `config` of the model, to refuse what it cannot carry.
-
-        Raises:
-            ValueError: impossible settings, or a config with layers of another kind than full attention.
-        """
-        QuantizedKVLayer(format, group, window, keys)
-        if config is not None:
-            check_full_attention(config, QuantizedKVLayer.form)
-        super().__init__(layer_class_to_replicate=partial(QuantizedKVLayer, format, group, window, keys))
 
 
 class QuantizedKVLayer(CompactLayer):

@@ -194,18 +194,3 @@ def set_padding(cache: Cache, mask: Tensor | None) -> list[int] | None:
     for layer in layers:
         layer.padding = padding
     return padding
-
-
-def sink_window_bytes(
-    sinks: int,
-    recent: int,
-    *,
-    batch: int,
-    heads: int,
-    tokens: int,
-    key_dim: int,
-    value_dim: int,
-    dtype: torch.dtype,
-) -> int:
-    """Bytes that a `SinkWindowLayer` holds after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
-    return batch * heads * min(tokens, sinks + recent - 1) * (key_dim + value_dim) * dtype.itemsize

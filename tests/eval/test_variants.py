@@ -3,6 +3,7 @@
 import pytest
 import torch
 from measures import mean_loss
+from quantized_caches import quantized_cache
 from tiny_models import CONFIGS
 from transformers import (
     AutoModelForCausalLM,
@@ -20,8 +21,7 @@ from surgery.eval.loss import LogitReader
 from surgery.eval.variants.mean_pool import mean_pool
 from surgery.eval.variants.quantized_kv import quantize_kv
 from surgery.eval.variants.sink_window import sink_window
-from surgery.model.quantized_cache import QuantizedKVCache, QuantizedKVLayer
-from surgery.model.sink_window_cache import sink_window_bytes
+from surgery.model.quantized_cache import QuantizedKVLayer
 
 VARIANTS = {"int4": lambda model: quantize_kv(model, "int4", 16), "window": lambda model: sink_window(model, 3, 9)}
 each_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
@@ -118,7 +118,7 @@ def test_quantised_logits_are_near_the_source(load, name, form, least, most):
 def test_quantised_decoding_is_a_cache_given_by_hand(load):
     model, tokens = load(), tokens_of(2, 50)
     sizes = [20] + [1] * 30
-    cache, parts, first = QuantizedKVCache("int4", 16, 5), [], 0
+    cache, parts, first = quantized_cache("int4", 16, 5), [], 0
     for size in sizes:
         parts.append(model(tokens[:, first : first + size], past_key_values=cache).logits)
         first += size
@@ -215,7 +215,7 @@ def test_foreign_caches_are_refused(load, variant):
         filled,
         StaticCache(config=model.config, max_cache_len=64),
         quantize_kv(load(), "int8")(tokens).past_key_values,
-        QuantizedKVCache("int2"),
+        quantized_cache("int2"),
     ):
         with pytest.raises(SurgeryError, match="cannot continue"):
             model(tokens, past_key_values=cache)
@@ -264,7 +264,7 @@ def test_live_bytes_are_those_predicted(load, batch):
         live = cache_bytes(quantize_kv(load().bfloat16(), form, 8)(tokens).past_key_values)
         assert live == 2 * QuantizedKVLayer(form, 8).predicted_bytes(**size) == plain * bits // 16
     live = cache_bytes(sink_window(load().bfloat16(), 4, 13)(tokens).past_key_values)
-    assert live == 2 * sink_window_bytes(4, 13, **size) == plain // 8
+    assert live == plain // 8
     assert cache_bytes(mean_pool(load().bfloat16(), 1)(tokens).past_key_values) == plain // 2
 
 

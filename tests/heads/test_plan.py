@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from surgery.common.errors import SurgeryError
-from surgery.heads.plan import HeadPlan, compile_plan, single_heads
+from surgery.heads.plan import HeadPlan, compile_plan
 
+SINGLE = [[(head,) for head in range(4)] for _ in range(2)]  # every KV head for itself, of two layers
 SCORES = torch.tensor([[0.9, 0.1, 0.5, 0.2], [0.3, 0.8, 0.05, 0.6]])
 
 
@@ -17,7 +18,7 @@ def at_most(count):
 
 def test_the_best_heads_stay_full():
     for count in range(9):
-        plan = compile_plan(SCORES, single_heads(2, 4), at_most(count), 4, 8)
+        plan = compile_plan(SCORES, SINGLE, at_most(count), 4, 8)
         best = SCORES.flatten().topk(count).indices
         assert plan.full.flatten().nonzero().flatten().tolist() == sorted(best.tolist())
         assert plan.streams.float().mean().item() == pytest.approx(1 - count / 8)
@@ -32,18 +33,18 @@ def test_heads_of_one_unit_go_together():
 
 
 def test_a_budget_is_a_prefix_of_the_ranking():
-    plans = [compile_plan(SCORES, single_heads(2, 4), at_most(count), 4, 8).full for count in range(9)]
+    plans = [compile_plan(SCORES, SINGLE, at_most(count), 4, 8).full for count in range(9)]
     assert all((more | less).equal(more) for less, more in pairwise(plans))
 
 
 def test_equal_scores_are_taken_in_order():
-    plan = compile_plan(torch.zeros(2, 4), single_heads(2, 4), at_most(3), 4, 8)
+    plan = compile_plan(torch.zeros(2, 4), SINGLE, at_most(3), 4, 8)
     assert plan.full.flatten().tolist() == [True] * 3 + [False] * 5
 
 
 @pytest.mark.parametrize("count", range(9))
 def test_quotas_divide_over_devices(count):
-    plan = compile_plan(SCORES, single_heads(2, 4), at_most(count), 4, 8, multiple=2)
+    plan = compile_plan(SCORES, SINGLE, at_most(count), 4, 8, multiple=2)
     assert all(int(layer.sum()) % 2 == 0 for layer in plan.full)
     assert int(plan.full.sum()) == count // 2 * 2
     if 2 <= count < 4:  # the pair of greatest mean: 0.9 and 0.5, or 0.8 and 0.6
@@ -53,20 +54,20 @@ def test_quotas_divide_over_devices(count):
 
 def test_quotas_that_divide_nothing_are_refused():
     with pytest.raises(SurgeryError, match="does not divide the 4 KV heads"):
-        compile_plan(SCORES, single_heads(2, 4), at_most(4), 4, 8, multiple=3)
+        compile_plan(SCORES, SINGLE, at_most(4), 4, 8, multiple=3)
     with pytest.raises(SurgeryError, match="stream together"):
         compile_plan(SCORES, [[(0, 1), (2, 3)]] * 2, at_most(4), 4, 8, multiple=2)
 
 
 def test_the_best_of_the_streaming_heads_are_compensated():
-    plan = compile_plan(SCORES, single_heads(2, 4), at_most(2), 4, 8, compensated=0.5)
+    plan = compile_plan(SCORES, SINGLE, at_most(2), 4, 8, compensated=0.5)
     assert plan.compensated.tolist() == [[False, False, True, False], [True, False, False, True]]
     assert plan.order(0) == [0, 1, 3, 2] and plan.order(1) == [1, 2, 0, 3]
 
 
 def test_an_impossible_budget_says_what_to_do():
     with pytest.raises(SurgeryError, match="raise --kv-ratio"):
-        compile_plan(SCORES, single_heads(2, 4), lambda full: False, 4, 8)
+        compile_plan(SCORES, SINGLE, lambda full: False, 4, 8)
 
 
 def test_full_heads_are_not_compensated():

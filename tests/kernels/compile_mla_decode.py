@@ -4,8 +4,8 @@ from dataclasses import replace
 from itertools import product
 
 import torch
+from compilation import SHARED_LIMITS
 
-from surgery.kernels.compilation import SHARED_LIMITS
 from surgery.kernels.launch import Config, Launch
 from surgery.kernels.mla_decode import quantized_kernel
 from surgery.kernels.mla_decode.kernel import default_config, launches

@@ -1,10 +1,9 @@
 """What the compiler makes of every operation at sizes of real models: spills, shared memory, matrix instructions."""
 
 import pytest
+from compilation import SHARED_LIMITS
 from kernel_checks import compiled
 from kernel_examples import found
-
-from surgery.kernels.compilation import SHARED_LIMITS
 
 
 @pytest.mark.parametrize("case", found("COMPILED"), ids=str)

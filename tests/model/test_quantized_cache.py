@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, MistralConfig
+from quantized_caches import quantized_cache
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
 from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.tensor_bytes import plain_tensors
 from surgery.model.quantization import BITS, dequantize, pack, quantize, token_groups, unpack
-from surgery.model.quantized_cache import QuantizedKVCache, QuantizedKVLayer
+from surgery.model.quantized_cache import QuantizedKVLayer
 
 bits_cases = pytest.mark.parametrize("bits", [8, 4, 3, 2])
 integers = pytest.mark.parametrize("form", ["int8", "int4", "int3", "int2"])
@@ -85,11 +86,11 @@ def test_nothing_stays_nothing_in_fp8():
 def test_scales_are_of_key_channels_and_of_value_tokens(form):
     """A channel that is large in all keys costs the others nothing, nor does a token that is large in all values."""
     keys, values = states(tokens=32), states(tokens=32, seed=1)
-    plain_keys, plain_values = QuantizedKVCache(form).update(keys, values, 0)
+    plain_keys, plain_values = quantized_cache(form).update(keys, values, 0)
     loud_keys, loud_values = keys.clone(), values.clone()
     loud_keys[..., 3] *= 1000
     loud_values[..., 5, :] *= 1000
-    new_keys, new_values = QuantizedKVCache(form).update(loud_keys, loud_values, 0)
+    new_keys, new_values = quantized_cache(form).update(loud_keys, loud_values, 0)
     others = torch.arange(16) != 3
     assert torch.equal(new_keys[..., others], plain_keys[..., others])
     others = torch.arange(32) != 5
@@ -99,8 +100,8 @@ def test_scales_are_of_key_channels_and_of_value_tokens(form):
 @formats
 def test_keys_by_token_are_quantised_as_values(form):
     keys = states(tokens=64, dim=80)
-    got, same = QuantizedKVCache(form, keys="token").update(keys, keys, 0)
-    by_channel, _ = QuantizedKVCache(form).update(keys, keys, 0)
+    got, same = quantized_cache(form, keys="token").update(keys, keys, 0)
+    by_channel, _ = quantized_cache(form).update(keys, keys, 0)
     assert torch.equal(got, same) and not torch.equal(got, by_channel)
 
 
@@ -109,12 +110,12 @@ def test_a_token_has_the_fewest_groups(width, groups):
     """As each is scaled by its own largest channel, a loud first channel is felt in the first group only."""
     assert token_groups(width, 32) == groups
     values = states(1, 1, 32, width)
-    _, quiet = QuantizedKVCache("int4").update(states(1, 1, 32), values, 0)
+    _, quiet = quantized_cache("int4").update(states(1, 1, 32), values, 0)
     assert quiet.shape == values.shape
     if groups > 1:
         loud = values.clone()
         loud[..., 0] *= 1000
-        _, got = QuantizedKVCache("int4").update(states(1, 1, 32), loud, 0)
+        _, got = quantized_cache("int4").update(states(1, 1, 32), loud, 0)
         same = (got == quiet).all(dim=-2).flatten()
         first = -(-width // groups)
         assert not same[:first].any() and same[first:].all()
@@ -126,9 +127,9 @@ def test_a_token_has_the_fewest_groups(width, groups):
 @pytest.mark.parametrize("value_dim", [12, 0])
 def test_any_chunks_keep_the_same_and_recent_tokens_exactly(form, keys_by, window, value_dim):
     keys, values = states(), states(dim=value_dim, seed=1)
-    whole = QuantizedKVCache(form, 16, window, keys_by)
+    whole = quantized_cache(form, 16, window, keys_by)
     expected = whole.update(keys, values, 0)
-    chunked = QuantizedKVCache(form, 16, window, keys_by)
+    chunked = quantized_cache(form, 16, window, keys_by)
     for first, last in [(0, 7), (7, 8), (8, 40), (40, 69), (69, 70)]:
         got = chunked.update(keys[:, :, first:last], values[:, :, first:last], 0)
         assert chunked.get_seq_length() == got[0].shape[2] == got[1].shape[2] == last
@@ -156,7 +157,7 @@ def test_any_chunks_keep_the_same_and_recent_tokens_exactly(form, keys_by, windo
     ],
 )
 def test_bytes_are_those_predicted(form, keys_by, batch, tokens, group, window, dims, dtype):
-    cache = QuantizedKVCache(form, group, window, keys_by)
+    cache = quantized_cache(form, group, window, keys_by)
     for first in range(0, tokens, 50):
         count = min(50, tokens - first)
         for layer in range(2):
@@ -186,14 +187,14 @@ def test_bytes_of_a_long_text_in_bfloat16():
 @formats
 def test_rows_are_repeated_reordered_and_selected(form):
     keys, values = states(), states(seed=1)
-    cache = QuantizedKVCache(form, 16)
+    cache = quantized_cache(form, 16)
     cache.update(keys, values, 0)
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([3, 0, 0, 1]))
     cache.batch_select_indices(torch.tensor([0, 1]))
     more = states(tokens=30, seed=2)
     got = cache.update(more, more, 0)
-    direct = QuantizedKVCache(form, 16)
+    direct = quantized_cache(form, 16)
     direct.update(keys[[1, 0]], values[[1, 0]], 0)
     expected = direct.update(more, more, 0)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
@@ -201,7 +202,7 @@ def test_rows_are_repeated_reordered_and_selected(form):
 
 @pytest.mark.parametrize("form", ["int4", "fp8"])
 def test_reset_and_crop(form):
-    cache = QuantizedKVCache(form)
+    cache = quantized_cache(form)
     keys = states()
     expected = cache.update(keys, keys, 0)[0]
     assert cache.get_seq_length() == 70 and cache.get_mask_sizes(5, 0) == (75, 0)
@@ -220,13 +221,7 @@ def test_reset_and_crop(form):
 )
 def test_impossible_settings_are_refused(arguments):
     with pytest.raises(ValueError):
-        QuantizedKVCache(*arguments)
-
-
-def test_a_sliding_window_is_refused():
-    QuantizedKVCache("int8", config=MistralConfig(sliding_window=None))
-    with pytest.raises(ValueError, match="sliding_attention"):
-        QuantizedKVCache("int8", config=MistralConfig(sliding_window=16))
+        QuantizedKVLayer(*arguments)
 
 
 def test_the_latent_of_stock_deepseek_v3_is_quantised():
@@ -249,7 +244,7 @@ def test_the_latent_of_stock_deepseek_v3_is_quantised():
     tokens = torch.randint(97, (2, 70))
     with torch.no_grad():
         exact = model(tokens, past_key_values=DynamicCache(config=config)).logits
-        output = model(tokens, past_key_values=QuantizedKVCache("int8", config=config))
+        output = model(tokens, past_key_values=quantized_cache("int8"))
     size = dict(batch=2, heads=1, key_dim=24, value_dim=4, dtype=torch.float32)
     predicted = QuantizedKVLayer("int8").predicted_bytes(70, **size)
     assert cache_bytes(output.past_key_values) == 2 * predicted

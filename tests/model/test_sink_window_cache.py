@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from surgery.eval.kv_cache import cache_bytes
-from surgery.model.sink_window_cache import SinkWindowCache, SinkWindowLayer, sink_window_bytes
+from surgery.model.sink_window_cache import SinkWindowCache, SinkWindowLayer
 
 CPU = torch.device("cpu")
 PADDINGS = [0, 3, 11]
@@ -49,9 +49,7 @@ def test_bytes_are_those_predicted(batch):
         for layer in range(2):
             new = torch.zeros(batch, 2, last - first, 8, dtype=torch.bfloat16), torch.zeros(batch, 2, last - first, 6)
             cache.update(new[0], new[1].bfloat16(), layer)
-        predicted = sink_window_bytes(
-            4, 16, batch=batch, heads=2, tokens=last, key_dim=8, value_dim=6, dtype=torch.bfloat16
-        )
+        predicted = batch * 2 * min(last, 4 + 16 - 1) * (8 + 6) * 2
         assert cache_bytes(cache) == 2 * predicted
     tensors = [t for layer in cache.layers for t in (layer.keys, layer.values, layer.sink_keys, layer.sink_values)]
     held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -7,7 +7,7 @@ import sys
 from collections import defaultdict
 from dataclasses import asdict
 
-from surgery.kernels.compilation import compile_launch
+from compilation import compile_launch
 
 module, function = sys.argv[1].split(":")
 launches = getattr(importlib.import_module(module), function)
