@@ -11,7 +11,7 @@ ceilings are assumed on both sides, so a ratio of two predictions compares struc
 
 Pure Python: nothing here imports torch, and all sizes are plain numbers.
 
-Shapes: B rows, T new tokens of each, S tokens of the cache, H query heads, G KV heads, r rank, ρ rotated numbers.
+Shapes: B rows, T new tokens of each, S tokens of the cache, H query heads, G KV heads, r rank, ρ rotary dimensions.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def test_rotated_keys_in_bits_of_their_own(checkpoints, tmp_path, rope_bits):
     kv = result.report.kv
     at = kv["measured_at_tokens"]
     whole = (at - 2) // 16 * 16
-    # Of each of two layers: 12 latents by channel, 4 rotated numbers and a key norm's 2 by token, the rest exact.
+    # Of each of two layers: 12 latents by channel, 4 rotary dimensions and a key norm's 2 by token, the rest exact.
     latents = 12 / 2 + 12 * 4 / 16
     rope = 6 * 2 if rope_bits == 16 else 6 + 4
     assert kv["measured_bytes_per_token"] * at == 2 * (whole * (latents + rope) + (at - whole) * 18 * 2)

@@ -139,7 +139,7 @@ def test_limits():
 
 
 def test_zeros_change_nothing(tmp_path, monkeypatch):
-    """Heads of 16 as (64, 64, 128), with zeros among the rotated numbers: llama3 bends the lower frequencies."""
+    """Heads of 16 as (64, 64, 128), with zeros among the rotary dimensions: llama3 bends the lower frequencies."""
     shape = {**SHAPE, "num_attention_heads": 4, "num_key_value_heads": 4}
     llama3 = LlamaConfig(**shape, rms_norm_eps=1e-5, head_dim=16, rope_parameters=LLAMA3_ROPE)
     monkeypatch.setitem(CONFIGS, "wide", lambda: llama3)

@@ -267,7 +267,7 @@ def test_stock_mla_is_inspected_and_its_report_knows_the_source(tmp_path):
     config = stock_mla(bench_models.source_config("tiny"), 24, 8)
     bench_models.random_model(config, torch.device("cpu")).save_pretrained(tmp_path)
     alone = inspect_checkpoint(tmp_path)
-    assert alone.architecture["attention"][0].startswith("2 layers: latent of 24 and 8 rotated numbers")
+    assert alone.architecture["attention"][0].startswith("2 layers: latent of 24 and 8 rotary dimensions")
     assert "speedup" not in alone.speed[0] and alone.targets == []
     report = {"source": {"heads": 4, "kv_heads": 2, "head_dim": 16}, "previous": None}
     (tmp_path / "surgery_report.json").write_text(json.dumps(report))

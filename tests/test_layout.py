@@ -52,14 +52,14 @@ BESIDE = {
     "eval": {"common", "model", "running"},
     "training": {"calibration", "checkpoint", "common", "eval", "kernels", "model", "running", "version"},
 }
-"""Rooms that may import less than all floors below them, or more."""
+"""Packages that may import less than all floors below them, or more."""
 
 BUILDS_ON = {"cross_layer": {"low_rank"}}
 """Structures that stand on others."""
 
 
 def module_name(file: Path) -> str:
-    """What a file is imported as; the rooms at the top of the repository are linked into the package."""
+    """What a file is imported as; the packages at the top of the repository are linked into the package."""
     parts = file.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "surgery" else ("surgery", *parts)
     return ".".join(parts).removesuffix(".__init__")
@@ -98,7 +98,7 @@ def imported(file: Path) -> frozenset[str]:
     return frozenset(name for name in found if name.startswith("surgery."))
 
 
-def room_of(name: str) -> str:
+def package_of(name: str) -> str:
     """First name below ``surgery`` of a module."""
     return name.split(".")[1] if "." in name else ""
 
@@ -136,18 +136,18 @@ def test_no_module_imports_itself_through_others():
 
 
 def test_every_folder_has_a_floor():
-    rooms = [room for floor in FLOORS for room in floor]
-    assert sorted(rooms) == sorted({room_of(name) for name in FILES} - {"", "__main__"})
+    packages = [package for floor in FLOORS for package in floor]
+    assert sorted(packages) == sorted({package_of(name) for name in FILES} - {"", "__main__"})
 
 
-@pytest.mark.parametrize("room", [room for floor in FLOORS for room in floor])
-def test_imports_go_one_way(room):
-    level = next(index for index, floor in enumerate(FLOORS) if room in floor)
+@pytest.mark.parametrize("package", [package for floor in FLOORS for package in floor])
+def test_imports_go_one_way(package):
+    level = next(index for index, floor in enumerate(FLOORS) if package in floor)
     below = {other for floor in FLOORS[:level] for other in floor}
-    allowed = BESIDE.get(room, below) | {room}
+    allowed = BESIDE.get(package, below) | {package}
     for name, file in FILES.items():
-        if room_of(name) == room:
-            assert {room_of(other) for other in imported(file)} <= allowed, file
+        if package_of(name) == package:
+            assert {package_of(other) for other in imported(file)} <= allowed, file
 
 
 def asked_for(tree: ast.AST) -> set[str]:
@@ -168,12 +168,12 @@ def asked_for(tree: ast.AST) -> set[str]:
 
 def test_nothing_outside_a_structures_folder_asks_for_its_name():
     """Of what knows targets; in floors below them "hybrid" is a kind of attention, as config.json says it."""
-    floor = next(index for index, rooms in enumerate(FLOORS) if "structures" in rooms)
-    above = {room for rooms in FLOORS[floor:] for room in rooms} - {"forecast"}
+    floor = next(index for index, packages in enumerate(FLOORS) if "structures" in packages)
+    above = {package for packages in FLOORS[floor:] for package in packages} - {"forecast"}
     names = {*TARGETS, MIXED.name}
     for name, file in FILES.items():
         inside = name.startswith("surgery.structures.") and name.count(".") > 2
-        if room_of(name) in above and not inside:
+        if package_of(name) in above and not inside:
             assert not asked_for(ast.parse(file.read_text(encoding="utf-8"))) & names, file
 
 

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from surgery.common.errors import SurgeryError
-from surgery.common.human import count, duration, size
+from surgery.common.human import count, decimal, duration, size, with_perplexity
 from surgery.common.progress import Progress
 from surgery.training.checkpoints import BEST, Checkpoints
 from surgery.training.data import Row, Sequences, collate, dealt
@@ -272,7 +272,10 @@ class Loop:
             at.best_held_out, at.best_step = judged, at.step
         t.log.write("held_out", step=at.step, tokens=at.tokens, **values)
         t.log.track(at.step, {f"held_out/{name}": value for name, value in values.items()})
-        parts = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+        parts = ", ".join(
+            f"{name} {with_perplexity(value) if 'cross_entropy' in name else decimal(value, 4)}"
+            for name, value in values.items()
+        )
         t.progress.note(f"held out after step {at.step}: {parts}")
         if t.settings.patience is None:
             return
@@ -305,7 +308,10 @@ class Loop:
         at.evaluations.append({"step": at.step, "tokens": at.tokens, **found})
         t.log.write("evaluation", **at.evaluations[-1])
         t.log.track(at.step, {f"evaluation/{name}": value for name, value in scalars(found).items()})
-        parts = ", ".join(f"{name} {value:.4f}" for name, value in scalars(found).items())
+        parts = ", ".join(
+            f"{name} {with_perplexity(value) if name.endswith('loss') else decimal(value, 4)}"
+            for name, value in scalars(found).items()
+        )
         t.progress.note(f"evaluated after step {at.step}: {parts}")
 
     @contextmanager

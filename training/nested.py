@@ -4,7 +4,7 @@ Conversions to latents leave them in the order of what they are worth, and a sma
 of every block. A plain healing looks at all of them only. Here every step draws how many count, and the others are
 zero for that step: what runs is what a slice computes, and latents that were dropped get no gradient.
 
-The room knows no methods: an attention says by `latent_slices` which outputs of its `kv_down` are latents.
+Nothing here knows methods: an attention says by `latent_slices` which outputs of its `kv_down` are latents.
 """
 
 from __future__ import annotations

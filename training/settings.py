@@ -34,7 +34,7 @@ class HealSettings(FileSettings):
     student: str = setting("", "The converted checkpoint, a folder or a hub id.", section="Models", in_file=True)
     teacher: str | None = setting(
         None,
-        "What to distil from; builtin is the model that ships.",
+        "What to distil from; builtin is the demo model.",
         unset="the student's source, as its report names it, if teacher_logits and objective say nothing either",
         metavar="SRC|builtin|smollm2",
     )

@@ -13,7 +13,7 @@ from surgery.model.cache_layer import Call, check_full_attention, hook_calls
 
 
 class NoVariant(SurgeryError):
-    """A model has no such cheaper form."""
+    """A model has no such variant."""
 
 
 def install(model: PreTrainedModel, name: str, prepare: Callable[[nn.Module, Call], None]) -> PreTrainedModel:

@@ -63,7 +63,7 @@ def _outputs(query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]
 def _unsupported(key: Tensor, value: Tensor, **_: object) -> str | None:
     for name, tensor in (("keys", key), ("values", value)):
         if tensor.stride(-1) != 1:
-            return f"the numbers of a token's {name} do not lie side by side"
+            return f"the elements of a token's {name} do not lie side by side"
         if (1 << (tensor.shape[-1] - 1).bit_length()) * tensor.dtype.itemsize > WIDEST:
             return f"{name} of {tensor.shape[-1]} numbers in {tensor.dtype} are too wide"
     return None

@@ -7,14 +7,14 @@ each latent once, row-major as it is cached: as it stands it is the value, and s
 key. The latent is cut into equal chunks with an accumulator each, so that a rank need be no power of two: 320 is
 5 · 64, 448 is 7 · 64; of a rank that no chunk divides the last one is masked.
 
-**Reading once.** The latent is all that is worth counting: r + ρ numbers a token, for H · T rows. Up to `block_rows`
+**Reading once.** The latent is all that is worth counting: r + ρ elements a token, for H · T rows. Up to `block_rows`
 rows it is read once from memory. With more, the blocks of rows are the fastest axis of the grid: programs that read the
 same tokens start next to each other, and all but one find them in the L2 cache. Memory traffic stays that of one read;
 that of L2 is H · T / `block_rows` times as much, and 64 rows a block take 64 heads with one read.
 
 **What compiling showed** (Triton 3.9, bf16). Heads are the rows of the product. 16 and 32 rows get the MMA of a warp,
 64 Hopper's WGMMA. With tokens as rows (transposed products) WGMMA takes 16 heads too, but keeps a third copy of each
-tile in shared memory, which 512 + 64 numbers a token leave no room for, and 255 registers. With two stages Triton
+tile in shared memory, which 512 + 64 elements a token leave no room for, and 255 registers. With two stages Triton
 fetches a tile only after the one before was used; three overlap, and are the default wherever they fit.
 """
 

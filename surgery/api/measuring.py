@@ -147,7 +147,7 @@ def evaluate(
     progress: bool = True,
     **settings: Any,
 ) -> Evaluated:
-    """Measures models beside their source and beside cheaper forms of it: ``surgery eval``.
+    """Measures models beside their source and beside cheap baselines: ``surgery eval``.
 
     Args:
         models: one or more, by name if they are a mapping; see :mod:`surgery.api.given_models`.

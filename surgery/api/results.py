@@ -156,7 +156,7 @@ class Row:
     """One model of an evaluation.
 
     Attributes:
-        role: baseline, checkpoint, or variant for a cheaper form of the baseline.
+        role: baseline, checkpoint, or variant for a cheap baseline made of the first.
         loss: nats per token on held-out text; None where it was not measured.
         recall: share of planted facts that are found; None likewise.
         kv_bytes: KV bytes per token over all layers, counted in the live cache.
@@ -176,7 +176,7 @@ class Evaluated:
     """What :func:`surgery.evaluate` measured; notebooks show its page.
 
     Attributes:
-        rows: the models, the baseline first, its cheaper forms last.
+        rows: the models, the baseline first, cheap baselines last.
         report: everything that was measured, as report.json has it.
         folder: of the report's files; None without an ``out``.
     """

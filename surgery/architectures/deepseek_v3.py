@@ -126,7 +126,7 @@ class StockMLA:
 
     @property
     def _rotated(self) -> int:
-        """Rotated numbers that are not zeros."""
+        """Rotary dimensions that are not zeros."""
         return 2 * len(self.spec.inv_freq[0])
 
     @property

@@ -108,7 +108,7 @@ class LatentModel:
         )
 
     def rope_dim(self, layer: int) -> int:
-        """Rotated numbers that a layer caches of every token beside its latents."""
+        """Rotary dimensions that a layer caches of every token beside its latents."""
         if self.stock:
             return self.config["qk_rope_head_dim"]
         return 2 * len(self.config["attention_layers"][layer].get("rope_inv_freq", ()))

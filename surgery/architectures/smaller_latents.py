@@ -22,7 +22,7 @@ class SmallerLatents:
 
     Attributes:
         rank: latents of every layer.
-        rope_dim: rotated numbers, which stay.
+        rope_dim: rotary dimensions, which stay.
     """
 
     reader: CheckpointReader

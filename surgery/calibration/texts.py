@@ -15,6 +15,7 @@ from surgery.calibration.sequences import token_hash
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.calibration.text_fit import measure_fit, misfits
 from surgery.common.errors import SurgeryError
+from surgery.common.human import with_perplexity
 from surgery.common.progress import Progress
 from surgery.running.loading import load_tokenizer
 
@@ -151,8 +152,8 @@ def _measure(opened, tokenizer, built: CalibrationSet, settings: ConversionSetti
     fit = measure_fit(opened.stream, texts, order, settings.batch_size, progress)
     parts = built.description.get("parts")
     shares = ", ".join(f"{part['share']:.0%} {name}" for name, part in (parts or {}).items()) or settings.calibration
-    losses = ", ".join(f"{found['loss']:.2f} on {kind}" for kind, found in fit["calibration"].items())
-    progress.note(f"calibration: {built.tokens.numel():,} tokens: {shares}; source's loss {losses}")
+    losses = ", ".join(f"{with_perplexity(found['loss'])} on {kind}" for kind, found in fit["calibration"].items())
+    progress.note(f"calibration: {built.tokens.numel():,} tokens: {shares}; source's loss (perplexity) {losses}")
     chats = bool(getattr(tokenizer, "chat_template", None)) and "chat" not in (parts or {"chat": None})
     for line in misfits(fit["calibration"], chats=chats):
         progress.note(f"warning: {line}")

@@ -1,4 +1,4 @@
-"""Checkpoints that can be called by a name wherever one is asked for: the model that ships, and a small real one."""
+"""Checkpoints that can be called by a name wherever one is asked for: the demo model, and a small real one."""
 
 from __future__ import annotations
 

@@ -132,8 +132,8 @@ def bench_decode(
     to: Annotated[
         str, typer.Option("--to", metavar="NAMES", help="What shapes are converted to: mla, mla-own, lowrank, gqa.")
     ] = "mla",
-    rank: Annotated[int, typer.Option("--rank", metavar="N", help="Latent numbers a token of converted shapes.")] = 512,
-    rope_dim: Annotated[int, typer.Option("--rope-dim", metavar="N", help="Rotated numbers of these.")] = 64,
+    rank: Annotated[int, typer.Option("--rank", metavar="N", help="Rank of the latent of converted shapes.")] = 512,
+    rope_dim: Annotated[int, typer.Option("--rope-dim", metavar="N", help="Rotary dimensions beside it.")] = 64,
     contexts: Annotated[str, typer.Option("--contexts", metavar="SIZES", help="Tokens of the cache.")] = "8k,32k,128k",
     batches: Annotated[
         str, typer.Option("--batches", metavar="SIZES", help="Rows; max is as many as fit.")

@@ -24,7 +24,7 @@ def evaluate(
         typer.Option(
             "--baseline",
             metavar="SRC|builtin|smollm2",
-            help="What the others are compared with: their source; builtin is the model that ships.",
+            help="What the others are compared with: their source; builtin is the demo model.",
         ),
     ] = None,
     out: Annotated[

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from surgery.common.errors import SurgeryError
-from surgery.common.human import duration, formats_of, origin, per_token, share, size, with_perplexity
+from surgery.common.human import cost, duration, formats_of, origin, per_token, share, size, with_perplexity
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json, typed
@@ -243,11 +243,9 @@ def _show_carrier(page: Console, target: dict) -> None:
     show_engines(page, target["engines"])
     limits = target.get("engine_limits")
     if limits:
-        cost = limits["held_out_loss"] - limits["free_held_out_loss"]
+        lost = limits["held_out_loss"] - limits["free_held_out_loss"]
         free = " + ".join(map(str, limits["free_split"]))
-        page.print(
-            f"--engine {limits['engine']} costs {cost:+.4f} nats before the fit, against {free} with any frequency"
-        )
+        page.print(f"--engine {limits['engine']} costs {cost(lost)} before the fit, against {free} with any frequency")
 
 
 def show_engines(page: Console, engines: dict) -> None:

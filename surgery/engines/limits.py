@@ -24,7 +24,7 @@ class MLALimits:
     """Of one engine, for heads of one size.
 
     Attributes:
-        head_sizes: (nope, rope, value) numbers of a head that the weights are padded to, and so the rotated numbers
+        head_sizes: (nope, rope, value) numbers of a head that the weights are padded to, and so the rotary dimensions
             that are cached; None: as they are.
         width: r + rope at which the fastest kernels run, FAST_ROPE of them rotated; budgets beyond it are not spent.
             None: any is as good.

@@ -1,4 +1,4 @@
-"""The rows of an evaluation: checkpoints, and cheaper forms of the baseline at the checkpoints' KV ratios."""
+"""The rows of an evaluation: checkpoints, and cheap baselines at the checkpoints' KV ratios."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Row:
         name: its name in the report.
         role: baseline, checkpoint or variant.
         checkpoint: whose weights.
-        variant: kind and parameters of a cheaper form of that checkpoint; None for itself.
+        variant: kind and parameters of a cheap baseline made of that checkpoint; None for itself.
     """
 
     name: str
@@ -66,7 +66,7 @@ VARIANTS = {"quantized-kv": quantize_kv, "mean-pool": mean_pool, "sink-window": 
 def plan_variants(
     names: Sequence[str], baseline: Checkpoint, ratios: Sequence[float], context: int
 ) -> tuple[list[Row], list[str]]:
-    """Rows of the baseline's cheaper forms, and notes on those that there are not.
+    """Rows of cheap baselines, and notes on those that there are not.
 
     Quantised caches have the bytes that they have. Pooled heads and windows are made to hold at most as many bytes at
     ``context`` as each of the ``ratios`` (of the checkpoints beside them) allows.

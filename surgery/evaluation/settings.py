@@ -27,7 +27,7 @@ class EvalSettings(FileSettings):
     )
     variants: tuple[Literal["int8", "fp8", "int4", "int3", "int2", "mean-pool", "window"], ...] = setting(
         ("int8", "int4", "mean-pool", "window"),
-        "Cheaper forms of the baseline to measure beside it, at the checkpoints' KV ratios.",
+        "Cheap baselines to measure beside it, at the checkpoints' KV ratios.",
         metavar="A,B|none",
     )
     limit: int | None = setting(None, "Samples a task at most, for a quick look; marks the report.", least=1)

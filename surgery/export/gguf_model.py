@@ -1,6 +1,6 @@
 """Keys and tensors of a checkpoint by the names that llama.cpp reads.
 
-Stock MLA is its ``deepseek2`` in the absorbed form, one KV head as wide as latent and rotated numbers, with the
+Stock MLA is its ``deepseek2`` in the absorbed form, one KV head as wide as latent and rotary dimensions, with the
 up-projection split in ``attn_k_b`` (transposed) and ``attn_v_b``. Llamas are its ``llama``, or ``deci`` where layers
 have different numbers of KV heads; both rotate neighbouring numbers, so rows of queries and keys are permuted.
 """

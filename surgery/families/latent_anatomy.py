@@ -1,6 +1,6 @@
 """A layer of multi-head latent attention (MLA) as a source: what a smaller latent is made from, and made as.
 
-Shapes: ``H`` query heads, ``r`` latents, ``ρ`` rotated numbers, ``n`` unrotated numbers of a head's query and key,
+Shapes: ``H`` query heads, ``r`` latents, ``ρ`` rotary dimensions, ``n`` unrotated numbers of a head's query and key,
 ``e`` values of a head, ``D`` hidden size. What is cached of an input x is one latent and one rotary key for all heads:
 
     a      = (down x)[:r]                       the latent before its norm

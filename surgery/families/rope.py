@@ -68,7 +68,7 @@ def rope_frequencies(
     if not usable:
         raise SurgeryError(f"config.json: RoPE of type {kind} cannot have the parameters {parameters}")
     if 2 * len(inv_freq) != rotated:
-        raise SurgeryError(f"config.json: RoPE has {len(inv_freq)} frequencies for {rotated} rotated numbers")
+        raise SurgeryError(f"config.json: RoPE has {len(inv_freq)} frequencies for {rotated} rotary dimensions")
     return inv_freq.double(), float(factor)
 
 

@@ -35,7 +35,7 @@ class EvaluationPlan:
         rows: models, the baseline first: name, role, path, dtype, bytes of the weights as they are measured, of the
             largest ``cache`` of any task and of a sequence's at ``context`` tokens (``kv``); None where its family has
             no prediction.
-        variants: names of the baseline's cheaper forms, each measured as a model is.
+        variants: names of cheap baselines, each measured as a model is.
         notes: what could be asked for and will not be there.
         tasks: each with its `surgery.eval.work.Work` of one model; None where it cannot be told.
         total: passes, read and decoded tokens of all models and tasks that can tell.

@@ -121,7 +121,7 @@ def _kind(layer: Attention) -> str:
     token = per_token(layer.token_bytes(131_072))
     if isinstance(layer, Latent):
         kept = f", the last {layer.window:,} tokens" if layer.window else ""
-        return f"latent of {layer.rank} and {layer.rope_dim} rotated numbers{kept}, a step reads {token} a token"
+        return f"latent of {layer.rank} and {layer.rope_dim} rotary dimensions{kept}, a step reads {token} a token"
     if isinstance(layer, LowRank):
         ranks = " + ".join(str(block.rank) for block in layer.blocks)
         return f"keys rebuilt from latents of {ranks}, a step reads {token} a token"

@@ -6,7 +6,7 @@ follow, so all of these are exact. Keys and queries are rotated by slot: RoPE kn
 row does not change.
 
 Shapes: B batch, T new tokens, K keys that are read, H query heads, G KV heads, d head_dim, D hidden size, n = 2Gd
-numbers of a token, r rank.
+elements of a token, r rank.
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
@@ -113,7 +113,7 @@ class CrossLayerAttention(GroupMember):
 
     @property
     def width(self) -> int:
-        """Numbers of a token."""
+        """Elements of a token."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @property

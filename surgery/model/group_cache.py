@@ -5,7 +5,7 @@ reads tokens exactly if they stand in its own block so far, among the last `wind
 first `sinks`; all others as the group's store gives them back. What a query reads is so a function of the text alone,
 whatever pieces the text comes in, as long as no piece reaches over the end of a block.
 
-Shapes: B batch, T new tokens, S tokens in all, n numbers of a token in one layer, W layers of a group.
+Shapes: B batch, T new tokens, S tokens in all, n elements of a token in one layer, W layers of a group.
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """

@@ -1,6 +1,6 @@
 """How a group of adjacent layers keeps tokens that are no longer exact: in a shared basis, or merged in pairs.
 
-Shapes: B batch, S tokens stored, W layers of the group, n numbers of a token in one layer (its keys, then its values).
+Shapes: B batch, S tokens stored, W layers of the group, n elements of a token in one layer (its keys, then its values).
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """

@@ -23,7 +23,7 @@ from surgery.calibration.texts import Texts, load_texts
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.common.errors import SurgeryError
-from surgery.common.human import size
+from surgery.common.human import cost, size
 from surgery.common.progress import Progress
 from surgery.families import any_family_of
 from surgery.forecast.attention_structures import of_config
@@ -371,14 +371,14 @@ def choose(rows: Sequence[Row], share: float | None, max_loss: float | None) -> 
             least = rows[0]
             raise SurgeryError(
                 f"nothing keeps to {share:.1%} of the KV bytes; the smallest is {least.kv_ratio:.1%}, for "
-                f"{least.loss_increase:+.4f} nats per token: {least.command}"
+                f"{cost(least.loss_increase)}: {least.command}"
             )
         return min(fitting, key=lambda place: rows[place].cost)
     fitting = [place for place in places if rows[place].loss_increase <= max_loss]
     if not fitting:
         least = min(rows, key=lambda row: row.loss_increase)
         raise SurgeryError(
-            f"nothing loses at most {max_loss:g} nats per token; the least is {least.loss_increase:+.4f}, at "
+            f"nothing loses at most {max_loss:g} nats per token; the least is {cost(least.loss_increase)}, at "
             f"{least.kv_ratio:.1%} of the KV bytes: {least.command}"
         )
     return min(fitting, key=lambda place: rows[place].kv_bytes)

@@ -142,7 +142,7 @@ def _shape(source: dict, target: dict) -> str:
         return "keys and values"
     rank = _range(target["kv_lora_ranks"])
     rotated = _range(target.get("rope_dims") or [target["rope_dim"]])  # reports of 0.1 have one number
-    return f"latent rank {rank}, {rotated} rotated numbers"
+    return f"latent rank {rank}, {rotated} rotary dimensions"
 
 
 def _codes(target: dict) -> str:

@@ -120,10 +120,10 @@ class FittedSettings(FitSettings, StructureSettings):
 
 
 def rope_bits() -> Any:
-    """The setting of targets whose cache may hold rotated numbers apart."""
+    """The setting of targets whose cache may hold rotary dimensions apart."""
     return setting(
         None,
-        "Of the rotated numbers of a quantised MLA cache, by token; 16 leaves them as they are.",
+        "Of the rotary dimensions of a quantised MLA cache, by token; 16 leaves them as they are.",
         section="Bits",
         unset="as bits",
     )

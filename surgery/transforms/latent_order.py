@@ -15,7 +15,7 @@ EMPTY = 1e-9  # a latent with less than this share of the largest energy is kept
 
 
 def order_latents(layer: LatentLayer, moment: Tensor, metric: Tensor) -> tuple[LatentLayer, Tensor]:
-    """The same layer with the latents [r] in a basis sorted by worth; rotated numbers stay as they are.
+    """The same layer with the latents [r] in a basis sorted by worth; rotary dimensions stay as they are.
 
     What a change of the cached latent c costs is, to second order, ``E (c - ĉ)ᵀ G (c - ĉ)`` with G the Gauss-Newton
     matrix of the layer's output error. Of all projections to r' latents the leading eigenvectors of

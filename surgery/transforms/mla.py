@@ -60,7 +60,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Split:
-    """How one KV budget is spent, the same in every layer: ρ rotated numbers and a latent of rank r."""
+    """How one KV budget is spent, the same in every layer: ρ rotary dimensions and a latent of rank r."""
 
     rope_dim: int
     rank: int
@@ -69,7 +69,7 @@ class Split:
 
 @dataclass(frozen=True)
 class ConvertedLayer:
-    """A layer on every rung of the ladder, with its predicted errors.
+    """A layer at every stage, with its predicted errors.
 
     Attributes:
         basis: the components of the keys.

@@ -39,7 +39,7 @@ class Step(Protocol):
 
 
 def check_names(path: Path, steps: Sequence[Step]) -> None:
-    """Resolves every name that a step uses: of an earlier step, of a model that ships, a file, a folder or a hub id.
+    """Resolves every name that a step uses: of an earlier step, of a named model, a file, a folder or a hub id.
 
     Raises:
         SurgeryError: a name is none of these, or only a later step makes it.

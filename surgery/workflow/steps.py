@@ -50,7 +50,7 @@ def taken(settings: dict[str, Any], name: str, where: str) -> Any:
 
 
 def checkpoint_of(name: str, finished: Finished) -> str:
-    """A checkpoint's path or hub id: of an earlier step, of the model that ships, or as it is given."""
+    """A checkpoint's path or hub id: of an earlier step, of the demo model, or as it is given."""
     from surgery.checkpoint.named_models import model_named
 
     return str(finished.checkpoints[name]) if name in finished.checkpoints else model_named(name)

@@ -187,7 +187,7 @@ def test_latents_in_codes(checkpoints, tmp_path, name, form):
     assert report.verification["logit_difference_to_simulation"] < 1e-5
     assert foreseen.target["model_type"] == "surgery" and foreseen.target["reasons"] == report.target["reasons"]
     found = inspect_checkpoint(tmp_path / "out")
-    assert found.architecture["attention"][0].startswith(f"3 layers: latent of {rank} and 8 rotated numbers")
+    assert found.architecture["attention"][0].startswith(f"3 layers: latent of {rank} and 8 rotary dimensions")
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokens = torch.randint(3, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -319,7 +319,7 @@ def test_a_plan_weighs_fewer_latents_and_their_codes(checkpoints):
 def test_inspection_tells_what_is_cached_and_what_comes_next(checkpoints, name, capsys):
     found = inspect_checkpoint(checkpoints(name))
     assert found.kv["bytes_per_token"] == 3 * (16 + 8) * 4 and len(found.windows) == 3
-    assert found.architecture["attention"][0].startswith("3 layers: latent of 16 and 8 rotated numbers")
+    assert found.architecture["attention"][0].startswith("3 layers: latent of 16 and 8 rotary dimensions")
     show_inspection(found)
     assert "--to mla --dry-run" in capsys.readouterr().out
 
@@ -388,7 +388,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
         ({"kv_lora_rank": 7}, "an even"),
         ({"kv_ratio": 0.3}, "-2 latents"),
         ({"kv_ratio": 0.5, "kv_lora_rank": 8}, "either kv_ratio or kv_lora_rank"),
-        ({"rope_dim": 4}, "keeps its 8 rotated numbers"),
+        ({"rope_dim": 4}, "keeps its 8 rotary dimensions"),
         ({"method": "transmla"}, "chosen by the loss"),
         ({"allocate": "spectrum"}, "one rank for all layers"),
         ({"keep_layers": "0"}, "one rank for all layers"),

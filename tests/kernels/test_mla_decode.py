@@ -83,7 +83,7 @@ def test_the_reference_ends_rows_where_they_end():
 
 
 SHAPES = [(1, 48, 16, 63, 16), (7, 96, 8, 111, 32), (28, 320, 64, 40, 64), (40, 72, 0, 33, 32), (8, 40, 12, 17, 64)]
-"""Heads, rank, rotated numbers, tokens, tokens of a chunk: each by default in one dtype, in turn."""
+"""Heads, rank, rotary dimensions, tokens, tokens of a chunk: each by default in one dtype, in turn."""
 
 
 @pytest.mark.parametrize(

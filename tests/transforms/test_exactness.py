@@ -1,4 +1,4 @@
-"""The exact rungs of the ladder, for every family: merge and rotation change nothing."""
+"""The exact stages, for every family: merge and rotation change nothing."""
 
 import pytest
 import torch

@@ -42,7 +42,7 @@ class QuantizedDecode(DecodeCase):
         return None
 
     def _side_bytes(self, by_channel: int, by_token: int) -> int:
-        """Bytes of the codes and scales of all tokens, for so many numbers of a token quantised either way."""
+        """Bytes of the codes and scales of all tokens, for so many elements of a token quantised either way."""
         codes = self.context * BITS[self.format] // 8 * (by_channel + by_token)
         scales = self.context // self.group * by_channel + self.context * -(-by_token // self.group)
         numbers = 1 if self.format == "fp8" else 2

@@ -1,4 +1,4 @@
-"""From a KV budget to the splits between rotated numbers and latent that are worth trying."""
+"""From a KV budget to the splits between rotary dimensions and latent that are worth trying."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from surgery.families.rope import default_theta
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.mla import METHODS, Split
 
-# Shares of the budget that go to rotated numbers when the split is chosen by trying: small budgets want less than a
+# Shares of the budget that go to rotary dimensions when the split is chosen by trying: small budgets want less than a
 # third, half of the cache two fifths and more. Real models want less rotation than the demo model.
 ROPE_SHARES = (0.125, 0.2, 0.3, 0.375, 0.45)
 
@@ -60,7 +60,7 @@ def candidate_splits(settings: ConvertSettings, anatomy: AttentionAnatomy, reser
 def _engine_sizes(
     settings: ConvertSettings, anatomy: AttentionAnatomy, sizes: list[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """The nearest sizes that an engine carries, of no more bytes: rotated numbers that are no zeros, and rank."""
+    """The nearest sizes that an engine carries, of no more bytes: rotary dimensions that are no zeros, and rank."""
     limits = mla_limits(settings.engine, anatomy.head_dim, anatomy.value_dim)
     grid = 2 * default_pairs(anatomy)
     found = []
@@ -87,9 +87,9 @@ def default_pairs(anatomy: AttentionAnatomy) -> int:
 
 def _check(rope: int, rank: int, reserved: int, full: int, max_rope: int) -> None:
     if rope < 0 or rope > max_rope or rope % 2:
-        raise SurgeryError(f"{rope} rotated numbers per token are impossible: choose an even number up to {max_rope}")
+        raise SurgeryError(f"{rope} rotary dimensions per token are impossible: choose an even number up to {max_rope}")
     if rank < 1:
-        raise SurgeryError(f"{rope} rotated numbers leave a latent of rank {rank}: the budget is too small")
+        raise SurgeryError(f"{rope} rotary dimensions leave a latent of rank {rank}: the budget is too small")
     if rope + rank + reserved >= full:
         numbers = f"{rope} + {rank + reserved} numbers per token"
         raise SurgeryError(f"{numbers} would not be fewer than the source's {full}: keep fewer")
@@ -106,7 +106,7 @@ def _folded_size(budget: int, pairs: int) -> tuple[int, int]:
 def _folds(settings: ConvertSettings, rope: int, pairs: int) -> list[int]:
     """Folds that divide the frequencies, from the smallest that is possible to eight times that."""
     if rope == 0 or pairs % (rope // 2):
-        raise SurgeryError(f"method transmla keeps {2 * pairs} rotated numbers or a part that divides it, not {rope}")
+        raise SurgeryError(f"method transmla keeps {2 * pairs} rotary dimensions or a part that divides it, not {rope}")
     smallest = pairs // (rope // 2)
     if settings.freqfold is None:
         return [smallest * 2**i for i in range(4) if pairs % (smallest * 2**i) == 0]

@@ -1,4 +1,4 @@
-"""Plans of an MLA conversion: what of the KV budget each layer spends on rotated numbers and on its latent."""
+"""Plans of an MLA conversion: what of the KV budget each layer spends on rotary dimensions and on its latent."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class MLAPlan:
         return self.ranks or tuple(0 if layer in self.kept else self.split.rank for layer in range(layers))
 
     def facts(self) -> dict[str, float]:
-        """For the report: rotated numbers and rank of a layer, on average where layers differ."""
+        """For the report: rotary dimensions and rank of a layer, on average where layers differ."""
         if self.weight is None:
             return asdict(self.split)
         spread = [layer for layer, rank in enumerate(self.ranks) if rank]
@@ -118,7 +118,7 @@ class Planner:
         The method is one with lags and gradients.
 
         Args:
-            splits: of the budget's mean; one: its rotated numbers are every layer's, and ranks alone differ.
+            splits: of the budget's mean; one: its rotary dimensions are every layer's, and ranks alone differ.
         """
         width = splits[0].rope_dim + splits[0].rank
         options: dict[int, list[tuple[Tensor, Choice]]] = {}

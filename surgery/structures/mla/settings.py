@@ -35,14 +35,14 @@ class ConvertSettings(FittedSettings):
     )
     kv_lora_rank: int | None = setting(
         None,
-        "Rank of the latent; with the rotated numbers in place of a ratio, or with a ratio to fix the split.",
+        "Rank of the latent; with the rotary dimensions in place of a ratio, or with a ratio to fix the split.",
         more="Of a source that is MLA already alone, and half of its rank unless it or a ratio is given.",
         least=1,
         section="Budget",
     )
     rope_dim: int | None = setting(
         None,
-        "Rotated numbers per token.",
+        "Rotary dimensions per token.",
         least=0,
         none="auto",
         unset="several splits are tried on held-out text",
@@ -60,7 +60,7 @@ class ConvertSettings(FittedSettings):
     )
     allocate: Literal["auto", "uniform", "spectrum"] = setting(
         "auto",
-        "Rotated numbers and ranks of layers: uniform, or by spectrum at the same bytes in all.",
+        "Rotary dimensions and ranks of layers: uniform, or by spectrum at the same bytes in all.",
         more="Layers that differ need the own class, method fisher and calibration text; auto: spectrum where all "
         "three are given and no rank is.",
         section="Method",

@@ -1,7 +1,7 @@
 """``surgery convert --to mla`` of a model that is MLA already: fewer latents in the source's own class.
 
-Rotated numbers, queries and output projection stay. Every layer keeps one subspace of its latents, chosen in the metric
-of the loss, and a norm that is off by what it no longer sees (:mod:`surgery.transforms.smaller_latent`).
+Rotary dimensions, queries and output projection stay. Every layer keeps one subspace of its latents, chosen in the
+metric of the loss, and a norm that is off by what it no longer sees (:mod:`surgery.transforms.smaller_latent`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TAKEN = {
     "keep_layers": ((AUTO, NONE), "its class has one rank for all layers"),
     "carrier": (("auto", "stock"), "its own class holds it; ours is for codes alone, give bits"),
     "latent_norm": (("auto",), "its latents keep their own norm"),
-    "freqfold": ((None,), "its rotated numbers stay"),
+    "freqfold": ((None,), "its rotary dimensions stay"),
 }
 """What settings may say for a source that is MLA already, and why."""
 
@@ -210,21 +210,23 @@ def wanted_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
     """How many latents are kept: half of them where nothing is asked for.
 
     Raises:
-        SurgeryError: not fewer than the source has, or none; or the rotated numbers are asked to change.
+        SurgeryError: not fewer than the source has, or none; or the rotary dimensions are asked to change.
     """
     if settings.rope_dim not in (None, rope_dim):
         raise SurgeryError(
-            f"rope_dim {settings.rope_dim}: the source is MLA already and keeps its {rope_dim} rotated numbers"
+            f"rope_dim {settings.rope_dim}: the source is MLA already and keeps its {rope_dim} rotary dimensions"
         )
     if settings.kv_lora_rank is not None and settings.kv_ratio is not None:
-        raise SurgeryError("give either kv_ratio or kv_lora_rank: the source is MLA already, its rotated numbers stay")
+        raise SurgeryError(
+            "give either kv_ratio or kv_lora_rank: the source is MLA already and keeps its rotary dimensions"
+        )
     wanted = settings.kv_lora_rank
     if wanted is None:
         share = rank / 2 if settings.kv_ratio is None else settings.kv_ratio * (rank + rope_dim) + 1e-9 - rope_dim
         wanted = 2 * math.floor(share / 2)
     if not 2 <= wanted < rank or wanted % 2:
         raise SurgeryError(
-            f"{wanted} latents: the source has {rank} beside {rope_dim} rotated numbers, which stay; choose an even "
+            f"{wanted} latents: the source has {rank} beside {rope_dim} rotary dimensions, which stay; choose an even "
             f"kv_lora_rank from 2 to {rank - 1} (transformers' deepseek_v2 reads pairs), or a kv_ratio that leaves some"
         )
     return wanted

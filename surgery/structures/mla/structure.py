@@ -225,7 +225,7 @@ class MLA(Structure[Source, ConvertSettings]):
         if len(plans) == 1 and not free:
             return plans[0], [(plans[0], None)], {}
         if not held_out.texts:
-            # Nothing to try them on: a third for rotated numbers, the middle of what calibrated conversions choose.
+            # Nothing to try them on: a third for rotary dimensions, the middle of what calibrated conversions choose.
             untried = min(plans, key=_unlikely)
             return untried, [(untried, None)], {}
         unlimited_plans = [replace(planner, frequencies="free").alike(split, one_list=True) for split in free]

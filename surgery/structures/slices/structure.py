@@ -35,7 +35,7 @@ class SlicedLayerReport:
 
     Attributes:
         rank: latents that are left, ``ranks`` in each block.
-        rope_dim: rotated numbers cached beside them.
+        rope_dim: rotary dimensions cached beside them.
         rope_error: None, nothing rotated is dropped.
         latent_error, latent_error_share: energy of what this slice dropped, as the conversion's report has it, and its
             share of all that there was before.
