@@ -325,9 +325,9 @@ def _rows(
     called: str,
     gain: Callable[[Sized | Mixture], float | None],
 ) -> list[Row]:
-    rows, cost = [], Cost(source)
+    rows, price = [], Cost(source)
     for sized, score in weighed:
-        increase = cost.increase(score)
+        increase = price.increase(score)
         command = f"surgery convert {called} {sized.name}"
         if isinstance(sized, Mixture):
             command = f"surgery convert {called} --plan plan.yaml  # {sized.name}"
@@ -342,9 +342,9 @@ def _rows(
                 loss_increase=increase.mean,
                 low=increase.low,
                 high=increase.high,
-                answer_increase=cost.answers(score),
+                answer_increase=price.answers(score),
                 recall=score.recall,
-                cost=cost(score),
+                cost=price(score),
                 model_type=sized.config["model_type"],
                 engines=sized.engines,
                 speedup=gain(sized),
