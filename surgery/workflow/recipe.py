@@ -13,8 +13,8 @@ carries it out. A `heads` step makes a pattern, which `heads` of a conversion or
 `compare-heads` step may name. A `heal` step trains a `student` with its `teacher`, in as many `processes` as
 it says or by a `launcher`, an accelerate configuration or the name of one that ships; `measure` holds settings of the
 evaluation of source, student and result, and with `measure: false` losses are left to an eval step. `builtin` is the
-model that ships with the package, `smollm2` a small real one. Steps that are done already, from the same source with
-the same settings, are kept.
+demo model, `smollm2` a small real one. Steps that are done already, from the same source with the same settings, are
+kept.
 """
 
 from __future__ import annotations
