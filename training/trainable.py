@@ -113,5 +113,6 @@ def _exactly(names: Sequence[str]) -> str:
 
 
 def examples(names: Iterable[str]) -> str:
+    """A few of the names that there are, for a refusal."""
     shown = list(names)[:3]
     return f"there are {', '.join(shown)}..." if shown else "there are none"

@@ -90,6 +90,7 @@ class LatentModel:
 
     @property
     def stock(self) -> bool:
+        """Whether it is of a class of transformers."""
         return self.norm is not None
 
     @property

@@ -37,6 +37,7 @@ class HeldOut:
 
     @classmethod
     def of_text(cls, texts: Tensor) -> HeldOut:
+        """Text [N, T] alone."""
         return cls(texts, len(texts), torch.zeros(0, texts.shape[1], dtype=torch.bool))
 
     @classmethod
@@ -56,6 +57,7 @@ class HeldOut:
         )
 
     def with_recall(self, tokens: Tensor, answers: Tensor) -> HeldOut:
+        """The same text with recall prompts [n, T] behind it, and where their answers are, bool [n, T]."""
         return HeldOut(torch.cat([self.tokens, tokens]), self.texts, answers)
 
     def score(self, stream: LayerStream, hidden: Tensor) -> Score:

@@ -21,10 +21,12 @@ class StatisticsLibrary(LayerFiles):
         self._last: tuple[int, tuple[LayerStatistics, LagStatistics | None]] | None = None
 
     def save(self, layer: int, statistics: LayerStatistics, lags: LagStatistics | None) -> None:
+        """Keeps what is known of a layer."""
         self._last = None
         torch.save({"statistics": asdict(statistics), "lags": asdict(lags) if lags else None}, self._path(layer, ".pt"))
 
     def load(self, layer: int) -> tuple[LayerStatistics, LagStatistics | None]:
+        """What was kept of a layer."""
         if self._last is None or self._last[0] != layer:
             self._last = None  # before the next one is there
             stored = torch.load(self._path(layer, ".pt"), weights_only=True)

@@ -107,9 +107,11 @@ class Pool:
 
     @property
     def filled(self) -> float:
+        """Share of the tokens that are wanted; more than 1 where there are more."""
         return len(self.ids) / self.target if self.target else 1.0
 
     def add(self, ids: list[int]) -> None:
+        """Puts a document behind the others."""
         self.ids += ids
         self.documents += 1
 

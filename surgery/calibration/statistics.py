@@ -158,6 +158,7 @@ class MomentAccumulator:
                 _add(self._total, name, value)
 
     def result(self) -> LayerStatistics:
+        """Means over all tokens that were added; sums of all processes are in them."""
         if not self._total:
             self.collect(lambda part: None)
         total, count = self._total, self._total.pop("tokens")

@@ -34,6 +34,7 @@ class Phase:
 
     @property
     def seconds(self) -> float:
+        """Since it began, or that it took."""
         return self._took if self._ended.is_set() else time.perf_counter() - self._began
 
     def end(self) -> None:

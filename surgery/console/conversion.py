@@ -261,6 +261,7 @@ def _show_commands(page: Console, engines: dict) -> None:
 
 
 def class_and_why(model_type: str, reasons: list[str]) -> str:
+    """The class that carries a result and why, for people."""
     why = "; ".join(reasons)
     return plain(f"model class of this package: {why}" if model_type in OWN_CLASSES else f"class {model_type}: {why}")
 

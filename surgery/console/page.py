@@ -25,6 +25,7 @@ def print_json(value: dict) -> None:
 
 
 def new_page() -> Console:
+    """Standard output, as wide as the terminal; of a fixed width where it is none, so that files do not differ."""
     terminal = sys.stdout.isatty()
     return Console(width=None if terminal else PLAIN_WIDTH, highlight=False)
 

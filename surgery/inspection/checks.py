@@ -51,6 +51,7 @@ class Checked:
 
     @property
     def failed(self) -> list[Check]:
+        """Those that did not pass."""
         return [check for check in self.checks if check.outcome == FAILED]
 
 

@@ -47,6 +47,7 @@ class LayerSpectrum:
 
     @classmethod
     def of(cls, layer: int, statistics: LayerStatistics) -> LayerSpectrum:
+        """From a layer's statistics, in the metric of the loss."""
         metric = damp(statistics.metric, METRIC_DAMPING)
         _, _, energy = reduced_rank_projection(statistics.met_moment, metric, 0)
         return cls(layer, energy)

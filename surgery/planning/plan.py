@@ -109,6 +109,7 @@ class Plan:
 
     @property
     def chosen(self) -> Row:
+        """What to convert to."""
         return self.rows[self.choice]
 
     @property

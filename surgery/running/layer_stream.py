@@ -185,6 +185,7 @@ class LayerStream:
 
     @property
     def output_name(self) -> str:
+        """The tensor of the output projection: the embeddings' where they are tied."""
         return "lm_head.weight" if "lm_head.weight" in self.reader else "model.embed_tokens.weight"
 
     def output_slices(self) -> Iterator[tuple[int, Tensor]]:

@@ -115,6 +115,7 @@ class FittedSettings(FitSettings, StructureSettings):
     """What conversions can be asked for that fit each layer, and whose result may keep its cache as codes."""
 
     def check_spectrum(self) -> None:
+        """Raises SurgeryError where ranks by spectrum are asked for and nothing compares layers."""
         if self.allocate == "spectrum" and (self.method != "fisher" or self.calibration == NO_CALIBRATION):
             raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
 
@@ -137,12 +138,14 @@ def streaming_bits() -> Any:
 
 
 def check_more_bits(settings: StructureSettings, *names: str) -> None:
+    """Raises SurgeryError where bits of a part of the cache are given and the cache is not quantised."""
     for name in names:
         if getattr(settings, name) is not None and not settings.quantizes:
             raise SurgeryError(f"{name} are of a quantised cache: give bits too")
 
 
 def refuse_engine(settings: StructureSettings) -> None:
+    """Raises SurgeryError where an engine is asked for: none reads a quantised cache of this package."""
     if settings.engine is not None:
         raise SurgeryError(
             f"bits: {settings.engine} cannot read a quantised cache of ours; drop --bits and give the engine its own "
@@ -151,6 +154,7 @@ def refuse_engine(settings: StructureSettings) -> None:
 
 
 def with_formats(kv_cache: dict[str, int | str], **bits: int | str | None) -> dict[str, int | str]:
+    """``kv_cache`` of a config.json with formats of further parts, by name; those that are None are left out."""
     return kv_cache | {name: cache_format(each) for name, each in bits.items() if each is not None}
 
 
