@@ -4,13 +4,14 @@ import json
 import re
 from pathlib import Path
 
+from surgery.common.human import with_perplexity
 from surgery.reporting.healing_table import LEAST_GAP
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "docs" / "testbed" / "healing" / "report.json"
 NAMES = {"mla-4", "mla-8", "gqa-2", "mqa", "lowrank-8", "hybrid-12"}
 NUMBER, SHARE = r" ([\d.]+) \|", r" (\d+%|-) \|"
-PERCENT = r" ([\d.]+)% \|"
+PERCENT, LOSS = r" ([\d.]+)% \|", r" ([\d.]+ \([\d.]+\)) \|"
 
 
 def report() -> dict:
@@ -43,11 +44,12 @@ def test_the_page_is_the_report():
 def test_the_readme_is_the_report():
     found, text = results(), (ROOT / "README.md").read_text(encoding="utf-8")
     bytes_of = {row["name"]: row["kv"]["bytes_per_token"] for row in report()["rows"]}
-    rows = re.findall(r"^\| `([\w-]+)` \|" + PERCENT + 2 * NUMBER + 2 * PERCENT + "$", text, re.M)
+    rows = re.findall(r"^\| `([\w-]+)` \|" + PERCENT + 2 * LOSS + 2 * PERCENT + "$", text, re.M)
     assert rows and {row[0] for row in rows} <= NAMES
     for name, share, *shown in rows:
-        losses, recall = losses_and_recall(found[name], found[f"{name}-healed"])
-        assert shown == [*losses, *recall]
+        both = found[name], found[f"{name}-healed"]
+        losses = [with_perplexity(each["loss"]["loss"]) for each in both]
+        assert shown == [*losses, *losses_and_recall(*both)[1]]
         assert share == f"{100 * bytes_of[name] / bytes_of['source']:.1f}"
     seconds = {
         row["name"]: row["conversion"]["healing"]["seconds"] for row in report()["rows"] if "healed" in row["name"]
@@ -55,10 +57,10 @@ def test_the_readme_is_the_report():
     shown_seconds = [seconds[f"{name}-healed"] for name, *_ in rows]
     assert "Trained for five to ten minutes" in text
     assert [round(limit(shown_seconds) / 60) for limit in (min, max)] == [5, 10]
-    (source,), (found_keys,) = losses_and_recall(found["source"])
-    (trained,), _ = losses_and_recall(found["source-trained"])
-    assert re.search(r"the source has ([\d.]+) and finds ([\d.]+)%", text).groups() == (source, found_keys)
-    assert re.search(r"Trained likewise, the source itself has ([\d.]+),", text)[1] == trained
+    source, trained = (with_perplexity(found[name]["loss"]["loss"]) for name in ("source", "source-trained"))
+    _, (found_keys,) = losses_and_recall(found["source"])
+    assert re.search(r"the source has ([\d.]+ \([\d.]+\)) and finds ([\d.]+)%", text).groups() == (source, found_keys)
+    assert re.search(r"Trained likewise, the source itself has ([\d.]+ \([\d.]+\)),", text)[1] == trained
 
 
 def test_a_real_model_is_its_report():
