@@ -162,24 +162,20 @@ class TextSource(FileSettings):
             yield without_nulls(row), f"dataset {self.source}, row {number}"
 
 
-def parse_sources(data: str | Sequence[str | dict[str, Any] | TextSource]) -> list[TextSource]:
+def parse_sources(data: Sequence[str | dict[str, Any]]) -> list[TextSource]:
     """Sources from what a settings file or a command line says: names, or the settings of `TextSource`.
 
     Raises:
-        SurgeryError: there are none, or one is not possible.
+        SurgeryError: one is not possible.
     """
     sources = []
-    for number, entry in enumerate([data] if isinstance(data, str | dict) else data, 1):
-        if isinstance(entry, TextSource):
-            sources.append(entry)
-        elif isinstance(entry, dict):
+    for number, entry in enumerate(data, 1):
+        if isinstance(entry, dict):
             if "source" not in entry:
                 raise SurgeryError(f"data, entry {number}: has no `source`")
             sources.append(TextSource.from_mapping(entry, f"data, entry {number}"))
         else:
             sources.append(TextSource(entry))
-    if not sources:
-        raise SurgeryError(f"no data to train on: name a file, a dataset, {BUILTIN!r} or {TEACHER!r}")
     return sources
 
 

@@ -243,7 +243,7 @@ def test_the_builtin_text_of_a_model_of_language_is_prose_and_code(tokenizer, tm
 
 
 def test_sources_of_settings():
-    assert parse_sources("builtin") == [TextSource("builtin")]
+    assert parse_sources(["builtin"]) == [TextSource("builtin")]
     assert parse_sources(["a.txt", {"source": "x/y", "stream": True}])[1].stream
 
 
