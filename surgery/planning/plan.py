@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from surgery.calibration.held_out import HeldOut
-from surgery.calibration.library import StatisticsLibrary
-from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import Texts, load_texts
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.unfinished import Unfinished
@@ -37,7 +35,6 @@ from surgery.planning.mixture import Mixture
 from surgery.planning.settings import PlanSettings, beyond_positions
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
-from surgery.structures.alternatives import Alternatives
 from surgery.structures.base import BasisOf
 from surgery.structures.registry import TARGETS
 from surgery.structures.work import Work
@@ -218,7 +215,7 @@ def opened_work(
     Args:
         out, restart: as of :func:`make_plan`.
     """
-    limit, folder, snapshots = settings.activation_memory, None, Snapshots()
+    folder, snapshots = None, Snapshots()
     untried = HeldOut(texts.held_out.tokens, 0, texts.held_out.answers[:0])
     with ExitStack() as stack:
         if out is not None:
@@ -227,11 +224,10 @@ def opened_work(
             kept = Unfinished(out.with_name(f"{out.name}.statistics"), facts, restart=restart, note=progress.note)
             stack.enter_context(kept)
             folder, snapshots = kept.folder, kept.snapshots
-        library = stack.enter_context(StatisticsLibrary(folder))
-        store = stack.enter_context(BoundaryStore(folder, limit))
-        alternatives = stack.enter_context(Alternatives(folder))
         texts = replace(texts, held_out=untried)
-        work = Work(opened, settings, texts, library, store, alternatives, progress, snapshots)
+        work = Work.in_folder(folder, opened, settings, texts, progress, snapshots)
+        for files in (work.library, work.store, work.alternatives):
+            stack.enter_context(files)
         with progress.step(2, STEPS):
             work.gather(basis_of=_lag_basis(opened, settings))
         yield work

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.architectures.beside_pictures import whole_config, whole_names
-from surgery.calibration.library import StatisticsLibrary
 from surgery.calibration.settings import ConversionSettings
-from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import Texts, load_texts
 from surgery.checkpoint import CheckpointWriter, TensorSpec, verify_files
 from surgery.checkpoint.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
@@ -29,7 +27,6 @@ from surgery.reporting.report import Report
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
 from surgery.running.workers import sharing_threads, workers
-from surgery.structures.alternatives import Alternatives
 from surgery.structures.base import Outcome, Structure
 from surgery.structures.estimates import Workload
 from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantisation_entry
@@ -113,13 +110,11 @@ def _convert(
     facts = {"source": asked.opened.reader.stamp(), "texts": texts.hashes(), "version": __version__}
     facts["settings"] = settings.deciding()
     with Unfinished(out, facts, overwrite=request.overwrite, restart=request.restart, note=progress.note) as unfinished:
-        folder, staging, limit = unfinished.folder, unfinished.staging, settings.activation_memory
+        folder, staging = unfinished.folder, unfinished.staging
         # The writer checks again, once the tensors are settled, and that may be hours from here.
         kept = kept_matrices(asked.opened.reader, settings, foreseen.tensors)
         staging.check_space(sum(spec.nbytes for spec in in_parts(foreseen.tensors, kept).values()))
-        library, store, alternatives = StatisticsLibrary(folder), BoundaryStore(folder, limit), Alternatives(folder)
-        others = alternatives, progress, unfinished.snapshots, together
-        work = Work(asked.opened, settings, texts, library, store, *others)
+        work = Work.in_folder(folder, asked.opened, settings, texts, progress, unfinished.snapshots, together)
         together.from_main(lambda: folder)
         with progress.step(2, STEPS), sharing_threads(started):
             asked.gather(work)
@@ -145,9 +140,8 @@ def _convert(
 def _share_calibration(asked: Structure, settings: ConversionSettings, texts: Texts, together: Processes) -> None:
     """What a process does that is not the main one: its share of the sweeps, in the folder of that."""
     folder: Path = together.from_main(Path)
-    library, store = StatisticsLibrary(folder), BoundaryStore(folder, settings.activation_memory)
-    others = Alternatives(folder), Progress(silent=True), Snapshots(folder), together
-    asked.gather(Work(asked.opened, settings, texts, library, store, *others))
+    silent, snapshots = Progress(silent=True), Snapshots(folder)
+    asked.gather(Work.in_folder(folder, asked.opened, settings, texts, silent, snapshots, together))
 
 
 def _finish(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from surgery.calibration import layer_statistics
@@ -46,6 +47,21 @@ class Work(Generic[Opened, Settings]):
     progress: Progress
     snapshots: Snapshots = field(default_factory=Snapshots)
     processes: Processes = ALONE
+
+    @classmethod
+    def in_folder(
+        cls,
+        folder: Path | None,
+        opened: Opened,
+        settings: Settings,
+        texts: Texts,
+        progress: Progress,
+        snapshots: Snapshots,
+        processes: Processes = ALONE,
+    ) -> Work[Opened, Settings]:
+        """Work that keeps what it learns in files below a folder; None: in temporary ones."""
+        library, store = StatisticsLibrary(folder), BoundaryStore(folder, settings.activation_memory)
+        return cls(opened, settings, texts, library, store, Alternatives(folder), progress, snapshots, processes)
 
     def gather(self, *, gradients: bool = True, basis_of: BasisOf | None = None) -> None:
         """Fills the library, by :func:`surgery.calibration.layer_statistics.gather`."""
