@@ -19,7 +19,7 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.loss import evaluation_mode
+from surgery.eval.logits import evaluation_mode
 from surgery.eval.session import Session, device_of
 
 CACHE_POLICY = ("cache_implementation", "cache_config")

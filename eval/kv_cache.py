@@ -11,7 +11,7 @@ from torch import LongTensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.loss import evaluation_mode
+from surgery.eval.logits import evaluation_mode
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.model.cache_argument import cache_for, returned_cache
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes, forward_with_cache, random_tokens
-from surgery.eval.loss import evaluation_mode
+from surgery.eval.logits import evaluation_mode
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.running.attention_tap import AttentionCall, tapped
 

@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedModel
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.loss import evaluation_mode
+from surgery.eval.logits import evaluation_mode
 from surgery.eval.session import Session
 
 if TYPE_CHECKING:

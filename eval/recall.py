@@ -20,7 +20,7 @@ from torch import BoolTensor, LongTensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.loss import LogitReader, check_batch
+from surgery.eval.logits import LogitReader, check_batch
 from surgery.eval.sequences import check_longer_than, tokenize
 
 # fmt: off

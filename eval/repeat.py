@@ -15,7 +15,7 @@ import torch
 from torch import LongTensor, Tensor
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.loss import LogitReader
+from surgery.eval.logits import LogitReader
 from surgery.eval.sequences import random_windows
 from surgery.eval.token_losses import losses_of_states
 

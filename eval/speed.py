@@ -11,7 +11,7 @@ from torch import LongTensor, nn
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes, forward_with_cache, random_tokens
-from surgery.eval.loss import evaluation_mode
+from surgery.eval.logits import evaluation_mode
 from surgery.eval.roofline import Ceilings, FlopCount, bound, bytes_read, synchronize
 
 

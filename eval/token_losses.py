@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.loss import ROWS_AT_ONCE, LogitReader
+from surgery.eval.logits import ROWS_AT_ONCE, LogitReader
 
 
 def losses_of_states(reader: LogitReader, states: Tensor, targets: LongTensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.loss import LogitReader, evaluation_mode
+from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.training.chunks import States, chunk_count
 from surgery.training.data import Batch
 from surgery.training.matching import matching_loss, on_teacher_inputs

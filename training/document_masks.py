@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import LongTensor, Tensor, nn
 
-from surgery.eval.loss import evaluation_mode
+from surgery.eval.logits import evaluation_mode
 
 ROUNDING = 0.01
 """Largest part of the difference that attention across documents makes, that still counts as rounding: packed and

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from surgery.eval.loss import evaluation_mode
+from surgery.eval.logits import evaluation_mode
 from surgery.training.data import IGNORED, Batch, Row, collate
 
 

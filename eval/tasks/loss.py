@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from surgery.common.human import perplexity
 from surgery.eval.held_out_text import HeldOutText
-from surgery.eval.loss import LogitReader, check_batch, evaluation_mode
+from surgery.eval.logits import LogitReader, check_batch, evaluation_mode
 from surgery.eval.session import Session
 from surgery.eval.token_losses import divergence, losses_of_states, losses_through_cache
 from surgery.eval.work import Work, at_most, reading

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from surgery.eval.loss import LogitReader, evaluation_mode
+from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.eval.recall import RecallSet, check_prompts, recall_hits, recall_prompts
 from surgery.eval.session import Session
 from surgery.eval.work import Work, at_most, reading

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.bootstrap import paired_difference
-from surgery.eval.loss import LogitReader, evaluation_mode
+from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.eval.repeat import LAGS, SKIPPED, SPAN, RepeatSet, repeat_losses, repeat_rows, row_length
 from surgery.eval.session import Session
 from surgery.eval.work import Work, at_most, reading

@@ -7,7 +7,7 @@ from torch import LongTensor, Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.loss import evaluation_mode
+from surgery.eval.logits import evaluation_mode
 from surgery.model.cache_argument import cache_for, returned_cache
 
 FREE = -1

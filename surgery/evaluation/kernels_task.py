@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from surgery.acceleration import accelerate, decelerate
 from surgery.eval.held_out_text import HeldOutText
-from surgery.eval.loss import LogitReader, evaluation_mode
+from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.eval.session import Session, device_of
 from surgery.eval.token_losses import losses_through_cache
 from surgery.eval.work import Work, reading

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import LongTensor, Tensor
 
-from surgery.eval.loss import LogitReader
+from surgery.eval.logits import LogitReader
 from surgery.heads.gates import mean_loss
 from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.heads.streaming import streaming_heads

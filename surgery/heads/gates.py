@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.loss import ROWS_AT_ONCE, LogitReader
+from surgery.eval.logits import ROWS_AT_ONCE, LogitReader
 from surgery.heads.streaming import streaming_output
 from surgery.running.attention_tap import AttentionCall, tapped
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.loss import LogitReader
+from surgery.eval.logits import LogitReader
 from surgery.eval.session import device_of
 from surgery.heads.attention_rows import attention_rows, row_pieces
 from surgery.heads.needles import NeedleSet

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.eval.loss import LogitReader
+from surgery.eval.logits import LogitReader
 from surgery.heads.gate_training import train_gates
 from surgery.heads.gates import gated_heads, input_device, mean_loss
 from surgery.heads.scorer import HeadScores, ScoringSession

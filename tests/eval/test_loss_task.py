@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.held_out_text import Document, held_out_text
-from surgery.eval.loss import LogitReader
+from surgery.eval.logits import LogitReader
 from surgery.eval.tasks.loss import LossTask, position_buckets
 from surgery.eval.token_losses import divergence, losses_through_cache
 

@@ -17,7 +17,7 @@ from transformers import (
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
-from surgery.eval.loss import LogitReader
+from surgery.eval.logits import LogitReader
 from surgery.eval.variants.mean_pool import mean_pool
 from surgery.eval.variants.quantized_kv import quantize_kv
 from surgery.eval.variants.sink_window import sink_window

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.loss import LogitReader
+from surgery.eval.logits import LogitReader
 from surgery.heads import duo, gate_training, gates, prulong
 from surgery.heads.gate_training import schedule, train_gates
 from surgery.heads.gates import gated_heads, gated_output, input_device, mean_loss, recomputed_layers

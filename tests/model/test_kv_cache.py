@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
-from surgery.eval.loss import LogitReader
+from surgery.eval.logits import LogitReader
 from surgery.eval.variants.quantized_kv import quantize_kv
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.model.quantized_cache import QuantizedKVLayer

@@ -3,7 +3,7 @@
 import torch
 from torch import LongTensor, nn
 
-from surgery.eval.loss import LogitReader, evaluation_mode
+from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.eval.recall import RecallSet, recall_hits
 from surgery.eval.token_losses import losses_of_states
 

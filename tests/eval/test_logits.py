@@ -20,7 +20,7 @@ from transformers import (
 import surgery
 from surgery.common.errors import SurgeryError
 from surgery.eval import token_losses
-from surgery.eval.loss import LogitReader, check_batch, evaluation_mode
+from surgery.eval.logits import LogitReader, check_batch, evaluation_mode
 from surgery.eval.sequences import random_windows, tokenize
 
 ASSETS = Path(surgery.__file__).parent / "assets"
