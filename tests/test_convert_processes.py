@@ -101,11 +101,12 @@ def test_every_sequence_is_of_one_process(sequences, batch, count, tmp_path):
         assert torch.equal(store.load(0), rows.float()[..., None])
 
 
-def started(*verb):
+def started(*verb, **options):
     """`surgery convert` in a process of its own, once it has others beside it."""
     command = [sys.executable, "-m", "surgery", "convert", *map(str, verb)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment)
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
+    process = subprocess.Popen(command, env=environment, **pipes, **options)
     while process.poll() is None:
         if children := psutil.Process(process.pid).children():
             return process, children
@@ -153,6 +154,24 @@ def test_a_process_that_dies_ends_all_with_one_line(checkpoints, tmp_path, numbe
     assert process.returncode == 1 and len(said) == 1, errors
     assert said[0].startswith("surgery: error: process 2 was ended by SIG")
     assert not worker.is_running() and set(os.listdir(tmp_path)) <= {"out.partial"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["begin", "calibrate: forward", "calibrate: backward"])
+def test_ctrl_c_of_a_terminal_ends_all_with_one_line(checkpoints, tmp_path, phase):
+    """A terminal sends it to every process of the group at once."""
+    long = [*ASKED, "--calibration-tokens", "32768", "--processes", "3", "--verbose"]
+    process, workers = started(checkpoints("llama"), *long, "--out", tmp_path / "out", start_new_session=True)
+    seen = ""
+    while phase not in seen and phase != "begin":
+        seen = process.stderr.readline()
+    workers = psutil.Process(process.pid).children()
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    said = [line for line in errors.splitlines() if line.startswith("surgery:") or "Traceback" in line]
+    assert said == ["surgery: interrupted; what was finished is kept, the same command goes on"], errors
+    assert process.returncode == 130 and not any(worker.is_running() for worker in workers)
+    assert set(os.listdir(tmp_path)) <= {"out.partial"}
 
 
 @pytest.mark.slow

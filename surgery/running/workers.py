@@ -104,9 +104,9 @@ class _Worker:
         reader, writer = os.pipe()
         command = [sys.executable, "-m", "surgery.running.worker", str(writer), str(os.getpid())]
         variables = {**os.environ, **QUIET, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        self._process = subprocess.Popen(
-            command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[writer]
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "pass_fds": [writer]}
+        # Of a session of its own: a terminal's Ctrl-C is for this process alone, which then ends the others.
+        self._process = subprocess.Popen(command, env=variables, start_new_session=True, **pipes)
         os.close(writer)
         self._said = os.fdopen(reader, "rb")
         with suppress(BrokenPipeError), self._process.stdin as pipe:
