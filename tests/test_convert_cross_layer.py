@@ -7,12 +7,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from surgery.calibration import layer_statistics
 from surgery.calibration.cross_layer_statistics import joint_moment
-from surgery.calibration.library import StatisticsLibrary
+from surgery.calibration.held_out import HeldOut
 from surgery.calibration.sweep import BoundaryStore
+from surgery.calibration.texts import Texts
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.carry_over import REPORT
+from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.kv_cache import cache_bytes
@@ -25,6 +26,7 @@ from surgery.structures.cross_layer.latents import LatentSource, _metrics
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.cross_layer.structure import plan_groups
 from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.work import Work
 
 QUICK = {
     "method": "xkv",
@@ -170,10 +172,11 @@ def test_report_and_card_are_written(converted):
 def test_the_joint_moment_is_that_of_each_layer_on_its_diagonal(checkpoints):
     settings = CrossLayerSettings(**QUICK)
     opened = Source.open(checkpoints("mixtral"), settings)
-    with BoundaryStore() as store, StatisticsLibrary() as library:
-        silent = Progress(silent=True)
-        layer_statistics.gather(opened, library, text(), store, settings, silent, gradients=False)
-        moment = joint_moment(opened, store, 0, 2, batch_size=1)
+    texts = Texts(text(), HeldOut.of_text(text()), {})
+    work = Work.in_folder(None, opened, settings, texts, Progress(silent=True), Snapshots())
+    with work.store, work.library as library, work.alternatives:
+        work.gather(gradients=False)
+        moment = joint_moment(opened, work.store, 0, 2, batch_size=1)
         width = len(moment) // 2
         for layer in range(2):
             block = moment[layer * width : (layer + 1) * width, layer * width : (layer + 1) * width]

@@ -258,7 +258,7 @@ def test_a_converted_checkpoint_is_inspected_against_its_source(kind, tmp_path, 
     show_inspection(inspection)
     shown = capsys.readouterr().out
     assert "surgery over llama" in shown and "predicted at 4.30 TB/s" in shown
-    assert ("keys rebuilt from latents of 32" if kind == "low_rank" else "latent of 16 and 16 rotated") in shown
+    assert ("keys rebuilt from latents of 32" if kind == "low_rank" else "latent of 16 and 16 rotary") in shown
     with pytest.raises(SurgeryError, match="converted before"):
         inspect_checkpoint(tmp_path, spectra=True)
 

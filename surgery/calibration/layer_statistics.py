@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from surgery.running.processes import ALONE, Processes
 from surgery.running.source import Source
 
 if TYPE_CHECKING:
+    from surgery.calibration.texts import Texts
     from surgery.transforms.key_basis import KeyBasis
 
 # Lag statistics take the whole attention matrix of a sequence; eight sequences of a thousand tokens settle them.
@@ -33,34 +34,41 @@ BasisOf = Callable[[AttentionAnatomy, LayerStatistics], "KeyBasis"]
 """The key basis whose components a transform wants to know the attention over lags of."""
 
 
-def gather(
-    opened: Source,
-    library: StatisticsLibrary,
-    tokens: Tensor | None,
-    store: BoundaryStore,
-    settings: ConversionSettings,
-    progress: Progress,
-    *,
-    gradients: bool,
-    basis_of: BasisOf | None = None,
-    snapshots: Snapshots | None = None,
-    processes: Processes = ALONE,
-) -> None:
-    """Fills the library by one forward and one backward sweep over calibration tokens [N, T], or from weights alone.
+class Calibrated(Protocol):
+    """What is calibrated, on which text, and where what is learnt of it goes: a conversion's work.
+
+    Attributes:
+        texts: whose calibration tokens [N, T] are swept over; the weights alone where there are none.
+        library: is filled; of several processes the main one does it.
+        store: gets what entered each layer in the forward sweep, in one folder for all processes.
+        snapshots: what work that was killed goes on from; the library and the store then hold what it had done.
+        processes: that share the tokens.
+    """
+
+    opened: Source
+    settings: ConversionSettings
+    texts: Texts
+    library: StatisticsLibrary
+    store: BoundaryStore
+    progress: Progress
+    snapshots: Snapshots
+    processes: Processes
+
+
+def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None = None) -> None:
+    """Fills the library by one forward and one backward sweep over calibration tokens, or from weights alone.
 
     Args:
-        tokens: None for the weights alone.
-        store: gets what entered each layer in the forward sweep.
         gradients: whether moments of the loss gradient are wanted.
         basis_of: for lag statistics; None for none.
-        snapshots: what work that was killed goes on from; the library and the store then hold what it had done.
-        processes: that share the tokens. They have one folder for boundaries; the main one fills the library.
     """
+    opened, settings, tokens, library = work.opened, work.settings, work.texts.calibration, work.library
+    store, progress, snapshots, processes = work.store, work.progress, work.snapshots, work.processes
     if tokens is None:
         if processes.is_main:
             _from_weights(opened, library, progress, basis_of)
         return
-    stream, kept, snapshots = opened.stream, None, snapshots or Snapshots()
+    stream, kept = opened.stream, None
 
     def forward(snapshots: Snapshots | None = None, processes: Processes = ALONE) -> Tensor:
         with progress.phase("calibrate: forward", stream.num_layers) as advance:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from surgery.calibration import layer_statistics
-from surgery.calibration.library import StatisticsLibrary
-from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import load_texts
 from surgery.checkpoint.reader import CheckpointReader
+from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.errors import SurgeryError
 from surgery.common.pictures import Svg
 from surgery.common.progress import Progress
@@ -26,6 +24,7 @@ from surgery.running.source import Source
 from surgery.running.unfused import open_model
 from surgery.structures.kept_layers import converted_layers
 from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.work import Work
 from surgery.transforms import mla
 
 CONTEXTS = (8_192, 32_768, 131_072)
@@ -178,19 +177,11 @@ def _parameters(reader: CheckpointReader, *, tied: bool) -> int:
 def _spectra(opened: Source, settings: ConvertSettings, progress: Progress) -> tuple[list[LayerSpectrum], dict]:
     method = mla.METHODS["fisher"]  # the one whose statistics weigh by the loss
     texts = load_texts(opened, settings, progress)
-    with StatisticsLibrary() as library, BoundaryStore(limit=settings.activation_memory) as store:
-        layer_statistics.gather(
-            opened,
-            library,
-            texts.calibration,
-            store,
-            settings,
-            progress,
-            gradients=method.gradients,
-            basis_of=mla.lag_basis(method),
-        )
+    work = Work.in_folder(None, opened, settings, texts, progress, Snapshots())
+    with work.library, work.store, work.alternatives:
+        work.gather(gradients=method.gradients, basis_of=mla.lag_basis(method))
         found = [
-            LayerSpectrum.of(layer, library.load(layer)[0])
+            LayerSpectrum.of(layer, work.library.load(layer)[0])
             for layer in range(opened.layers)
             if layer not in opened.stateful
         ]

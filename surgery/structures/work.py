@@ -65,18 +65,7 @@ class Work(Generic[Opened, Settings]):
 
     def gather(self, *, gradients: bool = True, basis_of: BasisOf | None = None) -> None:
         """Fills the library, by :func:`surgery.calibration.layer_statistics.gather`."""
-        layer_statistics.gather(
-            self.opened,
-            self.library,
-            self.texts.calibration,
-            self.store,
-            self.settings,
-            self.progress,
-            gradients=gradients,
-            basis_of=basis_of,
-            snapshots=self.snapshots,
-            processes=self.processes,
-        )
+        layer_statistics.gather(self, gradients=gradients, basis_of=basis_of)
 
     def fits(self, wanted: bool) -> bool:
         """Whether layers are fitted: the method has a fit, steps are asked for and there is text to fit on."""
