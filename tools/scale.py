@@ -1,6 +1,7 @@
 """What conversions of large models take: `surgery convert --dry-run` on checkpoints of their shapes without weights.
 
     PYTHONPATH=. python tools/scale.py llama3-8b llama3-70b llama3-405b
+    PYTHONPATH=. python tools/scale.py llama3-405b --fit-steps 0
 
 The files have headers and holes: gigabytes that no disk holds. Prints the table of docs/scale.md. The disk may be too
 small for the result; the dry run says so, and its numbers all the same.
@@ -31,8 +32,12 @@ FLOPS = 400e12
 DISK = 2e9
 """Bytes a second of a disk, for all weights once; a conversion reads them several times."""
 
-HEADER = """| shape | to | weights | memory | temporary files | result | TFLOP | at 400 TFLOP/s | weights at 2 GB/s |
-|---|---|---:|---:|---:|---:|---:|---:|---:|"""
+SHARED = ("calibrate: forward", "calibrate: backward", "moments", "lag statistics")
+"""Phases that ``--processes`` shares; one process does the others."""
+PROCESSES = 8
+
+COLUMNS = "weights", "memory", "temporary files", "result", "TFLOP", "at 400 TFLOP/s", "on eight", "weights at 2 GB/s"
+HEADER = f"| shape | to | {' | '.join(COLUMNS)} |\n|---|---|{'---:|' * len(COLUMNS)}"
 
 
 def make_hollow(folder: Path, config: dict) -> None:
@@ -55,9 +60,10 @@ def make_hollow(folder: Path, config: dict) -> None:
         shutil.copy(asset("demo-model") / file, folder / file)
 
 
-def dry_run(source: Path, target: str) -> dict:
-    """The plan of a conversion with the defaults, to a quarter of the bytes."""
+def dry_run(source: Path, target: str, asked: list[str]) -> dict:
+    """The plan of a conversion to a quarter of the bytes, with the defaults but for what is asked."""
     command = [sys.executable, "-m", "surgery", "convert", "--to", target, source, "--kv-ratio", "0.25", "--dry-run"]
+    command += asked
     command += ["--json", "--out", source.parent / "out"]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if not done.stdout:
@@ -68,8 +74,10 @@ def dry_run(source: Path, target: str) -> dict:
 def line(shape: str, target: str, plan: dict) -> str:
     """A row of the table."""
     weights, disk, flops = plan["source"]["weight_bytes"], plan["disk"], plan["work"]["total_flops"]
+    shared = sum(plan["work"]["flops"].get(phase, 0) for phase in SHARED)
+    eight = flops - shared * (1 - 1 / PROCESSES)
     cells = [f"`{shape}`", target, size(weights), size(plan["memory"]["host_bytes"]), size(disk["temporary_bytes"])]
-    cells += [size(disk["output_bytes"]), f"{flops / 1e12:,.0f}", duration(flops / FLOPS)]
+    cells += [size(disk["output_bytes"]), f"{flops / 1e12:,.0f}", duration(flops / FLOPS), duration(eight / FLOPS)]
     return "| " + " | ".join([*cells, duration(weights / DISK)]) + " |"
 
 
@@ -77,13 +85,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shapes", nargs="+", choices=sorted(SHAPES), metavar="SHAPE")
     parser.add_argument("--targets", nargs="+", default=["mla", "lowrank"])
-    said = parser.parse_args()
+    said, asked = parser.parse_known_args()  # what else is given is of surgery convert
     print(HEADER)
     with tempfile.TemporaryDirectory() as folder:
         for shape in said.shapes:
             make_hollow(Path(folder) / shape, SHAPES[shape])
             for target in said.targets:
-                print(line(shape, target, dry_run(Path(folder) / shape, target)), flush=True)
+                print(line(shape, target, dry_run(Path(folder) / shape, target, asked)), flush=True)
             shutil.rmtree(Path(folder) / shape)
 
 
