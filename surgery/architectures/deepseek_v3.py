@@ -8,8 +8,8 @@ What the stock class fixes, and how a converted layer meets it:
 - one frequency grid: default RoPE of another base where that fits, otherwise the list itself, as longrope factors;
 - no bias on queries: carried by a full-rank query latent with a constant channel;
 - ``rms_norm_eps`` 1e-6 for the tiny-latent norm: any other is met by rescaling the residual stream, exactly;
-- head sizes that an engine's kernels are built for: zero rows and columns, which cost weights and, among the rotated
-  numbers only, cache.
+- head sizes that an engine's kernels are built for: zero rows and columns, which cost weights and, among the rotary
+  dimensions only, cache.
 """
 
 from __future__ import annotations
