@@ -361,8 +361,8 @@ class Workload:
         """Of one token and layer: products of keys and values, outputs and gradients with themselves and inverses."""
         if not self.demand.gradients:
             return 2 * self.kv_width**2
-        # Two matrices each are fitted to the others' weights: a plain sum, then by sweeps a sum and a form.
-        fitted = 2 * (1 + 2 * SWEEPS)
+        # Two matrices each are fitted to the others' weights: by sweeps a sum and a form.
+        fitted = 4 * SWEEPS
         return 2 * ((2 + fitted) * self.kv_width**2 + (1 + fitted) * self.hidden**2)
 
     def _algebra_flops(self) -> int:
