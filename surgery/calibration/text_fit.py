@@ -14,7 +14,7 @@ from surgery.running.layer_stream import LayerStream, blocks_of
 SEQUENCES = 4
 """Sequences of each kind of use that are read, the first ones."""
 TOKENS = 256
-"""The first tokens of each: enough to see that a text does not fit, at a fraction of a pass over the calibration text."""
+"""The first tokens of each: enough to see that a text does not fit, for a small part of a pass over all of it."""
 FAR_OFF, BY_HEART = 5.0, 0.3
 """Mean losses beyond which a text does not fit: the source cannot read it, or has learnt it by heart."""
 
