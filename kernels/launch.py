@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,6 +52,15 @@ class Launch:
     warps: int = 4
     stages: int = 2
 
+    @classmethod
+    def of(cls, kernel: Any, grid: tuple[int, ...], config: Config, given: Mapping[str, Any], **others: Any) -> Launch:
+        """A launch of what the kernel's parameters are called in `others` or else in `given`."""
+        if unknown := others.keys() - set(kernel.arg_names):
+            raise TypeError(f"{kernel.fn.__name__} takes no {', '.join(sorted(unknown))}")
+        known = {**given, **others}
+        arguments = {name: known[name] for name in kernel.arg_names}
+        return cls(kernel, grid, arguments, config.warps, config.stages)
+
     def run(self) -> None:
         """Launches on the device of its tensors, or in Triton's interpreter under TRITON_INTERPRET=1."""
         if 0 in self.grid:
@@ -56,6 +69,39 @@ class Launch:
         # Triton launches on the current device, and a model may be spread over several.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+
+
+def signature_of(reference: Callable, *settings: str) -> inspect.Signature:
+    """Arguments of an operation: its annotated reference's, and settings that kernels alone use, optional integers."""
+    optional = inspect.Parameter("_", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=int | None)
+    own = inspect.signature(reference, eval_str=True)
+    return own.replace(parameters=[*own.parameters.values(), *(optional.replace(name=name) for name in settings)])
+
+
+def named(signature: inspect.Signature, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name, with those that it leaves to their defaults, as PyTorch does."""
+    known = signature.parameters
+    defaults = {name: each.default for name, each in known.items() if each.default is not each.empty}
+    return defaults | dict(zip(known, args, strict=False)) | kwargs
+
+
+def launches_of(reference: Callable, *settings: str) -> Callable:
+    """Decorates `launches(given, *, out, lse, …)`: called with the arguments of an operation, it has them in `given`.
+
+    They are those of its plain reference and the settings behind them, so that no kernel spells them anew.
+    """
+    signature = signature_of(reference, *settings)
+
+    def decorate(function: Callable[..., list[Launch]]) -> Callable[..., list[Launch]]:
+        @wraps(function)
+        def launches(*args: Any, **kwargs: Any) -> list[Launch]:
+            given = named(signature, args, kwargs)
+            own = {name: given.pop(name) for name in list(given) if name not in signature.parameters}
+            return function(SimpleNamespace(**given), **own)
+
+        return launches
+
+    return decorate
 
 
 def strides(*axes: str, **tensors: Tensor | None) -> dict[str, int]:

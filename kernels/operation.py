@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 from surgery.kernels.backend import refusal, tell_once
+from surgery.kernels.launch import named, signature_of
 from surgery.kernels.reference_gradient import differentiate_by
 
 Results = tuple[Tensor, ...]
@@ -40,21 +40,14 @@ def operation(
         differentiable: gradients are those of the reference; else the caller registers others, or there are none.
     """
     module = kernel or f"surgery.kernels.{name}.kernel"
-    signature = inspect.signature(reference, eval_str=True)
-    optional = inspect.Parameter("_", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=int | None)
-    parameters = [*signature.parameters.values(), *(optional.replace(name=setting) for setting in settings)]
-    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
-
-    def named(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        # PyTorch leaves out trailing arguments that are defaults.
-        return defaults | dict(zip((each.name for each in parameters), args, strict=False)) | kwargs
+    signature = signature_of(reference, *settings)
 
     def plain(*args: Any, **kwargs: Any) -> Results:
-        given = named(args, kwargs)
+        given = named(signature, args, kwargs)
         return reference(**{name: value for name, value in given.items() if name not in settings})
 
     def compute(*args: Any, **kwargs: Any) -> Results:
-        given = named(args, kwargs)
+        given = named(signature, args, kwargs)
         reason = refusal(*(value for value in given.values() if isinstance(value, Tensor))) or unsupported(**given)
         if reason:
             tell_once(name, reason)
@@ -66,10 +59,10 @@ def operation(
             launch.run()
         return out, lse
 
-    compute.__signature__ = signature.replace(parameters=parameters)
+    compute.__signature__ = signature
     schema = torch.library.infer_schema(compute, mutates_args=())
     registered = torch.library.custom_op(f"surgery::{name}", compute, mutates_args=(), schema=schema)
-    registered.register_fake(lambda *args, **kwargs: outputs(**named(args, kwargs)))
+    registered.register_fake(lambda *args, **kwargs: outputs(**named(signature, args, kwargs)))
     if differentiable:
         differentiate_by(registered, plain)
     return registered
