@@ -20,6 +20,8 @@ from surgery.structures.dry_run import plan_conversion
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.version import __version__
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = [
     "--calibration", str(HELD_OUT), "--calibration-tokens", "256", "--calibration-length", "128", "--held-out", "1",
@@ -36,15 +38,6 @@ with contextlib.suppress(SystemExit):
     app()
 print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)), file=sys.stderr)
 """
-
-
-@pytest.fixture(autouse=True)
-def one_core():
-    """Tiny models have no work for two cores; on a busy machine they would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def launch(*arguments, code=LAUNCH, cwd=ROOT):
