@@ -221,7 +221,7 @@ BAD = {
     "MLA": (["{up}", "--measure", "{folder}/mla"], "heads of MLA share one latent"),
     "short": (["{up}", "--measure", "{model}", "--length", "20"], "no head would miss anything"),
     "share": (["{up}", "--shares", "1.5"], "shares [1.5]"),
-    "shares": (["{up}", "--shares", "half"], "--shares half: give numbers"),
+    "shares": (["{up}", "--shares", "half"], "--shares must be numbers, not half"),
     "windows": (["{up}", "--windows", "0"], "windows must be at least 1"),
     "other things": (["{up}", "--out", "{folder}/patterns"], "choose another --out"),
     "file as output": (["{up}", "--out", "{folder}/damaged.safetensors"], "damaged.safetensors"),
