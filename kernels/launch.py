@@ -55,11 +55,8 @@ class Launch:
     @classmethod
     def of(cls, kernel: Any, grid: tuple[int, ...], config: Config, given: Mapping[str, Any], **others: Any) -> Launch:
         """A launch of what the kernel's parameters are called in `others` or else in `given`."""
-        if unknown := others.keys() - set(kernel.arg_names):
-            raise TypeError(f"{kernel.fn.__name__} takes no {', '.join(sorted(unknown))}")
         known = {**given, **others}
-        arguments = {name: known[name] for name in kernel.arg_names}
-        return cls(kernel, grid, arguments, config.warps, config.stages)
+        return cls(kernel, grid, {name: known[name] for name in kernel.arg_names}, config.warps, config.stages)
 
     def run(self) -> None:
         """Launches on the device of its tensors, or in Triton's interpreter under TRITON_INTERPRET=1."""
@@ -78,11 +75,11 @@ def signature_of(reference: Callable, *settings: str) -> inspect.Signature:
     return own.replace(parameters=[*own.parameters.values(), *(optional.replace(name=name) for name in settings)])
 
 
-def named(signature: inspect.Signature, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name, with those that it leaves to their defaults, as PyTorch does."""
-    known = signature.parameters
-    defaults = {name: each.default for name, each in known.items() if each.default is not each.empty}
-    return defaults | dict(zip(known, args, strict=False)) | kwargs
+def naming(signature: inspect.Signature) -> Callable[[tuple, Mapping[str, Any]], dict[str, Any]]:
+    """Gives all arguments of a call by name, with those that it leaves to their defaults, as PyTorch does."""
+    names = tuple(signature.parameters)
+    defaults = {name: each.default for name, each in signature.parameters.items() if each.default is not each.empty}
+    return lambda args, kwargs: {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def launches_of(reference: Callable, *settings: str) -> Callable:
@@ -91,13 +88,13 @@ def launches_of(reference: Callable, *settings: str) -> Callable:
     They are those of its plain reference and the settings behind them, so that no kernel spells them anew.
     """
     signature = signature_of(reference, *settings)
+    named, known = naming(signature), frozenset(signature.parameters)
 
     def decorate(function: Callable[..., list[Launch]]) -> Callable[..., list[Launch]]:
         @wraps(function)
         def launches(*args: Any, **kwargs: Any) -> list[Launch]:
-            given = named(signature, args, kwargs)
-            own = {name: given.pop(name) for name in list(given) if name not in signature.parameters}
-            return function(SimpleNamespace(**given), **own)
+            own = {name: kwargs.pop(name) for name in kwargs.keys() - known}
+            return function(SimpleNamespace(**named(args, kwargs)), **own)
 
         return launches
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 from surgery.kernels.backend import refusal, tell_once
-from surgery.kernels.launch import named, signature_of
+from surgery.kernels.launch import naming, signature_of
 
 Results = tuple[Tensor, ...]
 
@@ -40,13 +40,14 @@ def operation(
     """
     module = kernel or f"surgery.kernels.{name}.kernel"
     signature = signature_of(reference, *settings)
+    named = naming(signature)
 
     def plain(*args: Any, **kwargs: Any) -> Results:
-        given = named(signature, args, kwargs)
+        given = named(args, kwargs)
         return reference(**{name: value for name, value in given.items() if name not in settings})
 
     def compute(*args: Any, **kwargs: Any) -> Results:
-        given = named(signature, args, kwargs)
+        given = named(args, kwargs)
         reason = refusal(*(value for value in given.values() if isinstance(value, Tensor))) or unsupported(**given)
         if reason:
             tell_once(name, reason)
@@ -61,7 +62,7 @@ def operation(
     compute.__signature__ = signature
     schema = torch.library.infer_schema(compute, mutates_args=())
     registered = torch.library.custom_op(f"surgery::{name}", compute, mutates_args=(), schema=schema)
-    registered.register_fake(lambda *args, **kwargs: outputs(**named(signature, args, kwargs)))
+    registered.register_fake(lambda *args, **kwargs: outputs(**named(args, kwargs)))
     if differentiable:
         differentiate_by(registered, plain)
     return registered
