@@ -41,7 +41,9 @@ CASES = {
     "lowrank, chosen bits": {"kv_ratio": 0.4, "bits": "auto", "sinks": 3, "group": 16},
     "quantized": {"bits": 2, "sinks": 3, "group": 16},
     "quantized, with a window": {"bits": 4, "window": 20, "group": 16},
+    "crosslayer": {"kv_ratio": 0.5, "group_size": 2, "block": 16, "sinks": 3, "window": 5},
     "hybrid": {"heads": "a pattern", "streaming": 0.5},
+    "hybrid, whole layers": {"heads": "a pattern", "granularity": "layer", "streaming": 0.5, "recent": 20},
     "hybrid, 4 bits": {"heads": "a pattern", "streaming": 0.75, "compensated": 0.4, "bits": 4, "group": 16},
 }
 
@@ -53,14 +55,18 @@ def plan(checkpoints):
     )
 
 
-ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with a window", "hybrid, 4 bits")
+ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with a window", "crosslayer")
+ALWAYS += ("hybrid, 4 bits",)
 """Of the cases: the others are these without codes, or with another window."""
+OF_ANY = [case for case in CASES if "whole layers" not in case]
+"""Of sources with biases too."""
 
 
 @pytest.mark.parametrize(
     ("family", "case"),
     [
-        *(pytest.param("llama_bias", case, marks=() if case in ALWAYS else pytest.mark.slow) for case in CASES),
+        *(pytest.param("llama_bias", case, marks=() if case in ALWAYS else pytest.mark.slow) for case in OF_ANY),
+        ("llama", "hybrid, whole layers"),
         pytest.param("qwen3", "mla, 8 bits", marks=pytest.mark.slow),
         pytest.param("qwen3", "quantized", marks=pytest.mark.slow),
     ],

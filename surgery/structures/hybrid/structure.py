@@ -22,6 +22,7 @@ from surgery.architectures.hybrid import (
     moved_tensors,
 )
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
+from surgery.architectures.sliding_layers import CARRIERS
 from surgery.calibration.held_out import Score
 from surgery.calibration.texts import Texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
@@ -104,7 +105,7 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
             check_full_attention(opened.config, "a hybrid of full and streaming heads")
         except ValueError as error:
             raise SurgeryError(f"{reader.path}: {error}") from None
-        model = StreamableModel.of(reader.path, reader.config, opened.config)
+        model = self._made_of(StreamableModel.of(reader.path, reader.config, opened.config))
         self._pattern = None if settings.heads is None else read_pattern(settings.heads)
         self._context = settings.context or opened.config.max_position_embeddings
         if self._pattern is not None and self._pattern.model.get("sha256") not in (None, reader.fingerprint()):
@@ -112,6 +113,19 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
             progress.note(f"{settings.heads}: was made on other weights, those of {self._pattern.model.get('name')}")
         self._plan = plan_heads(model, self._pattern, settings, self._context, opened.weight_dtype.itemsize)
         self._entries = model.entries(self._plan)
+
+    @classmethod
+    def for_source(cls, config: Mapping[str, Any], settings: HybridSettings) -> type[Structure]:
+        """Whole layers stream in a stock class."""
+        if settings.granularity == "layer":
+            from surgery.structures.hybrid.whole_layers import WholeLayers
+
+            return WholeLayers
+        return cls
+
+    def _made_of(self, model: StreamableModel) -> StreamableModel:
+        """What streams as one."""
+        return model
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: HybridSettings) -> Source | OwnSource:
@@ -122,10 +136,12 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """As many full heads as the budget holds, of the pattern that the plan is given, alone and in 8 and 4 bits."""
+        """As many full heads as the budget holds, of the pattern that the plan is given, alone and in 8 and 4 bits; and
+        whole layers where a stock class has both kinds."""
         if config["model_type"] == MODEL_TYPE:
             return []
-        return [Candidate(coded) for coded in ({}, {"bits": 8}, {"bits": 4})]
+        layers = [Candidate({"granularity": "layer"}, mixes=False)] if config["model_type"] in CARRIERS else []
+        return [*(Candidate(coded) for coded in ({}, {"bits": 8}, {"bits": 4})), *layers]
 
     def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> StreamingAttention:
         """The source's attention behind the plan's masks."""
@@ -164,7 +180,7 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
         """Measures the plan as masks on the source's attention, and writes heads in their new order."""
         opened, plan, pattern = self.opened, self._plan, self._pattern
         reader, dtype = opened.reader, opened.weight_dtype
-        hidden, scores, errors = _measure(opened, plan, work.texts, self.settings, work.progress)
+        hidden, scores, errors = measure_plan(opened, plan, work.texts, self.settings, work.progress)
         for layer in work.layers():
             for name, tensor in self._moved(layer).items():
                 writer.write(name, tensor)
@@ -182,7 +198,7 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
                 **_facts(plan, pattern, planned, whole, self._context, self.settings),
             },
             kv_bytes=lambda tokens: planned.kv_cache_bytes(1, tokens),
-            layers=[_layer_report(layer, plan, pattern, error) for layer, error in enumerate(errors)],
+            layers=[layer_report(layer, plan, pattern, error) for layer, error in enumerate(errors)],
             scores=scores,
             simulated=hidden,
             own_class=True,
@@ -249,7 +265,7 @@ def plan_heads(
 
 
 @torch.no_grad()
-def _measure(
+def measure_plan(
     opened: Source | OwnSource, plan: HeadPlan, texts: Texts, settings: HybridSettings, progress: Progress
 ) -> tuple[Tensor, dict[str, Score], list[float]]:
     """Carries the source and the plan, as masks on the source's own attention, through the held-out text.
@@ -309,7 +325,7 @@ def _facts(
     }
 
 
-def _layer_report(layer: int, plan: HeadPlan, pattern: HeadPattern | None, error: float) -> HybridLayerReport:
+def layer_report(layer: int, plan: HeadPlan, pattern: HeadPattern | None, error: float) -> HybridLayerReport:
     def heads(chosen: BoolTensor) -> tuple[int, ...]:
         return tuple(chosen[layer].nonzero().flatten().tolist())
 
