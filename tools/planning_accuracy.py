@@ -1,6 +1,7 @@
 """Compares what `surgery plan` expects with what conversions lose, on other text.
 
 python tools/planning_accuracy.py builtin work/     # predicts, converts and measures; goes on with what was converted
+python tools/planning_accuracy.py --carried builtin work/       # minutes: writes nothing, measures as plans do
 python tools/planning_accuracy.py --recipe recipes/smollm2.yaml work/   # its conversions, measured by its report
 python tools/planning_accuracy.py --draw docs/planning-accuracy.svg work/*.csv
 
@@ -34,37 +35,42 @@ from surgery.planning.settings import PlanSettings
 from surgery.running.source import Source
 from surgery.structures.registry import find_target
 
-LENGTH, WINDOWS, PROMPTS = 512, 24, 24
+LENGTH, WINDOWS, PROMPTS = 512, 16, 24
 TEXT = {"calibration_length": LENGTH, "context": str(LENGTH)}
-PAIRS = (
-    ("lowrank", {"bits": 8, "sinks": 4}),
-    ("lowrank", {"bits": 4, "sinks": 4}),
-    ("mla", {"bits": 4, "rope_bits": 16}),
-)
+PAIRS = (("lowrank", {"bits": 8, "sinks": 4}), ("lowrank", {"bits": 4, "sinks": 4}))
 """Structures with as many bits for everything: what plans have bits chosen for each latent in the place of."""
 NAMES = ("model", "command", "weighed", "kv_ratio", "predicted", "low", "high", "cost")
-NAMES += ("measured", "measured_low", "measured_high", "recall")
+NAMES += ("measured", "measured_low", "measured_high", "recall", "carried")
 TEXTS = ("model", "command")
-"""Columns that are no numbers. ``weighed``: 1 of what plans choose among; ``cost``: what they choose by."""
+"""Columns that are no numbers. ``weighed``: 1 of what plans choose among; ``cost``: what they choose by; ``carried``: 1
+of what was carried through the model on other text, 0 of written conversions."""
 
 
-def candidates_of(model: str, work: Path) -> list[tuple[Sized, dict[str, Any]]]:
-    """What plans weigh at all shares, and the pairs, with what is expected of them."""
-    settings = PlanSettings(**TEXT, held_out=8, keep_statistics=str(work / "statistics"))
+def candidates_of(model: str, work: Path, *, carried: bool) -> list[tuple[Sized, dict[str, Any]]]:
+    """What plans weigh at all shares, and the pairs, with what is expected of them.
+
+    Args:
+        carried: measure them too, as plans do, on as many other texts and prompts, and write nothing.
+    """
+    settings = PlanSettings(**TEXT, held_out=8 * (1 + carried), keep_statistics=str(work / "statistics"))
     progress = Progress()
     opened = Source.open(model_named(model), settings)
     texts = load_texts(opened, settings, progress, planted=False)
+    held_out, unseen = texts.held_out.halves() if carried else (texts.held_out, None)
     with opened_work(opened, settings, texts, progress) as made:
         candidates = Candidates(opened, made, settings)
         weighed = list(candidates.at(SHARES))
         pairs = [candidates.sized(find_target(to), asked, share) for to, asked in PAIRS for share in SHARES]
         sized = [*weighed, *{each.name: each for each in pairs if each}.values()]
-        carried = measure(sized, made, texts.held_out)
-    cost, found = Cost(carried.source), []
-    for place, (each, score) in enumerate(zip(sized, carried.scored, strict=True)):
-        increase = score.beyond(carried.source)
+        seen, other = measure(sized, made, held_out), measure(sized, made, unseen) if carried else None
+    cost, found = Cost(seen.source), []
+    for place, (each, score) in enumerate(zip(sized, seen.scored, strict=True)):
+        increase = score.beyond(seen.source)
         expected = {"weighed": int(place < len(weighed)), "kv_ratio": each.kv_bytes / candidates.source_bytes}
         expected |= {"predicted": increase.mean, "low": increase.low, "high": increase.high, "cost": cost(score)}
+        if other:
+            expected |= beyond(other.scored[place].losses, other.source.losses)
+            expected |= {"recall": other.scored[place].recall, "carried": 1}
         found.append((each, expected))
     return found
 
@@ -95,17 +101,19 @@ def measured(model: str, made: dict[str, Path], work: Path) -> dict[str, dict[st
         overwrite=True,
     ).report
     source, *rows = report["rows"]
-    return {row["name"]: beyond(row["results"], source["results"]) for row in rows}
+    found = {}
+    for row in rows:
+        own, other = (each["results"]["loss"]["per_sequence"] for each in (row, source))
+        found[row["name"]] = {**beyond(own, other), "recall": row["results"]["recall"]["accuracy"], "carried": 0}
+    return found
 
 
-def beyond(results: dict[str, Any], source: dict[str, Any]) -> dict[str, float]:
-    """The increase of the loss, with its interval, and recall."""
-    pairs = zip(results["loss"]["per_sequence"], source["loss"]["per_sequence"], strict=True)
-    differences = [own - other for own, other in pairs]
+def beyond(losses: Sequence[float], source: Sequence[float]) -> dict[str, float]:
+    """The increase of the loss, with a 95% interval by sequence."""
+    differences = [own - other for own, other in zip(losses, source, strict=True)]
     mean = sum(differences) / len(differences)
     spread = 1.96 * math.sqrt(sum((d - mean) ** 2 for d in differences) / (len(differences) - 1) / len(differences))
-    found = {"measured": mean, "measured_low": mean - spread, "measured_high": mean + spread}
-    return {**found, "recall": results["recall"]["accuracy"]}
+    return {"measured": mean, "measured_low": mean - spread, "measured_high": mean + spread}
 
 
 def of_recipe(recipe: Path, work: Path) -> list[dict[str, Any]]:
@@ -133,7 +141,7 @@ def of_recipe(recipe: Path, work: Path) -> list[dict[str, Any]]:
     for (name, each), score in zip(sized.items(), carried.scored, strict=True):
         increase, found = score.beyond(carried.source), rows[name]["comparison"]["loss"]
         values = 1, rows[name]["kv"]["ratio"], increase.mean, increase.low, increase.high, None
-        values += found["difference"], found["low"], found["high"], rows[name]["results"]["recall"]["accuracy"]
+        values += found["difference"], found["low"], found["high"], rows[name]["results"]["recall"]["accuracy"], 0
         lines.append(dict(zip(NAMES, (source["source"], f"surgery convert {each.name}", *values), strict=True)))
     return lines
 
@@ -151,6 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", type=Path, metavar="FILE")
     parser.add_argument("--recipe", type=Path, metavar="FILE")
+    parser.add_argument("--carried", action="store_true")
     parser.add_argument("given", nargs="+", metavar="MODEL WORK | WORK | CSV")
     asked = parser.parse_args()
     if asked.draw:
@@ -164,11 +173,11 @@ def main() -> None:
         write(work / f"{asked.recipe.stem}.csv", of_recipe(asked.recipe, work))
         return
     model = asked.given[0]
-    found = candidates_of(model, work)
-    results = measured(model, {each.name: converted(model, each, work) for each, _ in found}, work)
-    name = Path(model).name
+    found, name, results = candidates_of(model, work, carried=asked.carried), Path(model).name, {}
+    if not asked.carried:
+        results = measured(model, {each.name: converted(model, each, work) for each, _ in found}, work)
     lines = [
-        {"model": name, "command": f"surgery convert {name} {each.name}", **expected, **results[each.name]}
+        {"model": name, "command": f"surgery convert {name} {each.name}", **expected, **results.get(each.name, {})}
         for each, expected in found
     ]
     write(work / f"{name}.csv", lines)

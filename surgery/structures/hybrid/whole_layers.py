@@ -14,14 +14,12 @@ from surgery.architectures.sliding_layers import REASON, sliding_config
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.structures.base import Foreseen, Outcome, unchanged_tensors
 from surgery.structures.estimates import Demand
-from surgery.structures.hybrid.structure import Hybrid, layer_report, measure_plan
+from surgery.structures.hybrid.streaming import Streaming, layer_report, measure_plan
 from surgery.structures.work import Work
 
 
-class WholeLayers(Hybrid):
+class WholeLayers(Streaming):
     """A layer keeps its whole context, or a window of it."""
-
-    beside_pictures = False
 
     def _made_of(self, model: StreamableModel) -> StreamableModel:
         heads = tuple(range(model.kv_heads))
