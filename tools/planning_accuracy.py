@@ -52,7 +52,7 @@ def candidates_of(model: str, work: Path, *, carried: bool) -> list[tuple[Sized,
     Args:
         carried: measure them too, as plans do, on as many other texts and prompts, and write nothing.
     """
-    settings = PlanSettings(**TEXT, held_out=8 * (1 + carried), keep_statistics=str(work / "statistics"))
+    settings = PlanSettings(**TEXT, held_out=4 * (1 + carried), keep_statistics=str(work / "statistics"))
     progress = Progress()
     opened = Source.open(model_named(model), settings)
     texts = load_texts(opened, settings, progress, planted=False)
