@@ -125,7 +125,7 @@ def test_rows_are_told_by_bytes_and_the_choice_costs_least_within_them(plan):
     for place, row in enumerate(plan.rows):
         assert row.best == all(row.cost < other.cost for other in plan.rows[:place])
         assert row.low <= row.loss_increase <= row.high
-    assert {row.to for row in plan.rows} == {"mla", "gqa", "lowrank", "quantized", "mixed"}
+    assert {row.to for row in plan.rows} == {"mla", "gqa", "lowrank", "crosslayer", "quantized", "mixed"}
     assert all(row.command.startswith(f"surgery convert ckpt --to {row.to}") for row in plan.rows if row.to != "mixed")
 
 
