@@ -36,8 +36,8 @@ class Work(Generic[Opened, Settings]):
         store: what entered every layer in the forward sweep over the calibration text.
         alternatives: new tensors of every layer in more than one form.
         snapshots: what a conversion that was killed goes on from.
-        processes: that share the calibration and the fits.
-        shared_fits: has fits done by all of them.
+        processes: that share the calibration and, on processors, the fits.
+        shared_fits: has fits done by all that share them.
     """
 
     opened: Opened
@@ -51,7 +51,9 @@ class Work(Generic[Opened, Settings]):
     processes: Processes = ALONE
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shared_fits", SharedFits(self.processes, self.store, self.opened.layers))
+        # Sums reach other processes through the host, which takes longer than an accelerator's products.
+        sharing = self.processes if self.opened.stream.device.type == "cpu" else ALONE
+        object.__setattr__(self, "shared_fits", SharedFits(sharing, self.store, self.opened.layers))
 
     @classmethod
     def in_folder(
