@@ -100,6 +100,7 @@ def test_recipes(file, recipe):
 
 
 @given(mutated(PLAN) | mutated(MIXTURE))
+@example({**MIXTURE, "settings": {"parts": False, "keep": [1]}})
 @cases(15)
 def test_plans(file, plan):
     file.write_text(yaml.safe_dump(plan), errors="replace")
