@@ -22,7 +22,7 @@ from surgery.running.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
 from surgery.running.source import OwnSource, Source
 from surgery.structures.fit_trial import TRIAL_SEQUENCES, asked_after
 from surgery.structures.ladder import ERROR_SEQUENCES, EXACT_TOKENS
-from surgery.transforms.attention_fit import BLOCKS
+from surgery.transforms.fit_blocks import BLOCKS
 
 # What a layer reaches of the rate of one large matrix product: norms, softmax and small products take the rest.
 EFFICIENCY = 0.5
