@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+import torch
 from processes import AT_ONCE, Fork
 
 from surgery.checkpoint import snapshots
@@ -107,6 +108,19 @@ def test_other_work_begins_anew(checkpoints, tmp_path, stops, capsys):
     stops(None)
     converter.convert(source, out, settings_of("gqa", seed=1), progress=Progress())
     assert "goes on with what" in capsys.readouterr().err
+
+
+def test_another_number_of_threads_is_said(checkpoints, tmp_path, stops, capsys, monkeypatch):
+    source, out, threads = checkpoints("llama"), tmp_path / "small", torch.get_num_threads()
+    stops(1)
+    with pytest.raises(Stopped):
+        converter.convert(source, out, settings_of("gqa"))
+    capsys.readouterr()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    stops(None)
+    converter.convert(source, out, settings_of("gqa"), progress=Progress())
+    said = f"was begun with {threads} threads and goes on with {threads + 1}: last digits may differ"
+    assert said in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.slow

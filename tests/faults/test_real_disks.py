@@ -29,7 +29,8 @@ QUICK = "--calibration-tokens 2048 --calibration-length 256 --held-out 1"
 @pytest.mark.parametrize(
     ("options", "verb", "temporary", "words"),
     [
-        ("size=300k", f"plan builtin --allow lowrank {QUICK} --out {{other}}/plan.yaml", "small", "temporary file"),
+        ("size=300k", f"plan builtin --allow lowrank {QUICK}", "small", "no space left"),
+        ("size=300k", f"plan builtin --allow lowrank {QUICK} --out {{small}}/plan.yaml", "other", "no space left"),
         ("size=3m", "convert builtin --calibration none --out {small}/out", "other", "needs"),
         ("size=3m", "export builtin --engine llama.cpp --out {small}/m.gguf", "other", "no space left"),
         ("ro", "convert builtin --calibration none --out {small}/out", "other", "Read-only file system"),
@@ -38,7 +39,7 @@ QUICK = "--calibration-tokens 2048 --calibration-length 256 --held-out 1"
         ("ro", "heads builtin --method induction --out {small}/p.safetensors", "other", "Read-only file system"),
         ("ro", "heal builtin --teacher builtin --max-steps 1 --out {small}/h", "other", "Read-only file system"),
     ],
-    ids=["statistics", "convert, full", "export, full", "convert", "plan", "eval", "heads", "heal"],
+    ids=["statistics", "plan, full", "convert, full", "export, full", "convert", "plan", "eval", "heads", "heal"],
 )
 def test_one_line_and_nothing_left(options, verb, temporary, words, tmp_path):
     folders = {name: tmp_path / name for name in ("small", "other")}
