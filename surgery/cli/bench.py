@@ -19,7 +19,7 @@ OutOption = Annotated[
     Path, typer.Option("--out", metavar="DIR", help="Folder for the records (JSON) and the plot; written as it goes.")
 ]
 LimitOption = Annotated[
-    float | None, typer.Option("--limit", metavar="SECONDS", help="Begin nothing more after so long [no limit].")
+    float | None, typer.Option("--limit", metavar="SECONDS", help="Begin nothing more after so long. [no limit]")
 ]
 KERNELS = {"both": (False, True), "stock": (False,), "ours": (True,)}
 BASELINES = "Leave out other implementations (SDPA, FlexAttention, FlashInfer, FlashMLA)."
@@ -66,24 +66,31 @@ def bench_convert(
 @bench.command("kernels")
 def bench_kernels(
     operations: Annotated[
-        str | None, typer.Option("--operations", metavar="NAMES", help="Which, with commas between [all].")
+        str | None, typer.Option("--operations", metavar="NAMES", help="Which kernels, with commas between. [all]")
     ] = None,
     shapes: Annotated[
-        str | None, typer.Option("--shapes", metavar="NAMES", help="Models [llama2-7b,llama3-8b,qwen2.5-7b].")
+        str | None,
+        typer.Option("--shapes", metavar="NAMES", help="Models of these shapes. [llama2-7b,llama3-8b,qwen2.5-7b]"),
     ] = None,
     contexts: Annotated[
-        str | None, typer.Option("--contexts", metavar="SIZES", help="Tokens of the cache [8k,32k,128k].")
+        str | None, typer.Option("--contexts", metavar="SIZES", help="Tokens of the cache. [8k,32k,128k]")
     ] = None,
-    batches: Annotated[str | None, typer.Option("--batches", metavar="SIZES", help="Rows [1,8,32].")] = None,
+    batches: Annotated[
+        str | None, typer.Option("--batches", metavar="SIZES", help="Sequences at a time. [1,8,32]")
+    ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="NAME", help="bfloat16, float16 or float32 [bfloat16; on a CPU float32]."),
+        typer.Option(
+            "--dtype",
+            metavar="NAME",
+            help="bfloat16, float16 or float32. [bfloat16; on a CPU float32]",
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One shape, two contexts, two batches.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Try configurations; write the best for this GPU.")] = False,
     tuned_folder: Annotated[
         Path | None,
-        typer.Option("--tuned", metavar="DIR", help="Folder of the file they go to, GPU.json [the package's]."),
+        typer.Option("--tuned", metavar="DIR", help="Folder of the file they go to, GPU.json. [the package's]"),
     ] = None,
     no_baselines: Annotated[bool, typer.Option("--no-baselines", help=BASELINES)] = False,
     limit: LimitOption = None,
@@ -136,7 +143,7 @@ def bench_decode(
     rope_dim: Annotated[int, typer.Option("--rope-dim", metavar="N", help="Rotary dimensions beside it.")] = 64,
     contexts: Annotated[str, typer.Option("--contexts", metavar="SIZES", help="Tokens of the cache.")] = "8k,32k,128k",
     batches: Annotated[
-        str, typer.Option("--batches", metavar="SIZES", help="Rows; max is as many as fit.")
+        str, typer.Option("--batches", metavar="SIZES", help="Sequences at a time; max is as many as fit.")
     ] = "1,8,max",
     kernels: Annotated[
         str, typer.Option("--kernels", metavar="WORD", help="stock, ours (accelerated), or both.")
@@ -189,11 +196,11 @@ def bench_decode(
 def bench_all(
     out: OutOption = Path("surgery-bench"),
     seconds: Annotated[
-        float, typer.Option("--seconds", metavar="N", help="For everything together; each part has its share.")
+        float, typer.Option("--seconds", metavar="N", help="Seconds for everything together; each part has its share.")
     ] = 540.0,
     parts: Annotated[
         str | None,
-        typer.Option("--parts", metavar="NAMES", help="Some of tests, kernels, tuning, decode, memcheck [all]."),
+        typer.Option("--parts", metavar="NAMES", help="Some of tests, kernels, tuning, decode, memcheck. [all]"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

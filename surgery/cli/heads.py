@@ -43,7 +43,7 @@ def score(
         typer.Option(
             "--out",
             metavar="FILE",
-            help="Pattern to write; a picture goes beside it [CKPT-heads-METHOD.safetensors].",
+            help="Pattern to write; a picture goes beside it. [CKPT-heads-METHOD.safetensors]",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -112,16 +112,16 @@ def compare(
     ] = None,
     shares: Annotated[
         str | None,
-        typer.Option("--shares", metavar="F,F", help="Of heads that stream in it [0.25,0.5,0.625,0.75,0.875,1]."),
+        typer.Option("--shares", metavar="F,F", help="Shares of heads that stream. [0.25,0.5,0.625,0.75,0.875,1]"),
     ] = None,
     random: Annotated[int, typer.Option("--random", metavar="N", help="Random patterns to measure beside them.")] = 3,
     sinks: Annotated[
         int | None,
-        typer.Option("--sinks", metavar="N", help="First tokens that streaming heads keep [the patterns' own]."),
+        typer.Option("--sinks", metavar="N", help="First tokens that streaming heads keep. [the patterns' own]"),
     ] = None,
     recent: Annotated[
         int | None,
-        typer.Option("--window", "--recent", metavar="N", help="Last tokens that they keep [the patterns' own]."),
+        typer.Option("--window", "--recent", metavar="N", help="Last tokens that they keep. [the patterns' own]"),
     ] = None,
     length: Annotated[int, typer.Option("--length", metavar="N", help="Tokens of a measured sequence.")] = 1024,
     windows: Annotated[int, typer.Option("--windows", metavar="N", help="Held-out windows to measure on.")] = 24,

@@ -167,12 +167,14 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     for name, measured in (("source", source), ("converted", converted)):
         page.print(f"[bold]{name}[/bold] writes:")
         page.print(f"[dim]{plain(demo.prompt)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
-    made = typed(demo.path)
-    page.print(f"{duration(demo.seconds)}; the converted model is in {plain(made)}", soft_wrap=True)
+    made, kept = typed(demo.path), share(converted.kv_bytes_per_token / source.kv_bytes_per_token)
+    change = cost(converted.loss - source.loss, (source.recall, converted.recall))
+    page.print(duration(demo.seconds))
+    page.print(f"[bold]{plain(made)}[/bold]: {kept} of the KV bytes for {change}", soft_wrap=True)
     commands = {
-        f"surgery eval {made} --baseline {demo.model}": "measures the two beside each other and cheap baselines",
+        f"surgery eval {made} --baseline {demo.model}": "measures both, and cheap baselines",
         f"surgery heal {made} --teacher {demo.model} --max-time 300": "trains it for five minutes",
-        "surgery inspect CKPT/": "what a model of yours caches, and what it can become",
+        "surgery inspect CKPT/": "what your model caches, and can become",
     }
     width = max(map(len, commands))
     show_next(page, [f"{command:{width}}   {why}" for command, why in commands.items()])
