@@ -58,6 +58,7 @@ TRANSFORMERS = Trial(
             "llama4_text",
             "mistral4",
             "stablelm",
+            "starcoder2",
             "gemma2",
             "gemma2 with a window",
             "gpt_oss",
