@@ -1,4 +1,4 @@
-"""Several processes share a conversion's calibration, and the result has the bits of one process."""
+"""Several processes share a conversion's calibration and fits, and the result has the bits of one process."""
 
 import json
 import os
@@ -101,6 +101,23 @@ def test_every_sequence_is_of_one_process(sequences, batch, count, tmp_path):
         assert torch.equal(store.load(0), rows.float()[..., None])
 
 
+OTHERS = {
+    "lowrank": ["--kv-ratio", "0.5"],
+    "crosslayer": ["--method", "cascade", "--kv-ratio", "0.5", "--group-size", "2"],
+    "gqa": ["--kv-heads", "1"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", OTHERS)
+def test_fits_of_other_targets(checkpoints, tmp_path, target):
+    verb = ["convert", checkpoints("llama"), "--to", target, *OTHERS[target], "--fit-steps", "2", *TEXT, "--out"]
+    convert_alone(*verb[1:], tmp_path / "one" / "small")
+    two_forks(*verb, tmp_path / "two" / "small")
+    assert results(tmp_path / "one" / "small") == results(tmp_path / "two" / "small")
+    assert os.listdir(tmp_path / "two") == ["small"]
+
+
 def started(*verb, **options):
     """`surgery convert` in a process of its own, once it has others beside it."""
     command = [sys.executable, "-m", "surgery", "convert", *map(str, verb)]
@@ -112,6 +129,10 @@ def started(*verb, **options):
             return process, children
         time.sleep(0.02)
     raise AssertionError(process.communicate()[1])
+
+
+PHASES = "begin", "calibrate: forward", "calibrate: backward", "of 6: convert"
+"""The last is of the fits."""
 
 
 @pytest.mark.slow
@@ -140,7 +161,7 @@ def test_started_from_a_program(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["begin", "calibrate: forward", "calibrate: backward"])
+@pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_process_that_dies_ends_all_with_one_line(checkpoints, tmp_path, number, phase):
     long = [*ASKED, "--calibration-tokens", "32768", "--processes", "2", "--verbose"]
@@ -157,7 +178,7 @@ def test_a_process_that_dies_ends_all_with_one_line(checkpoints, tmp_path, numbe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["begin", "calibrate: forward", "calibrate: backward"])
+@pytest.mark.parametrize("phase", PHASES)
 def test_ctrl_c_of_a_terminal_ends_all_with_one_line(checkpoints, tmp_path, phase):
     """A terminal sends it to every process of the group at once."""
     long = [*ASKED, "--calibration-tokens", "32768", "--processes", "3", "--verbose"]
@@ -192,7 +213,7 @@ def test_killed_with_two_processes_and_resumed_with_one(checkpoints, tmp_path):
     verb = ["convert", checkpoints("llama"), *ASKED, "--verbose", "--out"]
     convert_alone(*verb[1:], tmp_path / "whole" / "small")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for phase in ("forward: 1 of 2", "backward: 1 of 2", "backward: 2", None):
+    for phase in ("forward: 1 of 2", "backward: 1 of 2", "backward: 2", "convert: 1 of 2", None):
         command = [
             sys.executable,
             "-c",

@@ -2,6 +2,9 @@
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tools/bound.py llama3-8b FOLDER --layers 4 -- --to lowrank --kv-ratio 0.25
 
+``--hollow`` leaves holes in the files where weights are of MLPs or experts: zeros, which cost no disk here, nor in a
+result on a file system that compresses.
+
 What follows ``--`` is of ``surgery convert``. Products are those that the dry run counts, at rates that the machine has
 for large ones in each dtype, before and after. Their time and the conversion's are those of the processor, which other
 work on the machine does not lengthen; the disk's is for what went past the page cache, at rates measured here.
@@ -19,15 +22,31 @@ import time
 from pathlib import Path
 
 import torch
+from scale import make_hollow
 
-from surgery.bench.convert import make_random_checkpoint
+from surgery.bench.convert import make_random_checkpoint, random_tensor
 from surgery.bench.shapes import SHAPES
+from surgery.checkpoint.disk import write_at
+from surgery.checkpoint.safetensors_format import read_header
+from surgery.checkpoint.tensors import TensorSpec, as_bytes
 from surgery.common.human import duration, size
 from surgery.common.progress import Progress
 
 IN_FLOAT32, IN_FLOAT64 = "moments", "algebra in float64"
 """Parts of the work that are not in the dtype that layers run in."""
+HOLLOW = {"mlp", "experts"}
 PRODUCT, PROBE = (1024, 4096, 4096), 2**28
+
+
+def make_mostly_hollow(folder: Path, config: dict) -> None:
+    """Writes a checkpoint of random weights, but for MLPs and experts: holes."""
+    make_hollow(folder, config)
+    generator = torch.Generator().manual_seed(0)
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, (info, offset) in read_header(folder, file.name).items():
+            if not HOLLOW & set(name.split(".")):
+                tensor = random_tensor(name, TensorSpec(info.dtype, info.shape), generator)
+                write_at(file, offset, memoryview(as_bytes(tensor).numpy()))
 
 
 def flops_per_second(dtype: torch.dtype) -> float:
@@ -77,6 +96,7 @@ def main() -> None:
     parser.add_argument("shape", choices=sorted(SHAPES), metavar="SHAPE")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--hollow", action="store_true", help="weights of MLPs are zeros, and holes in the files")
     parser.add_argument("--dtype", default="bfloat16", help="that layers run in")
     own, options = sys.argv[1:], []
     if "--" in own:
@@ -86,7 +106,10 @@ def main() -> None:
     source, out = said.folder / f"{said.shape}-{config['num_hidden_layers']}", said.folder / "out"
     if not source.exists():
         said.folder.mkdir(parents=True, exist_ok=True)
-        make_random_checkpoint(source, config, Progress())
+        if said.hollow:
+            make_mostly_hollow(source, config)
+        else:
+            make_random_checkpoint(source, config, Progress())
     asked = [source, "--out", out, "--overwrite", "--dtype", said.dtype, "--device", "cpu", *options]
     foreseen, _, _ = convert(*asked, "--dry-run")
     dtypes = {"": getattr(torch, said.dtype), IN_FLOAT32: torch.float32, IN_FLOAT64: torch.float64}

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from surgery.bench.convert import llama_shapes
+from surgery.bench.convert import weight_shapes
 from surgery.bench.shapes import SHAPES
 from surgery.checkpoint.named_models import asset
 from surgery.checkpoint.safetensors_format import encode_header
@@ -45,7 +45,7 @@ def make_hollow(folder: Path, config: dict) -> None:
     folder.mkdir(parents=True)
     index: dict[str, str] = {}
     parts: dict[str, dict[str, TensorSpec]] = {}
-    for name, shape in llama_shapes(config):
+    for name, shape in weight_shapes(config):
         part = name.split(".")[2] if ".layers." in name else "rest"
         parts.setdefault(part, {})[name] = TensorSpec(torch.bfloat16, shape)
     for number, tensors in enumerate(parts.values(), 1):

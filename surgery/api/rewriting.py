@@ -50,7 +50,7 @@ def convert(
         config: YAML file of settings, or the name of one that ships; ``settings`` win over it.
         overwrite: replace an existing checkpoint in ``out``.
         allow_pickle: read pickled weights if there are no others.
-        processes: that share the calibration, this one and others that it starts.
+        processes: that share calibration and fits, this one and others that it starts.
         progress: show bars on standard error.
         **settings: of the target, such as ``kv_ratio``, ``method``, ``calibration``, ``device``; ``heads`` of a hybrid
             also takes what :func:`score_heads` returns.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from surgery.bench.shapes import SHAPES, check_shape
 from surgery.checkpoint import CheckpointWriter, TensorSpec
@@ -64,17 +65,13 @@ def measure_conversion(shape: str, folder: Path, arguments: list[str], progress:
 
 
 def make_random_checkpoint(out: Path, config: dict, progress: Progress, seed: int = 0) -> None:
-    """Writes a Llama checkpoint of random bf16 weights, tensor by tensor, with the tokenizer of the demo model."""
-    plan = {name: TensorSpec(torch.bfloat16, shape) for name, shape in llama_shapes(config)}
+    """Writes a checkpoint of random bf16 weights, tensor by tensor, with the tokenizer of the demo model."""
+    plan = {name: TensorSpec(torch.bfloat16, shape) for name, shape in weight_shapes(config)}
     generator = torch.Generator().manual_seed(seed)
     with CheckpointWriter(out, plan) as writer:
         with progress.phase("random weights", sum(spec.nbytes for spec in plan.values()), "B") as advance:
             for name, spec in plan.items():
-                if "norm" in name:
-                    tensor = torch.ones(spec.shape, dtype=spec.dtype)
-                else:
-                    tensor = torch.empty(spec.shape, dtype=spec.dtype).normal_(0, 0.02, generator=generator)
-                writer.write(name, tensor)
+                writer.write(name, random_tensor(name, spec, generator))
                 advance(spec.nbytes)
         writer.write_json("config.json", config)
         for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -83,8 +80,15 @@ def make_random_checkpoint(out: Path, config: dict, progress: Progress, seed: in
         writer.commit()
 
 
-def llama_shapes(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of all tensors of a Llama with untied embeddings."""
+def random_tensor(name: str, spec: TensorSpec, generator: torch.Generator) -> Tensor:
+    """A weight from N(0, 0.02); of a norm, ones."""
+    if "norm" in name:
+        return torch.ones(spec.shape, dtype=spec.dtype)
+    return torch.empty(spec.shape, dtype=spec.dtype).normal_(0, 0.02, generator=generator)
+
+
+def weight_shapes(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of all tensors of a Llama or Mixtral with untied embeddings."""
     hidden, mlp = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
@@ -97,8 +101,14 @@ def llama_shapes(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield prefix + "self_attn.v_proj.weight", (keys, hidden)
         yield prefix + "self_attn.o_proj.weight", (hidden, queries)
         yield prefix + "post_attention_layernorm.weight", (hidden,)
-        yield prefix + "mlp.gate_proj.weight", (mlp, hidden)
-        yield prefix + "mlp.up_proj.weight", (mlp, hidden)
-        yield prefix + "mlp.down_proj.weight", (hidden, mlp)
+        if experts := config.get("num_local_experts"):
+            yield prefix + "block_sparse_moe.gate.weight", (experts, hidden)
+            parts = {f"block_sparse_moe.experts.{expert}": ("w1", "w3", "w2") for expert in range(experts)}
+        else:
+            parts = {"mlp": ("gate_proj", "up_proj", "down_proj")}
+        for part, (gate, up, down) in parts.items():
+            yield f"{prefix}{part}.{gate}.weight", (mlp, hidden)
+            yield f"{prefix}{part}.{up}.weight", (mlp, hidden)
+            yield f"{prefix}{part}.{down}.weight", (hidden, mlp)
     yield "model.norm.weight", (hidden,)
     yield "lm_head.weight", (config["vocab_size"], hidden)

@@ -35,7 +35,7 @@ def _llama(hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocabu
     }
 
 
-SHAPES = {
+_DENSE = {
     "llama3-8b": _llama(4096, 32, 32, 8, 14_336, 128_256, LLAMA3_ROPE),
     "llama2-7b": _llama(4096, 32, 32, 32, 11_008, 32_000, {"rope_type": "default", "rope_theta": 10_000.0}),
     "llama3-70b": _llama(8192, 80, 64, 8, 28_672, 128_256, LLAMA3_ROPE),
@@ -43,9 +43,20 @@ SHAPES = {
     "llama3-1b": _llama(2048, 16, 32, 8, 8192, 128_256, LLAMA3_ROPE),
 }
 
+SHAPES = {
+    **_DENSE,
+    "mixtral-8x7b": {
+        **_llama(4096, 32, 32, 8, 14_336, 32_000, {"rope_type": "default", "rope_theta": 1_000_000.0}),
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+
 TINY = {
     "tiny": {
-        **SHAPES["llama3-1b"],
+        **_DENSE["llama3-1b"],
         "hidden_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -58,7 +69,7 @@ TINY = {
 }
 """For machines without a GPU: to see that everything runs."""
 
-DECODE_SHAPES = {**SHAPES, **TINY}
+DECODE_SHAPES = {**_DENSE, **TINY}
 
 
 def check_shape(name: str) -> None:

@@ -40,13 +40,19 @@ class KroneckerFactors:
 
 
 def kronecker_factors(
-    rows: Held, gradients: Held, device: str | torch.device = "cpu", processes: Processes = ALONE
+    rows: Held,
+    gradients: Held,
+    gradient: Tensor | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    processes: Processes = ALONE,
 ) -> KroneckerFactors | None:
     """Fits the two factors.
 
     Args:
         rows: z; products are taken in their dtype (float32 or better) and summed in float64.
         gradients: g of the same tokens.
+        gradient: E[g gᵀ] in float64 on the CPU, where it is known.
         device: where products are taken, batch by batch.
         processes: that share the parts.
 
@@ -54,8 +60,9 @@ def kronecker_factors(
         The factors on the CPU; None where all gradients, or all rows, are zero.
     """
     options = {"device": device, "processes": processes}
-    gradient = weighted_moment(gradients, **options)
-    if not (gradient.trace() > 0 and weighted_moment(rows, **options).trace() > 0):
+    if gradient is None:
+        gradient = weighted_moment(gradients, **options)
+    if not gradient.trace() > 0 or not any(processes.map(lambda part: _any(rows[part]), range(len(rows)))):
         return None
     for _ in range(SWEEPS):
         weights = _unusual(gradients, gradient, **options)
@@ -111,6 +118,11 @@ def _mean(
         total += summed
         count += tokens
     return total / count
+
+
+def _any(batches: Sequence[Tensor]) -> bool:
+    """Whether a row of these is not zero."""
+    return any(bool(batch.any()) for batch in batches)
 
 
 def _unusual(rows: Held, moment: Tensor, *, device: str | torch.device, processes: Processes) -> list[Tensor]:

@@ -95,8 +95,10 @@ def prior_lags(anatomy: AttentionAnatomy, basis, statistics: LayerStatistics, co
     lag = torch.arange(min(context, anatomy.window or context), dtype=torch.float64)
     weight = 1 / (1 + lag)
     weight = weight / weight.sum()
-    frequencies = anatomy.inv_freq[basis.frequency]
-    turned = (torch.polar(torch.ones(1, dtype=torch.float64), -frequencies[:, None] * lag) * weight).sum(-1)  # [P]
+    one = torch.ones(1, dtype=torch.float64)
+    # One by one: a context of 131,072 lags at all components at once takes gigabytes.
+    of_frequencies = [(torch.polar(one, -frequency * lag) * weight).sum() for frequency in anatomy.inv_freq]
+    turned = torch.stack(of_frequencies)[basis.frequency]  # [P]
     group = torch.arange(anatomy.heads) // (anatomy.heads // anatomy.kv_heads)
     key_moment = statistics.keys(statistics.moment, anatomy).flatten(2).flatten(0, 1)
     rows = basis.key_rows(torch.arange(basis.components))

@@ -162,19 +162,17 @@ class MomentAccumulator:
         if not self._total:
             self.collect(lambda part: None)
         total, count = self._total, self._total.pop("tokens")
-        factors = self._factors("rows", "gradients") if self._gradients else None
-        return LayerStatistics(
-            tokens=count,
-            **({"gradient": None} | {name: summed / count for name, summed in total.items()}),
-            **(self._weighted(factors) if factors else {}),
-        )
+        means = {"gradient": None} | {name: summed / count for name, summed in total.items()}
+        factors = self._factors("rows", "gradients", means["gradient"]) if self._gradients else None
+        outputs = self._factors("outputs", "output_gradients", means["output_gradient"]) if factors else None
+        return LayerStatistics(tokens=count, **means, **(self._weighted(factors, outputs) if factors else {}))
 
-    def _factors(self, rows: str, gradients: str) -> KroneckerFactors | None:
-        return kronecker_factors(self._held[rows], self._held[gradients], self._device, self._processes)
+    def _factors(self, rows: str, gradients: str, gradient: Tensor) -> KroneckerFactors | None:
+        where = {"device": self._device, "processes": self._processes}
+        return kronecker_factors(self._held[rows], self._held[gradients], gradient, **where)
 
-    def _weighted(self, factors: KroneckerFactors) -> dict[str, Tensor]:
+    def _weighted(self, factors: KroneckerFactors, outputs: KroneckerFactors | None) -> dict[str, Tensor]:
         held, processes, raw_metric = self._held, self._processes, None
-        outputs = self._factors("outputs", "output_gradients")
         mean = weighted_mean(held["rows"], factors.token_weights, processes)
         if self._key_norm is not None:
             raw = held["raw_gradients"]

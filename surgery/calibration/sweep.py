@@ -81,6 +81,10 @@ class BoundaryStore(LayerFiles):
         info, offset = read_header(path.parent, path.name)["hidden"]
         return map_file(path, offset, info.shape, info.dtype)
 
+    def forget(self, index: int) -> None:
+        """Removes what was saved, if anything was; it stays mapped where it was loaded."""
+        self._path(index, ".safetensors").unlink(missing_ok=True)
+
     def embed(self, stream: LayerStream, tokens: Tensor, batch_size: int, parts: Parts | None = None) -> Tensor:
         """Token embeddings of [N, T], or of a process's own sequences, for a sweep to go on with: [n, T, D]."""
         parts = parts or Parts(len(tokens), batch_size)

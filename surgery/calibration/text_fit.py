@@ -13,6 +13,8 @@ from surgery.running.layer_stream import LayerStream, blocks_of
 
 SEQUENCES = 4
 """Sequences of each kind of use that are read, the first ones."""
+TOKENS = 256
+"""The first tokens of each: enough to see that a text does not fit, for a small part of a pass over all of it."""
 FAR_OFF, BY_HEART = 5.0, 0.3
 """Mean losses beyond which a text does not fit: the source cannot read it, or has learnt it by heart."""
 
@@ -25,7 +27,7 @@ def measure_fit(
     batch_size: int,
     progress: Progress,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """The source's loss on the first sequences [N, T] of every text, by the kind of each, in one pass over its layers.
+    """The source's loss on the beginnings of the first sequences [N, T] of every text, by the kind of each sequence.
 
     Args:
         texts: by what they are used for; ``order``: the kind of each sequence; None: all are of one, called "text".
@@ -34,7 +36,7 @@ def measure_fit(
         By use and kind "loss" (nats per token), "memorised" (share of tokens below `MEMORISED`), "tokens" that were
         predicted.
     """
-    texts = {use: tokens[:SEQUENCES] for use, tokens in texts.items()}
+    texts = {use: tokens[:SEQUENCES, :TOKENS] for use, tokens in texts.items()}
     hidden = {use: stream.embed(tokens) for use, tokens in texts.items()}
     with progress.phase("source's loss on the text", stream.num_layers) as advance:
         for start, stop in blocks_of(stream.config):

@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
 def bench_convert(
     ctx: typer.Context,
     shape: Annotated[
-        str, typer.Option("--shape", metavar="NAME", help="llama3-1b, -8b, -70b or -405b, or llama2-7b.")
+        str, typer.Option("--shape", metavar="NAME", help="llama3-1b, -8b, -70b or -405b, llama2-7b, or mixtral-8x7b.")
     ] = "llama3-8b",
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="Where checkpoints are made; both stay there.")

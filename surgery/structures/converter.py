@@ -8,6 +8,7 @@ with what was simulated before they get their final name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def convert(
         progress: bars; silent if None.
 
     Returns:
-        None on the processes that only share the calibration.
+        None on the processes that only have their share.
 
     Raises:
         SurgeryError: bad input or an impossible request; nothing is left behind.
@@ -102,14 +103,15 @@ def _convert(
     with progress.step(1, STEPS):
         texts = together.from_main(lambda: load_texts(asked.opened, settings, progress))
     if not together.is_main:
-        _share_calibration(asked, settings, texts, together)
+        _have_share(asked, settings, texts, together)
         return None
     foreseen = asked.foresee()
     workload = Workload.of(asked.opened, settings, texts.counts(), foreseen.demand)
     progress.expect(workload.phase_flops())
     facts = {"source": asked.opened.reader.stamp(), "texts": texts.hashes(), "version": __version__}
     facts["settings"] = settings.deciding()
-    with Unfinished(out, facts, overwrite=request.overwrite, restart=request.restart, note=progress.note) as unfinished:
+    begun = Unfinished(out, facts, overwrite=request.overwrite, restart=request.restart, note=progress.note)
+    with begun as unfinished, ExitStack() as at_end:
         folder, staging = unfinished.folder, unfinished.staging
         # The writer checks again, once the tensors are settled, and that may be hours from here.
         kept = kept_matrices(asked.opened.reader, settings, foreseen.tensors)
@@ -118,6 +120,9 @@ def _convert(
         together.from_main(lambda: folder)
         with progress.step(2, STEPS), sharing_threads(started):
             asked.gather(work)
+        at_end.enter_context(work.shared_fits)
+        if not foreseen.demand.fit_steps:
+            work.shared_fits.end()
         with progress.step(3, STEPS):
             tensors = asked.plan(work)
         written = {"max_shard_size": settings.max_shard_size, "staging": staging}
@@ -126,6 +131,7 @@ def _convert(
         with CheckpointWriter(out, tensors, **written) as writer:
             with progress.step(4, STEPS):
                 outcome = asked.convert_layers(work, writer)
+            work.shared_fits.end()
             if fit := outcome.target.get("fit"):  # which may have been given up
                 progress.expect(workload.phase_flops(len(fit["tried"])))
             with progress.step(5, STEPS):
@@ -137,11 +143,13 @@ def _convert(
     return Conversion(writer.out, report, str(request.source))
 
 
-def _share_calibration(asked: Structure, settings: ConversionSettings, texts: Texts, together: Processes) -> None:
-    """What a process does that is not the main one: its share of the sweeps, in the folder of that."""
+def _have_share(asked: Structure, settings: ConversionSettings, texts: Texts, together: Processes) -> None:
+    """What a process does that is not the main one: its share of sweeps and fits, in the folder of that."""
     folder: Path = together.from_main(Path)
     silent, snapshots = Progress(silent=True), Snapshots(folder)
-    asked.gather(Work.in_folder(folder, asked.opened, settings, texts, silent, snapshots, together))
+    work = Work.in_folder(folder, asked.opened, settings, texts, silent, snapshots, together)
+    asked.gather(work)
+    work.shared_fits.take_part(asked.opened.stream.device)
 
 
 def _finish(

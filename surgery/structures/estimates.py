@@ -22,7 +22,7 @@ from surgery.running.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
 from surgery.running.source import OwnSource, Source
 from surgery.structures.fit_trial import TRIAL_SEQUENCES, asked_after
 from surgery.structures.ladder import ERROR_SEQUENCES, EXACT_TOKENS
-from surgery.transforms.attention_fit import BLOCKS
+from surgery.transforms.fit_blocks import BLOCKS
 
 # What a layer reaches of the rate of one large matrix product: norms, softmax and small products take the rest.
 EFFICIENCY = 0.5
@@ -361,8 +361,8 @@ class Workload:
         """Of one token and layer: products of keys and values, outputs and gradients with themselves and inverses."""
         if not self.demand.gradients:
             return 2 * self.kv_width**2
-        # Two matrices each are fitted to the others' weights: a plain sum, then by sweeps a sum and a form.
-        fitted = 2 * (1 + 2 * SWEEPS)
+        # Two matrices each are fitted to the others' weights: by sweeps a sum and a form.
+        fitted = 4 * SWEEPS
         return 2 * ((2 + fitted) * self.kv_width**2 + (1 + fitted) * self.hidden**2)
 
     def _algebra_flops(self) -> int:

@@ -72,7 +72,9 @@ class Target:
                 raise SurgeryError(f"{where}: {name} is for {', '.join(others)}; {self.name} has no such setting")
         found = {**read, **given, **self.fixed}
         if "parts" in names_of(self.settings_class):
-            found["parts"] = [_part(said, found, where) for said in found.get("parts", ())]
+            if not isinstance(parts := found.get("parts", ()), list | tuple):
+                raise SurgeryError(f"{where}: parts is a list, each of it with to, layers and settings, not {parts!r}")
+            found["parts"] = [_part(said, found, where) for said in parts]
         return self.settings_class.from_mapping(found, where)
 
     def ending_of(self, settings: ConversionSettings) -> str:

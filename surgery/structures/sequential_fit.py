@@ -20,10 +20,11 @@ from surgery.families.attention import CapturedAttention
 from surgery.running.activations import give_back
 from surgery.running.layer_stream import LayerStream, StreamedLayer
 from surgery.structures.fit_trial import FitTrial, TrialLosses
+from surgery.structures.shared_fits import SharedFits
 
-Solve = Callable[[Tensor, Tensor], nn.Module]
+Solve = Callable[[Tensor, Tensor, SharedFits], nn.Module]
 """Fits a layer: from inputs in the converted model and wanted outputs, [N, T, D] each and without the output bias, to a
-stand-in for its attention, on the stream's device and in its dtype."""
+stand-in for its attention, on the stream's device and in its dtype. The last calls the fit itself, on all processes."""
 
 
 class SequentialFit:
@@ -34,6 +35,7 @@ class SequentialFit:
         store: what entered each of its layers in the forward sweep.
         tokens: the same calibration tokens [N, T].
         trial: asks held-out text whether fits help; None where closed forms and fits are no two results.
+        shared: calls fits on all processes.
 
     Attributes:
         hidden: of the converted model, what enters its next layer [N, T, D]; None once the fit was given up.
@@ -43,9 +45,16 @@ class SequentialFit:
     """
 
     def __init__(
-        self, stream: LayerStream, store: BoundaryStore, tokens: Tensor, batch_size: int, trial: FitTrial | None
+        self,
+        stream: LayerStream,
+        store: BoundaryStore,
+        tokens: Tensor,
+        batch_size: int,
+        trial: FitTrial | None,
+        shared: SharedFits,
     ):
         self._stream, self._store, self._batch_size, self._trial = stream, store, batch_size, trial
+        self._shared = shared
         self.hidden: Tensor | None = store.embed(stream, tokens, batch_size)
         self.tried: list[int] = []
         self.kept: list[int] = []
@@ -64,7 +73,7 @@ class SequentialFit:
             What ``solve`` gave, or ``closed`` where that is nearer to the source.
         """
         anatomy = anatomy.to(self._stream.device, self._stream.dtype)
-        attention = solve(*self._problem(index, layer, anatomy))
+        attention = solve(*self._problem(index, layer, anatomy), self._shared)
         self.tried.append(index)
         if self._trial is None or self._trial.is_nearer(layer, closed, attention):
             self.kept.append(index)
@@ -86,6 +95,7 @@ class SequentialFit:
         if not losses.worth_it:
             self.given_up, self.kept, self.hidden = losses, [], None
             self._trial.drop()
+            self._shared.end()
 
     def facts(self) -> dict[str, Any]:
         """For the report; see the attributes."""

@@ -21,6 +21,7 @@ from surgery.structures.alternatives import Alternatives
 from surgery.structures.fit_trial import FitTrial
 from surgery.structures.ladder import Ladder
 from surgery.structures.sequential_fit import SequentialFit
+from surgery.structures.shared_fits import SharedFits
 
 Opened = TypeVar("Opened", bound="Source | OwnSource")
 Settings = TypeVar("Settings", bound=ConversionSettings)
@@ -35,7 +36,8 @@ class Work(Generic[Opened, Settings]):
         store: what entered every layer in the forward sweep over the calibration text.
         alternatives: new tensors of every layer in more than one form.
         snapshots: what a conversion that was killed goes on from.
-        processes: that share the calibration.
+        processes: that share the calibration and, on processors, the fits.
+        shared_fits: has fits done by all that share them.
     """
 
     opened: Opened
@@ -47,6 +49,11 @@ class Work(Generic[Opened, Settings]):
     progress: Progress
     snapshots: Snapshots = field(default_factory=Snapshots)
     processes: Processes = ALONE
+
+    def __post_init__(self) -> None:
+        # Sums reach other processes through the host, which takes longer than an accelerator's products.
+        sharing = self.processes if self.opened.stream.device.type == "cpu" else ALONE
+        object.__setattr__(self, "shared_fits", SharedFits(sharing, self.store, self.opened.layers))
 
     @classmethod
     def in_folder(
@@ -77,7 +84,7 @@ class Work(Generic[Opened, Settings]):
         if fitted[0] not in ladder.hidden:
             return None
         trial = FitTrial(stream, texts.held_out, ladder, closed, fitted) if closed in ladder.hidden else None
-        return SequentialFit(stream, self.store, texts.calibration, self.settings.batch_size, trial)
+        return SequentialFit(stream, self.store, texts.calibration, self.settings.batch_size, trial, self.shared_fits)
 
     def ladder(self, stages: tuple[str, ...], *, exact: Collection[str] = (), steps: Collection[str] = ()) -> Ladder:
         """The stages of the conversion over its held-out text."""

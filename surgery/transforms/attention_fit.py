@@ -10,7 +10,7 @@ structure's own (:mod:`surgery.transforms.kv_heads_fit`, :mod:`surgery.transform
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
@@ -18,20 +18,21 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from surgery.calibration.parts import Parts
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.rope import to_complex, to_real
 from surgery.kernels.mla_decode.reference import causal_mask
 from surgery.running.activations import give_back, in_file
+from surgery.running.processes import ALONE, Processes
 from surgery.transforms.algebra import psd_powers, relative
 from surgery.transforms.conjugate_gradients import solve
 from surgery.transforms.effort import Effort
+from surgery.transforms.fit_blocks import Blocks, Place, sample_blocks
 
 SEEN_FLOOR = 1e-4
 """Directions with less than this share of the largest energy are not blown up: little was seen there."""
 PROBED = 4
 """One block in so many tells how the kinds of unknowns compare."""
-BLOCKS = 4
-"""Per sequence; more save little and cost calls."""
 SMALLEST_WEIGHT = 1e-20
 """Attention below it is set to zero: denormals slow products down tenfold on CPUs."""
 
@@ -188,11 +189,12 @@ def fit_attention(
     unknowns: Tensor,
     kinds: list[int],
     linearise: Linearise,
-    whitening: Callable[[Sequence[Linearised]], Whiten],
+    whitening: Callable[[Blocks[Linearised]], Whiten],
     targets: Tensor,
     root: Tensor,
     effort: Effort,
     damping: float,
+    processes: Processes = ALONE,
 ) -> tuple[Tensor, float, float]:
     """Gauss-Newton steps from ``unknowns``; a step is shortened until the error falls, or not taken.
 
@@ -204,28 +206,28 @@ def fit_attention(
             limit of activations, nothing of all sequences is kept, and blocks are linearised whenever they are used.
         root: F^{1/2} [D, D], on the device and in the dtype to compute in.
         damping: relative to the curvature along the gradient.
+        processes: that share the sequences; all call this with the same arguments, and end with the same bits.
 
     Returns:
         The fitted unknowns, and the error before and after the last step on its sample, relative to the targets'
         energy.
     """
-    generator = torch.Generator().manual_seed(effort.seed)
+    generator, parts = torch.Generator().manual_seed(effort.seed), Parts(len(targets), 1, processes)
+    keep = processes.from_main(lambda: not in_file(targets))
     whiten, before, after = None, 0.0, 0.0
-    of_each = Anew if in_file(targets) else lambda make, items: list(map(make, items))
     for _ in range(effort.steps):
-        blocks = sample_positions(*targets.shape[:2], effort.queries, generator, root.device)
-        wanted = of_each(partial(_wanted, targets, root), blocks)
-        linearised = of_each(partial(_linearised, linearise, unknowns), blocks)
-        residuals = of_each(partial(_residual, wanted, linearised), range(len(blocks)))
-        energy, before = sum(map(_energy, wanted)), sum(map(_energy, residuals))
+        places = sample_blocks(parts, targets.shape[:2], effort.queries, generator, root.device, keep=keep)
+        wanted = places.map(partial(_wanted, targets, root))
+        linearised = places.map(partial(_linearised, linearise, unknowns))
+        residuals = wanted.map(_residual, linearised)
+        energy, before = wanted.total(_energy), residuals.total(_energy)
         whiten = whiten or whitening(linearised)
         change = _solve(linearised, residuals, whiten, kinds, effort.iterations, damping)
         del linearised, residuals
         after = before
         for factor in (1.0, 0.5, 0.25, 0.125):  # shorter where the linearisation does not reach
             trial = unknowns + factor * change
-            outputs = (linearise(trial, *block).out.value() for block in blocks)
-            error = sum(_energy(want - out) for want, out in zip(wanted, outputs, strict=True))
+            error = places.total(partial(_error, linearise, trial), wanted)
             if error < before:
                 unknowns, after = trial, error
                 break
@@ -233,69 +235,43 @@ def fit_attention(
     return unknowns, before, after
 
 
-class Anew(Sequence):
-    """What a function makes of each item, made again whenever it is asked for: one at a time is in memory."""
-
-    def __init__(self, make: Callable, items: Sequence):
-        self._make, self._items = make, items
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index):
-        items = self._items[index]
-        return Anew(self._make, items) if isinstance(index, slice) else self._make(items)
-
-
-def _wanted(targets: Tensor, root: Tensor, block: tuple[int, Tensor]) -> Tensor:
-    row, positions = block
-    found = targets[row, positions.to(targets.device)].to(root) @ root
+def _wanted(targets: Tensor, root: Tensor, place: Place) -> Tensor:
+    found = targets[place.sequence, place.positions.to(targets.device)].to(root) @ root
     give_back(targets)
     return found
 
 
-def _linearised(linearise: Linearise, unknowns: Tensor, block: tuple[int, Tensor]) -> Linearised:
-    return linearise(unknowns, *block)
+def _linearised(linearise: Linearise, unknowns: Tensor, place: Place) -> Linearised:
+    return linearise(unknowns, place.sequence, place.positions)
 
 
-def _residual(wanted: Sequence[Tensor], linearised: Sequence[Linearised], place: int) -> Tensor:
-    return wanted[place] - linearised[place].out.value()
+def _residual(wanted: Tensor, block: Linearised) -> Tensor:
+    return wanted - block.out.value()
 
 
-def sample_positions(
-    sequences: int, tokens: int, queries: int, generator: torch.Generator, device: torch.device
-) -> list[tuple[int, Tensor]]:
-    """Random query positions of every sequence, in blocks of neighbours so that early ones meet few keys.
-
-    Returns:
-        The number of a sequence and ascending positions of it, for each block.
-    """
-    blocks = []
-    for sequence in range(sequences):
-        positions = torch.randperm(tokens, generator=generator)[:queries].sort().values.to(device)
-        blocks += [(sequence, part) for part in positions.chunk(BLOCKS)]
-    return blocks
+def _error(linearise: Linearise, unknowns: Tensor, place: Place, wanted: Tensor) -> float:
+    return _energy(_residual(wanted, _linearised(linearise, unknowns, place)))
 
 
 def _solve(
-    blocks: Sequence[Linearised],
-    residuals: Sequence[Tensor],
+    blocks: Blocks[Linearised],
+    residuals: Blocks[Tensor],
     whiten: Whiten,
     kinds: list[int],
     iterations: int,
     damping: float,
 ) -> Tensor:
     """Conjugate gradients on the damped normal equations in whitened unknowns: a flat change of the unknowns."""
-    raw_gradient = sum(block.vjp(residual) for block, residual in zip(blocks, residuals, strict=True))
-    scales = _balance(blocks[::PROBED], whiten(raw_gradient), whiten, kinds)
+    raw_gradient = blocks.total(lambda block, residual: block.vjp(residual), residuals)
+    scales = _balance(blocks, whiten(raw_gradient), whiten, kinds)
 
     def scaled(vector: Tensor) -> Tensor:
         parts = whiten(vector).split(kinds)
         return torch.cat([part * scale for part, scale in zip(parts, scales, strict=True)])
 
     def normal(vector: Tensor) -> Tensor:
-        raw = scaled(vector)
-        return scaled(sum(block.vjp(block.jvp(raw)) for block in blocks))
+        raw = blocks.agreed(lambda: scaled(vector))
+        return scaled(blocks.total(lambda block: block.vjp(block.jvp(raw))))
 
     solution = solve(
         scaled(raw_gradient),
@@ -305,16 +281,16 @@ def _solve(
         dot=lambda one, other: float(one.double() @ other.double()),
         plus=lambda one, factor, other: one + factor * other,
     )
-    return scaled(solution)
+    return blocks.agreed(lambda: scaled(solution))
 
 
-def _balance(blocks: Sequence[Linearised], gradient: Tensor, whiten: Whiten, kinds: list[int]) -> list[float]:
+def _balance(blocks: Blocks[Linearised], gradient: Tensor, whiten: Whiten, kinds: list[int]) -> list[float]:
     """A factor for each kind of unknowns that gives all the same curvature along their own whitened ``gradient``."""
     scales, parts = [], gradient.split(kinds)
     for kind in range(len(kinds)):
         alone = torch.cat([part if i == kind else torch.zeros_like(part) for i, part in enumerate(parts)])
         raw = whiten(alone)
-        curvature = sum(_energy(block.jvp(raw)) for block in blocks)
+        curvature = blocks.total(lambda block, raw=raw: _energy(block.jvp(raw)), every=PROBED)
         scales.append((_energy(alone) / curvature) ** 0.5 if curvature > 0 else 0.0)
     return scales
 
@@ -348,9 +324,9 @@ def inverse_root(moment: Tensor, like: Tensor) -> Tensor:
     return psd_powers(moment / mean, (-0.5,), floor=SEEN_FLOOR)[0].to(like)
 
 
-def heads_moment(blocks: Sequence[Linearised]) -> Tensor:
+def heads_moment(blocks: Blocks[Linearised]) -> Tensor:
     """What the output projection reads, summed over positions: [H e, H e], float64."""
-    return sum(gram(block.out.heads.transpose(0, 1).flatten(1)) for block in blocks)
+    return blocks.total(lambda block: gram(block.out.heads.transpose(0, 1).flatten(1)))
 
 
 def gram(rows: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from torch.nn.functional import pad
 
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.rope import phases
+from surgery.running.processes import ALONE, Processes
 from surgery.transforms.algebra import psd_powers
 from surgery.transforms.attention_fit import (
     LinearisedAttention,
@@ -24,6 +24,7 @@ from surgery.transforms.attention_fit import (
     unflat,
 )
 from surgery.transforms.effort import USUAL, Effort
+from surgery.transforms.fit_blocks import Blocks
 from surgery.transforms.head_grouping import affine
 
 
@@ -36,6 +37,7 @@ def fit_merged_layer(
     effort: Effort = USUAL,
     *,
     damping: float = 1e-3,
+    processes: Processes = ALONE,
 ) -> tuple[AttentionAnatomy, float, float]:
     """Fits q, k, v and o together (biases too, the output's left alone) to wanted outputs.
 
@@ -47,6 +49,7 @@ def fit_merged_layer(
         targets: [N, T, D] wanted outputs, the output bias left out.
         metric: F [D, D], second moment of the loss gradient at the output.
         damping: relative to the curvature along the gradient.
+        processes: that share the sequences, see :func:`surgery.transforms.attention_fit.fit_attention`.
 
     Returns:
         The fitted layer, and the error before and after the last step on its sample, relative to the targets' energy.
@@ -71,6 +74,7 @@ def fit_merged_layer(
         root,
         effort,
         damping,
+        processes,
     )
     return unflat(vector, start).put_into(layer), before, after
 
@@ -138,7 +142,7 @@ class _Preconditioner:
     """
 
     def __init__(
-        self, layer: AttentionAnatomy, weights: _Weights, blocks: Sequence[_Linearisation], moment: Tensor, root: Tensor
+        self, layer: AttentionAnatomy, weights: _Weights, blocks: Blocks[_Linearisation], moment: Tensor, root: Tensor
     ):
         metric, o = (root @ root).double(), weights.o.double()
         groups, repeat = layer.kv_heads, layer.heads // layer.kv_heads

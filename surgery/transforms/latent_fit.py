@@ -7,7 +7,6 @@ the whole model in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from surgery.calibration.parts import Parts
 from surgery.families.rope import phases
+from surgery.running.processes import ALONE, Processes
 from surgery.transforms.algebra import psd_powers
 from surgery.transforms.attention_fit import (
     LinearisedMixing,
@@ -26,10 +27,10 @@ from surgery.transforms.attention_fit import (
     gram,
     heads_moment,
     inverse_root,
-    sample_positions,
     unflat,
 )
 from surgery.transforms.effort import USUAL, Effort
+from surgery.transforms.fit_blocks import Blocks, Place, sample_blocks
 from surgery.transforms.head_grouping import affine
 from surgery.transforms.latent_layer import LatentLayer
 
@@ -43,6 +44,7 @@ def fit_latent_layer(
     effort: Effort = USUAL,
     *,
     damping: float = 1e-3,
+    processes: Processes = ALONE,
 ) -> tuple[LatentLayer, float, float]:
     """Fits down, query_up, value_up and o together to wanted outputs; queries, norms and window stay the source's.
 
@@ -55,6 +57,7 @@ def fit_latent_layer(
         targets: [N, T, D] wanted outputs, the output bias left out.
         metric: F [D, D], second moment of the loss gradient at the output; the identity asks for plain output error.
         damping: relative to the curvature along the gradient.
+        processes: that share the sequences, see :func:`surgery.transforms.attention_fit.fit_attention`.
 
     Returns:
         The fitted layer, and the error before and after the last step on its sample, relative to the targets' energy.
@@ -70,6 +73,7 @@ def fit_latent_layer(
         root,
         effort,
         damping,
+        processes,
     )
     return unflat(vector, start).put_into(layer), before, after
 
@@ -90,11 +94,15 @@ def latent_moments(layer: LatentLayer, inputs: Tensor, metric: Tensor, effort: E
     """
     root, weights = _root(layer, metric), flat(_Weights.of(layer))
     problem, generator = _Problem(layer, inputs, root), torch.Generator().manual_seed(effort.seed)
-    total, count = 0, 0
-    for sequence, positions in sample_positions(*inputs.shape[:2], effort.queries, generator, root.device):
-        out = torch.randn(len(positions), len(root), generator=generator).to(root)
-        _, cached, _, _ = problem.linearise(weights, sequence, positions).signals(out)
-        total, count = total + gram(cached[:, : layer.rank]), count + len(positions)
+    parts, count = Parts(len(inputs), 1), len(inputs) * min(effort.queries, inputs.shape[1])
+    places = sample_blocks(parts, inputs.shape[:2], effort.queries, generator, root.device, keep=False)
+
+    def moment(place: Place) -> Tensor:
+        out = torch.randn(len(place.positions), len(root), generator=generator).to(root)
+        _, cached, _, _ = problem.linearise(weights, place.sequence, place.positions).signals(out)
+        return gram(cached[:, : layer.rank])
+
+    total = places.total(moment)
     return _covariance(layer, inputs)[: layer.rank, : layer.rank], total / count
 
 
@@ -179,10 +187,10 @@ class _Preconditioner:
     """
 
     def __init__(
-        self, layer: LatentLayer, weights: _Weights, blocks: Sequence[_Linearisation], inputs: Tensor, root: Tensor
+        self, layer: LatentLayer, weights: _Weights, blocks: Blocks[_Linearisation], inputs: Tensor, root: Tensor
     ):
         queries = sum(gram(layer.source.project_queries(x.to(root)).transpose(0, 1)) for x in inputs)
-        mixed = sum(gram(block.mixed) for block in blocks)
+        mixed = blocks.total(lambda block: gram(block.mixed))
         o, metric = weights.o.double(), root.double() @ root.double()
         met = torch.einsum("xhe,xy,yhf->hef", o, metric, o)
         self.inputs, self.queries = inverse_root(_moment(layer, inputs), root), inverse_root(queries, root)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from surgery.common.errors import SurgeryError
 from surgery.families.anatomy import AttentionAnatomy, HeadNorm
 from surgery.families.rope import phases
+from surgery.running.processes import ALONE, Processes
 from surgery.transforms.algebra import eigh_descending, psd_powers
 from surgery.transforms.attention_fit import (
     LinearisedAttention,
@@ -25,6 +26,7 @@ from surgery.transforms.attention_fit import (
     unflat,
 )
 from surgery.transforms.effort import USUAL, Effort
+from surgery.transforms.fit_blocks import Blocks
 from surgery.transforms.low_rank_layer import LowRankLayer
 
 EMPTY = 1e-9  # a latent with less than this share of the largest energy is kept at that scale, so that bases invert
@@ -40,6 +42,7 @@ def fit_low_rank_layer(
     *,
     shared: Tensor | None = None,
     damping: float = 0.1,
+    processes: Processes = ALONE,
 ) -> tuple[LowRankLayer, float, float]:
     """Fits q, down, both ups and o together to wanted outputs; biases and norms stay the source's.
 
@@ -54,6 +57,7 @@ def fit_low_rank_layer(
         metric: F [D, D], second moment of the loss gradient at the output.
         shared: [N, T, s] latents of the group's earlier layers on the same tokens, constants here; None if s = 0.
         damping: relative to the curvature along the gradient; less fits the sample better and other text worse.
+        processes: that share the sequences, see :func:`surgery.transforms.attention_fit.fit_attention`.
 
     Returns:
         The fitted layer, and the error before and after the last step on its sample, relative to the targets' energy.
@@ -92,6 +96,7 @@ def fit_low_rank_layer(
         root,
         effort,
         damping,
+        processes,
     )
     return unflat(vector, start).put_into(layer), before, after
 
@@ -269,18 +274,23 @@ class _Preconditioner:
         self,
         layer: LowRankLayer,
         weights: _Weights,
-        blocks: Sequence[_Linearisation],
+        blocks: Blocks[_Linearisation],
         moment: Tensor,
         root: Tensor,
         seed: int,
     ):
         own = torch.block_diag(torch.eye(layer.shared).to(moment), weights.down.double())
-        latents, generator = own @ moment @ own.mT, torch.Generator().manual_seed(seed)
-        met: list[Tensor] = [0, 0, 0, 0]
-        for block in blocks:
-            out = torch.randn(len(block.asking), len(root), generator=generator).to(root)
-            *signals, _ = block.signals(out)
-            met = [total + gram(signal) for total, signal in zip(met, signals, strict=True)]
+        latents, generators = own @ moment @ own.mT, blocks.generators(len(root), seed)
+
+        def met_in(part: int) -> list[Tensor]:
+            met: list[Tensor] = [0, 0, 0, 0]
+            for block in blocks.items(part):
+                out = torch.randn(len(block.asking), len(root), generator=generators[part]).to(root)
+                *signals, _ = block.signals(out)
+                met = [total + gram(signal) for total, signal in zip(met, signals, strict=True)]
+            return met
+
+        met = blocks.total_of_parts(met_in)
         self.lefts = [inverse_root(part, root) for part in (*met, (root @ root).double())]
         x = inverse_root(moment[layer.shared :, layer.shared :], root)
         ups = (_masked_inverse_root(latents, mask, root) for mask in (layer.key_mask(), layer.value_mask()))

@@ -59,3 +59,13 @@ def test_nothing_to_learn_from_zeros():
     (z,) = drawn(10, 4)
     assert kronecker_factors([[z]], [[torch.zeros_like(z)]]) is None
     assert kronecker_factors([[torch.zeros_like(z)]], [[z]]) is None
+
+
+def test_a_moment_that_is_known_is_not_taken_again(monkeypatch):
+    z, g = drawn(400, 6, 5)
+    want, calls = kronecker_factors([[z]], [[g]]), []
+    taken = kronecker.weighted_moment
+    monkeypatch.setattr(kronecker, "weighted_moment", lambda *of, **by: calls.append(of) or taken(*of, **by))
+    got = kronecker_factors([[z]], [[g]], taken([[g]]))
+    assert torch.equal(got.moment, want.moment) and torch.equal(got.gradient, want.gradient)
+    assert len(calls) == 2 * kronecker.SWEEPS

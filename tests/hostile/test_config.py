@@ -6,6 +6,7 @@ import pytest
 from hostile import cases, damaged, mutated, taken_or_refused
 from hypothesis import given
 from hypothesis import strategies as st
+from picture_models import make_model
 from tiny_models import make_checkpoint
 
 from surgery.checkpoint.config_file import LIMITS
@@ -16,6 +17,7 @@ from surgery.running.unfused import open_model
 from surgery.structures import converter
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.registry import MIXED
 
 NAMES = ("llama", "qwen2_window", "qwen3_moe", "phi3_window", "gemma3_window", "smollm3", "glm4", "cohere2_window")
 
@@ -29,12 +31,21 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """Converted ones: stock MLA and the own class."""
-    source, made = make_checkpoint(tmp_path_factory.mktemp("hostile") / "llama", "llama"), {}
+    """Converted ones: stock MLA, the own class, one whose layers keep different caches, and one beside pictures."""
+    place, made = tmp_path_factory.mktemp("hostile"), {}
+    source, pictures = make_checkpoint(place / "llama", "llama"), make_model(place / "llava", "llava")
     quick = {"calibration": "none", "kv_ratio": 0.5}
-    for name, settings in {"mla": ConvertSettings(**quick), "lowrank": LowRankSettings(**quick)}.items():
-        folder = converter.convert(source, source.parent / name, settings).path
+    parts = [{"to": "lowrank", "layers": [0], "kv_ratio": 0.5}, {"to": "quantized", "layers": [1], "bits": 8}]
+    asked = {
+        "mla": (source, ConvertSettings(**quick)),
+        "lowrank": (source, LowRankSettings(**quick)),
+        "mixed": (source, MIXED.settings({"calibration": "none", "parts": parts})),
+        "pictures": (pictures, LowRankSettings(**quick)),
+    }
+    for name, (checkpoint, settings) in asked.items():
+        folder = converter.convert(checkpoint, place / name, settings).path
         made[name] = folder, json.loads((folder / "config.json").read_text())
+    assert isinstance(made["mixed"][1]["kv_cache"], list) and made["pictures"][1]["model_type"] == "surgery_pictures"
     return made
 
 
@@ -85,7 +96,7 @@ def test_inspected(folders, data):
 
 
 @given(st.data())
-@cases(5, most=2000)
+@cases(8, most=2000)
 def test_of_a_conversion(converted, data):
     folder, config = converted[data.draw(st.sampled_from(sorted(converted)))]
     (folder / "config.json").write_text(json.dumps(data.draw(mutated(config))))

@@ -42,6 +42,7 @@ from surgery.structures.kv_heads.bench import half_the_heads
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.ladder import Ladder
 from surgery.structures.sequential_fit import SequentialFit, Solve, solver_dtype
+from surgery.structures.shared_fits import SharedFits
 from surgery.structures.work import Work
 from surgery.transforms.coded_reading import CodedAttention
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
@@ -266,9 +267,9 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         stream, settings = self.opened.stream, self.settings
         start, metric = merged.anatomy.to(stream.device, solver_dtype(stream)), statistics.output_metric
 
-        def solve(inputs: Tensor, targets: Tensor) -> CapturedAttention:
+        def solve(inputs: Tensor, targets: Tensor, shared_fits: SharedFits) -> CapturedAttention:
             effort = settings.fit_effort(index)
-            fitted, _, _ = fit_merged_layer(start, inputs, targets, metric.to(stream.device), effort)
+            fitted, _, _ = shared_fits(fit_merged_layer, start, inputs, targets, metric.to(stream.device), effort)
             return CapturedAttention(fitted.to(stream.dtype))
 
         return solve

@@ -46,6 +46,7 @@ from surgery.structures.low_rank.rank_plan import Blocks, plan_bits, plan_ranks,
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.sequential_fit import SequentialFit, Solve, solver_dtype
+from surgery.structures.shared_fits import SharedFits
 from surgery.structures.work import Work
 from surgery.transforms.attention_fit import gram
 from surgery.transforms.low_rank import SharedMoments, loss_metric, low_rank_layer
@@ -329,9 +330,10 @@ class LowRank(Structure[Source, LowRankSettings]):
         stream, settings = self.opened.stream, self.asked
         earlier = tuple(self._group.fit)
 
-        def solve(inputs: Tensor, targets: Tensor) -> SimulatedLowRank:
+        def solve(inputs: Tensor, targets: Tensor, shared_fits: SharedFits) -> SimulatedLowRank:
             shared = torch.cat([torch.cat(other.latents) for other in earlier], dim=-1) if earlier else None
-            fitted, _, _ = fit_low_rank_layer(
+            fitted, _, _ = shared_fits(
+                fit_low_rank_layer,
                 start.to(stream.device, solver_dtype(stream)),
                 inputs,
                 targets,

@@ -47,6 +47,7 @@ from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.mla.smaller import SmallerMLA
 from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.sequential_fit import SequentialFit, solver_dtype
+from surgery.structures.shared_fits import SharedFits
 from surgery.structures.work import Work
 from surgery.transforms import mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
@@ -290,11 +291,11 @@ class _Solver:
         self._stream, self._settings = stream, settings
         self.energies: Tensor | None = None
 
-    def __call__(self, inputs: Tensor, targets: Tensor) -> SimulatedAttention:
+    def __call__(self, inputs: Tensor, targets: Tensor, shared_fits: SharedFits) -> SimulatedAttention:
         stream, settings = self._stream, self._settings
         start, metric = self._start.to(stream.device, solver_dtype(stream)), self._metric.to(stream.device)
         effort = settings.fit_effort(self._index)
-        fitted, _, _ = fit_latent_layer(start, inputs, targets, metric, effort)
+        fitted, _, _ = shared_fits(fit_latent_layer, start, inputs, targets, metric, effort)
         moments = latent_moments(fitted, inputs, metric, effort)
         ordered, self.energies = order_latents(fitted.to("cpu", torch.float64), *moments)
         return SimulatedAttention(ordered.to(stream.device, stream.dtype))
