@@ -1,11 +1,13 @@
-"""Compares what `surgery plan` expects with what conversions lose, on other text, decoding token by token.
+"""Compares what `surgery plan` expects with what conversions lose, on other text.
 
-python tools/planning_accuracy.py builtin work/            # plans, converts and measures; goes on where it was stopped
+python tools/planning_accuracy.py builtin work/     # predicts, converts and measures; goes on with what was converted
+python tools/planning_accuracy.py --carried builtin work/       # minutes: writes nothing, measures as plans do
 python tools/planning_accuracy.py --recipe recipes/smollm2.yaml work/   # its conversions, measured by its report
 python tools/planning_accuracy.py --draw docs/planning-accuracy.svg work/*.csv
 
-Every candidate of plans for a half to a sixteenth of the KV bytes is converted without a fit,
-and read through its cache on held-out windows that no plan saw. A line a conversion goes to <work>/<model>.csv.
+Every candidate of plans at a half to a sixteenth of the KV bytes, and structures in 8 and 4 bits for all latents, which
+no plan weighs, are converted without a fit and read through their caches on held-out windows that no plan saw. A line a
+conversion goes to <work>/<model>.csv. With the picture goes a table of what plans choose, and of what else fits.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import argparse
 import csv
 import json
 import math
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,49 +27,90 @@ import surgery
 from surgery.calibration.texts import load_texts
 from surgery.checkpoint.named_models import model_named
 from surgery.common.progress import Progress
-from surgery.planning.candidates import Candidates
+from surgery.planning.candidates import Candidates, Sized
+from surgery.planning.cost import Cost
 from surgery.planning.measure import measure
-from surgery.planning.plan import opened_work
+from surgery.planning.plan import SHARES, opened_work
 from surgery.planning.settings import PlanSettings
 from surgery.running.source import Source
 from surgery.structures.registry import find_target
 
-SHARES = (0.5, 0.35, 0.25, 0.18, 0.125, 0.09, 0.0625)
-LENGTH, WINDOWS = 512, 24
-TEXT = {"calibration_length": LENGTH, "held_out": 8}
-NAMES = ("model", "command", "kv_ratio", "predicted", "low", "high", "measured", "measured_low", "measured_high")
+LENGTH, WINDOWS, PROMPTS = 512, 16, 24
+TEXT = {"calibration_length": LENGTH, "context": str(LENGTH)}
+PAIRS = (("lowrank", {"bits": 8, "sinks": 4}), ("lowrank", {"bits": 4, "sinks": 4}))
+"""Structures with as many bits for everything: what plans have bits chosen for each latent in the place of."""
+NAMES = ("model", "command", "weighed", "kv_ratio", "predicted", "low", "high", "cost")
+NAMES += ("measured", "measured_low", "measured_high", "recall", "carried")
+TEXTS = ("model", "command")
+"""Columns that are no numbers. ``weighed``: 1 of what plans choose among; ``cost``: what they choose by; ``carried``: 1
+of what was carried through the model on other text, 0 of written conversions."""
 
 
-def plan_rows(model: str, work: Path) -> list[Any]:
-    """The candidates of all plans, each once."""
-    text = {**TEXT, "keep_statistics": str(work / "statistics"), "context": str(LENGTH)}
+def candidates_of(model: str, work: Path, *, carried: bool) -> list[tuple[Sized, dict[str, Any]]]:
+    """What plans weigh at all shares, and the pairs, with what is expected of them.
+
+    Args:
+        carried: measure them too, as plans do, on as many other texts and prompts, and write nothing.
+    """
+    settings = PlanSettings(**TEXT, held_out=4 * (1 + carried), keep_statistics=str(work / "statistics"))
+    progress = Progress()
+    opened = Source.open(model_named(model), settings)
+    texts = load_texts(opened, settings, progress, planted=False)
+    held_out, unseen = texts.held_out.halves() if carried else (texts.held_out, None)
+    with opened_work(opened, settings, texts, progress) as made:
+        candidates = Candidates(opened, made, settings)
+        weighed = list(candidates.at(SHARES))
+        pairs = [candidates.sized(find_target(to), asked, share) for to, asked in PAIRS for share in SHARES]
+        sized = [*weighed, *{each.name: each for each in pairs if each}.values()]
+        seen, other = measure(sized, made, held_out), measure(sized, made, unseen) if carried else None
+    cost, found = Cost(seen.source), []
+    for place, (each, score) in enumerate(zip(sized, seen.scored, strict=True)):
+        increase = score.beyond(seen.source)
+        expected = {"weighed": int(place < len(weighed)), "kv_ratio": each.kv_bytes / candidates.source_bytes}
+        expected |= {"predicted": increase.mean, "low": increase.low, "high": increase.high, "cost": cost(score)}
+        if other:
+            expected |= beyond(other.scored[place].losses, other.source.losses)
+            expected |= {"recall": other.scored[place].recall, "carried": 1}
+        found.append((each, expected))
+    return found
+
+
+def converted(model: str, sized: Sized, work: Path) -> Path:
+    """Where its conversion is; made if it is not there."""
+    out = work / "made" / sized.name.removeprefix("--to ").replace(" --", "_").replace(" ", "-")
+    if not out.exists():
+        asked = dict(sized.asked)
+        asked |= {"fit_steps": 0} if hasattr(sized.target.settings_class, "fit_steps") else {}
+        text = {"calibration_length": LENGTH, "held_out": 2, "keep_statistics": str(work / "statistics")}
+        surgery.convert(model, to=sized.target.name, out=out, **asked, **text)
+    return out
+
+
+def measured(model: str, made: dict[str, Path], work: Path) -> dict[str, dict[str, float]]:
+    """Of every conversion nats per token over the source's, with a 95% interval by window, and recall."""
+    report = surgery.evaluate(
+        made,
+        baseline=model,
+        tasks=("loss", "recall"),
+        variants=(),
+        length=LENGTH,
+        decoded=0,  # one pass reads codes as decoding does
+        windows=WINDOWS,
+        recall_prompts=PROMPTS,
+        out=work / "report",
+        overwrite=True,
+    ).report
+    source, *rows = report["rows"]
     found = {}
-    for share in SHARES:
-        for row in surgery.plan(model, kv_ratio=share, **text).rows:
-            found.setdefault(row.command, row)
-    return list(found.values())
+    for row in rows:
+        own, other = (each["results"]["loss"]["per_sequence"] for each in (row, source))
+        found[row["name"]] = {**beyond(own, other), "recall": row["results"]["recall"]["accuracy"], "carried": 0}
+    return found
 
 
-def measured(model: str, row: Any, work: Path) -> dict[str, float]:
-    """Nats per token over the source's, decoding, with a 95% interval by window."""
-    asked = dict(row.asked)
-    settings = find_target(row.to).settings_class
-    asked |= {"fit_steps": 0} if hasattr(settings, "fit_steps") else {}
-    text = {**TEXT, "keep_statistics": str(work / "statistics")}
-    with tempfile.TemporaryDirectory() as folder:
-        surgery.convert(model, to=row.to, out=Path(folder) / "made", **asked, **text)
-        report = surgery.evaluate(
-            {"made": Path(folder) / "made"},
-            baseline=model,
-            tasks=("loss",),
-            variants=(),
-            length=LENGTH,
-            decoded=LENGTH - 2,
-            windows=WINDOWS,
-            out=Path(folder) / "report",
-        )
-    source, result = (each["results"]["loss"]["cached"] for each in report.report["rows"])
-    differences = [a - b for a, b in zip(result["per_sequence"], source["per_sequence"], strict=True)]
+def beyond(losses: Sequence[float], source: Sequence[float]) -> dict[str, float]:
+    """The increase of the loss, with a 95% interval by sequence."""
+    differences = [own - other for own, other in zip(losses, source, strict=True)]
     mean = sum(differences) / len(differences)
     spread = 1.96 * math.sqrt(sum((d - mean) ** 2 for d in differences) / (len(differences) - 1) / len(differences))
     return {"measured": mean, "measured_low": mean - spread, "measured_high": mean + spread}
@@ -97,8 +140,8 @@ def of_recipe(recipe: Path, work: Path) -> list[dict[str, Any]]:
     lines = []
     for (name, each), score in zip(sized.items(), carried.scored, strict=True):
         increase, found = score.beyond(carried.source), rows[name]["comparison"]["loss"]
-        values = rows[name]["kv"]["ratio"], increase.mean, increase.low, increase.high
-        values += found["difference"], found["low"], found["high"]
+        values = 1, rows[name]["kv"]["ratio"], increase.mean, increase.low, increase.high, None
+        values += found["difference"], found["low"], found["high"], rows[name]["results"]["recall"]["accuracy"], 0
         lines.append(dict(zip(NAMES, (source["source"], f"surgery convert {each.name}", *values), strict=True)))
     return lines
 
@@ -116,10 +159,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", type=Path, metavar="FILE")
     parser.add_argument("--recipe", type=Path, metavar="FILE")
+    parser.add_argument("--carried", action="store_true")
     parser.add_argument("given", nargs="+", metavar="MODEL WORK | WORK | CSV")
     asked = parser.parse_args()
     if asked.draw:
-        draw([line for path in asked.given for line in read(Path(path))], asked.draw)
+        lines = [line for path in asked.given for line in read(Path(path))]
+        draw(lines, asked.draw)
+        print(table([line for line in lines if line["cost"] is not None]))
         return
     work = Path(asked.given[-1])
     work.mkdir(parents=True, exist_ok=True)
@@ -127,30 +173,24 @@ def main() -> None:
         write(work / f"{asked.recipe.stem}.csv", of_recipe(asked.recipe, work))
         return
     model = asked.given[0]
-    path = work / f"{Path(model).name}.csv"
-    done = {_asked(line["command"]): line for line in read(path)} if path.exists() else {}
-    rows = sorted(plan_rows(model, work), key=lambda row: _asked(row.command) not in done)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, NAMES)
-        writer.writeheader()
-        for row in rows:  # those that were measured first, beside what is expected of them now
-            expected = {"kv_ratio": row.kv_ratio, "predicted": row.loss_increase, "low": row.low, "high": row.high}
-            found = done.get(_asked(row.command)) or measured(model, row, work)
-            found = {name: found[name] for name in NAMES[-3:]}
-            writer.writerow({"model": model, "command": row.command, **expected, **found})
-            file.flush()
-
-
-def _asked(command: str) -> str:
-    """A command without the place of its source."""
-    return command.partition(" --to ")[2]
+    found, name, results = candidates_of(model, work, carried=asked.carried), Path(model).name, {}
+    if not asked.carried:
+        results = measured(model, {each.name: converted(model, each, work) for each, _ in found}, work)
+    lines = [
+        {"model": name, "command": f"surgery convert {name} {each.name}", **expected, **results.get(each.name, {})}
+        for each, expected in found
+    ]
+    write(work / f"{name}.csv", lines)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a file, numbers as numbers."""
     with path.open(newline="") as file:
         lines = list(csv.DictReader(file))
-    return [{name: value if name in NAMES[:2] else float(value) for name, value in line.items()} for line in lines]
+    return [
+        {name: value if name in TEXTS else float(value) if value else None for name, value in line.items()}
+        for line in lines
+    ]
 
 
 def facts(lines: list[dict[str, Any]]) -> dict[str, float]:
@@ -168,6 +208,44 @@ def facts(lines: list[dict[str, Any]]) -> dict[str, float]:
         "within": sum(near) / len(near),
         "held": sum(line["low"] <= m <= line["high"] for line, m in zip(lines, found, strict=True)) / len(lines),
     }
+
+
+def kind(line: dict[str, Any]) -> str:
+    """Of a conversion: plain cache of codes, structure, structure with one number of bits, or mixture of bits."""
+    if "--to quantized" in line["command"]:
+        return "plain"
+    if "--bits auto" in line["command"]:
+        return "mixture"
+    return "pair" if "--bits" in line["command"] else "structure"
+
+
+def choices(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At every budget what a plan chooses of what it weighs, and what lost least of each other kind that fits it."""
+    found = []
+    for share in SHARES:
+        fitting = [line for line in lines if line["kv_ratio"] <= share * (1 + 1e-9)]
+        choice = min((line for line in fitting if line["weighed"]), key=lambda line: line["cost"])
+        others = {each: [line for line in fitting if kind(line) == each] for each in ("structure", "pair", "plain")}
+        best = {each: min(of, key=lambda line: line["measured"]) for each, of in others.items() if of}
+        found.append({"share": share, "choice": choice, **best})
+    return found
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """The choices as rows of Markdown."""
+
+    def cell(line: dict[str, Any] | None) -> str:
+        if line is None:
+            return "none fits"
+        name = line["command"].partition("--to ")[2]
+        return f"`{name}` {line['measured']:+.4f}, {line['recall']:.2f}"
+
+    rows = []
+    for model in dict.fromkeys(line["model"] for line in lines):
+        for found in choices([line for line in lines if line["model"] == model]):
+            cells = [cell(found.get(each)) for each in ("choice", "structure", "pair", "plain")]
+            rows.append(f"| {model} | {found['share']:g} | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def ranks(values: list[float]) -> list[float]:

@@ -24,6 +24,7 @@ TOLERANCE = 0.02
 """How far below a share bytes may stay, relatively, before a larger result is looked for."""
 ATTEMPTS = 5
 LEAST_RATIO = 0.01
+SMALL_RATIOS = (LEAST_RATIO, 0.02, 0.04, 0.08)
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,25 @@ class Candidates:
     def at(self, shares: Sequence[float]) -> Iterator[Sized]:
         """Every candidate: those whose size can be chosen once for each share of the source's bytes."""
         made = []  # two ways of asking may come to one result
+        for target, asked, candidate in self._named():
+            seen = set()  # a structure may have no more to spend a larger share on
+            for share in shares if candidate.scales else (None,):
+                found = self.sized(target, asked, share, mixes=candidate.mixes)
+                if found and found.kv_bytes not in seen and found.config not in made:
+                    seen.add(found.kv_bytes)
+                    made.append(found.config)
+                    yield found
+
+    def smallest(self) -> list[Sized]:
+        """Those whose size can be chosen, each at the least of a few ratios that it takes."""
+        found = []
+        for target, asked in [(target, asked) for target, asked, candidate in self._named() if candidate.scales]:
+            made = (self.sized(target, {"kv_ratio": ratio, **asked}, None) for ratio in SMALL_RATIOS)
+            found += filter(None, [next(filter(None, made), None)])
+        return found
+
+    def _named(self) -> Iterator[tuple[Target, dict[str, Any], Candidate]]:
+        """What is weighed of every target that may be chosen, and what is asked for with it."""
         for target in TARGETS.working().values():
             if target.fixed or not self._settings.allows(target.name):
                 continue
@@ -92,15 +112,8 @@ class Candidates:
             coded = self._settings.allows(BITS) or all("bits" in each.settings for each in named)
             for candidate in named:
                 asked = {**candidate.settings, **self._own_of(target)}
-                if "bits" in asked and not coded:
-                    continue
-                seen = set()  # a structure may have no more to spend a larger share on
-                for share in shares if candidate.scales else (None,):
-                    found = self.sized(target, asked, share, mixes=candidate.mixes)
-                    if found and found.kv_bytes not in seen and found.config not in made:
-                        seen.add(found.kv_bytes)
-                        made.append(found.config)
-                        yield found
+                if coded or "bits" not in asked:
+                    yield target, asked, candidate
 
     def sized(self, target: Target, asked: dict[str, Any], share: float | None, *, mixes: bool = True) -> Sized | None:
         """The candidate with at most that share of the source's bytes, its own if None; None where it is refused."""

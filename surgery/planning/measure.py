@@ -145,16 +145,21 @@ def carry(lines: Sequence[Line], work: Work, held_out: HeldOut, *, weighs: bool 
                 with stream.layer(index) as layer:
                     weigh = _Weighing(work, index, layer, held_out, states[places[0]]) if weighs else None
                     for number, here in groupby(sorted(apart), key=itemgetter(0)):
-                        attention = None
+                        attention, group = None, range(index, index + 1)
                         if number:
                             structure, cache = items[number - 1].structure, caches[number - 1][index]
-                            attention = structure.closed_form(work, index, cache)
+                            group = structure.group(index)
+                            attention = structure.closed_form(work, index, cache) if len(group) == 1 else None
                         if weigh and attention:
                             errors_here[number] = weigh(attention)
                         for way in here:
                             left[way[1]] -= 1
                             hidden = states[way[1]].clone() if left[way[1]] else states.pop(way[1])
-                            following[apart.index(way)] = stream.run_layer(layer, hidden, batch, attention)
+                            if len(group) == 1:
+                                hidden = stream.run_layer(layer, hidden, batch, attention)
+                            elif index == group.start:  # through all of it at once
+                                hidden = structure.pass_group(work, group, hidden)
+                            following[apart.index(way)] = hidden
                 places, states = [apart.index(way) for way in ways], following
                 errors.append(errors_here)
                 now = {"places": places, "states": states, "errors": errors}

@@ -162,6 +162,8 @@ def make_plan(
         tried = list(candidates.at(_shares_around(share)))
         if not tried:
             raise SurgeryError(_nothing(candidates.refused))
+        if share is not None and min(each.kv_bytes for each in tried) > share * candidates.source_bytes:
+            tried += candidates.smallest()  # the nearest that can be had, and its price
         with progress.step(3, STEPS):
             weighs = settings.mixtures > 0
             carried = measure(tried, work, held_out, weighs=weighs)

@@ -200,7 +200,7 @@ class Structure(ABC, Generic[Opened, Settings]):
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """What ``surgery plan`` weighs of this structure, for a source of this config.json; nothing by default.
 
-        A structure that names some has :meth:`closed_form`.
+        A structure that names some has :meth:`closed_form`, or :meth:`pass_group` of layers that it groups.
         """
         return []
 
@@ -227,6 +227,14 @@ class Structure(ABC, Generic[Opened, Settings]):
         Args:
             cache: an empty layer that keeps what is cached as codes; None where it is exact.
         """
+        raise NotImplementedError
+
+    def group(self, layer: int) -> range:
+        """The layers that can only be run together with this one, and it: of those :meth:`pass_group` stands in."""
+        return range(layer, layer + 1)
+
+    def pass_group(self, work: Work, group: range, hidden: Tensor) -> Tensor:
+        """Carries [N, T, D], in place, through layers that can only be run together, as they become without a fit."""
         raise NotImplementedError
 
     def layer_forms(

@@ -310,7 +310,7 @@ def test_a_plan_weighs_fewer_latents_and_their_codes(checkpoints):
         *(("mla", bits) for bits in (None, 8)),
         *(("quantized", bits) for bits in (8, 4)),
     }
-    assert {row.to for row in plan.rows} == {"mla", "quantized"} and plan.chosen.kv_ratio <= 0.7
+    assert {row.to for row in plan.rows} == {"mla", "crosslayer", "quantized"} and plan.chosen.kv_ratio <= 0.7
     assert plan.source["kv_bytes"] == 64 * 3 * 24 * 4
 
 

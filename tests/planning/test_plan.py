@@ -41,7 +41,9 @@ CASES = {
     "lowrank, chosen bits": {"kv_ratio": 0.4, "bits": "auto", "sinks": 3, "group": 16},
     "quantized": {"bits": 2, "sinks": 3, "group": 16},
     "quantized, with a window": {"bits": 4, "window": 20, "group": 16},
+    "crosslayer": {"kv_ratio": 0.5, "group_size": 2, "block": 16, "sinks": 3, "window": 5},
     "hybrid": {"heads": "a pattern", "streaming": 0.5},
+    "hybrid, whole layers": {"heads": "a pattern", "granularity": "layer", "streaming": 0.5, "recent": 20},
     "hybrid, 4 bits": {"heads": "a pattern", "streaming": 0.75, "compensated": 0.4, "bits": 4, "group": 16},
 }
 
@@ -53,14 +55,18 @@ def plan(checkpoints):
     )
 
 
-ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with a window", "hybrid, 4 bits")
+ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with a window", "crosslayer")
+ALWAYS += ("hybrid, 4 bits",)
 """Of the cases: the others are these without codes, or with another window."""
+OF_ANY = [case for case in CASES if "whole layers" not in case]
+"""Of sources with biases too."""
 
 
 @pytest.mark.parametrize(
     ("family", "case"),
     [
-        *(pytest.param("llama_bias", case, marks=() if case in ALWAYS else pytest.mark.slow) for case in CASES),
+        *(pytest.param("llama_bias", case, marks=() if case in ALWAYS else pytest.mark.slow) for case in OF_ANY),
+        ("llama", "hybrid, whole layers"),
         pytest.param("qwen3", "mla, 8 bits", marks=pytest.mark.slow),
         pytest.param("qwen3", "quantized", marks=pytest.mark.slow),
     ],
@@ -119,7 +125,7 @@ def test_rows_are_told_by_bytes_and_the_choice_costs_least_within_them(plan):
     for place, row in enumerate(plan.rows):
         assert row.best == all(row.cost < other.cost for other in plan.rows[:place])
         assert row.low <= row.loss_increase <= row.high
-    assert {row.to for row in plan.rows} == {"mla", "gqa", "lowrank", "quantized", "mixed"}
+    assert {row.to for row in plan.rows} == {"mla", "gqa", "lowrank", "crosslayer", "quantized", "mixed"}
     assert all(row.command.startswith(f"surgery convert ckpt --to {row.to}") for row in plan.rows if row.to != "mixed")
 
 
@@ -153,6 +159,15 @@ def test_what_cannot_be_met_says_what_comes_nearest_and_its_price(plan):
         choose(rows, None, 0.05)
     with pytest.raises(SurgeryError, match=r"keeps to 10.0% of the KV bytes; the smallest is 20.0%, for \+0.5000"):
         choose(rows, 0.1, None)
+
+
+def test_a_budget_that_nothing_meets_is_told_with_the_smallest_that_there_is(checkpoints):
+    settings = PlanSettings(kv_ratio=0.001, allow=("lowrank", "quantized", "bits"), **TEXT, **CONTEXT)
+    with pytest.raises(
+        SurgeryError, match=r"keeps to 0.1% of the KV bytes; the smallest is \d+\.\d%, for [+-]"
+    ) as told:
+        make_plan(checkpoints("llama"), settings)
+    assert "--to lowrank --kv-ratio 0.0" in str(told.value) and "\n" not in str(told.value)
 
 
 def test_an_engine_gets_what_it_loads_only(checkpoints):

@@ -24,7 +24,7 @@ from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.latent_family import NORM
 from surgery.running.layer_stream import LayerStream, StreamedBlock
 from surgery.running.source import Source
-from surgery.structures.base import LONG, Foreseen, Outcome, Structure, unchanged_tensors
+from surgery.structures.base import LONG, Candidate, Foreseen, Outcome, Structure, unchanged_tensors
 from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.cascade import Cascade
 from surgery.structures.cross_layer.latents import SharedLatents
@@ -54,6 +54,8 @@ INTERPOLATION, RETENTION = 0.6, 0.05
 class CrossLayer(Structure[Source, CrossLayerSettings]):
     """Groups of adjacent layers share a cache of old tokens: methods xkv, xkv-prompt and minicache."""
 
+    takes_latents = True
+
     def __init__(self, opened: Source, settings: CrossLayerSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         self._groups, self._entries = plan_groups(opened, settings)
@@ -75,6 +77,24 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         if settings.method != "xkv" and reader.config["model_type"] in LATENT_FAMILIES:
             raise SurgeryError(f"{reader.path}: latents are shared by method xkv, not {settings.method}")
         return Source.of(reader, settings, any_family_of(reader.config))
+
+    @classmethod
+    def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
+        """One basis for a group, of keys and values or of latents."""
+        return [Candidate({}, mixes=False)]
+
+    def group(self, layer: int) -> range:
+        """Those that share a basis."""
+        return next((range(*span) for span in self._groups if layer in range(*span)), range(layer, layer + 1))
+
+    def pass_group(self, work: Work, group: range, hidden: torch.Tensor) -> torch.Tensor:
+        """Reads old tokens as the group's basis, method xkv's, makes them again."""
+        entry = self._entries[self._groups.index((group.start, group.stop))]
+        basis = self._basis(work, group.start, group.stop, entry["rank"])
+        with self.opened.stream.block(group.start, group.stop) as layers:
+            simulated = self._simulated(group.start, group.stop, basis.to(*self._where).rebuild, self.settings.block)
+            _run(self.opened.stream, layers, simulated, hidden, self.settings.batch_size)
+        return hidden
 
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but numbers."""
@@ -162,12 +182,8 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         """Converts one group; None for ``entry`` is a layer outside all groups."""
         basis, rebuild = None, None
         if entry is not None and "rank" in entry:
-            moment = joint_moment(self.opened, work.store, start, stop, self.settings.batch_size)
-            beside = self.opened.first.head_dim if self._latent else 0
-            metrics = [loss_metric(work.library.load(index)[0], beside) for index in range(start, stop)]
-            basis = shared_basis(moment, metrics, entry["rank"])
-            stream = self.opened.stream
-            rebuild = basis.to(stream.device, stream.dtype).rebuild
+            basis = self._basis(work, start, stop, entry["rank"])
+            rebuild = basis.to(*self._where).rebuild
         elif entry is not None and entry["kind"] == "cross_layer_pairs":
             rebuild = merged_pair(self.opened.first.kv_heads, entry["kept"], entry["interpolation"])
         elif entry is not None:
@@ -177,6 +193,22 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
             return None, None
         error = None if basis is None else basis.error
         return basis, GroupReport(f"{start}-{stop - 1}", (self._numbers(entry),), 0, *lost, error, measured)
+
+    def _basis(self, work: Work, start: int, stop: int, rank: int) -> SharedBasis:
+        """Of method xkv, from calibration text."""
+        moment = joint_moment(self.opened, work.store, start, stop, self.settings.batch_size)
+        beside = self.opened.first.head_dim if self._latent else 0
+        metrics = [loss_metric(work.library.load(index)[0], beside) for index in range(start, stop)]
+        return shared_basis(moment, metrics, rank)
+
+    @property
+    def _where(self) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype in which layers run."""
+        return self.opened.stream.device, self.opened.stream.dtype
+
+    def _simulated(self, start: int, stop: int, rebuild: Rebuild, block: int) -> SimulatedGroup:
+        sources = [self.opened.anatomy(index).to(*self._where) for index in range(start, stop)]
+        return SimulatedGroup.of(sources, rebuild, block, sinks=self.settings.sinks, window=self.settings.window)
 
     def _numbers(self, entry: Mapping[str, Any]) -> int:
         if entry["kind"] == "cross_layer_pairs":
@@ -193,10 +225,9 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         errors, lost = {}, (0.0, 0.0)
         with stream.block(start, stop) as layers:
             if rebuild is not None:
-                sources = [self.opened.anatomy(i).to(stream.device, stream.dtype) for i in range(start, stop)]
-                sample = hidden["source"][:ERROR_SEQUENCES].to(stream.device, stream.dtype)
+                sample = hidden["source"][:ERROR_SEQUENCES].to(*self._where)
                 block = settings.block if SHARED in hidden else sample.shape[1]
-                group = SimulatedGroup.of(sources, rebuild, block, sinks=settings.sinks, window=settings.window)
+                group = self._simulated(start, stop, rebuild, block)
                 want = layers(sample)
                 difference = group.run(layers, sample) - want
                 lost = group.errors() * (2 if self._latent else 1)  # latents are both

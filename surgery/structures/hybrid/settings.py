@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
@@ -49,6 +49,10 @@ class HybridSettings(StructureSettings):
         most=1,
         section="Heads",
     )
+    granularity: Literal["head", "layer"] = setting(
+        "head",
+        "What streams: single heads, or whole layers, in a stock class with sliding windows and without sinks.",
+    )
     heads_multiple: int = setting(1, "Every layer's full heads are a multiple of it, for tensor parallelism.", least=1)
     streaming_bits: Bits | None = streaming_bits()
 
@@ -59,6 +63,12 @@ class HybridSettings(StructureSettings):
         check_more_bits(self, "streaming_bits")
         if self.kv_ratio is not None and self.streaming is not None:
             raise SurgeryError("give kv_ratio or streaming, not both")
+        if self.granularity == "layer":
+            if self.sinks:
+                raise SurgeryError("granularity layer: sliding windows of stock classes keep no sinks; leave them out")
+            if self.quantizes or self.compensated or self.heads_multiple != 1:
+                raise SurgeryError("granularity layer: bits, compensated and heads_multiple are of single heads")
+            object.__setattr__(self, "sinks", 0)
 
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""

@@ -81,7 +81,7 @@ class Mixed(Structure[Source, MixedSettings]):
         asked = [part.settings for part in settings.parts]
         self._structures = [target_of(each).structure()(opened, each, progress) for each in asked]
         for part, structure in zip(settings.parts, self._structures, strict=True):
-            if not structure.candidates(opened.reader.config):
+            if not any(each.mixes for each in structure.candidates(opened.reader.config)):
                 raise SurgeryError(f"parts: {part.to} makes layers that do not stand alone: convert all --to {part.to}")
             config = structure.foresee().config
             if config["model_type"] != MODEL_TYPE and not part.settings.quantizes:

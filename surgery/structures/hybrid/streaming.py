@@ -1,0 +1,206 @@
+"""What structures of streaming heads and layers have in common: the plan of a pattern, and what it loses as masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import BoolTensor, Tensor
+
+from surgery.architectures.hybrid import StreamableModel, compensation_bytes
+from surgery.architectures.own_class import MODEL_TYPE
+from surgery.calibration.held_out import Score
+from surgery.calibration.texts import Texts
+from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.heads.import_patterns import read_pattern
+from surgery.heads.pattern import HeadPattern, count_of
+from surgery.heads.plan import HeadPlan, compile_plan
+from surgery.heads.streaming import StreamingAttention, mixed_output
+from surgery.model.cache_layer import check_full_attention
+from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.model.token_codes import TokenCodes
+from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.source import OwnSource, Source
+from surgery.structures.base import Structure
+from surgery.structures.hybrid.settings import HybridSettings
+from surgery.structures.ladder import ERROR_SEQUENCES
+from surgery.structures.work import Work
+
+STREAMING = "streaming"
+"""The stage of a conversion in the ladder of the report, after the source."""
+
+SINKS, RECENT = 64, 256
+"""Of a plan without a pattern: what DuoAttention deploys."""
+
+
+@dataclass(frozen=True)
+class HybridLayerReport:
+    """One layer of the report.
+
+    Attributes:
+        full_heads, streaming_heads, compensated_heads: KV heads of the source, by their places in it.
+        scores: of its KV heads in the pattern; None without one.
+        measured: relative error of what the layer adds to the hidden states, on the source's inputs, by stage.
+    """
+
+    layer: int
+    full_heads: tuple[int, ...]
+    streaming_heads: tuple[int, ...]
+    compensated_heads: tuple[int, ...]
+    scores: tuple[float, ...] | None
+    measured: dict[str, float]
+
+    @staticmethod
+    def columns() -> tuple[str, ...]:
+        """Heads of :meth:`cells`."""
+        return "full heads", "streaming heads", "compensated"
+
+    def cells(self) -> tuple:
+        """For people."""
+        kinds = (self.full_heads, self.streaming_heads, self.compensated_heads)
+        return tuple(" ".join(map(str, heads)) or "-" for heads in kinds)
+
+
+class Streaming(Structure[Source | OwnSource, HybridSettings]):
+    """Some heads keep their whole context, the others sinks and recent tokens."""
+
+    def __init__(self, opened: Source | OwnSource, settings: HybridSettings, progress: Progress):
+        super().__init__(opened, settings, progress)
+        if settings.heads is None and settings.streaming != 1:
+            raise SurgeryError(
+                "which heads stream is not said: make a pattern with `surgery heads CKPT` and give it with --heads, or "
+                "let all stream with --streaming 1"
+            )
+        reader = opened.reader
+        try:
+            check_full_attention(opened.config, "a hybrid of full and streaming heads")
+        except ValueError as error:
+            raise SurgeryError(f"{reader.path}: {error}") from None
+        model = self._made_of(StreamableModel.of(reader.path, reader.config, opened.config))
+        self._pattern = None if settings.heads is None else read_pattern(settings.heads)
+        self._context = settings.context or opened.config.max_position_embeddings
+        if self._pattern is not None and self._pattern.model.get("sha256") not in (None, reader.fingerprint()):
+            # A source's pattern serves what was made of it, and a fine-tuned model that of its base.
+            progress.note(f"{settings.heads}: was made on other weights, those of {self._pattern.model.get('name')}")
+        self._plan = plan_heads(model, self._pattern, settings, self._context, opened.weight_dtype.itemsize)
+        self._entries = model.entries(self._plan)
+
+    def _made_of(self, model: StreamableModel) -> StreamableModel:
+        """What streams as one."""
+        return model
+
+    @classmethod
+    def open(cls, reader: CheckpointReader, settings: HybridSettings) -> Source | OwnSource:
+        """A checkpoint of a family, or of the own class with fewer KV heads, low-rank latents or MLA."""
+        if reader.config.get("model_type") in (MODEL_TYPE, "deepseek_v3"):
+            return OwnSource.open(reader, settings)
+        return Source.of(reader, settings)
+
+    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> StreamingAttention:
+        """The source's attention behind the plan's masks."""
+        stream, plan = self.opened.stream, self._plan
+        codes = None if cache is None else (cache, TokenCodes.of(self.settings.kv_cache()))
+        anatomy = self.opened.anatomy(layer).to(stream.device, stream.dtype)
+        return StreamingAttention(anatomy, plan.streams[layer], plan.sinks, plan.recent, plan.compensated[layer], codes)
+
+
+def plan_heads(
+    model: StreamableModel, pattern: HeadPattern | None, settings: HybridSettings, context: int, itemsize: int
+) -> HeadPlan:
+    """The plan that settings ask for.
+
+    Raises:
+        SurgeryError: the pattern is another model's, or the budget is impossible.
+    """
+    shape = model.layers, model.kv_heads
+    sinks, recent = settings.sinks, settings.recent
+    if pattern is None:
+        scores, default_sinks, default_recent = torch.zeros(shape), SINKS, RECENT
+    else:
+        scores, default_sinks, default_recent = pattern.scores, pattern.sinks, pattern.recent
+        if tuple(scores.shape) != shape:
+            raise SurgeryError(
+                f"{settings.heads}: scores of {tuple(scores.shape)} layers and KV heads, and this model has {shape}: "
+                "score this checkpoint itself with surgery heads"
+            )
+    sinks = default_sinks if sinks is None else sinks
+    recent = default_recent if recent is None else recent
+    if sinks is None or recent is None:
+        raise SurgeryError(f"{settings.heads}: does not say for how many tokens; give --sinks and --window")
+    if settings.compensated and any(unit.blocks or len(unit.heads) > 1 for found in model.units for unit in found):
+        raise SurgeryError("compensated: latents have no key and value of a head to take the mean of; leave it at 0")
+    kept, heads = sinks + recent - 1, scores.numel()
+    everything = torch.ones(shape, dtype=torch.bool)
+    ratio = 0.5 if settings.kv_ratio is None else settings.kv_ratio
+    budget = ratio * model.bytes_at(everything, context, kept, itemsize)
+    extra = settings.compensated * compensation_bytes(model.head_dim)
+
+    def affordable(full: BoolTensor) -> bool:
+        if settings.streaming is not None:
+            return int(full.sum()) <= count_of(1 - settings.streaming, heads)
+        return model.bytes_at(full, context, kept, itemsize, extra) <= budget
+
+    units = [[unit.heads for unit in found] for found in model.units]
+    plan = compile_plan(
+        scores,
+        units,
+        affordable,
+        sinks,
+        recent,
+        multiple=settings.heads_multiple,
+        compensated=settings.compensated,
+    )
+    if plan.full.all():
+        raise SurgeryError("no head streams under this budget: lower --kv-ratio, or leave the checkpoint as it is")
+    return plan
+
+
+@torch.no_grad()
+def measure_plan(
+    opened: Source | OwnSource, plan: HeadPlan, texts: Texts, settings: HybridSettings, progress: Progress
+) -> tuple[Tensor, dict[str, Score], list[float]]:
+    """Carries the source and the plan, as masks on the source's own attention, through the held-out text.
+
+    Returns:
+        Final hidden states [N, T, D] under the plan; loss and recall by stage; the error of each layer.
+    """
+    stream, batch = opened.stream, settings.batch_size
+    source = stream.embed(texts.held_out.tokens)
+    streaming, errors = source.clone(), []
+    with progress.phase("measure", opened.layers) as advance:
+        for index in range(opened.layers):
+            inputs = source[:ERROR_SEQUENCES].clone()
+            with stream.layer(index) as layer:
+                with tapped(layer.model, _masked(plan, index)):
+                    masked = stream.run_layer(layer, inputs.clone(), batch)
+                    stream.run_layer(layer, streaming, batch)
+                stream.run_layer(layer, source, batch)
+            exact = source[:ERROR_SEQUENCES]
+            errors.append(float((masked - exact).norm() / (exact - inputs).norm()))
+            advance()
+    states = {"source": source, STREAMING: streaming}
+    return streaming, {name: texts.held_out.score(stream, hidden) for name, hidden in states.items()}, errors
+
+
+def _masked(plan: HeadPlan, layer: int) -> Callable[[AttentionCall], Tensor]:
+    """Attention of a layer under the plan; where all heads read one latent, the layer streams as a whole or not."""
+    streams, compensated = plan.streams[layer], plan.compensated[layer]
+
+    def attention(call: AttentionCall) -> Tensor:
+        shared = call.kv_heads != len(streams)
+        which = streams.all().expand(call.kv_heads) if shared else streams
+        return mixed_output(call, which, plan.sinks, plan.recent, None if shared else compensated)
+
+    return attention
+
+
+def layer_report(layer: int, plan: HeadPlan, pattern: HeadPattern | None, error: float) -> HybridLayerReport:
+    def heads(chosen: BoolTensor) -> tuple[int, ...]:
+        return tuple(chosen[layer].nonzero().flatten().tolist())
+
+    scores = None if pattern is None else tuple(pattern.scores[layer].tolist())
+    plain = plan.streams & ~plan.compensated
+    return HybridLayerReport(layer, heads(plan.full), heads(plain), heads(plan.compensated), scores, {STREAMING: error})
