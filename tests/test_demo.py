@@ -31,10 +31,9 @@ def one_core(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def test_the_measuring_process_agrees_with_surgery_eval(one_core, monkeypatch):
-    monkeypatch.setattr(demo, "NEW_TOKENS", 4)
+def test_the_measuring_process_agrees_with_surgery_eval(one_core):
     shown = replace(demo.DEMO_MODELS["builtin"], windows=2, prompts=4, length=256)
-    (measured,) = demo.measure_with_stock_transformers([demo_model()], shown)
+    prompt, (measured,) = demo.measure_with_stock_transformers([demo_model()], shown)
 
     tokens = demo.held_out_tokens(load_tokenizer(demo_model()), shown)
     model = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32)
@@ -42,7 +41,11 @@ def test_the_measuring_process_agrees_with_surgery_eval(one_core, monkeypatch):
     assert measured.loss == pytest.approx(mean_loss(model, tokens["windows"]), abs=1e-5)
     assert measured.recall == recall_accuracy(model, RecallSet(tokens["prompts"], tokens["answers"]))
     assert measured.kv_bytes_per_token == 3072 == kv_bytes_per_token(model) / 2  # fp32 here
-    assert measured.completion
+    start = int(tokens["answers"][0].nonzero()[0])
+    written = model(tokens["prompts"][:1, :start]).logits[0, -1].argmax()
+    assert measured.completion.startswith(load_tokenizer(demo_model()).decode(written))
+    planted, _, asked = prompt.splitlines()
+    assert planted.startswith("# The secret key of ") and asked.removeprefix("# Recall: the ") in planted
 
 
 def test_the_measuring_process_cannot_import_this_package():
@@ -81,5 +84,6 @@ def test_the_demo_ends_in_commands_that_run_as_they_stand(tmp_path, monkeypatch,
     measured = demo.Measured("C", 2.0, 1.0, 1.0, "text")
     show_demo(demo.Demo(tmp_path / "surgery-demo", "builtin", "demo-model", "prompt", measured, measured, 1.0))
     said = capsys.readouterr().out
+    assert "surgery-demo: 100.0% of the KV bytes for +0.0000 nats per token" in said
     assert "Next: surgery eval surgery-demo --baseline builtin  " in said
     assert "surgery heal surgery-demo --teacher builtin --max-time 300" in said

@@ -176,10 +176,11 @@ def test_models_and_engines_are_what_conversions_say(model, tmp_path, monkeypatc
     """A mark of a run is one of the table of engines; what is not run is at least not refused there."""
     random_model(MODELS[model](**WIDE)).save_pretrained(tmp_path / "ckpt")
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    heads = next([cell.strip() for cell in line.split("|")] for line in lines if "| SGLang |" in line)
-    cells = next(line.split("|") for line in lines if line.startswith(f"| {model}"))
-    told_by = list(zip(heads, cells, strict=True))
-    asked = [(head, *found) for head, cell in told_by for found in re.findall(r"`(--to .*?)` ([✓○])", cell)]
+    start = next(number for number, line in enumerate(lines) if line.startswith("| | Llama 1-3"))
+    column = next(place for place, cell in enumerate(lines[start].split("|")) if cell.strip().startswith(model))
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines[start + 3 : start + 7]]
+    assert [row[1].split()[0] for row in rows] == ["vLLM", "SGLang", "llama.cpp", "mlx-lm"]
+    asked = [(row[1], *found) for row in rows for found in re.findall(r"`(--to .*?)` ([✓○])", row[column])]
     assert asked
     for head, options, mark in asked:
         budget = [] if "gqa" in options else ["--kv-ratio", "0.5"]

@@ -188,10 +188,19 @@ def test_an_inspection_is_one_screen(tmp_path, capsys):
     assert "not timed but predicted" in shown and "no text was read" in shown
     assert "  best in quality: --to lowrank --bits auto --sinks 4 (25.0%)\n" in shown
     assert "  smallest: --to lowrank --kv-ratio 0.0625 --bits auto --sinks 4 (6.2%)\n" in shown
-    assert "  for an engine: vLLM on CPU: --to mla --carrier own (25.0%)" in shown
+    assert "  for vLLM on CPU: --to mla --carrier own (25.0%), then surgery heal\n" in shown
     assert "--to hybrid" not in shown[shown.index("what to take") :]
     show_inspection(inspection, verbose=True)
     assert len(capsys.readouterr().out.splitlines()) > 60
+
+
+def test_an_inspection_of_a_wide_model_names_what_vllm_reads_on_a_gpu(tmp_path, capsys):
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    random_model(LlamaConfig(**shape, **heads, max_position_embeddings=4096)).save_pretrained(tmp_path)
+    show_inspection(inspect_checkpoint(tmp_path))
+    flags = "--to mla --engine vllm --kv-lora-rank 512 --rope-dim 64"
+    assert f"for vLLM on CUDA (its own check, not run): {flags} (28.1%)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

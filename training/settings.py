@@ -45,7 +45,7 @@ class HealSettings(FileSettings):
         "leaves the memory; without one they must be there.",
         metavar="DIR",
     )
-    teacher_top_k: int = setting(64, "Tokens of each position whose logits are kept there.", least=1)
+    teacher_top_k: int = setting(64, "Tokens of each position whose logits are kept in that folder.", least=1)
     out: str = setting(
         "",
         "Folder of the healed checkpoint.",
@@ -84,7 +84,7 @@ class HealSettings(FileSettings):
         "First rescale latents whose two sides train, so that one learning rate suits both.",
         more="The student computes what it did, bit for bit.",
     )
-    lora_rank: int = setting(16, "Of the adapters.", least=1)
+    lora_rank: int = setting(16, "Rank of the adapters.", least=1)
     lora_alpha: float = setting(32.0, "An adapter's update counts alpha / rank.", above=0)
     lora_modules: tuple[str, ...] = setting(
         (), "Names of the modules that get adapters, with * and ?; none: the attentions' linear ones."
@@ -111,14 +111,14 @@ class HealSettings(FileSettings):
     )
     batch_size: int = setting(4, "Sequences of a process at once.", least=1, section="Steps")
     gradient_accumulation: int = setting(4, "Batches of each process in one step.", least=1)
-    learning_rate: float = setting(1e-4, "At its peak, of AdamW.", above=0)
+    learning_rate: float = setting(1e-4, "Peak learning rate of AdamW.", above=0)
     schedule: Literal["cosine", "linear", "constant"] = setting(
-        "cosine", "Of the learning rate after the warm-up, down to the end."
+        "cosine", "How the learning rate falls after the warm-up."
     )
-    warmup: float = setting(0.05, "Share of the budget over which it rises from 0.", least=0, most=1)
-    final_learning_rate: float = setting(0.0, "What it falls to, as a share of the peak.", least=0, most=1)
-    weight_decay: float = setting(0.0, "Of matrices; vectors, norms and biases have none.", least=0)
-    betas: tuple[float, ...] = setting((0.9, 0.95), "Of AdamW.", kind="two numbers", metavar="F,F")
+    warmup: float = setting(0.05, "Share of the budget over which the learning rate rises from 0.", least=0, most=1)
+    final_learning_rate: float = setting(0.0, "Learning rate at the end, as a share of the peak.", least=0, most=1)
+    weight_decay: float = setting(0.0, "Weight decay of matrices; vectors, norms and biases have none.", least=0)
+    betas: tuple[float, ...] = setting((0.9, 0.95), "Betas of AdamW.", kind="two numbers", metavar="F,F")
     clip: float | None = setting(1.0, "Largest norm of a step's gradient.", above=0, unset="no limit")
     max_tokens: int | None = setting(
         10_000_000,
@@ -129,7 +129,7 @@ class HealSettings(FileSettings):
     )
     max_seconds: float | None = setting(
         None,
-        "Stop after so long.",
+        "Stop after so many seconds.",
         more="Of training over all resumed runs, without loading and measuring.",
         above=0,
         flag="max_time",
@@ -144,11 +144,11 @@ class HealSettings(FileSettings):
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting(
         "auto",
-        "What is computed in: auto is bf16 on a GPU that can, fp32 elsewhere; float32 and fp32 are one.",
+        "What models compute in: auto is bf16 on a GPU that can, fp32 elsewhere; float32 and fp32 are one.",
         more="Weights that train are fp32 in any case.",
         synonyms=SHORT_DTYPES,
     )
-    device: Literal["auto", "cpu"] = setting("auto", "auto is what accelerate finds.")
+    device: Literal["auto", "cpu"] = setting("auto", "Where it trains; auto is what accelerate finds.")
     gradient_checkpointing: bool = setting(
         False, "Keep only each layer's input for the backward pass and compute the rest again."
     )
@@ -158,7 +158,7 @@ class HealSettings(FileSettings):
         True, "Train on what the codes of the student's cache say, if it keeps it quantised."
     )
     trust_remote_code: bool = setting(False, "Run model code that comes with the checkpoints.")
-    seed: int = setting(0, "Of the order of the data and everything else that is random.")
+    seed: int = setting(0, "Seed of the order of the data and of everything else that is random.")
     eval_every: int | None = setting(
         100,
         "Steps between held-out losses.",
@@ -183,32 +183,39 @@ class HealSettings(FileSettings):
     evaluate_every: int | None = setting(
         None, "Steps between evaluations of the student, at the start and the end too.", least=1, unset="none"
     )
-    evaluate_tasks: tuple[Evaluation, ...] = setting(("loss", "recall"), "Of them, tasks of surgery eval.")
+    evaluate_tasks: tuple[Evaluation, ...] = setting(
+        ("loss", "recall"), "What these evaluations measure, as in surgery eval."
+    )
     evaluate_data: tuple[str, ...] = setting(
         (),
-        "Held-out texts for them, more than once for several; none: as surgery eval.",
+        "Held-out texts for these evaluations, more than once for several; none: as surgery eval.",
         metavar="FILE|DATASET|NAME",
         repeated=True,
     )
-    evaluate_limit: int | None = setting(None, "Samples a task at most.", least=1, unset="as many as in surgery eval")
+    evaluate_limit: int | None = setting(
+        None, "Samples of each task at most.", least=1, unset="as many as in surgery eval"
+    )
     save_every: int | None = setting(
         200, "Steps between checkpoints.", least=1, unset="no such rule", section="Checkpoints"
     )
     save_seconds: float | None = setting(
-        600.0, "Seconds between them, if that comes first.", above=0, unset="no such rule"
+        600.0, "Seconds between checkpoints, if that comes first.", above=0, unset="no such rule"
     )
     keep_last: int = setting(2, "Checkpoints that are kept.", least=1)
     resume: bool = setting(True, "Go on from the last good checkpoint; otherwise what an earlier run left is removed.")
     overwrite: bool = setting(False, "Replace out if it exists.", in_file=True)
     log_every: int = setting(10, "Steps between lines on the screen; the log file has every step.", least=1)
     tracker: str = setting(
-        NO_TRACKER, "none, or wandb, tensorboard … as accelerate knows them.", section="Output", metavar="NAME"
+        NO_TRACKER,
+        "Where the run is logged: none, or wandb, tensorboard … as accelerate knows them.",
+        section="Output",
+        metavar="NAME",
     )
-    wandb_mode: Literal["online", "offline", "disabled"] = setting("online", "Of wandb.")
-    project: str = setting("surgery-heal", "Of the tracker.", metavar="NAME")
+    wandb_mode: Literal["online", "offline", "disabled"] = setting("online", "How wandb logs.")
+    project: str = setting("surgery-heal", "Project in the tracker.", metavar="NAME")
     tracker_folder: str | None = setting(
         None,
-        "Where a tracker that writes files does.",
+        "Where a tracker that writes files puts them.",
         unset="OUT.tracking; OUT.run if the training is started by itself",
         metavar="DIR",
     )

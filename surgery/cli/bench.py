@@ -20,7 +20,7 @@ OutOption = Annotated[
     Path, typer.Option("--out", metavar="DIR", help="Folder for the records (JSON) and the plot; written as it goes.")
 ]
 LimitOption = Annotated[
-    float | None, typer.Option("--limit", metavar="SECONDS", help="Begin nothing more after so long [no limit].")
+    float | None, typer.Option("--limit", metavar="SECONDS", help="Begin nothing more after so long. [no limit]")
 ]
 KERNELS = {"both": (False, True), "stock": (False,), "ours": (True,)}
 
@@ -100,7 +100,7 @@ def bench_decode(
     rope_dim: Annotated[int, typer.Option("--rope-dim", metavar="N", help="Rotary dimensions beside it.")] = 64,
     contexts: Annotated[str, typer.Option("--contexts", metavar="SIZES", help="Tokens of the cache.")] = "8k,32k,128k",
     batches: Annotated[
-        str, typer.Option("--batches", metavar="SIZES", help="Rows; max is as many as fit.")
+        str, typer.Option("--batches", metavar="SIZES", help="Sequences at a time; max is as many as fit.")
     ] = "1,8,max",
     kernels: Annotated[
         str, typer.Option("--kernels", metavar="WORD", help="stock, ours (accelerated), or both.")
@@ -153,11 +153,11 @@ def bench_decode(
 def bench_all(
     out: OutOption = Path("surgery-bench"),
     seconds: Annotated[
-        float, typer.Option("--seconds", metavar="N", help="For everything together; each part has its share.")
+        float, typer.Option("--seconds", metavar="N", help="Seconds for everything together; each part has its share.")
     ] = 540.0,
     parts: Annotated[
         str | None,
-        typer.Option("--parts", metavar="NAMES", help="Some of tests, kernels, tuning, decode, memcheck [all]."),
+        typer.Option("--parts", metavar="NAMES", help="Some of tests, kernels, tuning, decode, memcheck. [all]"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -69,12 +69,12 @@ def convert(
         typer.Option(
             "--to",
             metavar="NAME",
-            help=f"What the attention becomes: {described()} [{DEFAULT}]. With --help: the options of that one.",
+            help=f"What the attention becomes: {described()}. With --help: the options of that one. [{DEFAULT}]",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder to write [CKPT-TARGET, beside it].", rich_help_panel=OUTPUT),
+        typer.Option("--out", metavar="DIR", help="Folder to write. [CKPT-TARGET, beside it]", rich_help_panel=OUTPUT),
     ] = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
@@ -102,7 +102,7 @@ def convert(
         typer.Option("--wandb", metavar="PROJECT", help="Log the conversion to wandb.", rich_help_panel=OUTPUT),
     ] = None,
     wandb_mode: Annotated[
-        str, typer.Option("--wandb-mode", metavar="online|offline", help="Of wandb.", rich_help_panel=OUTPUT)
+        str, typer.Option("--wandb-mode", metavar="online|offline", help="How wandb logs.", rich_help_panel=OUTPUT)
     ] = "online",
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,

@@ -41,16 +41,16 @@ def doctor(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
 def export(
     checkpoint: CheckpointArgument,
     engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="llama.cpp: writes a GGUF.")],
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="File to write [CKPT.gguf].")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="File to write. [CKPT.gguf]")] = None,
     weights: Annotated[
-        str, typer.Option("--weights", metavar="bf16|f16|q8_0|f32", help="Of the large tensors.")
+        str, typer.Option("--weights", metavar="bf16|f16|q8_0|f32", help="What the large tensors are stored in.")
     ] = "bf16",
     tokenizer_from: Annotated[
         Path | None,
         typer.Option(
             "--tokenizer-from",
             metavar="FILE",
-            help="GGUF of the same vocabulary to take the tokenizer of [the checkpoint's tokenizer.json].",
+            help="GGUF of the same vocabulary to take the tokenizer from. [the checkpoint's tokenizer.json]",
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,

@@ -29,7 +29,7 @@ def evaluate(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder of results and report [CKPT-eval].", rich_help_panel=OUTPUT),
+        typer.Option("--out", metavar="DIR", help="Folder of results and report. [CKPT-eval]", rich_help_panel=OUTPUT),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a report of other models or tasks.", rich_help_panel=OUTPUT)
@@ -139,7 +139,7 @@ def run(
         typer.Argument(metavar="RECIPE", help="YAML file of steps, or the name of one of `surgery recipes`."),
     ],
     work: Annotated[
-        Path | None, typer.Option("--work", metavar="DIR", help="Where the steps' outputs go [RECIPE's name].")
+        Path | None, typer.Option("--work", metavar="DIR", help="Where the steps' outputs go. [RECIPE's name]")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check every step's settings and names, list the steps; write nothing.")

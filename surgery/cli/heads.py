@@ -42,7 +42,7 @@ def score(
         typer.Option(
             "--out",
             metavar="FILE",
-            help="Pattern to write; a picture goes beside it [CKPT-heads-METHOD.safetensors].",
+            help="Pattern to write; a picture goes beside it. [CKPT-heads-METHOD.safetensors]",
             rich_help_panel=OUTPUT,
         ),
     ] = None,

@@ -26,7 +26,7 @@ def heal(
     given: Given,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder to write [CKPT-healed, beside it].", rich_help_panel=OUTPUT),
+        typer.Option("--out", metavar="DIR", help="Folder to write. [CKPT-healed, beside it]", rich_help_panel=OUTPUT),
     ] = None,
     config: Annotated[
         Path | None,
@@ -46,7 +46,9 @@ def heal(
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option("--processes", metavar="N", help="To start [the launcher's, or 1].", rich_help_panel=MACHINE),
+        typer.Option(
+            "--processes", metavar="N", help="Processes to start. [the launcher's, or 1]", rich_help_panel=MACHINE
+        ),
     ] = None,
     launcher: Annotated[
         str | None,
@@ -64,7 +66,7 @@ def heal(
         bool,
         typer.Option(
             "--measure/--no-measure",
-            help="Loss and recall of the source, before and after, on held-out text [on; --no-measure for off].",
+            help="Loss and recall of the source, before and after, on held-out text. [on; --no-measure for off]",
             rich_help_panel=OUTPUT,
             show_default=False,
         ),
@@ -78,7 +80,10 @@ def heal(
     peak_tflops: Annotated[
         float | None,
         typer.Option(
-            "--peak-tflops", metavar="F", help="Of a device, for the time of a dry run.", rich_help_panel=OUTPUT
+            "--peak-tflops",
+            metavar="F",
+            help="Peak of a device, for the time of a dry run.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     utilisation: Annotated[

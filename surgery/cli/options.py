@@ -20,7 +20,11 @@ def config_file(given: Path | None) -> Path | None:
 
 
 CheckpointArgument = Annotated[
-    str, typer.Argument(metavar="CKPT", help="Folder, .gguf file or hub id (org/name); or builtin, smollm2.")
+    str,
+    typer.Argument(
+        metavar="CKPT",
+        help="Folder, .gguf file or hub id (org/name); builtin is the demo model, smollm2 SmolLM2-135M.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")]
 PickleOption = Annotated[bool, typer.Option("--allow-pickle", help="Read pickled weights if there are no others.")]
@@ -29,7 +33,7 @@ DeviceOption = Annotated[
     typer.Option(
         "--device",
         metavar="NAME",
-        help="Where layers run: cpu, cuda, cuda:1 … [cuda if there is one].",
+        help="Where layers run: cpu, cuda, cuda:1 … [cuda if there is one]",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -48,7 +52,7 @@ ProcessesOption = Annotated[
         "--processes",
         metavar="N",
         min=1,
-        help="That share the work, each with a GPU where there are some [a launcher's, or 1].",
+        help="Processes that share the work, each with a GPU where there are some. [a launcher's, or 1]",
         rich_help_panel=MACHINE,
     ),
 ]

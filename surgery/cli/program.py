@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,11 +31,35 @@ from surgery.common.interruption import interruptible
 from surgery.common.machine_faults import told
 from surgery.version import __version__
 
+PURPOSES = {
+    "Begin": ("demo", "inspect", "plan"),
+    "Convert": ("convert", "heal", "heads", "slice", "run"),
+    "Measure": ("eval", "compare", "bench", "verify"),
+    "Serve and share": ("doctor", "export", "push"),
+    "Look up": ("recipes", "configs", "config", "env"),
+}
+"""The verbs as help shows them."""
+
+
+class Program(Verbs):
+    """The program, whose verbs are told by what they are for."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:
+        return [verb for verbs in PURPOSES.values() for verb in verbs]
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            command.rich_help_panel = next(purpose for purpose, verbs in PURPOSES.items() if cmd_name in verbs)
+        return command
+
+
 app = typer.Typer(
     name="surgery",
     help="Rewrites the attention of pretrained language models so that the KV cache becomes 2-12x smaller.",
+    epilog="Without a model: `surgery demo`. With one: `surgery inspect CKPT`. `surgery VERB --help` has examples.",
     no_args_is_help=True,
-    cls=Verbs,
+    cls=Program,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
@@ -55,7 +79,7 @@ def inspect(
     given: Given,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Where to draw the spectra (png, svg, pdf) [CKPT-spectra.png]."),
+        typer.Option("--plot", metavar="FILE", help="Where to draw the spectra (png, svg, pdf). [CKPT-spectra.png]"),
     ] = None,
     gpu: Annotated[
         str,
@@ -121,11 +145,12 @@ def demo(
         "surgery-demo"
     ),
     model: Annotated[
-        str, typer.Option("--model", metavar="builtin|smollm2", help="Of 5.5M parameters, or SmolLM2-135M-Instruct.")
+        str,
+        typer.Option("--model", metavar="builtin|smollm2", help="The demo model, or SmolLM2-135M-Instruct."),
     ] = "builtin",
     kv_ratio: Annotated[
         float | None,
-        typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep [0.25; smollm2 0.5]."),
+        typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep. [0.25; smollm2 0.5]"),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo.")] = False,
     as_json: JsonOption = False,

@@ -24,7 +24,7 @@ def slice_(
     given: Given,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder to write [CKPT-sliced, beside it].", rich_help_panel=OUTPUT),
+        typer.Option("--out", metavar="DIR", help="Folder to write. [CKPT-sliced, beside it]", rich_help_panel=OUTPUT),
     ] = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,

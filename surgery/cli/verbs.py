@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -113,9 +114,16 @@ def equip(app: typer.Typer, *group: str) -> None:
     for verb in app.registered_commands:
         name = verb.name or verb.callback.__name__.strip("_")
         verb.cls = verb.cls if issubclass(verb.cls or TyperCommand, Verb) else Verb
+        verb.help = _with_lines(verb.help or inspect.getdoc(verb.callback) or "")
         verb.callback = _shared(verb.callback, LOGGED if (*group, name) in LONG else {})
     for each in app.registered_groups:
         equip(each.typer_instance, *group, each.name or each.typer_instance.info.name)
+
+
+def _with_lines(text: str) -> str:
+    """A verb's help with its examples one below the other, where Markdown would make paragraphs or a box of them."""
+    told, mark, examples = re.split(r"(Examples?:)\n\n", text, maxsplit=1) if "\nExample" in text else (text, "", "")
+    return told + "\\\n".join([mark, *(line.strip() for line in examples.splitlines() if line.strip())])
 
 
 def _shared(verb: Callable[..., None], log_options: dict[str, Any]) -> Callable[..., None]:

@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 def verify(
     checkpoint: CheckpointArgument,
     device: DeviceOption = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the random tokens that are run.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the random tokens that are run.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Check a checkpoint as its conversion did: files, numbers, caches, KV bytes, logits; also one that was downloaded.

@@ -12,7 +12,7 @@ from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import of_conversion, show_next, where_it_loads
-from surgery.engines import OWN_CLASSES, spoken
+from surgery.engines import ANY, OWN_CLASSES, spoken
 from surgery.engines.verdict import Verdict
 from surgery.reporting.quality import before_and_after, fit_told, ladder_table
 
@@ -40,7 +40,7 @@ def show_conversion(conversion, address: str | None = None, *, as_json: bool = F
     _show_layers(page, conversion.report.layers)
     if report["splits"]:
         _show_splits(page, report["splits"], tried=True)
-    _show_carrier(page, target)
+    _show_carrier(page, target, typed(conversion.path))
     page.print(f"{duration(sum(report['seconds'].values()))}, peak memory {size(report['peak_memory_bytes'])}")
     made, given = typed(conversion.path), conversion.source
     page.print(f"[bold]{plain(made)}[/bold]: {plain(of_conversion(report))}", soft_wrap=True)
@@ -88,7 +88,7 @@ def _show_plan(plan, called: str) -> None:
     weights = ("weights on disk", size(source["weight_bytes"]), size(disk["output_bytes"]))
     page.print(terminal.render(before_and_after(held, (), names, [weights])))
     _show_splits(page, plan.splits, tried=False)
-    _show_carrier(page, plan.target)
+    _show_carrier(page, plan.target, plan.out)
     memory, device = plan.memory, plan.memory["device_bytes"]
     rows = [
         ("output", size(disk["output_bytes"]), f"{size(disk['output_free_bytes'])} free"),
@@ -167,12 +167,14 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     for name, measured in (("source", source), ("converted", converted)):
         page.print(f"[bold]{name}[/bold] writes:")
         page.print(f"[dim]{plain(demo.prompt)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
-    made = typed(demo.path)
-    page.print(f"{duration(demo.seconds)}; the converted model is in {plain(made)}", soft_wrap=True)
+    made, kept = typed(demo.path), share(converted.kv_bytes_per_token / source.kv_bytes_per_token)
+    change = cost(converted.loss - source.loss, (source.recall, converted.recall))
+    page.print(duration(demo.seconds))
+    page.print(f"[bold]{plain(made)}[/bold]: {kept} of the KV bytes for {change}", soft_wrap=True)
     commands = {
-        f"surgery eval {made} --baseline {demo.model}": "measures the two beside each other and cheap baselines",
+        f"surgery eval {made} --baseline {demo.model}": "measures both, and cheap baselines",
         f"surgery heal {made} --teacher {demo.model} --max-time 300": "trains it for five minutes",
-        "surgery inspect CKPT/": "what a model of yours caches, and what it can become",
+        "surgery inspect CKPT/": "what your model caches, and can become",
     }
     width = max(map(len, commands))
     show_next(page, [f"{command:{width}}   {why}" for command, why in commands.items()])
@@ -238,9 +240,10 @@ def _show_splits(page: Console, splits: list[dict], *, tried: bool) -> None:
     page.print(make_table([*names, *(["fold"] if folds else []), last, ""], rows))
 
 
-def _show_carrier(page: Console, target: dict) -> None:
+def _show_carrier(page: Console, target: dict, made: str) -> None:
     page.print(class_and_why(target["model_type"], target["reasons"]), soft_wrap=True)
-    show_engines(page, target["engines"])
+    page.print(make_table(["engine", "the result"], spoken(target["engines"]).items()))
+    _show_commands(page, target["engines"], made)
     limits = target.get("engine_limits")
     if limits:
         lost = limits["held_out_loss"] - limits["free_held_out_loss"]
@@ -248,16 +251,11 @@ def _show_carrier(page: Console, target: dict) -> None:
         page.print(f"--engine {limits['engine']} costs {cost(lost)} before the fit, against {free} with any frequency")
 
 
-def show_engines(page: Console, engines: dict) -> None:
-    """A report's table of engines, and the commands that serve."""
-    page.print(make_table(["engine", "the result"], spoken(engines).items()))
-    _show_commands(page, engines)
-
-
-def _show_commands(page: Console, engines: dict) -> None:
+def _show_commands(page: Console, engines: dict, called: str = ANY) -> None:
     for said in engines.values():
         if not isinstance(said, str) and said["command"]:
-            page.print(f"{plain(said['engine'])}: {plain(said['command'])}", soft_wrap=True, highlight=False)
+            command = said["command"].replace(ANY, called)
+            page.print(f"{plain(said['engine'])}: {plain(command)}", soft_wrap=True, highlight=False)
 
 
 def class_and_why(model_type: str, reasons: list[str]) -> str:

@@ -116,11 +116,13 @@ def _show_advice(page: Console, chosen: dict) -> None:
 
     page.print(f"  best in quality: {plain(said(chosen['quality']))}", soft_wrap=True)
     page.print(f"  smallest: {plain(said(chosen['smallest']))}", soft_wrap=True)
-    engines = []
+    takers: dict[str, list[str]] = {}
     for name, row in chosen["engines"].items():
-        engines.append(f"{name}{'' if ran(row['engines'][name]) else ', by its own check'}: {said(row)}")
-    if engines:
-        page.print(f"  for an engine: {plain('; '.join(engines))}; then surgery heal", soft_wrap=True)
+        takers.setdefault(said(row), []).append(
+            name if ran(row["engines"][name]) else f"{name} (its own check, not run)"
+        )
+    for row, names in takers.items():
+        page.print(f"  for {', '.join(names)}: {plain(row)}, then surgery heal", soft_wrap=True)
 
 
 def _show_targets_whole(page: Console, targets: list[dict]) -> None:

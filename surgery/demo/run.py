@@ -25,16 +25,16 @@ class DemoModel:
     """A model that can be shown, and what is done with it so that two cores take minutes.
 
     Attributes:
-        prompt: what is to be continued; with ``chat`` a question in the model's own template.
+        question: what is asked in the model's own template; none: for the key of the first recall prompt, as a model
+            that small writes little sense.
         kv_ratio: share of the KV bytes to keep, if nothing else is asked for.
         settings: of the conversion, where the defaults would take too long.
         windows, prompts: held-out windows for the loss and recall prompts, each of ``length`` tokens.
     """
 
-    prompt: str
     kv_ratio: float
+    question: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    chat: bool = False
     windows: int = 8
     prompts: int = 16
     length: int = 1024
@@ -42,16 +42,14 @@ class DemoModel:
 
 DEMO_MODELS = {
     BUILTIN: DemoModel(
-        'def read_lines(path):\n    with open(path, encoding="utf-8") as',
         kv_ratio=0.25,
         settings={"held_out": 4, "fit_steps": 2, "fit_queries": 128},
     ),
     # 25 times larger: the closed form alone, from a twelfth of the text.
     SMOLLM2: DemoModel(
-        "What is a cache, and what is it good for?",
         kv_ratio=0.5,
+        question="What is a cache, and what is it good for?",
         settings={"fit_steps": 0, "calibration_tokens": 2048, "calibration_length": 512, "held_out": 2},
-        chat=True,
         windows=4,
         prompts=4,
     ),
@@ -67,7 +65,7 @@ class Measured:
         kv_bytes_per_token: growth of the live cache, in the checkpoint's dtype.
         loss: nats per token on held-out text, in float32.
         recall: share of planted five-digit keys found.
-        completion: the greedy continuation of the demo's prompt.
+        completion: what it answers, greedily.
     """
 
     model_class: str
@@ -79,7 +77,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Demo:
-    """The demo's outcome: where the converted model is, what it was made of, and both models measured."""
+    """The demo's outcome: where the converted model is, what it was made of, what was asked, and both measured."""
 
     path: Path
     model: str
@@ -123,6 +121,8 @@ def run_demo(
     start = time.perf_counter()
     progress = Progress()
     reader = CheckpointReader.open(model_named(model))
+    named = origin(reader.name, reader.dequantised_from)
+    progress.note(f"converting {named} to MLA with {kv_ratio:.0%} of its KV bytes: minutes on a CPU")
     conversion = convert(
         reader.source,
         out,
@@ -132,16 +132,14 @@ def run_demo(
         progress=progress,
     )
     progress.note("loading both models with stock transformers in a process of their own")
-    source, converted = measure_with_stock_transformers([reader.model_folder(), conversion.path], shown)
-    named = origin(reader.name, reader.dequantised_from)
-    asked = f"{shown.prompt}\n" if shown.chat else shown.prompt  # an answer begins on a line of its own
-    demo = Demo(conversion.path, model, named, asked, source, converted, time.perf_counter() - start)
+    prompt, (source, converted) = measure_with_stock_transformers([reader.model_folder(), conversion.path], shown)
+    demo = Demo(conversion.path, model, named, prompt, source, converted, time.perf_counter() - start)
     show_demo(demo, as_json=as_json)
     return demo
 
 
-def measure_with_stock_transformers(checkpoints: list[Path], shown: DemoModel) -> list[Measured]:
-    """Measures checkpoints of one tokenizer, the first's, in a process where this package cannot be imported.
+def measure_with_stock_transformers(checkpoints: list[Path], shown: DemoModel) -> tuple[str, list[Measured]]:
+    """What is asked, and measurements of checkpoints of one tokenizer, the first's, without this package to import.
 
     Raises:
         SurgeryError: the process failed, with its last line.
@@ -153,17 +151,20 @@ def measure_with_stock_transformers(checkpoints: list[Path], shown: DemoModel) -
     tokenizer = load_tokenizer(checkpoints[0])
     with TemporaryFolder("demo") as folder:
         tokens, request = Path(folder, "tokens.safetensors"), Path(folder, "request.json")
-        save_file(held_out_tokens(tokenizer, shown), tokens)
+        held_out = held_out_tokens(tokenizer, shown)
+        save_file(held_out, tokens)
+        asked = question(tokenizer, shown.question) if shown.question else first_key(tokenizer, held_out)
+        prompt, ids, new_tokens = asked
         wanted = {
             "tokens": str(tokens),
             "checkpoints": [str(Path(path).resolve()) for path in checkpoints],
-            "prompt": prompt_tokens(tokenizer, shown),
-            "new_tokens": NEW_TOKENS,
+            "prompt": ids,
+            "new_tokens": new_tokens,
         }
         request.write_text(json.dumps(wanted), encoding="utf-8")
         lines = _run_measuring(request)
     found = [json.loads(line) for line in lines]
-    return [Measured(model_class=item.pop("class"), **item) for item in found]
+    return prompt, [Measured(model_class=item.pop("class"), **item) for item in found]
 
 
 def held_out_tokens(tokenizer, shown: DemoModel) -> dict:
@@ -180,14 +181,21 @@ def held_out_tokens(tokenizer, shown: DemoModel) -> dict:
     }
 
 
-def prompt_tokens(tokenizer, shown: DemoModel) -> list[int]:
-    """The demo's prompt as the model wants to read it."""
-    if shown.chat:
-        asked = [{"role": "user", "content": shown.prompt}]
-        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False).input_ids
-    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    return start + tokenizer(shown.prompt, add_special_tokens=False).input_ids
+def question(tokenizer, text: str) -> tuple[str, list[int], int]:
+    """A question to show, its tokens as the model wants to read it, and how many to write after them."""
+    asked = [{"role": "user", "content": text}]
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    return f"{text}\n", tokenizer(prompt, add_special_tokens=False).input_ids, NEW_TOKENS
+
+
+def first_key(tokenizer, held_out: dict) -> tuple[str, list[int], int]:
+    """The same of the first recall prompt, of which what was planted and what is asked is shown."""
+    tokens, answer = held_out["prompts"][0], held_out["answers"][0]
+    start = int(answer.nonzero()[0])
+    *before, asked = tokenizer.decode(tokens[:start], skip_special_tokens=True).splitlines()
+    name = asked.removeprefix("# Recall: the ")
+    planted = next(line for line in before if name in line)
+    return f"{planted}\n... in {start:,} tokens of code ...\n{asked}", tokens[:start].tolist(), int(answer.sum())
 
 
 def _run_measuring(request: Path) -> list[str]:

@@ -6,10 +6,11 @@ check function accepts it; what nobody tried is "not tried" (:mod:`surgery.engin
 
 from surgery.engines.facts import OWN_CLASSES, Facts
 from surgery.engines.limits import ENGINES, MLALimits, cache_dtype_flags, mla_limits
-from surgery.engines.table import engine_table, refuse_unless_loadable, spoken, verdicts
+from surgery.engines.table import ANY, engine_table, refuse_unless_loadable, spoken, verdicts
 from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict, loads, ran
 
 __all__ = [
+    "ANY",
     "ENGINES",
     "LOADS",
     "LOADS_WITH",

@@ -10,6 +10,9 @@ from surgery.engines import in_transformers, llama_cpp, mlx, sglang, vllm
 from surgery.engines.facts import Facts
 from surgery.engines.verdict import NOT_TRIED, REFUSED, Verdict
 
+ANY = "CKPT"
+"""What commands of reports call the checkpoint, which may be moved."""
+
 ASKED = {
     "vllm": (vllm.CUDA,),
     "sglang": (sglang.NAME,),
@@ -20,7 +23,7 @@ ASKED = {
 """What ``--engine`` asks of the table."""
 
 
-def verdicts(config: dict[str, Any], path: str = "CKPT") -> list[Verdict]:
+def verdicts(config: dict[str, Any], path: str = ANY) -> list[Verdict]:
     """What every engine does with a checkpoint of this config.json; commands name ``path``."""
     facts = Facts.of(config)
     said = [
@@ -35,7 +38,7 @@ def verdicts(config: dict[str, Any], path: str = "CKPT") -> list[Verdict]:
     return [replace(each, **codes) if facts.quantised and each.loads else each for each in said]
 
 
-def engine_table(config: dict[str, Any], path: str = "CKPT") -> dict[str, dict[str, Any]]:
+def engine_table(config: dict[str, Any], path: str = ANY) -> dict[str, dict[str, Any]]:
     """The verdicts by engine, as plain values for reports."""
     return {verdict.engine: verdict.to_dict() for verdict in verdicts(config, path)}
 

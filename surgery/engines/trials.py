@@ -58,6 +58,8 @@ TRANSFORMERS = Trial(
             "llama4_text",
             "mistral4",
             "stablelm",
+            "starcoder2",
+            "starcoder2 with a window",
             "gemma2",
             "gemma2 with a window",
             "gpt_oss",

@@ -74,11 +74,11 @@ class EvalSettings(FileSettings):
         "Tokens after which a span comes again; none: 256 to 8192, as far as the model's limit and the text go.",
         least=1,
     )
-    repeat_rows: int = setting(16, "Rows of each lag.", least=1)
+    repeat_rows: int = setting(16, "Sequences of each lag.", least=1)
     match_prompts: int = setting(
         16, "Held-out windows whose first halves are continued greedily, compared with the baseline's.", least=1
     )
-    match_tokens: int = setting(64, "Tokens to write in each.", least=1)
+    match_tokens: int = setting(64, "Tokens to write after each of these halves.", least=1)
     prompts: tuple[str, ...] = setting(
         (),
         "Text to complete, more than once for several; none: openings of held-out windows.",
@@ -90,10 +90,10 @@ class EvalSettings(FileSettings):
     contexts: tuple[int, ...] = setting(
         (), "Tokens in the cache, of memory and speed; none: the model's limit, at most 32k, and halves of it.", least=1
     )
-    batches: tuple[int, ...] = setting((1, 4), "Rows at a time, of speed.", least=1)
+    batches: tuple[int, ...] = setting((1, 4), "Sequences at a time, in task speed.", least=1)
     lm_eval_include: str | None = setting(None, "Folder of your own lm-eval tasks.", metavar="DIR")
     num_fewshot: int | None = setting(None, "Few-shot examples of lm-eval tasks.", unset="the task's own number")
-    seed: int = setting(0, "Of every random choice.")
+    seed: int = setting(0, "Seed of every random choice.")
     batch_size: int = setting(8, "Sequences at a time.", least=1, section="Machine")
     device: str = setting(
         "auto", "Where models run: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME"
@@ -105,7 +105,7 @@ class EvalSettings(FileSettings):
         synonyms=DTYPE_NAMES,
     )
     wandb: str | None = setting(None, "Log to wandb, one run a model.", section="Output", metavar="PROJECT")
-    wandb_mode: Literal["online", "offline"] = setting("online", "Of wandb.")
+    wandb_mode: Literal["online", "offline"] = setting("online", "How wandb logs.")
 
     def __post_init__(self) -> None:
         if self.variants in (NO_VARIANTS, (NO_VARIANTS,), [NO_VARIANTS]):

@@ -33,13 +33,14 @@ from surgery.families.qwen_vl import QWEN2_5_VL_TEXT, QWEN3_VL_MOE_TEXT, QWEN3_V
 from surgery.families.seed_oss import SEED_OSS
 from surgery.families.smollm3 import SMOLLM3
 from surgery.families.stablelm import STABLELM
+from surgery.families.starcoder2 import STARCODER2
 from surgery.families.youtu import YOUTU
 
 BUILT_IN = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
     *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GPT_OSS),
     *(QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, MINISTRAL3, LLAMA4_TEXT),
-    *(GPT_NEOX, GPT2, GLM4_MOE, GRANITE_HYBRID),
+    *(GPT_NEOX, GPT2, GLM4_MOE, GRANITE_HYBRID, STARCODER2),
     *(QWEN2_5_VL_TEXT, QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT),
 )
 

@@ -113,6 +113,7 @@ class Family:
         interleaved: whether rotary pairs are neighbours, (2 i, 2 i + 1), in the checkpoint.
         norm_offset: what is added to the weights of its RMS norms as they are stored (1.0 for Gemma).
         layer_norm: whether the norms around its attention are LayerNorms.
+        norm_eps: what its config calls the eps of these.
         embedding_scale: what token embeddings are multiplied by.
         hands_on: whether its decoder layers hand arguments that they do not know on to the attention.
         beside: what its layers have around the attention that those of stock ``deepseek_v3`` do not, if anything.
@@ -140,6 +141,7 @@ class Family:
     interleaved: bool = False
     norm_offset: float = 0.0
     layer_norm: bool = False
+    norm_eps: str = "layer_norm_eps"
     embedding_scale: Callable[[object], float] = lambda config: 1.0
     hands_on: bool = True
     beside: str | None = None

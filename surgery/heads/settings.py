@@ -37,7 +37,7 @@ class HeadSettings(FileSettings):
         0.25, "Share of heads to stay full.", least=0, most=1, section="Training of gates (duo, prulong)"
     )
     steps: int = setting(150, "Sequences that each process trains on.", least=1)
-    learning_rate: float | None = setting(None, "Of the gates.", above=0, unset="duo 0.02, prulong 0.15")
+    learning_rate: float | None = setting(None, "Learning rate of the gates.", above=0, unset="duo 0.02, prulong 0.15")
     penalty: float = setting(
         0.05,
         "First weight of the gates in the loss (duo).",
@@ -62,9 +62,9 @@ class HeadSettings(FileSettings):
     samples: int | None = setting(
         None, "Sequences, of methods without training.", least=1, unset="the method's own number"
     )
-    facts: int = setting(10, "Planted in a sequence with needles.", least=1)
+    facts: int = setting(10, "Facts planted in a sequence with needles.", least=1)
     seeds: int = setting(1, "Score so often, on other data, and keep mean and spread.", least=1)
-    seed: int = setting(0, "The first of them.")
+    seed: int = setting(0, "The first of these seeds.")
     offload: bool = setting(
         False, "Keep layers in CPU memory, bring each to the device for its turn.", section="Machine"
     )

@@ -36,6 +36,8 @@ def foreseen_targets(opened: Source, speed: Speed) -> list[dict[str, Any]]:
         if not request.listed:
             continue
         row = _row(opened, target, request, speed)
+        if request.optional and not row["applies"]:
+            continue
         if request.flags and not row["applies"] and found and found[-1]["reasons"] == row["reasons"]:
             continue  # what stands in the way of the default
         same = [one for one in found if one["to"] == target.name and one["class"] in OWN_CLASSES]

@@ -30,7 +30,7 @@ def before_and_after(
     rows += [("KV cache per token", per_token(kv[0]), held), *others]
     if ladder and ladder[0]["loss"] is not None:
         ends = ladder[0], ladder[-1]
-        rows.append(("held-out loss, nats per token (perplexity)", *(with_perplexity(each["loss"]) for each in ends)))
+        rows.append(("held-out loss in nats (perplexity)", *(with_perplexity(each["loss"]) for each in ends)))
         rows.append(("recall of planted keys", *(decimal(each["recall"], 2) for each in ends)))
     return Table.of(["", Column("source", align="right"), Column("converted", align="right")], rows)
 

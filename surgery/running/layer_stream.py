@@ -172,7 +172,8 @@ class LayerStream:
     def normalise(self, hidden: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Hidden states [..., D] through a norm of the family's kind."""
         if self.family.layer_norm:
-            return nn.functional.layer_norm(hidden, hidden.shape[-1:], weight, bias, self.config.layer_norm_eps)
+            eps = getattr(self.config, self.family.norm_eps)
+            return nn.functional.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
         return nn.functional.rms_norm(hidden, hidden.shape[-1:], weight, self.config.rms_norm_eps)
 
     def input_norm(self, layer: int) -> tuple[Tensor, Tensor | None] | None:

@@ -121,6 +121,7 @@ class Request:
         place: among the requests of all targets, from what lost least; None: behind those that have one.
         caution: what is to be known first, for which it is not advised.
         listed: whether it stands in the table; else it is the smallest that may be advised.
+        optional: nothing is said of it where it does not apply.
     """
 
     flags: str = ""
@@ -128,6 +129,7 @@ class Request:
     place: int | None = None
     caution: str = ""
     listed: bool = True
+    optional: bool = False
 
 
 @dataclass(frozen=True)

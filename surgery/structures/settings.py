@@ -31,7 +31,7 @@ class StructureSettings(ConversionSettings):
 
     bits: Bits | None = setting(
         None,
-        "Of a cached number; a ratio then counts numbers, so the bytes are less by these bits.",
+        "Bits of a cached number; a ratio then counts numbers, so the bytes are less by these bits.",
         section="Bits",
         unset="those of the weights",
     )
@@ -124,7 +124,7 @@ def rope_bits() -> Any:
     """The setting of targets whose cache may hold rotary dimensions apart."""
     return setting(
         None,
-        "Of the rotary dimensions of a quantised MLA cache, by token; 16 leaves them as they are.",
+        "Bits of the rotary dimensions of a quantised MLA cache, by token; 16 leaves them as they are.",
         section="Bits",
         unset="as bits",
     )
@@ -133,7 +133,7 @@ def rope_bits() -> Any:
 def streaming_bits() -> Any:
     """The setting of targets that may have streaming heads."""
     return setting(
-        None, "Of what streaming heads keep, where a hybrid model is quantised.", section="Bits", unset="as bits"
+        None, "Bits of what streaming heads keep, where a hybrid model is quantised.", section="Bits", unset="as bits"
     )
 
 

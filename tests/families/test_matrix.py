@@ -47,6 +47,8 @@ FIRST = {
     "cohere": ("crosslayer",),
     "cohere2_window": ("lowrank",),
     "stablelm": ("quantized",),
+    "starcoder2": ("mla",),
+    "starcoder2_window": (),
     "gemma2": (),
     "gemma2_window": ("mla",),
     "gemma3_window": ("mla",),

@@ -45,6 +45,7 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
+    Starcoder2Config,
     YoutuConfig,
 )
 from transformers.utils import logging
@@ -133,6 +134,8 @@ CONFIGS = {
     "cohere": lambda: CohereConfig(**SHAPE, logit_scale=0.5),
     "cohere2_window": lambda: Cohere2Config(**SHAPE, logit_scale=0.5, head_dim=8, **WINDOW_IN_LAYER_0),
     "stablelm": lambda: StableLmConfig(**SHAPE, use_qkv_bias=True, partial_rotary_factor=0.5),
+    "starcoder2": lambda: Starcoder2Config(**SHAPE, use_bias=True, sliding_window=None),
+    "starcoder2_window": lambda: Starcoder2Config(**SHAPE, use_bias=True, sliding_window=16),
     "gemma2": lambda: Gemma2Config(**SHAPE, head_dim=16, **CAPS, layer_types=["full_attention"] * 2),
     "gemma2_window": lambda: Gemma2Config(**SHAPE, head_dim=16, **CAPS, **WINDOW_IN_LAYER_0),
     "gemma3_window": lambda: Gemma3TextConfig(

@@ -30,7 +30,7 @@ class CrossLayerSettings(LowRankSettings):
     allocate: Literal["uniform"] = setting("uniform", section="Method")
     group_size: int = setting(3, "Adjacent layers in a group.", section="Budget")
     block: int = setting(64, "Tokens that stay exact until they are as many, in all methods but cascade.", least=1)
-    bits: Bits | None = setting(None, more="Of method cascade only.", section="Bits")
+    bits: Bits | None = setting(None, more="For method cascade only.", section="Bits")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,6 +17,7 @@ from surgery.calibration.layer_statistics import BasisOf
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
+from surgery.engines.limits import FAST_ROPE, FAST_WIDTH
 from surgery.families import LATENT_FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.rope import unchanged_length
@@ -62,7 +63,12 @@ class MLA(Structure[Source, ConvertSettings]):
     beside_pictures = takes_latents = True
     requests = (
         Request(place=4),
-        Request(" --engine vllm", {"engine": "vllm"}),
+        # What vLLM's kernels read on a GPU, where the model is wide enough.
+        Request(
+            f" --engine vllm --kv-lora-rank {FAST_WIDTH - FAST_ROPE} --rope-dim {FAST_ROPE}",
+            {"engine": "vllm", "kv_lora_rank": FAST_WIDTH - FAST_ROPE, "rope_dim": FAST_ROPE},
+            optional=True,
+        ),
         Request(" --engine llama.cpp", {"engine": "llama.cpp"}),
         Request(" --carrier own", {"carrier": "own"}, place=3),
     )

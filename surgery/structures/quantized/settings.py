@@ -16,7 +16,7 @@ class QuantizedSettings(StructureSettings):
     """Settings of ``surgery convert --to quantized``. Text serves to measure the loss only; nothing is fitted."""
 
     bits: Bits = setting(
-        4, "Of a cached number.", more="Scales are counted in the bytes on top. fp8 is e4m3.", section="Bits"
+        4, "Bits of a cached number.", more="Scales are counted in the bytes on top. fp8 is e4m3.", section="Bits"
     )
     kv_ratio: None = setting(None, "Follows from bits, group and window.", section="Budget", in_file=True)
     window: int = setting(
