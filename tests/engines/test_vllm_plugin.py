@@ -46,7 +46,7 @@ def requests(folders: dict[str, Path]) -> dict[str, dict]:
 
     return {
         # vLLM's own attention on the CPU wants pages of 32.
-        **{name: of(name, block_size=32 if name.endswith("heads") else PAGE) for name in SERVED},
+        **{name: of(name, block_size=32 if name.endswith(("heads", "mixture")) else PAGE) for name in SERVED},
         "chunked": of("llama", [[*PROMPTS, LONG]], max_num_batched_tokens=16, max_num_seqs=4),
         "prefix": of("llama", [[LONG], SHARED]),
         "preempted": of("llama", [MANY], kv_cache_memory_bytes=TIGHT),
