@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,6 +52,12 @@ class Launch:
     warps: int = 4
     stages: int = 2
 
+    @classmethod
+    def of(cls, kernel: Any, grid: tuple[int, ...], config: Config, given: Mapping[str, Any], **others: Any) -> Launch:
+        """A launch of what the kernel's parameters are called in `others` or else in `given`."""
+        known = {**given, **others}
+        return cls(kernel, grid, {name: known[name] for name in kernel.arg_names}, config.warps, config.stages)
+
     def run(self) -> None:
         """Launches on the device of its tensors, or in Triton's interpreter under TRITON_INTERPRET=1."""
         if 0 in self.grid:
@@ -56,6 +66,39 @@ class Launch:
         # Triton launches on the current device, and a model may be spread over several.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+
+
+def signature_of(reference: Callable, *settings: str) -> inspect.Signature:
+    """Arguments of an operation: its annotated reference's, and settings that kernels alone use, optional integers."""
+    optional = inspect.Parameter("_", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=int | None)
+    own = inspect.signature(reference, eval_str=True)
+    return own.replace(parameters=[*own.parameters.values(), *(optional.replace(name=name) for name in settings)])
+
+
+def naming(signature: inspect.Signature) -> Callable[[tuple, Mapping[str, Any]], dict[str, Any]]:
+    """Gives all arguments of a call by name, with those that it leaves to their defaults, as PyTorch does."""
+    names = tuple(signature.parameters)
+    defaults = {name: each.default for name, each in signature.parameters.items() if each.default is not each.empty}
+    return lambda args, kwargs: {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def launches_of(reference: Callable, *settings: str) -> Callable:
+    """Decorates `launches(given, *, out, lse, …)`: called with the arguments of an operation, it has them in `given`.
+
+    They are those of its plain reference and the settings behind them, so that no kernel spells them anew.
+    """
+    signature = signature_of(reference, *settings)
+    named, known = naming(signature), frozenset(signature.parameters)
+
+    def decorate(function: Callable[..., list[Launch]]) -> Callable[..., list[Launch]]:
+        @wraps(function)
+        def launches(*args: Any, **kwargs: Any) -> list[Launch]:
+            own = {name: kwargs.pop(name) for name in kwargs.keys() - known}
+            return function(SimpleNamespace(**named(args, kwargs)), **own)
+
+        return launches
+
+    return decorate
 
 
 def strides(*axes: str, **tensors: Tensor | None) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 from surgery.kernels.backend import refusal, tell_once
-from surgery.kernels.reference_gradient import differentiate_by
+from surgery.kernels.launch import naming, signature_of
 
 Results = tuple[Tensor, ...]
 
@@ -40,14 +39,8 @@ def operation(
         differentiable: gradients are those of the reference; else the caller registers others, or there are none.
     """
     module = kernel or f"surgery.kernels.{name}.kernel"
-    signature = inspect.signature(reference, eval_str=True)
-    optional = inspect.Parameter("_", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=int | None)
-    parameters = [*signature.parameters.values(), *(optional.replace(name=setting) for setting in settings)]
-    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
-
-    def named(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        # PyTorch leaves out trailing arguments that are defaults.
-        return defaults | dict(zip((each.name for each in parameters), args, strict=False)) | kwargs
+    signature = signature_of(reference, *settings)
+    named = naming(signature)
 
     def plain(*args: Any, **kwargs: Any) -> Results:
         given = named(args, kwargs)
@@ -66,7 +59,7 @@ def operation(
             launch.run()
         return out, lse
 
-    compute.__signature__ = signature.replace(parameters=parameters)
+    compute.__signature__ = signature
     schema = torch.library.infer_schema(compute, mutates_args=())
     registered = torch.library.custom_op(f"surgery::{name}", compute, mutates_args=(), schema=schema)
     registered.register_fake(lambda *args, **kwargs: outputs(**named(args, kwargs)))
@@ -92,3 +85,38 @@ def prefill_outputs(query: Tensor, value: Tensor, **_: object) -> Results:
     """Memory for out [B, T, H, v] and lse [B, H, T] of queries [B, H, T, ·] and values [B, G, S, v]."""
     out, lse = attention_outputs(query.transpose(1, 2), value.shape[-1])
     return out, lse.new_empty(query.shape[:3])
+
+
+def differentiate_by(operator: CustomOpDef, reference: Callable[..., tuple[Tensor, ...]]) -> None:
+    """Registers as backward of `operator` the one of `reference`, which takes the same positional arguments.
+
+    Decoding seldom needs gradients; where it does, the reference is computed again, in its own memory.
+    """
+
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
+        ctx.plain = [None if isinstance(value, Tensor) else value for value in inputs]
+        ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
+
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = iter(ctx.saved_tensors)
+        inputs = [next(saved) if tensor else value for tensor, value in zip(ctx.is_tensor, ctx.plain, strict=True)]
+        wanted = [place for place, needed in enumerate(ctx.needs_input_grad) if needed]
+        with torch.enable_grad():
+            for place in wanted:
+                inputs[place] = inputs[place].detach().requires_grad_()
+            outputs = reference(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        pairs = [
+            (out, grad) for out, grad in zip(outputs, gradients, strict=True) if grad is not None and out.requires_grad
+        ]
+        found = torch.autograd.grad(
+            [out for out, _ in pairs],
+            [inputs[place] for place in wanted],
+            [grad.to(out.dtype) for out, grad in pairs],
+            allow_unused=True,
+        )
+        by_place = dict(zip(wanted, found, strict=True))
+        return tuple(by_place.get(place) for place in range(len(inputs)))
+
+    operator.register_autograd(backward, setup_context=setup_context)

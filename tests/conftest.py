@@ -88,3 +88,23 @@ def picture_models(tmp_path_factory):
         return made[name]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """That of the demo model; not to be changed."""
+    from tiny_models import DEMO
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture
+def one_core():
+    """Tiny models have no work for two cores; on a busy machine they would mostly wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

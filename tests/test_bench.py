@@ -17,18 +17,11 @@ from surgery.bench.kernels import KernelRequest, measure_kernels
 from surgery.common.errors import SurgeryError
 from surgery.console.bench import show_decoding, show_kernels, show_parts
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 CPU = torch.device("cpu")
 TINY = bench_convert.SHAPES["llama3-1b"] | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 4096}
-
-
-@pytest.fixture(autouse=True)
-def one_core():
-    """Tiny models have no work for two cores; on a busy machine they would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import HELD_OUT
+from tiny_models import HELD_OUT, tokens
 from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
@@ -22,10 +22,6 @@ STRUCTURES = {
     "lowrank": {"rank": 24},
     "hybrid": {"streaming": 1.0, "sinks": 2, "recent": 6},
 }
-
-
-def tokens(batch=2, length=40):
-    return torch.randint(3, 4096, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
 def convert(to, source, out, **settings):

@@ -1,14 +1,11 @@
 """The command line: quick help, one-line errors, pure JSON, and a dry run that writes nothing."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from command_line import imports_of, launch, listing, run_main
 from tiny_models import HELD_OUT
 from typer.testing import CliRunner
 
@@ -20,57 +17,17 @@ from surgery.structures.dry_run import plan_conversion
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.version import __version__
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("one_core")
+
 QUICK = [
     "--calibration", str(HELD_OUT), "--calibration-tokens", "256", "--calibration-length", "128", "--held-out", "1",
     "--kv-ratio", "0.5", "--rope-dim", "4",
 ]  # fmt: skip
 
-# Stands for the console script.
-LAUNCH = "import sys; sys.argv[0] = 'surgery'; from surgery.cli.program import main; main()"
-HELP = """
-import contextlib, sys
-sys.argv[0] = 'surgery'
-from surgery.cli.program import app
-with contextlib.suppress(SystemExit):
-    app()
-print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)), file=sys.stderr)
-"""
-
-
-@pytest.fixture(autouse=True)
-def one_core():
-    """Tiny models have no work for two cores; on a busy machine they would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def launch(*arguments, code=LAUNCH, cwd=ROOT):
-    # Wide enough that rich does not break the lines that are looked for.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb"}
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, env=environment
-    )
-
-
-def listing(folder):
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
-
-
-def run_main(monkeypatch, capsys, *arguments):
-    """`surgery ARGUMENTS` in this process: exit code, standard output, standard error."""
-    monkeypatch.setattr(sys, "argv", ["surgery", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    captured = capsys.readouterr()
-    return ended.value.code or 0, captured.out, captured.err
-
 
 @pytest.mark.parametrize("verb", [[], ["convert"], ["inspect"], ["demo"], ["eval"], ["compare"], ["run"]])
 def test_help_answers_without_torch(verb):
-    done = launch(*verb, "--help", code=HELP)
+    done = imports_of(*verb, "--help")
     assert done.returncode == 0
     assert "Usage" in done.stdout
     assert done.stderr.strip() == "[]"

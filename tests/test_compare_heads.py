@@ -20,16 +20,10 @@ from surgery.heads.pattern import HeadPattern
 from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 QUICK = {"length": 128, "windows": 2, "prompts": 2, "device": "cpu", "sinks": 4, "recent": 16}
 SHARES = (0.0, 0.5, 1.0)
-
-
-@pytest.fixture(autouse=True)
-def one_core():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def save(path, scores, **others):
@@ -227,7 +221,7 @@ BAD = {
     "MLA": (["{up}", "--measure", "{folder}/mla"], "heads of MLA share one latent"),
     "short": (["{up}", "--measure", "{model}", "--length", "20"], "no head would miss anything"),
     "share": (["{up}", "--shares", "1.5"], "shares [1.5]"),
-    "shares": (["{up}", "--shares", "half"], "--shares half: give numbers"),
+    "shares": (["{up}", "--shares", "half"], "--shares must be numbers, not half"),
     "windows": (["{up}", "--windows", "0"], "windows must be at least 1"),
     "other things": (["{up}", "--out", "{folder}/patterns"], "choose another --out"),
     "file as output": (["{up}", "--out", "{folder}/damaged.safetensors"], "damaged.safetensors"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from own_models import low_rank_entry
 from safetensors.torch import load_file
-from tiny_models import CONFIGS, DEMO, HELD_OUT
+from tiny_models import CONFIGS, DEMO, HELD_OUT, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
@@ -26,10 +26,6 @@ from surgery.structures.registry import find_target
 
 QUICK = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 2, "calibration": str(HELD_OUT)}
 WEIGHTS_ONLY = {"calibration": "none", "group": 16}
-
-
-def tokens(batch=2, length=40):
-    return torch.randint(3, 4096, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from loading import run_elsewhere
 from safetensors.torch import load_file
-from tiny_models import HELD_OUT
+from tiny_models import HELD_OUT, tokens
 from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
@@ -25,10 +25,6 @@ from surgery.transforms.head_order import permute_heads
 
 WEIGHTS_ONLY = {"calibration": "none"}
 SINKS, RECENT = 3, 5
-
-
-def tokens(batch=2, length=40):
-    return torch.randint(3, 4096, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture

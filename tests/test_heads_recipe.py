@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 import yaml
 from command_line import listing
 from processes import two_forks
@@ -14,16 +13,10 @@ from surgery.common.progress import Progress
 from surgery.heads.pattern import HeadPattern
 from surgery.workflow.recipe import run_recipe
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 SCORE = {"sinks": 4, "recent": 16, "length": 200, "samples": 1, "facts": 1, "text": str(HELD_OUT), "device": "cpu"}
 MEASURE = {"length": 128, "windows": 2, "prompts": 2, "random": 1, "shares": [0.5], "device": "cpu"}
-
-
-@pytest.fixture(autouse=True)
-def one_core():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def write(folder, *steps):

@@ -23,6 +23,8 @@ from surgery.structures.mla.bench import stock_mla
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import TARGETS
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 # Two layers, two KV heads; 8 numbers a head unless the family sets 16; fp32.
 BYTES_PER_TOKEN = {
     "llama": 2 * 2 * (8 + 8) * 4,
@@ -34,15 +36,6 @@ BYTES_PER_TOKEN = {
     "qwen3_moe": 2 * 2 * (16 + 16) * 4,
 }
 QUICK = ConvertSettings(calibration=str(HELD_OUT), calibration_tokens=256, calibration_length=64, held_out=1)
-
-
-@pytest.fixture(autouse=True)
-def one_core():
-    """Tiny models have no work for two cores; on a busy machine they would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", BYTES_PER_TOKEN)

@@ -26,6 +26,8 @@ from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.quantized.settings import QuantizedSettings
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 QUICK = {
     "method": "ablation",
     "sinks": 4,
@@ -39,14 +41,6 @@ QUICK = {
 FLAGS = [part for name, value in QUICK.items() for part in (f"--{name}", str(value))]
 PASSES = 2 * (1 + 2 * 2)
 """Sequences that an ablation of the tiny model measures a seed: answers and text, of no head and of each of four."""
-
-
-@pytest.fixture(autouse=True)
-def one_core():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

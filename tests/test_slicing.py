@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from tiny_models import HELD_OUT
+from tiny_models import HELD_OUT, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from surgery.architectures.sliced import LatentModel
@@ -132,10 +132,6 @@ def forget(model, whole, kept):
                         if str(number) in ups:
                             ups[str(number)][:, columns] = 0
     return model
-
-
-def tokens(batch=2, length=40):
-    return torch.randint(3, 4096, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("kind", TRIED)

@@ -35,7 +35,6 @@ from surgery.running.processes import Processes
 from surgery.running.unfused import language_model
 from surgery.training.attention import use_attention
 from surgery.training.balanced import balance_latents
-from surgery.training.cached_teacher import open_logits
 from surgery.training.checkpoints import Checkpoints, latest
 from surgery.training.distillation import Distillation, vocabulary_of
 from surgery.training.document_masks import honours_document_masks
@@ -56,6 +55,7 @@ from surgery.training.open_data import HealingData, open_data
 from surgery.training.preparation import COMPUTED, open_accelerator, prepare
 from surgery.training.run_log import RunLog, drop_later_lines
 from surgery.training.settings import NO_TRACKER, HealSettings
+from surgery.training.teacher_logits import open_logits
 from surgery.training.trackers import Tracker, check_tracker, start_tracker, tracker_folder
 from surgery.training.trainable import add_adapters, choose
 from surgery.version import __version__

@@ -29,9 +29,8 @@ from surgery.training.guards import Interrupted, SpikeGuard, StopRequest, memory
 from surgery.training.measure import held_out_losses, peak_memory, summed
 from surgery.training.nested import NestedRanks
 from surgery.training.orthogonal import OrthogonalFactors
-from surgery.training.position import Position
 from surgery.training.run_log import RunLog
-from surgery.training.schedule import Budget, learning_rate
+from surgery.training.schedule import Budget, Position, learning_rate
 from surgery.training.settings import HealSettings
 from surgery.training.top_k import TopK
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -37,3 +38,44 @@ def learning_rate(schedule: str, used: float, *, warmup: float = 0.0, final: flo
     done = min(1.0, (used - warmup) / (1 - warmup)) if warmup < 1 else 1.0
     left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return final + (1 - final) * left
+
+
+@dataclass
+class Position:
+    """How far a run is: what a checkpoint keeps beside weights, optimizer and random numbers.
+
+    Attributes:
+        step, tokens: done so far.
+        seconds: of training, over all resumed runs; measuring does not count.
+        step_seconds: of them, those inside of steps.
+        measuring_seconds: of held-out losses and evaluations, beside those of training.
+        recent: losses that a spike is measured against; `recent_nested`, by the share of latents that made them.
+        spikes: steps in a row that were left out for theirs.
+        first_loss, last_loss: of the first and the last step, the weighted sum.
+        first_held_out, last_held_out: measurements, by name.
+        best_held_out, best_step: the lowest cross-entropy on held-out rows, with nested ranks the mean of all shares',
+            and when it was.
+        waited: measurements since.
+        measured_step: when the last one was.
+        evaluations: results on the way, each with its step and tokens; see `evaluations.headline`.
+        data: state of the sequences.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    step_seconds: float = 0.0
+    measuring_seconds: float = 0.0
+    recent: list[float] = field(default_factory=list)
+    recent_nested: dict[str, list[float]] = field(default_factory=dict)
+    spikes: int = 0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    first_held_out: dict[str, float] = field(default_factory=dict)
+    last_held_out: dict[str, float] = field(default_factory=dict)
+    best_held_out: float | None = None
+    best_step: int | None = None
+    waited: int = 0
+    measured_step: int | None = None
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)

@@ -7,11 +7,14 @@ one tensor core instruction a warp: at H / G query heads a key the memory decide
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch, strides
+from surgery.kernels.gqa_decode.reference import grouped_query_attention
+from surgery.kernels.launch import Config, Launch, launches_of, strides
 from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
 from surgery.kernels.split_kv import scratch, split_tokens, splits_of, with_merge
 from surgery.kernels.tuned import key_of, tuned
@@ -29,25 +32,13 @@ def default_config(query: Tensor, key: Tensor, value: Tensor, pages: Tensor | No
     return Config(block_rows=block_rows, block_tokens=block_tokens, warps=4, stages=3 if pages is None else 5)
 
 
-def launches(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    lengths: Tensor | None = None,
-    starts: Tensor | None = None,
-    pages: Tensor | None = None,
-    window: int | None = None,
-    splits: int | None = None,
-    *,
-    out: Tensor,
-    lse: Tensor,
-    config: Config | None = None,
-) -> list[Launch]:
+@launches_of(grouped_query_attention, "splits")
+def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
     """The launches that fill `out` [B, T, H, v] and `lse` [B, T, H] fp32, both contiguous.
 
     The others are arguments of `gqa_decode`, the last dimension of each contiguous.
     """
+    query, key, value, pages = given.query, given.key, given.value, given.pages
     rows, tokens, heads, width = query.shape
     groups, slots, v = key.shape[1], key.shape[2], value.shape[-1]
     page, per_group = 0 if pages is None else slots, heads // groups
@@ -56,36 +47,31 @@ def launches(
         shape = key_of(tokens=tokens, heads=heads, groups=groups, d=width, v=v, page=page, dtype=query.dtype)
         config = tuned("gqa_decode", shape, query.device, default_config(query, key, value, pages))
     blocks = triton.cdiv(tokens * per_group, config.block_rows)
-    splits = splits or splits_of(config, rows * groups * blocks, query, capacity, window)
+    splits = given.splits or splits_of(config, rows * groups * blocks, query, capacity, given.window)
     parts, logs = scratch(query, v, splits)
-    arguments = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "out": out if parts is None else parts,
-        "lse": lse if logs is None else logs,
-        "lengths": lengths,
-        "starts": starts,
-        "pages": pages,
-        "scale": scale,
-        "capacity": capacity,
-        "window": window,
-        "tokens": tokens,
-        "heads": heads,
+    made = Launch.of(
+        gqa_decode_kernel,
+        (blocks * splits, groups, rows),
+        config,
+        vars(given),
+        out=out if parts is None else parts,
+        lse=lse if logs is None else logs,
+        capacity=capacity,
+        tokens=tokens,
+        heads=heads,
         **strides("b", "t", "h", query=query),
         **strides("b", "g", "s", key=key, value=value),
         **strides("b", pages=pages),
-        "PAGE": page,
-        "SPLITS": splits,
-        "PER_GROUP": per_group,
-        "D": width,
-        "V": v,
-        "BLOCK_M": config.block_rows,
-        "BLOCK_N": config.block_tokens,
-        "BLOCK_D": max(triton.next_power_of_2(width), 16),
-        "BLOCK_V": max(triton.next_power_of_2(v), 16),
-    }
-    made = Launch(gqa_decode_kernel, (blocks * splits, groups, rows), arguments, config.warps, config.stages)
+        PAGE=page,
+        SPLITS=splits,
+        PER_GROUP=per_group,
+        D=width,
+        V=v,
+        BLOCK_M=config.block_rows,
+        BLOCK_N=config.block_tokens,
+        BLOCK_D=max(triton.next_power_of_2(width), 16),
+        BLOCK_V=max(triton.next_power_of_2(v), 16),
+    )
     return with_merge(made, parts, logs, out, lse)
 
 

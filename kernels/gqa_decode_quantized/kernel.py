@@ -22,13 +22,16 @@ the even and odd channels of values: pairs of bytes are read from shared memory 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from surgery.kernels.gqa_decode.kernel import reach, row_length
-from surgery.kernels.launch import Config, Launch, strides
+from surgery.kernels.gqa_decode_quantized.reference import quantized_attention
+from surgery.kernels.launch import Config, Launch, launches_of, strides
 from surgery.kernels.online_softmax import LOG2E, log_of
 from surgery.kernels.quantization import BITS, group_size
 from surgery.kernels.split_kv import scratch, split_tokens, splits_of, with_merge
@@ -78,90 +81,64 @@ def pairs_of(query: Tensor, value_scale: Tensor, config: Config) -> int:
     return min(pairs, max(config.block_rows // value_scale.shape[-1], 1))
 
 
-def launches(
-    query: Tensor,
-    key_codes: Tensor,
-    key_scale: Tensor,
-    key_zero: Tensor | None,
-    value_codes: Tensor,
-    value_scale: Tensor,
-    value_zero: Tensor | None,
-    scale: float,
-    format: str,
-    group: int,
-    keys: str = "channel",
-    lengths: Tensor | None = None,
-    coded: Tensor | None = None,
-    starts: Tensor | None = None,
-    window: int | None = None,
-    behind: int = 0,
-    splits: int | None = None,
-    *,
-    out: Tensor,
-    lse: Tensor,
-    config: Config | None = None,
-) -> list[Launch]:
+@launches_of(quantized_attention, "splits")
+def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
     """The launches that fill `out` [B, T, H, v] and `lse` [B, T, H] fp32, both contiguous.
 
     The others are arguments of `gqa_decode_quantized`; the last dimension of codes contiguous, the last two of scales
     and zero points.
     """
+    query, key_scale, value_codes, value_scale = given.query, given.key_scale, given.value_codes, given.value_scale
     rows, tokens, heads, d = query.shape
-    groups, v, value_groups = key_codes.shape[1], value_codes.shape[-1], value_scale.shape[-1]
+    groups, v, value_groups = given.key_codes.shape[1], value_codes.shape[-1], value_scale.shape[-1]
+    format, group, keys = given.format, given.group, given.keys
     config = config or config_of(query, value_scale, format, group, keys)
     bits, step = BITS[format], step_tokens(config, format, group, keys)
     pairs = pairs_of(query, value_scale, config)
     blocks = triton.cdiv(tokens * heads // groups, pairs)
-    splits = splits or splits_of(config, rows * groups * blocks, query, value_scale.shape[2], window, waves=2)
+    capacity, programs = value_scale.shape[2], rows * groups * blocks
+    splits = given.splits or splits_of(config, programs, query, capacity, given.window, waves=2)
     parts, logs = scratch(query, v, splits)
     by_channel = keys == "channel"
     key_groups = 1 if by_channel else key_scale.shape[-1]
     key_size = d if by_channel else group_size(d, key_groups)
-    arguments = {
-        "query": query,
-        "key": key_codes,
-        "key_scale": key_scale,
-        "key_zero": key_zero,
-        "value": value_codes,
-        "value_scale": value_scale,
-        "value_zero": value_zero,
-        "out": out if parts is None else parts,
-        "lse": lse if logs is None else logs,
-        "lengths": lengths,
-        "coded": coded,
-        "starts": starts,
-        "scale": scale,
-        "capacity": value_scale.shape[2],
-        "behind": behind,
-        "window": window,
-        "tokens": tokens,
-        "heads": heads,
+    made = Launch.of(
+        gqa_decode_quantized_kernel,
+        (blocks * splits, groups, rows),
+        config,
+        vars(given),
+        key=given.key_codes,
+        value=value_codes,
+        out=out if parts is None else parts,
+        lse=lse if logs is None else logs,
+        capacity=capacity,
+        tokens=tokens,
+        heads=heads,
         **strides("b", "t", "h", query=query),
-        **strides("b", "g", "s", key=key_codes),
+        **strides("b", "g", "s", key=given.key_codes),
         **strides("b", "g", key_scale=key_scale, value_scale=value_scale),
         # The kernel reads pairs of channels.
         **{name: stride // 2 for name, stride in strides("b", "g", "s", value=value_codes).items()},
-        "BITS": bits,
-        "FLOAT": format == "fp8",
-        "NARROW": query.dtype == torch.float16,
-        "GROUP": group if by_channel else 0,
-        "KEY_GROUPS": key_groups,
-        "KEY_SIZE": key_size,
-        "VALUE_GROUPS": value_groups,
-        "VALUE_SIZE": group_size(v, value_groups),
-        "SPLITS": splits,
-        "PER_GROUP": heads // groups,
-        "PAIRS": pairs,
-        "STEP": step,
-        "D": d,
-        "V": v,
-        "BLOCK_M": max(triton.next_power_of_2(pairs * value_groups), 16),
-        "BLOCK_N": max(triton.next_power_of_2(step * bits // 8), 16),
-        "BLOCK_D": max(triton.next_power_of_2(key_size), 16),
-        "BLOCK_V": max(triton.next_power_of_2(v // 2), 16),
-        "BLOCK_G": max(triton.next_power_of_2(value_groups), 16),
-    }
-    made = Launch(gqa_decode_quantized_kernel, (blocks * splits, groups, rows), arguments, config.warps, config.stages)
+        BITS=bits,
+        FLOAT=format == "fp8",
+        NARROW=query.dtype == torch.float16,
+        GROUP=group if by_channel else 0,
+        KEY_GROUPS=key_groups,
+        KEY_SIZE=key_size,
+        VALUE_GROUPS=value_groups,
+        VALUE_SIZE=group_size(v, value_groups),
+        SPLITS=splits,
+        PER_GROUP=heads // groups,
+        PAIRS=pairs,
+        STEP=step,
+        D=d,
+        V=v,
+        BLOCK_M=max(triton.next_power_of_2(pairs * value_groups), 16),
+        BLOCK_N=max(triton.next_power_of_2(step * bits // 8), 16),
+        BLOCK_D=max(triton.next_power_of_2(key_size), 16),
+        BLOCK_V=max(triton.next_power_of_2(v // 2), 16),
+        BLOCK_G=max(triton.next_power_of_2(value_groups), 16),
+    )
     return with_merge(made, parts, logs, out, lse)
 
 

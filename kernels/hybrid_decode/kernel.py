@@ -15,13 +15,15 @@ The query heads of a KV head, of all new tokens, are the rows of one product, so
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch, strides
+from surgery.kernels.hybrid_decode.reference import hybrid_attention
+from surgery.kernels.launch import Config, Launch, launches_of, strides
 from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
 from surgery.kernels.split_kv import merge_kernel, merge_launch, scratch, split_tokens, splits_of
 from surgery.kernels.tuned import key_of, tuned
@@ -39,75 +41,53 @@ def default_config(rows: int, head_size: int, dtype: torch.dtype) -> Config:
     return Config(block_rows, block_tokens=32 if wide else 64, warps=4, stages=2 if wide else 3)
 
 
-def launches(
-    query: Tensor,
-    full_key: Tensor,
-    full_value: Tensor,
-    streaming_key: Tensor,
-    streaming_value: Tensor,
-    scale: float,
-    sink_slots: int,
-    sinks: int,
-    recent: int,
-    lengths: Tensor | None = None,
-    starts: Tensor | None = None,
-    splits: int | None = None,
-    *,
-    out: Tensor,
-    lse: Tensor,
-    config: Config | None = None,
-) -> list[Launch]:
+@launches_of(hybrid_attention, "splits")
+def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
     """The launches that fill `out` [B, T, H, v] and `lse` [B, T, H], both contiguous.
 
     Other arguments as in `operator.hybrid_decode`, last dimensions contiguous.
     """
+    query, full_key, full_value = given.query, given.full_key, given.full_value
     rows, tokens, heads, head_size = query.shape
-    full, streaming = full_key.shape[1], streaming_key.shape[1]
+    full, streaming = full_key.shape[1], given.streaming_key.shape[1]
     size = heads // (full + streaming)
     value_size = full_value.shape[-1]
     if config is None:
         shape = key_of(heads=heads, full=full, streaming=streaming, head_size=head_size, dtype=query.dtype)
         config = tuned("hybrid_decode", shape, query.device, default_config(tokens * size, head_size, query.dtype))
     blocks = triton.cdiv(tokens * size, config.block_rows)
-    splits = splits or splits_of(config, rows * full * blocks, query, full_key.shape[2])
+    splits = given.splits or splits_of(config, rows * full * blocks, query, full_key.shape[2])
     parts, logs = scratch(query[:, :, : full * size], value_size, splits)
-    arguments = {
-        "query": query,
-        "full_key": full_key,
-        "full_value": full_value,
-        "streaming_key": streaming_key,
-        "streaming_value": streaming_value,
-        "lengths": lengths,
-        "starts": starts,
-        "out": out,
-        "lse": lse,
-        "parts": parts,
-        "logs": logs,
-        "scale": scale * LOG2E.value,
-        "rows": rows,
-        "tokens": tokens,
-        "capacity": full_key.shape[2],
-        "slots": streaming_key.shape[2],
-        "sink_slots": sink_slots,
-        "sinks": sinks,
-        "recent": recent,
+    attention = Launch.of(
+        hybrid_decode_kernel,
+        (blocks * rows * (full * splits + streaming),),
+        config,
+        vars(given),
+        out=out,
+        lse=lse,
+        parts=parts,
+        logs=logs,
+        scale=given.scale * LOG2E.value,
+        rows=rows,
+        tokens=tokens,
+        capacity=full_key.shape[2],
+        slots=given.streaming_key.shape[2],
         **strides("row", "token", "head", query=query),
         **strides("row", "head", "token", full_key=full_key, full_value=full_value),
-        **strides("row", "head", "token", streaming_key=streaming_key, streaming_value=streaming_value),
-        "FULL": full,
-        "STREAMING": streaming,
-        "SIZE": size,
-        "D": head_size,
-        "V": value_size,
-        "SPLITS": splits,
-        "ONE_TOKEN": tokens == 1,
-        "BLOCK_M": config.block_rows,
-        "BLOCK_N": config.block_tokens,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_size)),
-        "BLOCK_V": max(16, triton.next_power_of_2(value_size)),
-    }
-    grid = (blocks * rows * (full * splits + streaming),)
-    made = [Launch(hybrid_decode_kernel, grid, arguments, config.warps, config.stages)]
+        **strides("row", "head", "token", streaming_key=given.streaming_key, streaming_value=given.streaming_value),
+        FULL=full,
+        STREAMING=streaming,
+        SIZE=size,
+        D=head_size,
+        V=value_size,
+        SPLITS=splits,
+        ONE_TOKEN=tokens == 1,
+        BLOCK_M=config.block_rows,
+        BLOCK_N=config.block_tokens,
+        BLOCK_D=max(16, triton.next_power_of_2(head_size)),
+        BLOCK_V=max(16, triton.next_power_of_2(value_size)),
+    )
+    made = [attention]
     if splits > 1 and full:
         merged = merge_launch(parts, logs, out, lse)
         behind = {"full_queries": full * size, "other_queries": streaming * size}

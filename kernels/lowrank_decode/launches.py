@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from types import SimpleNamespace
 
 import torch
 import triton
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch, capability_of, strides
+from surgery.kernels.launch import Config, Launch, capability_of, launches_of, strides
 from surgery.kernels.lowrank_decode.kernel import lowrank_decode_kernel
-from surgery.kernels.lowrank_decode.reference import STEP
+from surgery.kernels.lowrank_decode.reference import STEP, lowrank_attention
 from surgery.kernels.split_kv import scratch, splits_of, with_merge
 from surgery.kernels.tuned import key_of, tuned
 
@@ -43,46 +44,18 @@ def default_config(
     return Config(block_tokens=32, chunk=chunk_of(key_rank, value_rank), warps=8)
 
 
+@launches_of(lowrank_attention)
 def launches(
-    query: Tensor,
-    latent: Tensor,
-    key_up: Tensor,
-    scale: float,
-    within: Tensor | None = None,
-    begins: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-    ranges: list[int] | None = None,
-    lengths: Tensor | None = None,
-    starts: Tensor | None = None,
-    first: Tensor | None = None,
-    held: Tensor | None = None,
-    rebuilt: Tensor | None = None,
-    window: int = 0,
-    sinks: int = 0,
-    exact_key: Tensor | None = None,
-    exact_value: Tensor | None = None,
-    exact_slots: Tensor | None = None,
-    raw_exact: bool = False,
-    code_scale: Tensor | None = None,
-    code_zero: Tensor | None = None,
-    bits: int = 0,
-    group: int = 0,
-    by_channel: bool = False,
-    *,
-    out: Tensor,
-    lse: Tensor,
-    config: Config | None = None,
-    resident: bool | None = None,
+    given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None, resident: bool | None = None
 ) -> list[Launch]:
     """The launches that fill `out` [B, T, H, r_v + v] and `lse` [B, T, H] fp32, both contiguous.
 
     The others are arguments of the reference; `resident` says whether U stays in shared memory, None chooses.
     """
+    query, latent, key_up, exact_key, ranges = given.query, given.latent, given.key_up, given.exact_key, given.ranges
     batch, tokens, heads, dim = query.shape
-    kv_heads, size = key_up.shape[0], heads // key_up.shape[0]
-    exact_dim = 0 if exact_value is None else exact_value.shape[-1]
+    kv_heads, size, bits = key_up.shape[0], heads // key_up.shape[0], given.bits
+    exact_dim = 0 if given.exact_value is None else given.exact_value.shape[-1]
     value_rank, key_rank, dtype = out.shape[-1] - exact_dim, key_up.shape[-1], query.dtype
     if config is None:
         plain, capability = not bits and exact_key is None, capability_of(query.device)
@@ -97,71 +70,54 @@ def launches(
     parts, logs = scratch(query, out.shape[-1], splits)
     if resident is None:
         # Codes and exact tokens leave no registers for it, but for a few tokens that share their scales.
-        room = exact_key is None and (not bits or (by_channel and config.block_tokens < 64))
+        room = exact_key is None and (not bits or (given.by_channel and config.block_tokens < 64))
         resident = room and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
     reads = [0, key_rank, 0, value_rank] if ranges is None else ranges
     even = {*reads[1::4], *reads[3::4]} == {key_rank, value_rank} and key_rank % config.chunk == 0
     even = even and value_rank % config.chunk == 0 and len({*reads[1::4]}) == len({*reads[3::4]}) == 1
-    arguments = {
-        "query": query,
-        "latent": latent,
-        "code_scale": code_scale,
-        "code_zero": code_zero,
-        "key_up": key_up,
-        "within": within,
-        "begins": begins,
-        "key_bias": key_bias,
-        "norm_weight": norm_weight,
-        "ranges": None if ranges is None else _on_device(tuple(ranges), query.device),
-        "lengths": lengths,
-        "starts": starts,
-        "first": first,
-        "held": held,
-        "rebuilt": rebuilt,
-        "exact_key": exact_key,
-        "exact_value": exact_value,
-        "exact_slots": exact_slots,
-        "out": out if parts is None else parts,
-        "log": lse if logs is None else logs,
-        "scale": float(scale),
-        "norm_eps": float(norm_eps),
-        "tokens": tokens,
-        "capacity": capacity,
-        "begin_rows": 0 if begins is None else begins.shape[1],
-        "window": window,
-        "sinks": sinks,
-        "exact_tokens": 0 if exact_key is None else exact_key.shape[2],
+    made = Launch.of(
+        lowrank_decode_kernel,
+        (kv_heads * row_blocks, splits, batch),
+        config,
+        vars(given),
+        ranges=None if ranges is None else _on_device(tuple(ranges), query.device),
+        out=out if parts is None else parts,
+        log=lse if logs is None else logs,
+        scale=float(given.scale),
+        norm_eps=float(given.norm_eps),
+        tokens=tokens,
+        capacity=capacity,
+        begin_rows=0 if given.begins is None else given.begins.shape[1],
+        exact_tokens=0 if exact_key is None else exact_key.shape[2],
         **strides("row", "token", "head", query=query),
-        **strides("row", "token", latent=latent, scale=code_scale),
+        **strides("row", "token", latent=latent, scale=given.code_scale),
         **strides("head", "dim", up=key_up),
-        **strides("row", "head", "token", key=exact_key, value=exact_value),
-        **strides("row", slots=exact_slots),
-        "KV_HEADS": kv_heads,
-        "SIZE": size,
-        "DIM": dim,
-        "KEY_RANK": key_up.shape[-1],
-        "VALUE_RANK": value_rank,
-        "EXACT_DIM": exact_dim,
-        "BITS": bits,
-        "GROUP": group,
-        "BY_CHANNEL": by_channel,
-        "RAW_EXACT": raw_exact,
-        "RESIDENT": resident,
-        "ALIGNED": math.gcd(16, *reads),
-        "SAME": reads[0::4] == reads[2::4] and reads[1::4] == reads[3::4],
-        "EVEN": even,
-        "ROW_BLOCKS": row_blocks,
-        "SPLITS": splits,
-        "ROWS": config.block_rows,
-        "BLOCK": config.block_tokens,
-        "CHUNK": config.chunk,
-        "HALF": max(16, triton.next_power_of_2(dim // 2)),
-        "EXACT_BLOCK": 64,
-        "EXACT_WIDTH": max(16, triton.next_power_of_2(exact_dim)),
-        "STEP": STEP,
-    }
-    grid = (kv_heads * row_blocks, splits, batch)
-    made = Launch(lowrank_decode_kernel, grid, arguments, config.warps, config.stages)
+        **strides("row", "head", "token", key=exact_key, value=given.exact_value),
+        **strides("row", slots=given.exact_slots),
+        KV_HEADS=kv_heads,
+        SIZE=size,
+        DIM=dim,
+        KEY_RANK=key_rank,
+        VALUE_RANK=value_rank,
+        EXACT_DIM=exact_dim,
+        BITS=bits,
+        GROUP=given.group,
+        BY_CHANNEL=given.by_channel,
+        RAW_EXACT=given.raw_exact,
+        RESIDENT=resident,
+        ALIGNED=math.gcd(16, *reads),
+        SAME=reads[0::4] == reads[2::4] and reads[1::4] == reads[3::4],
+        EVEN=even,
+        ROW_BLOCKS=row_blocks,
+        SPLITS=splits,
+        ROWS=config.block_rows,
+        BLOCK=config.block_tokens,
+        CHUNK=config.chunk,
+        HALF=max(16, triton.next_power_of_2(dim // 2)),
+        EXACT_BLOCK=64,
+        EXACT_WIDTH=max(16, triton.next_power_of_2(exact_dim)),
+        STEP=STEP,
+    )
     return with_merge(made, parts, logs, out, lse)
 
 

@@ -22,12 +22,15 @@ fetches a tile only after the one before was used; three overlap, and are the de
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch, strides
+from surgery.kernels.launch import Config, Launch, launches_of, strides
+from surgery.kernels.mla_decode.reference import ragged_latent_attention
 from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
 from surgery.kernels.split_kv import scratch, split_tokens, splits_of, with_merge
 from surgery.kernels.tuned import key_of, tuned
@@ -89,28 +92,16 @@ def shared_limit(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def launches(
-    query: Tensor,
-    latent: Tensor,
-    rope_key: Tensor,
-    scale: float,
-    lengths: Tensor | None = None,
-    starts: Tensor | None = None,
-    pages: Tensor | None = None,
-    key_gain: Tensor | None = None,
-    window: int | None = None,
-    *,
-    out: Tensor,
-    lse: Tensor,
-    config: Config | None = None,
-) -> list[Launch]:
+@launches_of(ragged_latent_attention)
+def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
     """The launches that fill `out` [B, T, H, r] and `lse` [B, T, H] fp32, both contiguous.
 
     The others are arguments of `mla_decode`; the last dimension of each is contiguous.
     """
+    query, latent, rope_key, pages = given.query, given.latent, given.rope_key, given.pages
     batch, tokens, heads, _ = query.shape
     rank, rope = latent.shape[-1], rope_key.shape[-1]
-    gains = 0 if key_gain is None else key_gain.shape[-1]
+    gains = 0 if given.key_gain is None else given.key_gain.shape[-1]
     page = 0 if pages is None else latent.shape[1]
     capacity = latent.shape[1] if pages is None else pages.shape[1] * page
     if config is None:
@@ -118,37 +109,33 @@ def launches(
         default = default_config(tokens * heads, rank, rope, query.dtype, shared_limit(query.device))
         config = tuned("mla_decode", shape, query.device, default)
     blocks = triton.cdiv(tokens * heads, config.block_rows)
-    splits = splits_of(config, batch * blocks, query, capacity, window)
+    splits = splits_of(config, batch * blocks, query, capacity, given.window)
     parts, logs = scratch(query, rank, splits)
-    arguments = {
-        "query": query,
-        "latent": latent,
-        "rope_key": rope_key if rope else None,
-        "key_gain": key_gain,
-        "out": out if parts is None else parts,
-        "log": lse if logs is None else logs,
-        "lengths": lengths,
-        "starts": starts,
-        "pages": pages,
-        "scale": float(scale),
-        "capacity": capacity,
-        "new_tokens": tokens,
-        "heads": heads,
-        "heads_per_gain": heads // gains if gains else 0,
-        "window": window,
+    made = Launch.of(
+        mla_decode_kernel,
+        (blocks, splits, batch),
+        config,
+        vars(given),
+        rope_key=rope_key if rope else None,
+        out=out if parts is None else parts,
+        log=lse if logs is None else logs,
+        scale=float(given.scale),
+        capacity=capacity,
+        new_tokens=tokens,
+        heads=heads,
+        heads_per_gain=heads // gains if gains else 0,
         **strides("row", "token", "head", query=query),
-        **strides("row", "token", latent=latent, rope_key=rope_key, key_gain=key_gain),
+        **strides("row", "token", latent=latent, rope_key=rope_key, key_gain=given.key_gain),
         **strides("row", pages=pages),
-        "RANK": rank,
-        "ROPE": rope,
-        "CHUNK": config.chunk,
-        "ROPE_BLOCK": rope_block(rope),
-        "PAGE": page,
-        "SPLITS": splits,
-        "BLOCK_ROWS": config.block_rows,
-        "BLOCK_TOKENS": config.block_tokens,
-    }
-    made = Launch(mla_decode_kernel, (blocks, splits, batch), arguments, config.warps, config.stages)
+        RANK=rank,
+        ROPE=rope,
+        CHUNK=config.chunk,
+        ROPE_BLOCK=rope_block(rope),
+        PAGE=page,
+        SPLITS=splits,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_TOKENS=config.block_tokens,
+    )
     return with_merge(made, parts, logs, out, lse)
 
 

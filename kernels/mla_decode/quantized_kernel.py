@@ -24,13 +24,16 @@ format, by channel and by token: 4 warps up to r = 256, 8 up to r = 512.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch, strides
+from surgery.kernels.launch import Config, Launch, launches_of, strides
 from surgery.kernels.mla_decode.kernel import HOPPER_SHARED, rope_block, shared_limit
+from surgery.kernels.mla_decode.quantized_reference import quantized_latent_attention
 from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
 from surgery.kernels.quantization import BITS, group_size
 from surgery.kernels.split_kv import scratch, split_tokens, splits_of, with_merge
@@ -212,35 +215,18 @@ def spread(
     return factor
 
 
+@launches_of(quantized_latent_attention)
 def launches(
-    query: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    rope_codes: Tensor,
-    rope_scales: Tensor,
-    rope_zeros: Tensor | None,
-    scale: float,
-    format: str,
-    group: int,
-    by_channel: bool,
-    lengths: Tensor | None = None,
-    coded: Tensor | None = None,
-    starts: Tensor | None = None,
-    key_gain: Tensor | None = None,
-    window: int | None = None,
-    *,
-    out: Tensor,
-    lse: Tensor,
-    config: Config | None = None,
-    native_fp8: bool | None = None,
+    given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None, native_fp8: bool | None = None
 ) -> list[Launch]:
     """The launches that fill `out` [B, T, H, r] and `lse` [B, T, H] fp32, both contiguous.
 
     Args:
-        query … window: as of `mla_decode_quantized`; the last dimension of each is contiguous.
+        given: arguments of `mla_decode_quantized`; the last dimension of each is contiguous.
         native_fp8: whether the GPU converts e4m3 itself, as from sm_89 on; None asks it.
     """
+    query, codes, rope_codes, key_gain = given.query, given.codes, given.rope_codes, given.key_gain
+    format, group, by_channel = given.format, given.group, given.by_channel
     batch, tokens, heads, _ = query.shape
     rank, rope, bits = codes.shape[-1], rope_codes.shape[-1], BITS[format]
     gains = 0 if key_gain is None else key_gain.shape[-1]
@@ -252,46 +238,38 @@ def launches(
     if native_fp8 is None:
         native_fp8 = query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) >= (8, 9)
     capacity, blocks = codes.shape[1] * 8 // bits, triton.cdiv(tokens * heads, config.block_rows)
-    splits = splits_of(config, batch * blocks, query, capacity, window)
+    splits = splits_of(config, batch * blocks, query, capacity, given.window)
     parts, logs = scratch(query, rank, splits)
-    arguments = {
-        "query": query,
-        "codes": codes,
-        "scales": scales,
-        "zeros": zeros,
-        "rope_codes": rope_codes,
-        "rope_scales": rope_scales,
-        "rope_zeros": rope_zeros,
-        "key_gain": key_gain,
-        "out": out if parts is None else parts,
-        "log": lse if logs is None else logs,
-        "lengths": lengths,
-        "coded": coded,
-        "starts": starts,
-        "scale": float(scale),
-        "capacity": capacity,
-        "new_tokens": tokens,
-        "heads": heads,
-        "heads_per_gain": heads // gains if gains else 0,
-        "window": window,
+    rope_scales = given.rope_scales
+    made = Launch.of(
+        mla_decode_quantized_kernel,
+        (blocks, splits, batch),
+        config,
+        vars(given),
+        out=out if parts is None else parts,
+        log=lse if logs is None else logs,
+        scale=float(given.scale),
+        capacity=capacity,
+        new_tokens=tokens,
+        heads=heads,
+        heads_per_gain=heads // gains if gains else 0,
         **strides("row", "token", "head", query=query),
-        **strides("row", "token", codes=codes, scales=scales, zeros=zeros, key_gain=key_gain),
-        **strides("row", "token", rope_codes=rope_codes, rope_scales=rope_scales, rope_zeros=rope_zeros),
-        "RANK": rank,
-        "ROPE": rope,
-        "CHUNK": config.chunk,
-        "ROPE_CHUNK": min(64, rope_block(rope)),
-        "BITS": bits,
-        "FP8": format == "fp8",
-        "NATIVE_FP8": native_fp8,
-        "BY_CHANNEL": by_channel,
-        "GROUP": group if by_channel else group_size(rank, scales.shape[-1]),
-        "ROPE_GROUP": group_size(rope, rope_scales.shape[-1]),
-        "SPLITS": splits,
-        "BLOCK_ROWS": config.block_rows,
-        "BLOCK_TOKENS": config.block_tokens,
-    }
-    made = Launch(mla_decode_quantized_kernel, (blocks, splits, batch), arguments, config.warps, config.stages)
+        **strides("row", "token", codes=codes, scales=given.scales, zeros=given.zeros, key_gain=key_gain),
+        **strides("row", "token", rope_codes=rope_codes, rope_scales=rope_scales, rope_zeros=given.rope_zeros),
+        RANK=rank,
+        ROPE=rope,
+        CHUNK=config.chunk,
+        ROPE_CHUNK=min(64, rope_block(rope)),
+        BITS=bits,
+        FP8=format == "fp8",
+        NATIVE_FP8=native_fp8,
+        BY_CHANNEL=by_channel,
+        GROUP=group if by_channel else group_size(rank, given.scales.shape[-1]),
+        ROPE_GROUP=group_size(rope, rope_scales.shape[-1]),
+        SPLITS=splits,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_TOKENS=config.block_tokens,
+    )
     return with_merge(made, parts, logs, out, lse)
 
 

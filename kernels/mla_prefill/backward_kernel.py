@@ -12,14 +12,17 @@ twice, once in each kernel: 7 products of the forward's 2.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch, capability_of, strides
-from surgery.kernels.mla_prefill.kernel import masking, shape_of
-from surgery.kernels.mla_prefill.tiles import interval, key_blocks, load_part, parts_of, row_limits, store_part
+from surgery.kernels.launch import Config, Launch, capability_of, launches_of, strides
+from surgery.kernels.mla_prefill.kernel import shape_of, shared
+from surgery.kernels.mla_prefill.reference import prefill_attention
+from surgery.kernels.mla_prefill.tiles import interval, key_blocks, load_part, row_limits, store_part
 from surgery.kernels.online_softmax import LOG2E
 from surgery.kernels.tuned import tuned
 
@@ -43,37 +46,28 @@ def default_configs(itemsize: int, capability: int) -> BackwardConfigs:
     )
 
 
+@launches_of(prefill_attention)
 def backward_launches(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    given: SimpleNamespace,
+    *,
     out: Tensor,
     lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
     delta: Tensor,
-    grad_query: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
-    scale: float,
-    causal: bool = True,
-    window: int | None = None,
-    starts: Tensor | None = None,
-    lengths: Tensor | None = None,
-    bounds: Tensor | None = None,
-    offsets: Tensor | None = None,
-    *,
+    gradients: tuple[Tensor, Tensor, Tensor],
     configs: BackwardConfigs | None = None,
 ) -> list[Launch]:
-    """The launches that fill `grad_query`, `grad_key` and `grad_value`, shaped as what they are gradients of.
+    """The launches that fill `gradients` of query, key and value, shaped as what they are gradients of.
 
     Args:
+        out, lse: of the forward pass, contiguous.
         grad_out: [B, T, H, v], any strides but the last, which must be 1, as in query, key, value and the results.
         grad_lse: [B, H, T] fp32, contiguous; None for zeros.
-        out, lse: of the forward pass, contiguous.
         delta: scratch [B, H, T] fp32, contiguous.
     """
-    batch, heads, tokens, key_width = query.shape
+    query, key, value = given.query, given.key, given.value
+    batch, heads, tokens, _ = query.shape
     kv_heads, slots, value_width = value.shape[1:]
     if configs is None:
         default, shape = default_configs(query.dtype.itemsize, capability_of(query.device)), shape_of(query, key, value)
@@ -81,68 +75,22 @@ def backward_launches(
             keys=tuned("mla_prefill_keys", shape, query.device, default.keys),
             queries=tuned("mla_prefill_queries", shape, query.device, default.queries),
         )
-    grad_strides = strides("batch", "token", "head", grad=grad_out)
-    row_block = 32
-    rows = Launch(
-        delta_kernel,
-        (triton.cdiv(tokens, row_block), heads, batch),
-        {
-            "grad_out": grad_out,
-            "grad_lse": grad_lse,
-            "out": out,
-            "delta": delta,
-            "tokens": tokens,
-            "heads": heads,
-            **grad_strides,
-            "V": value_width,
-            "SIZE": triton.next_power_of_2(value_width),
-            "BLOCK_Q": row_block,
-        },
-        warps=4,
-        stages=1,
-    )
-    common = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "grad_out": grad_out,
-        "lse": lse,
-        "delta": delta,
-        "scale": scale,
-        **masking(query, key, window, starts, lengths, bounds, offsets),
-        "heads": heads,
-        **strides("batch", "head", "token", query=query, key=key, value=value),
-        **grad_strides,
-        "GROUP": heads // kv_heads,
-        "CAUSAL": causal,
-        "K": key_width,
-        "K0": parts_of(key_width)[0],
-        "K1": parts_of(key_width)[1],
-        "V": value_width,
-        "V0": parts_of(value_width)[0],
-        "V1": parts_of(value_width)[1],
-    }
-    of_keys = Launch(
-        keys_kernel,
-        (triton.cdiv(slots, configs.keys.block_tokens), kv_heads, batch),
-        common
-        | {"grad_key": grad_key, "grad_value": grad_value}
-        | strides("batch", "head", "token", grad_key=grad_key, grad_value=grad_value)
-        | {"BLOCK_Q": configs.keys.block_rows, "BLOCK_K": configs.keys.block_tokens},
-        warps=configs.keys.warps,
-        stages=configs.keys.stages,
-    )
-    of_queries = Launch(
-        queries_kernel,
-        (triton.cdiv(tokens, configs.queries.block_rows), heads, batch),
-        common
-        | {"grad_query": grad_query}
-        | strides("batch", "head", "token", grad_query=grad_query)
-        | {"BLOCK_Q": configs.queries.block_rows, "BLOCK_K": configs.queries.block_tokens},
-        warps=configs.queries.warps,
-        stages=configs.queries.stages,
-    )
-    return [rows, of_keys, of_queries]
+    common = shared(given) | strides("batch", "token", "head", grad=grad_out)
+    common |= {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse, "delta": delta}
+    for name, gradient in zip(("grad_query", "grad_key", "grad_value"), gradients, strict=True):
+        common |= {name: gradient, **strides("batch", "head", "token", **{name: gradient})}
+
+    def launch(kernel: Any, axis: tuple[int, int], others: int, config: Config, **more: int) -> Launch:
+        grid = (triton.cdiv(*axis), others, batch)
+        return Launch.of(kernel, grid, config, common, BLOCK_Q=config.block_rows, **more)
+
+    rows = Config(block_rows=32, warps=4, stages=1)
+    of_keys, of_queries = configs.keys, configs.queries
+    return [
+        launch(delta_kernel, (tokens, rows.block_rows), heads, rows, SIZE=triton.next_power_of_2(value_width)),
+        launch(keys_kernel, (slots, of_keys.block_tokens), kv_heads, of_keys, BLOCK_K=of_keys.block_tokens),
+        launch(queries_kernel, (tokens, of_queries.block_rows), heads, of_queries, BLOCK_K=of_queries.block_tokens),
+    ]
 
 
 @triton.jit

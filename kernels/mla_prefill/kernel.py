@@ -10,11 +10,14 @@ without a mask; only blocks at the ends of the intervals have one. Late queries,
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch, capability_of, strides
+from surgery.kernels.launch import Config, Launch, capability_of, launches_of, strides
+from surgery.kernels.mla_prefill.reference import prefill_attention
 from surgery.kernels.mla_prefill.tiles import interval, key_blocks, load_part, parts_of, row_limits, store_part
 from surgery.kernels.online_softmax import LOG2E, log_of
 from surgery.kernels.tuned import key_of, tuned
@@ -40,76 +43,37 @@ def shape_of(query: Tensor, key: Tensor, value: Tensor) -> str:
     return key_of(heads=query.shape[1], kv_heads=key.shape[1], **widths, dtype=query.dtype)
 
 
-def masking(
-    query: Tensor,
-    key: Tensor,
-    window: int | None,
-    starts: Tensor | None,
-    lengths: Tensor | None,
-    bounds: Tensor | None,
-    offsets: Tensor | None,
-) -> dict:
-    """Arguments of every kernel that say who sees what."""
+def shared(given: SimpleNamespace) -> dict:
+    """Arguments of the kernels of both passes: who sees what, and how queries, keys and values lie."""
+    query, key, value = given.query, given.key, given.value
     return {
-        "starts": starts,
-        "lengths": lengths,
-        "bounds": bounds,
-        "bounds_size": 0 if bounds is None else bounds[0].numel(),
-        "offsets": offsets,
-        "window": window,
+        **vars(given),
+        "bounds_size": 0 if given.bounds is None else given.bounds[0].numel(),
         "tokens": query.shape[2],
         "slots": key.shape[2],
+        "heads": query.shape[1],
+        **strides("batch", "head", "token", query=query, key=key, value=value),
+        "GROUP": query.shape[1] // key.shape[1],
+        "CAUSAL": given.causal,
+        **dict(zip(("K", "K0", "K1"), (query.shape[-1], *parts_of(query.shape[-1])), strict=True)),
+        **dict(zip(("V", "V0", "V1"), (value.shape[-1], *parts_of(value.shape[-1])), strict=True)),
     }
 
 
-def launches(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    causal: bool = True,
-    window: int | None = None,
-    starts: Tensor | None = None,
-    lengths: Tensor | None = None,
-    bounds: Tensor | None = None,
-    offsets: Tensor | None = None,
-    *,
-    out: Tensor,
-    lse: Tensor,
-    config: Config | None = None,
-) -> list[Launch]:
+@launches_of(prefill_attention)
+def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
     """The launch that fills `out` [B, T, H, v] and `lse` [B, H, T] fp32, contiguous; see `operator.mla_prefill`.
 
     The last strides of query, key and value must be 1.
     """
-    batch, heads, tokens, key_width = query.shape
-    kv_heads, value_width = key.shape[1], value.shape[-1]
+    query, key, value = given.query, given.key, given.value
+    batch, heads, tokens, _ = query.shape
     if config is None:
         default = default_config(query.dtype.itemsize, capability_of(query.device))
         config = tuned("mla_prefill", shape_of(query, key, value), query.device, default)
-    arguments = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "out": out,
-        "lse": lse,
-        "scale": scale,
-        **masking(query, key, window, starts, lengths, bounds, offsets),
-        "heads": heads,
-        **strides("batch", "head", "token", query=query, key=key, value=value),
-        "GROUP": heads // kv_heads,
-        "CAUSAL": causal,
-        "K": key_width,
-        "K0": parts_of(key_width)[0],
-        "K1": parts_of(key_width)[1],
-        "V": value_width,
-        "V0": parts_of(value_width)[0],
-        "V1": parts_of(value_width)[1],
-        "BLOCK_Q": config.block_rows,
-        "BLOCK_K": config.block_tokens,
-    }
     grid = (triton.cdiv(tokens, config.block_rows), heads, batch)
-    return [Launch(forward_kernel, grid, arguments, warps=config.warps, stages=config.stages)]
+    made = {"out": out, "lse": lse, "BLOCK_Q": config.block_rows, "BLOCK_K": config.block_tokens}
+    return [Launch.of(forward_kernel, grid, config, shared(given), **made)]
 
 
 @triton.jit

@@ -106,7 +106,8 @@ def _mla_prefill_backward(
     grad_out, query, key, value = map(side_by_side, (grad_out, query, key, value))
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     delta = torch.empty_like(lse)
-    for launch in backward_launches(grad_out, grad_lse, query, key, value, out, lse, delta, *gradients, scale, *masks):
+    made = {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse, "delta": delta}
+    for launch in backward_launches(query, key, value, scale, *masks, **made, gradients=gradients):
         launch.run()
     return gradients
 

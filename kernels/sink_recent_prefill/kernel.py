@@ -12,13 +12,16 @@ a second one without. A full head is one whose window begins at the row's start:
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch, strides
+from surgery.kernels.launch import Config, Launch, launches_of, strides
 from surgery.kernels.online_softmax import LN2, LOG2E, softmax_step
+from surgery.kernels.sink_recent_prefill.reference import sink_recent_attention
 from surgery.kernels.tuned import key_of, tuned
 
 
@@ -31,23 +34,13 @@ def default_config(head_size: int, dtype: torch.dtype) -> Config:
     return Config(block_rows=128, block_tokens=64, warps=8, stages=2)
 
 
-def launches(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    sinks: Tensor,
-    recent: Tensor,
-    starts: Tensor | None = None,
-    *,
-    out: Tensor,
-    lse: Tensor,
-    config: Config | None = None,
-) -> list[Launch]:
+@launches_of(sink_recent_attention)
+def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
     """The launch that fills `out` [B, T, H, v] and `lse` [B, H, T], contiguous.
 
     Other arguments as in `operator.sink_recent_prefill`, last dimensions contiguous.
     """
+    query, key, value = given.query, given.key, given.value
     rows, heads, tokens, head_size = query.shape
     groups, slots = key.shape[1:3]
     value_size = value.shape[-1]
@@ -55,30 +48,27 @@ def launches(
         widest = max(head_size, value_size)
         shape = key_of(heads=heads, groups=groups, head_size=widest, dtype=query.dtype)
         config = tuned("sink_recent_prefill", shape, query.device, default_config(widest, query.dtype))
-    arguments = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "sinks": sinks,
-        "recent": recent,
-        "starts": starts,
-        "out": out,
-        "lse": lse,
-        "scale": scale * LOG2E.value,
-        "tokens": tokens,
-        "slots": slots,
+    made = Launch.of(
+        sink_recent_prefill_kernel,
+        (rows * heads, triton.cdiv(tokens, config.block_rows)),
+        config,
+        vars(given),
+        out=out,
+        lse=lse,
+        scale=given.scale * LOG2E.value,
+        tokens=tokens,
+        slots=slots,
         **strides("row", "head", "token", query=query, key=key, value=value),
-        "HEADS": heads,
-        "SIZE": heads // groups,
-        "D": head_size,
-        "V": value_size,
-        "BLOCK_M": config.block_rows,
-        "BLOCK_N": config.block_tokens,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_size)),
-        "BLOCK_V": max(16, triton.next_power_of_2(value_size)),
-    }
-    grid = (rows * heads, triton.cdiv(tokens, config.block_rows))
-    return [Launch(sink_recent_prefill_kernel, grid, arguments, config.warps, config.stages)]
+        HEADS=heads,
+        SIZE=heads // groups,
+        D=head_size,
+        V=value_size,
+        BLOCK_M=config.block_rows,
+        BLOCK_N=config.block_tokens,
+        BLOCK_D=max(16, triton.next_power_of_2(head_size)),
+        BLOCK_V=max(16, triton.next_power_of_2(value_size)),
+    )
+    return [made]
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from surgery.bench.settings import KernelRequest
 from surgery.common.errors import SurgeryError
+from surgery.common.setting import DTYPE_NAMES
 from surgery.kernels.bench.registry import OPERATIONS, cases
 from surgery.kernels.bench.roofline_plot import draw_roofline
 from surgery.kernels.bench.run import Bench
@@ -18,35 +19,18 @@ from surgery.running.source import checked_device
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-@dataclass(frozen=True)
-class KernelRequest:
-    """What was asked for; None where nothing was said. Lists are words with commas between them."""
-
-    operations: str | None = None
-    shapes: str | None = None
-    contexts: str | None = None
-    batches: str | None = None
-    dtype: str | None = None
-    quick: bool = False
-    tune: bool = False
-    tuned_folder: Path | None = None
-    baselines: bool = True
-    seconds: float | None = None
-    device: str | None = None
-
-
 def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tuple[dict, list[Path]]:
     """Checks and measures; returns the record and the files that were written.
 
     Raises:
         SurgeryError: a name or size that there is not, or tuning without a GPU.
     """
-    device = checked_device(request.device or "auto")
+    device = checked_device(request.device)
     timed = device.type == "cuda"
     if request.tune and not timed:
         raise SurgeryError(f"--tune: configurations are chosen by speed, and the {device.type} device has none to give")
     plan = (QUICK if request.quick else DEFAULTS) if timed else TINY
-    dtype = request.dtype or ("bfloat16" if timed else "float32")
+    dtype = DTYPE_NAMES.get(request.dtype, request.dtype) or ("bfloat16" if timed else "float32")
     if dtype not in DTYPES:
         raise SurgeryError(f"--dtype {dtype}: choose {', '.join(DTYPES)}")
     try:
@@ -64,8 +48,8 @@ def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tup
         device,
         path,
         tune=request.tune,
-        tuned_folder=request.tuned_folder,
-        seconds=float("inf") if request.seconds is None else request.seconds,
+        tuned_folder=Path(request.tuned_folder) if request.tuned_folder else None,
+        seconds=float("inf") if request.limit is None else request.limit,
         baselines=request.baselines,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from surgery.bench.settings import KernelRequest
+from surgery.cli.generated import Given, with_settings
 from surgery.cli.options import DeviceOption, JsonOption
 from surgery.cli.verbs import Verbs
 from surgery.common.errors import SurgeryError
-from surgery.common.setting import DTYPE_NAMES
 
 bench = typer.Typer(cls=Verbs, help="Measure time and memory.", no_args_is_help=True)
 
@@ -22,7 +23,6 @@ LimitOption = Annotated[
     float | None, typer.Option("--limit", metavar="SECONDS", help="Begin nothing more after so long [no limit].")
 ]
 KERNELS = {"both": (False, True), "stock": (False,), "ours": (True,)}
-BASELINES = "Leave out other implementations (SDPA, FlexAttention, FlashInfer, FlashMLA)."
 
 
 def register(app: typer.Typer) -> None:
@@ -63,34 +63,7 @@ def bench_convert(
     show_bench(measure_conversion(shape, folder, ctx.args, Progress()), as_json=as_json)
 
 
-@bench.command("kernels")
-def bench_kernels(
-    operations: Annotated[
-        str | None, typer.Option("--operations", metavar="NAMES", help="Which, with commas between [all].")
-    ] = None,
-    shapes: Annotated[
-        str | None, typer.Option("--shapes", metavar="NAMES", help="Models [llama2-7b,llama3-8b,qwen2.5-7b].")
-    ] = None,
-    contexts: Annotated[
-        str | None, typer.Option("--contexts", metavar="SIZES", help="Tokens of the cache [8k,32k,128k].")
-    ] = None,
-    batches: Annotated[str | None, typer.Option("--batches", metavar="SIZES", help="Rows [1,8,32].")] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="NAME", help="bfloat16, float16 or float32 [bfloat16; on a CPU float32]."),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One shape, two contexts, two batches.")] = False,
-    tune: Annotated[bool, typer.Option("--tune", help="Try configurations; write the best for this GPU.")] = False,
-    tuned_folder: Annotated[
-        Path | None,
-        typer.Option("--tuned", metavar="DIR", help="Folder of the file they go to, GPU.json [the package's]."),
-    ] = None,
-    no_baselines: Annotated[bool, typer.Option("--no-baselines", help=BASELINES)] = False,
-    limit: LimitOption = None,
-    out: OutOption = Path("surgery-bench"),
-    device: DeviceOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def bench_kernels(given: Given, out: OutOption = Path("surgery-bench"), as_json: JsonOption = False) -> None:
     """Check every kernel against float64, then measure it beside the GPU's ceilings and other people's kernels.
 
     What is wrong is not timed. Without a GPU only correctness is looked at, at tiny shapes. The exit code is 1 if a
@@ -102,26 +75,17 @@ def bench_kernels(
 
         surgery bench kernels --operations mla_decode --tune
     """
-    from surgery.bench.kernels import KernelRequest, measure_kernels
+    from surgery.bench.kernels import measure_kernels
     from surgery.console.bench import show_kernels
 
-    request = KernelRequest(
-        operations=operations,
-        shapes=shapes,
-        contexts=contexts,
-        batches=batches,
-        dtype=DTYPE_NAMES.get(dtype, dtype),
-        quick=quick,
-        tune=tune,
-        tuned_folder=tuned_folder,
-        baselines=not no_baselines,
-        seconds=limit,
-        device=device,
-    )
+    request = KernelRequest(**given.of(KernelRequest))
     record, written = measure_kernels(request, out, _command())
     show_kernels(record, written, as_json=as_json)
     if any(not row["gate"]["passed"] for row in record["rows"] if "gate" in row):
         raise typer.Exit(1)
+
+
+bench.command("kernels")(with_settings(bench_kernels, {"kernels": KernelRequest}))
 
 
 @bench.command("decode")

@@ -14,14 +14,13 @@ from surgery.cli.options import (
     OUTPUT,
     CheckpointArgument,
     ConfigOption,
-    DeviceOption,
     JsonOption,
     PickleOption,
     ProcessesOption,
 )
 from surgery.cli.verbs import VerbsWithDefault
 from surgery.common.errors import SurgeryError
-from surgery.heads.settings import SUFFIX, HeadSettings
+from surgery.heads.settings import SUFFIX, CompareRequest, HeadSettings
 
 heads = typer.Typer(
     cls=VerbsWithDefault,
@@ -94,7 +93,6 @@ def score(
 heads.command()(with_settings(score, {"heads": HeadSettings}))
 
 
-@heads.command()
 def compare(
     patterns: Annotated[
         list[str],
@@ -102,37 +100,13 @@ def compare(
             metavar="PATTERN...", help="Pattern files of ours, DuoAttention's or PruLong's; or NAME=FILE for each."
         ),
     ],
-    measure: Annotated[
-        str | None,
-        typer.Option(
-            "--measure",
-            metavar="CKPT",
-            help="Also stream the lowest heads of every pattern in this model, and of random ones: recall and loss.",
-        ),
-    ] = None,
-    shares: Annotated[
-        str | None,
-        typer.Option("--shares", metavar="F,F", help="Of heads that stream in it [0.25,0.5,0.625,0.75,0.875,1]."),
-    ] = None,
-    random: Annotated[int, typer.Option("--random", metavar="N", help="Random patterns to measure beside them.")] = 3,
-    sinks: Annotated[
-        int | None,
-        typer.Option("--sinks", metavar="N", help="First tokens that streaming heads keep [the patterns' own]."),
-    ] = None,
-    recent: Annotated[
-        int | None,
-        typer.Option("--window", "--recent", metavar="N", help="Last tokens that they keep [the patterns' own]."),
-    ] = None,
-    length: Annotated[int, typer.Option("--length", metavar="N", help="Tokens of a measured sequence.")] = 1024,
-    windows: Annotated[int, typer.Option("--windows", metavar="N", help="Held-out windows to measure on.")] = 24,
-    prompts: Annotated[int, typer.Option("--prompts", metavar="N", help="Recall prompts to measure on.")] = 48,
+    given: Given,
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Folder for tables and pictures.", rich_help_panel=OUTPUT)
     ] = Path("heads-compare"),
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier comparison.", rich_help_panel=OUTPUT)
     ] = False,
-    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare patterns: overlap at several budgets, rank correlation, ties, a heat map of each.
@@ -152,35 +126,20 @@ def compare(
     for pattern in patterns:
         if existing(pattern) is None and existing(path := pattern.rpartition("=")[2]) is None:
             raise SurgeryError(f"{path}: no such file; name a pattern that `surgery heads` wrote")
-    if measure is not None:
-        find_local(measure := model_named(measure))
+    asked = given.of(CompareRequest)
+    if measure := asked.get("measure"):
+        asked["measure"] = model_named(measure)
+        find_local(asked["measure"])
+    command = shlex.join(["surgery", *sys.argv[1:]])
+    request = CompareRequest(tuple(patterns), out, overwrite=overwrite, command=command, **asked)
 
     from surgery.common.progress import Progress
     from surgery.console.heads import show_comparison
-    from surgery.heads.compare import CompareRequest, compare_patterns
+    from surgery.heads.compare import compare_patterns
 
-    request = CompareRequest(
-        tuple(patterns),
-        out,
-        measure=measure,
-        random=random,
-        sinks=sinks,
-        recent=recent,
-        length=length,
-        windows=windows,
-        prompts=prompts,
-        device=device or "auto",
-        overwrite=overwrite,
-        command=shlex.join(["surgery", *sys.argv[1:]]),
-        **({"shares": _numbers(shares)} if shares else {}),
-    )
     comparison = compare_patterns(request, Progress())
     if comparison.is_main:
         show_comparison(comparison, as_json=as_json)
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise SurgeryError(f"--shares {text}: give numbers with commas between them, such as 0.5,0.75") from None
+heads.command()(with_settings(compare, {"compare": CompareRequest}))

@@ -28,13 +28,13 @@ from surgery.heads.heat_map import save_head_maps
 from surgery.heads.import_patterns import read_pattern
 from surgery.heads.pattern import HeadPattern
 from surgery.heads.scoring import OUTLINED, check_scorable
+from surgery.heads.settings import CompareRequest
 from surgery.heads.streaming import streaming_heads
 from surgery.reporting.report import environment
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
 from surgery.version import __version__
 
-SHARES = (0.25, 0.5, 0.625, 0.75, 0.875, 1.0)
 SEED = 2
 """Of held-out windows and recall prompts: that of the testbed's report."""
 
@@ -42,52 +42,6 @@ BATCH = 4
 
 RANDOM = "random"
 """Random patterns are called so, with a number."""
-
-
-@dataclass(frozen=True)
-class CompareRequest:
-    """What to compare.
-
-    Attributes:
-        patterns: files, or ``name=file``.
-        out: folder for tables and pictures.
-        measure: checkpoint whose heads are to stream; None for none.
-        shares: of its heads that stream, in turn, each from 0 to 1.
-        random: random patterns to measure beside those given.
-        sinks, recent: of streaming heads; None: what all patterns say.
-        length, windows, prompts: tokens of a sequence (fewer if the model takes fewer), held-out windows and recall
-            prompts to measure on.
-        device: "auto" is a CUDA device if there is one, otherwise the CPU.
-        overwrite: replace an earlier comparison; what it measured is kept.
-        command: what the user typed, for the record.
-        title: of the written comparison.
-
-    Raises:
-        SurgeryError: a value is out of its range.
-    """
-
-    patterns: tuple[str, ...]
-    out: Path
-    measure: str | None = None
-    shares: tuple[float, ...] = SHARES
-    random: int = 3
-    sinks: int | None = None
-    recent: int | None = None
-    length: int = 1024
-    windows: int = 24
-    prompts: int = 48
-    device: str = "auto"
-    overwrite: bool = False
-    command: str = ""
-    title: str = "Patterns of heads"
-
-    def __post_init__(self) -> None:
-        if not self.shares or not all(0 <= share <= 1 for share in self.shares):
-            raise SurgeryError(f"shares {list(self.shares)}: at least one is needed, each from 0 to 1")
-        for name, least in (("random", 0), ("length", 2), ("windows", 1), ("prompts", 1), ("sinks", 0), ("recent", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise SurgeryError(f"{name} must be at least {least}, not {value}")
 
 
 @dataclass(frozen=True)

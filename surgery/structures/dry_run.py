@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
+
+import torch
 
 from surgery.architectures.beside_pictures import whole_config
 from surgery.architectures.cached import REASON
@@ -29,7 +33,6 @@ from surgery.structures.estimates import Workload
 from surgery.structures.kept_layers import converted_layers
 from surgery.structures.kept_matrices import kept_matrices
 from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
-from surgery.structures.machine_speed import measure_speed
 from surgery.structures.registry import target_of
 from surgery.structures.request import ConversionRequest, open_request
 
@@ -203,3 +206,33 @@ def _free(folder: Path) -> int:
     with contextlib.suppress(OSError):
         return shutil.disk_usage(existing).free if existing else 0
     return 0
+
+
+BENCHMARK_SIZE, BENCHMARK_SECONDS = 1024, 0.15
+
+
+def measure_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Floating point operations per second of a large matrix product: in ``dtype`` on the device, in float64 here."""
+    return {
+        "flops_per_second": _matmul_speed(device, dtype),
+        "float64_flops_per_second": _matmul_speed(torch.device("cpu"), torch.float64),
+    }
+
+
+@cache
+def _matmul_speed(device: torch.device, dtype: torch.dtype) -> float:
+    """Measured once in a process: dry runs of many targets ask for it."""
+    matrix = torch.ones(BENCHMARK_SIZE, BENCHMARK_SIZE, device=device, dtype=dtype)
+
+    def synchronise() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    _ = matrix @ matrix
+    synchronise()
+    start, runs = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < BENCHMARK_SECONDS or not runs:
+        _ = matrix @ matrix
+        synchronise()
+        runs += 1
+    return 2 * BENCHMARK_SIZE**3 * runs / elapsed

@@ -162,7 +162,7 @@ def _score_heads(step: Step, where: str) -> Action:
 
 
 def _compare_heads(step: Step, where: str) -> Action:
-    from surgery.heads.compare import CompareRequest
+    from surgery.heads.settings import CompareRequest
 
     given = dict(step.settings)
     patterns, publish = taken(given, "patterns", where), given.pop("publish", None)
@@ -174,8 +174,6 @@ def _compare_heads(step: Step, where: str) -> Action:
             raise SurgeryError(f"{where}: unknown setting {name!r}{did_you_mean(str(name), sorted(known))}")
     if not isinstance(given.get("shares", []), list):
         raise SurgeryError(f"{where}: shares must be a list")
-    if "shares" in given:
-        given["shares"] = tuple(given["shares"])
     given = typed(CompareRequest, given, where)
     asked = CompareRequest((), Path(), overwrite=True, command=f"surgery run {where}", **given)
 

@@ -19,11 +19,6 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO)
-
-
-@pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
     return LlamaForCausalLM(

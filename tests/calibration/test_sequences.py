@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import surgery
 from surgery.calibration.held_out import HeldOut
@@ -17,11 +17,6 @@ from surgery.common.errors import SurgeryError
 ASSETS = Path(surgery.__file__).parent / "assets"
 FACT = re.compile(r"# The secret key of (\w+) is (\d{5})\.\n")
 RECALL = re.compile(r"# Recall: the secret key of (\w+) is (\d{5})\.\n")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(ASSETS / "demo-model")
 
 
 @pytest.fixture

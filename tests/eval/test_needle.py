@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.haystack import python_reference
-from surgery.eval.needle import ANSWER_TOKENS, NeedleHaystack, default_lengths, needle_prompts
 from surgery.eval.recall import QUESTION, fact_line, recall_prompts
 from surgery.eval.ruler.domain import DOMAINS
 from surgery.eval.sequences import tokenize
-from surgery.eval.tasks.needle import NeedleTask
+from surgery.eval.tasks.needle import ANSWER_TOKENS, NeedleHaystack, NeedleTask, default_lengths, needle_prompts
 
 SOURCE = HELD_OUT.read_text(encoding="utf-8")[:40_000]
 TEXTS = {"text": python_reference()[:40_000], "code": SOURCE}

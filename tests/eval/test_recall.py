@@ -8,7 +8,7 @@ import torch
 from measures import recall_accuracy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import surgery
 from surgery.common.errors import SurgeryError
@@ -16,11 +16,6 @@ from surgery.eval.recall import NAMES, RecallSet, check_prompts, draw_facts, rec
 from surgery.eval.sequences import tokenize
 
 ASSETS = Path(surgery.__file__).parent / "assets"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(ASSETS / "demo-model")
 
 
 @pytest.fixture(scope="module")

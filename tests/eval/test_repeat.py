@@ -8,10 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.eval.repeat import LEAD, SKIPPED, SPAN, repeat_rows
 from surgery.eval.session import Session
 from surgery.eval.tasks.match import MatchTask, agreement
-from surgery.eval.tasks.repeat import RepeatTask
+from surgery.eval.tasks.repeat import LEAD, SKIPPED, SPAN, RepeatTask, repeat_rows
 from surgery.running.processes import Processes
 
 VOCABULARY = 997

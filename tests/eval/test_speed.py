@@ -11,9 +11,8 @@ from surgery.common.progress import Progress
 from surgery.eval.kv_cache import random_tokens
 from surgery.eval.roofline import Ceilings, bytes_read
 from surgery.eval.session import Session
-from surgery.eval.speed import measure_speed, roofline
 from surgery.eval.tasks import speed as speed_task
-from surgery.eval.tasks.speed import SpeedTask
+from surgery.eval.tasks.speed import SpeedTask, measure_speed, roofline
 from surgery.model.cache_argument import CACHE
 from surgery.running.processes import Processes
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tiny_models import DEMO, HELD_OUT
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny_models import HELD_OUT
+from transformers import AutoModelForCausalLM
 
 from surgery.acceleration import plain_heads
 from surgery.common.progress import Progress
@@ -16,11 +16,6 @@ from surgery.evaluation.settings import EvalSettings
 from surgery.running.processes import Processes
 
 DECODED = 5
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO)
 
 
 @pytest.fixture(scope="module")

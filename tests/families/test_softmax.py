@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import OWN_SOFTMAX
+from tiny_models import OWN_SOFTMAX, tokens
 from transformers import AutoModelForCausalLM
 
 from surgery.acceleration.accelerate import accelerate
@@ -15,10 +15,6 @@ from surgery.running.attention_tap import AttentionCall, tapped
 from surgery.running.loading import attention_of
 from surgery.structures import converter
 from surgery.structures.hybrid.settings import HybridSettings
-
-
-def tokens() -> torch.Tensor:
-    return torch.randint(3, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
 def own_class(checkpoint, **how) -> SurgeryForCausalLM:

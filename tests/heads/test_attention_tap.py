@@ -3,7 +3,7 @@
 import pytest
 import torch
 from copying_model import CopyingModel
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, tokens
 from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
@@ -12,10 +12,6 @@ from surgery.running.attention_tap import AttentionCall, tapped
 
 def load(path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-def tokens(batch=2, length=40):
-    return torch.randint(3, 4096, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny_models import DEMO, HELD_OUT
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
@@ -28,11 +28,6 @@ class Backwards(Processes):
 
     def map(self, function, items, done=int):
         return super().map(function, list(items)[::-1], done)[::-1]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO)
 
 
 @pytest.fixture(scope="module")

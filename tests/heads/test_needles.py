@@ -2,19 +2,13 @@
 
 import pytest
 import torch
-from tiny_models import DEMO, HELD_OUT
-from transformers import AutoTokenizer
+from tiny_models import HELD_OUT
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.sequences import tokenize
 from surgery.heads.needles import DEPTHS, needle_sequences
 
 LENGTH, FACTS = 512, 5
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO)
 
 
 @pytest.fixture(scope="module")

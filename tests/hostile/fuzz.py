@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["surgery.checkpoint", "surgery.common",
     from surgery.checkpoint.gguf_model import describe_model
     from surgery.checkpoint.safetensors_format import read_header
     from surgery.common.errors import SurgeryError
-    from surgery.common.yaml_file import read_yaml
+    from surgery.common.file_settings import read_yaml
     from surgery.heads.import_patterns import read_pattern
 
 READERS = {

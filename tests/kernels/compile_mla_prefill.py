@@ -35,8 +35,9 @@ def of_shape(heads, kv_heads, key_width, value_width, *, capability, dtype=torch
         config = default_config(dtype.itemsize, capability)
         made = {"forward": forward_launches(query, key, value, 0.1, **settings, out=out, lse=lse, config=config)[0]}
         configs = default_configs(dtype.itemsize, capability)
-        tensors = out, None, query, key, value, out, lse, lse, query, key, value
-        backward = backward_launches(*tensors, 0.1, **settings, configs=configs)
+        known = {"out": out, "lse": lse, "grad_out": out, "grad_lse": None, "delta": lse}
+        gradients = (query, key, value)
+        backward = backward_launches(*gradients, 0.1, **settings, **known, gradients=gradients, configs=configs)
         made |= dict(zip(("delta", "keys", "queries"), backward, strict=True))
     return made
 

@@ -23,12 +23,21 @@ print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)
 """
 
 
-def imports_of(*arguments) -> subprocess.CompletedProcess:
-    """`surgery ARGUMENTS` in its own process, which ends with the heavy packages that it imported on standard error."""
+# Stands for the console script.
+LAUNCH = "import sys; sys.argv[0] = 'surgery'; from surgery.cli.program import main; main()"
+
+
+def launch(*arguments, code: str = LAUNCH, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """`surgery ARGUMENTS` in its own process."""
     # Wide enough that rich does not break the lines that are looked for.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb"}
-    command = [sys.executable, "-c", IMPORTED, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+def imports_of(*arguments) -> subprocess.CompletedProcess:
+    """`launch`, which ends with the heavy packages that it imported on standard error."""
+    return launch(*arguments, code=IMPORTED)
 
 
 def two_processes(*arguments) -> subprocess.CompletedProcess:

@@ -283,3 +283,8 @@ def make_checkpoint(folder: Path, name: str, dtype: torch.dtype = torch.float32,
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / file, folder / file)
     return folder
+
+
+def tokens(batch: int = 2, length: int = 40) -> torch.Tensor:
+    """Random ones, the same in every call."""
+    return torch.randint(3, 4096, (batch, length), generator=torch.Generator().manual_seed(0))

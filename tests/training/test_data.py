@@ -18,11 +18,6 @@ HONOURING = {"latent", "low_rank", "blocks", "shared", "grouped"}
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO)
-
-
-@pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     """Two jsonl files and a dataset folder; every document is about a number that no other has."""
     folder = tmp_path_factory.mktemp("texts")

@@ -1,19 +1,14 @@
 import pytest
 import torch
-from tiny_models import CONFIGS, DEMO
+from tiny_models import CONFIGS
 from training_data import opened_data
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.training import teacher_text
 from surgery.training.teacher_text import fingerprint, sample_teacher
 
 LENGTH = 12
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO)
 
 
 @pytest.fixture(scope="module")

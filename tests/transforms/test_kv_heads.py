@@ -26,19 +26,12 @@ from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, 
 from surgery.transforms.kv_heads import METHODS, allocate_kv_heads, merge_kv_heads, unmerged
 from surgery.transforms.kv_heads_fit import _Linearisation, _Weights, fit_merged_layer
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 # Without q/k-norms, and without experts, whose kernels do not run in float64.
 PLAIN = [name for name in FAMILIES if "qwen3" not in name and name != "mixtral"]
 H, G, D, HEAD = 8, 4, 32, 6
 PAIRS = ((0, 2), (1, 3))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Products this small only wait for each other's threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random(*shape: int, seed: int) -> Tensor:

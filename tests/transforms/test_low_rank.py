@@ -19,19 +19,12 @@ from surgery.transforms.low_rank import METRIC_DAMPING, LowRankConversion, Share
 from surgery.transforms.low_rank_layer import Block, SimulatedLowRank
 from surgery.transforms.low_rank_methods import METHODS, blocks_for, fisher_information, palu_ranks
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 H, G, D, HEAD = 8, 4, 40, 6
 WIDTH = 2 * G * HEAD
 # Which of biases and norms a layer has.
 KINDS = {"plain": (False, False), "biased": (True, False), "normed": (False, True), "both": (True, True)}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Products this small only wait for each other's threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random(*shape: int, seed: int) -> Tensor:

@@ -20,18 +20,11 @@ from surgery.transforms.effort import Effort
 from surgery.transforms.low_rank_fit import _Linearisation, _Weights, fit_low_rank_layer, order_latents
 from surgery.transforms.low_rank_layer import Block, LowRankLayer, SimulatedLowRank
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 H, G, D, HEAD = 4, 2, 24, 6
 JOINT = (Block(7, (0, 1), (0, 1)),)
 APART = (Block(4, (0,), (0,)), Block(3, (1,), ()), Block(3, (), (1,)))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Products this small only wait for each other's threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random(*shape: int, seed: int) -> Tensor:

@@ -1,0 +1,29 @@
+"""What a user can ask of ``surgery bench kernels``. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from surgery.common.file_settings import FileSettings
+from surgery.common.setting import setting
+
+
+@dataclass(frozen=True)
+class KernelRequest(FileSettings):
+    """What was asked for; None where nothing was said. Lists are words with commas between them."""
+
+    operations: str | None = setting(None, "Which, with commas between.", unset="all", section="Cases", metavar="NAMES")
+    shapes: str | None = setting(None, "Models.", unset="llama2-7b,llama3-8b,qwen2.5-7b", metavar="NAMES")
+    contexts: str | None = setting(None, "Tokens of the cache.", unset="8k,32k,128k", metavar="SIZES")
+    batches: str | None = setting(None, "Rows.", unset="1,8,32", metavar="SIZES")
+    dtype: str | None = setting(
+        None, "bfloat16, float16 or float32.", unset="bfloat16; on a CPU float32", metavar="NAME"
+    )
+    quick: bool = setting(False, "One shape, two contexts, two batches.")
+    tune: bool = setting(False, "Try configurations; write the best for this GPU.", section="Measuring")
+    tuned_folder: str | None = setting(
+        None, "Folder of the file they go to, GPU.json.", unset="the package's", flag="tuned", metavar="DIR"
+    )
+    baselines: bool = setting(True, "Other implementations beside them (SDPA, FlexAttention, FlashInfer, FlashMLA).")
+    limit: float | None = setting(None, "Begin nothing more after so long.", unset="no limit", metavar="SECONDS")
+    device: str = setting("auto", "Where they run: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME")
