@@ -33,7 +33,7 @@ PAGE, NUMBER_BYTES = 16, 4
 LONG = list(range(100, 180))
 SHARED = [[*LONG[:70], 5, 6, 7]]
 MANY = [[first, *range(50, 89)] for first in range(20, 28)]
-BUDGET = 2**20
+BUDGET = 2**22
 # 27 pages: room for four of MANY with what is generated, one of them is no page's.
 TIGHT = 27 * PAGE * NUMBER_BYTES * cached_numbers("llama")
 TIGHT_LOW_RANK = 27 * PAGE * NUMBER_BYTES * cached_numbers("llama_low_rank")
