@@ -28,8 +28,6 @@ class PagedMetadata(AttentionMetadata):
     """One batch. ``num_*`` are what ``MLAAttention`` asks for to hand every token to ``forward_mqa``."""
 
     spans: list[Span]
-    block_table: Tensor
-    seq_lens: Tensor
     slot_mapping: Tensor
     num_actual_tokens: int
     num_decodes: int
@@ -56,9 +54,7 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
         common = common_attn_metadata
         query_lens = common.query_start_loc_cpu.diff().tolist()
         return PagedMetadata(
-            spans=spans_of(query_lens, common.seq_lens.tolist()),
-            block_table=common.block_table_tensor,
-            seq_lens=common.seq_lens,
+            spans=spans_of(query_lens, common.block_table_tensor, common.seq_lens),
             slot_mapping=common.slot_mapping,
             num_actual_tokens=common.num_actual_tokens,
             num_decodes=common.num_reqs,
@@ -139,8 +135,8 @@ class PagedLatentImpl(MLAAttentionImpl[PagedMetadata]):
             out[span.tokens] = paged_latent_attention(
                 query[span.tokens],
                 kv_cache,
-                metadata.block_table[span.requests],
-                metadata.seq_lens[span.requests],
+                span.pages,
+                span.seq_lens,
                 self.kv_lora_rank,
                 self.scale,
                 self.gains,

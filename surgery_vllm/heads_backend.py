@@ -82,8 +82,8 @@ class PagedHeadsImpl(AttentionImpl[PagedMetadata]):
             output[span.tokens] = paged_head_attention(
                 query[span.tokens],
                 cache,
-                attn_metadata.block_table[span.requests].long(),
-                attn_metadata.seq_lens[span.requests].long(),
+                span.pages,
+                span.seq_lens,
                 self.scale,
                 self.sinks,
                 self.recent,

@@ -78,8 +78,8 @@ class LowRankImpl(AttentionImpl[PagedMetadata]):
             output[span.tokens] = paged_rebuilt_attention(
                 query[span.tokens],
                 cache,
-                attn_metadata.block_table[span.requests],
-                attn_metadata.seq_lens[span.requests],
+                span.pages,
+                span.seq_lens,
                 self.scale,
                 self.rebuild,
             )

