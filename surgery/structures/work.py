@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -37,7 +38,6 @@ class Work(Generic[Opened, Settings]):
         alternatives: new tensors of every layer in more than one form.
         snapshots: what a conversion that was killed goes on from.
         processes: that share the calibration and, on processors, the fits.
-        shared_fits: has fits done by all that share them.
     """
 
     opened: Opened
@@ -50,10 +50,12 @@ class Work(Generic[Opened, Settings]):
     snapshots: Snapshots = field(default_factory=Snapshots)
     processes: Processes = ALONE
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def shared_fits(self) -> SharedFits:
+        """Has fits done by all that share them."""
         # Sums reach other processes through the host, which takes longer than an accelerator's products.
         sharing = self.processes if self.opened.stream.device.type == "cpu" else ALONE
-        object.__setattr__(self, "shared_fits", SharedFits(sharing, self.store, self.opened.layers))
+        return SharedFits(sharing, self.store, self.opened.layers)
 
     @classmethod
     def in_folder(
