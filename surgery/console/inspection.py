@@ -88,11 +88,11 @@ def _show_targets(page: Console, inspection) -> None:
             refused.append(f"{name}: does not apply, {'; '.join(target['reasons'])}")
             continue
         held = f"{size(target['kv_bytes_per_token'])}, {share(target['kv_ratio'])}"
-        loads = [engine for engine, row in target["engines"].items() if ran(row)]
+        loads = [engine.removesuffix(" on CPU") for engine, row in target["engines"].items() if ran(row)]
         gain = next((row["speedup"] for row in reversed(target["speed"]) if row["context"] == length), None)
         row = (name, held, target["class"], ", ".join(loads) or "-")
         rows.append((*row, f"{gain:.1f}×" if gain else "-") if length else row)
-    columns = ["", Column("KV cache per token", align="left"), "class", "ran in, on CPUs"]
+    columns = ["", Column("KV per token", align="left"), "class", "ran in, on CPUs"]
     page.print("what it can become (surgery convert ...)")
     page.print(make_table([*columns, *([f"speed at {length // 1024}k"] if length else [])], rows))
     for line in refused:

