@@ -38,7 +38,7 @@ def fits(monkeypatch):
     dtypes = []
 
     def replaced(fitted):
-        def fit(start, inputs, targets, metric, effort):
+        def fit(start, inputs, targets, metric, effort, *, processes):
             dtypes.append(start.down.dtype)
             return fitted(len(dtypes) - 1, start), 1.0, 0.5
 
