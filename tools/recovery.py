@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python tools/recovery.py FOLDER
 
-Prints the table of docs/reliability.md. Every verb works on the demo model, for about a minute; what is lost is the
-processor's time of both runs together less that of one that was not killed, so it holds the start of Python, too. It is
-killed once it has had a share of that time: other work on the machine makes no difference.
+Prints a table, from which docs/reliability.md speaks. Every verb works on the demo model, for about a minute. It is
+killed once it has had a share of the processor's time that the whole run takes, so that other work on the machine makes
+no difference; what is lost is the time of both runs together less that of the whole one, the start of Python included.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ steps:
   - convert: {name: small, source: builtin, to: lowrank, kv_ratio: 0.25, fit_steps: 1, calibration_tokens: 4096}
   - eval: {name: report, baseline: builtin, checkpoints: [small], tasks: [loss], limit: 24}
 """
+STUDENT = "convert builtin --to mla --kv-ratio 0.125 --fit-steps 0 --calibration-tokens 4096 --out {out}/small"
 VERBS = {
     "convert": "convert builtin --to mla --kv-ratio 0.25 --fit-steps 1 --calibration-tokens 4096 --out {out}/small",
-    "heads": "heads score builtin --out {out}/heads.safetensors",
+    "heads": "heads score builtin --steps 40 --out {out}/heads.safetensors",
     "plan": "plan builtin --kv-ratio 0.25 --calibration-tokens 4096 --out {out}/plan.yaml",
     "heal": "heal {student} --teacher builtin --max-tokens 30000 --out {out}/healed",
     "eval": "eval builtin --tasks loss,recall --out {out}/report",
@@ -40,6 +41,7 @@ VERBS = {
 
 def start(verb: str, **places: Path) -> subprocess.Popen:
     """The verb, silent."""
+    places["out"].mkdir(exist_ok=True)
     command = [sys.executable, "-m", "surgery", *verb.format(**places).split()]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, **silent)
@@ -82,14 +84,11 @@ def main() -> None:
     parser.add_argument("--verbs", nargs="+", choices=VERBS, default=list(VERBS))
     args = parser.parse_args()
     args.folder.mkdir(parents=True)
-    student = args.folder / "student"
     if "heal" in args.verbs:
-        run(
-            "convert builtin --to mla --kv-ratio 0.125 --fit-steps 0 --calibration-tokens 4096 --out {out}", out=student
-        )
+        run(STUDENT, out=args.folder / "student")
     recipe = args.folder / "recipe.yaml"
     recipe.write_text(RECIPE, encoding="utf-8")
-    places = {"student": student, "recipe": recipe}
+    places = {"student": args.folder / "student" / "small", "recipe": recipe}
     columns = ["whole", *(f"killed at {share:.0%}" for share in KILLED_AT)]
     print(f"| | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}", flush=True)
     for name in args.verbs:
