@@ -112,6 +112,16 @@ def test_the_data_hash_is_that_of_what_heads_were_scored_on(source, tmp_path, me
     assert data("again") == hashes[0]
 
 
+@pytest.mark.parametrize("name", ["prose", "code", "docstrings"])
+def test_texts_that_have_a_name(name):
+    from surgery.evaluation.models import Checkpoint
+    from surgery.heads.scoring import Texts
+
+    texts = Texts(Checkpoint.open(str(DEMO)).tokenizer(), quick(text=name))
+    assert texts.text(0)(2).shape == texts.needles(0)(2).tokens.shape
+    assert not torch.equal(texts.text(0)(2), Texts(texts.tokenizer, quick()).text(0)(2))
+
+
 def test_random_tokens_need_no_text(source, tmp_path):
     assert scored(source, tmp_path / "a.safetensors", method="induction").data_sha256 is None
 

@@ -10,7 +10,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import LongTensor
@@ -125,7 +125,7 @@ def build_mixture(
         if name == CHAT:
             built = _chat_part(tokenizer, conversations, count, others, request.length)
         elif name in TEXTS:
-            built = _text_part(tokenizer, name, count, others, request)
+            built = named_text(tokenizer, name, count, others, request)
         else:
             part = replace(request, tokens=max(count, 1) * request.length, held_out=others)
             built = build_calibration(tokenizer, name, part)
@@ -171,9 +171,16 @@ TEXTS: dict[str, tuple[Callable[[int], Iterator[str]], Callable[[int], Iterator[
 """Documents to calibrate on, held-out ones with the distributions that they are from, and how facts are worded."""
 
 
-def _text_part(
-    tokenizer: PreTrainedTokenizerBase, name: str, count: int, held_out: int, request: SequenceRequest
+def named_text(
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    count: int,
+    held_out: int,
+    request: SequenceRequest,
+    *,
+    bos: int | Literal["tokenizer"] | None = "tokenizer",
 ) -> CalibrationSet:
+    """As `build_calibration`, `count` sequences of one of `TEXTS` and held-out ones of what is installed."""
     documents, unseen, wording = TEXTS[name]
     length, recall, seed = request.length, request.recall, request.seed
     calibration, other = Pool(pool_size(count, length)), Pool(pool_size(held_out, length))
@@ -199,7 +206,7 @@ def _text_part(
                 f"too little {name} for {count} sequences of {length} tokens: ask for fewer or shorter ones, or give "
                 "text of your own"
             )
-    rng, bos = random.Random(seed), tokenizer.bos_token_id
+    rng, bos = random.Random(seed), tokenizer.bos_token_id if bos == "tokenizer" else bos
     drawn = draw(calibration, count, length, recall, bos, tokenizer, rng, wording)
     description = {
         "documents": calibration.documents,

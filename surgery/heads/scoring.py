@@ -17,6 +17,7 @@ from torch import LongTensor, Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.architectures.hybrid import StreamableModel
+from surgery.calibration.mixture import TEXTS, named_text
 from surgery.calibration.sequences import SequenceRequest, build_calibration, token_hash
 from surgery.checkpoint.disk import disk_errors
 from surgery.common.errors import SurgeryError
@@ -262,6 +263,8 @@ class Texts:
     def _windows(self, count: int, seed: int, recall: float, bos: Literal["tokenizer"] | None) -> LongTensor:
         settings, length = self.settings, self.settings.length
         request = SequenceRequest(count * length, length, recall, seed, 0, settings.text_field)
+        if settings.text in TEXTS:
+            return named_text(self.tokenizer, settings.text, count, 0, request, bos=bos).tokens
         return build_calibration(self.tokenizer, settings.text, request, bos=bos).tokens
 
     def _noted(self, tokens: LongTensor) -> LongTensor:
