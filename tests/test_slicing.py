@@ -145,10 +145,10 @@ def test_a_slice_is_the_whole_model_without_its_last_latents(converted, sliced, 
     expected = forget(model, whole, kept)(tokens()).logits
     got = AutoModelForCausalLM.from_pretrained(result.path).eval()(tokens()).logits
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
-    ladder = {row["stage"]: row["loss"] for row in result.report.ladder}
-    assert list(ladder) == ["before slicing", "sliced", "reloaded"]
-    assert ladder["before slicing"] == pytest.approx(converted(kind).report.ladder[-1]["loss"], abs=1e-5)
-    assert ladder["reloaded"] == pytest.approx(ladder["sliced"], abs=1e-5)
+    stages = {row["stage"]: row["loss"] for row in result.report.ladder}
+    assert list(stages) == ["before slicing", "sliced", "reloaded"]
+    assert stages["before slicing"] == pytest.approx(converted(kind).report.ladder[-1]["loss"], abs=1e-5)
+    assert stages["reloaded"] == pytest.approx(stages["sliced"], abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", TRIED)

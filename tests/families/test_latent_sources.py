@@ -127,11 +127,11 @@ def test_the_metric_counts_what_a_wrong_norm_costs(checkpoints):
 def test_fewer_latents(checkpoints, tmp_path, name):
     source = checkpoints(name)
     result = converter.convert(source, tmp_path / "out", ConvertSettings(**TEXT, kv_lora_rank=10))
-    report, ladder = result.report, {row["stage"]: row for row in result.report.ladder}
+    report, stages = result.report, {row["stage"]: row for row in result.report.ladder}
     kv = report.kv
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == 3 * (10 + 8) * 4
     assert kv["source_bytes_per_token"] == 3 * (16 + 8) * 4
-    assert ladder["rotated"]["logit_difference"] < 2e-5
+    assert stages["rotated"]["logit_difference"] < 2e-5
     assert report.verification["logit_difference_to_simulation"] < 1e-5
     assert report.target["model_type"] == report.source["model_type"] in LATENT_FAMILIES
     assert 0 < report.target["norm_error"] == max(layer["norm_error"] for layer in report.to_dict()["layers"])

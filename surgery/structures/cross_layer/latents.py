@@ -31,7 +31,7 @@ from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.report import SHARED, GroupReport, predicted_bytes
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
-from surgery.structures.ladder import ERROR_SEQUENCES, Ladder
+from surgery.structures.stages import ERROR_SEQUENCES, StageRuns
 from surgery.structures.work import Work
 from surgery.transforms.algebra import damp
 from surgery.transforms.cross_layer import METRIC_DAMPING, SharedBasis, SimulatedGroup, SimulatedMember, shared_basis
@@ -120,12 +120,12 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """Finds the basis of every group and carries the stages through it."""
         opened, settings, dtype = self.opened, self.settings, self._dtype
-        ladder, reports = work.ladder((SHARED,)), []
+        runs, reports = work.stage_runs((SHARED,)), []
         with work.progress.phase("convert", opened.layers) as advance:
             for (start, stop), rank in zip(self._groups, self._ranks, strict=True):
                 moment = _joint_moment(opened, work.store, start, stop, settings.batch_size)
                 basis = shared_basis(moment, self._metrics[start:stop], rank)
-                reports.append(_carry(opened, start, stop, basis, ladder, settings))
+                reports.append(_carry(opened, start, stop, basis, runs, settings))
                 for place, (down, up) in enumerate(zip(basis.down, basis.up, strict=True)):
                     prefix = ATTENTION_PREFIX.format(layer=start + place)
                     writer.write(prefix + "basis_down", down.to(dtype).contiguous())
@@ -147,8 +147,8 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
             },
             kv_bytes=predicted_bytes(self._config, dtype, settings.method),
             layers=reports,
-            scores=ladder.scores(),
-            simulated=ladder.hidden[SHARED],
+            scores=runs.scores(),
+            simulated=runs.hidden[SHARED],
             own_class=True,
             shape=SourceShape.of_config(opened.config, dtype, width * dtype.itemsize),
         )
@@ -241,11 +241,11 @@ def _carry(
     start: int,
     stop: int,
     basis: SharedBasis,
-    ladder: Ladder,
+    runs: StageRuns,
     settings: CrossLayerSettings,
 ) -> GroupReport:
-    """Runs a group in both stages of the ladder, and says what it loses."""
-    stream, hidden = opened.stream, ladder.hidden
+    """Runs a group in both stages, and says what it loses."""
+    stream, hidden = opened.stream, runs.hidden
     with stream.block(start, stop) as layers:
         recent = (settings.block, settings.sinks, settings.window)
         members = [SimulatedLatents(layer.self_attn, *recent) for layer in layers.model.layers]

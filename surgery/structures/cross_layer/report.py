@@ -13,7 +13,7 @@ from surgery.running.skeleton import skeleton
 from surgery.verification.written import prompt_of
 
 SHARED = "shared"
-"""The stage after the source in the ladder of the report."""
+"""The stage of the report after the source."""
 
 
 @dataclass(frozen=True)
