@@ -339,7 +339,7 @@ def test_weights_alone(checkpoints, tmp_path):
 def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
     quantized = QuantizedSettings(calibration="none", group=16)
     joint, constant = converted("joint").path, converted("mla constant").path
-    coded = converter.convert(joint, tmp_path / "coded", quantized).path
+    in_bits = converter.convert(joint, tmp_path / "in_bits", quantized).path
     plain = converter.convert(checkpoints("llama"), tmp_path / "plain", quantized).path
     config = json.loads((plain / "config.json").read_text())
     del config["kv_cache"]
@@ -356,7 +356,7 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
     _edit(real / "model.safetensors", "model.layers.1.self_attn.kv_a_layernorm.weight", 1.5)
     for source, ratio, message in (
         (checkpoints("llama"), 0.25, "a llama checkpoint caches no latents to slice; convert it"),
-        (coded, 0.25, "quantised; slice the checkpoint that it was made of"),
+        (in_bits, 0.25, "quantised; slice the checkpoint that it was made of"),
         (plain, 0.25, "the family's own attention"),
         (lost, 0.25, "needs the one beside the weights"),
         (old, 0.25, "does not say what its latents are worth"),

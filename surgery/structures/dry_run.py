@@ -114,7 +114,7 @@ def plan_conversion(
         speed = measure_speed(opened.stream.device, opened.stream.dtype)
     config = final_config(foreseen, settings)
     written = whole_config(opened.reader, config)
-    coded = "kv_cache" in config and foreseen.model_type != MODEL_TYPE
+    quantized = "kv_cache" in config and foreseen.model_type != MODEL_TYPE
     source_kv, kv = source_kv_bytes(opened), kv_bytes(foreseen, config, opened, settings)
     return ConversionPlan(
         source=_source_facts(opened),
@@ -126,7 +126,7 @@ def plan_conversion(
             "to": target_of(settings).name,
             "method": getattr(settings, "method", None),
             "model_type": written["model_type"],
-            "reasons": [REASON] if coded else foreseen.reasons,
+            "reasons": [REASON] if quantized else foreseen.reasons,
             "frequencies_known": foreseen.settled,
             "engines": foreseen.engines_of(opened.reader, config),
         },

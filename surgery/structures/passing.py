@@ -11,18 +11,18 @@ from surgery.running.source import Source
 from surgery.structures.alternatives import Alternatives
 from surgery.structures.sequential_fit import SequentialFit
 from surgery.structures.stages import StageRuns
-from surgery.transforms.coded_reading import CodedAttention
+from surgery.transforms.quantized_reading import QuantizedAttention
 
 
 def source_attention(opened: Source, layer: int, cache: QuantizedKVLayer | None = None) -> nn.Module | None:
-    """A stand-in for a layer's attention that computes what the source does; over codes with a ``cache``.
+    """A stand-in for a layer's attention that computes what the source does; quantised with a ``cache``.
 
     None of a layer that keeps a state, which runs as it is.
     """
     if layer in opened.stateful:
         return None
     anatomy = opened.anatomy(layer).to(torch.float64).to(opened.stream.device, opened.stream.dtype)
-    return CapturedAttention(anatomy) if cache is None else CodedAttention(anatomy, cache)
+    return CapturedAttention(anatomy) if cache is None else QuantizedAttention(anatomy, cache)
 
 
 def pass_kept(

@@ -22,7 +22,7 @@ from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import causal_attention
 from surgery.families.rope import phases, rotate
 from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.transforms.coded_reading import as_codes, attend_coded
+from surgery.transforms.quantized_reading import as_quantized, attend_quantized
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class LatentLayer:
         """Mixed head values [B, T, H, e] of a causal prompt, before the output projection.
 
         Args:
-            cache: an empty layer that keeps latents and rotated keys as codes; of layers without a window.
+            cache: an empty layer that quantises latents and rotated keys; of layers without a window.
         """
         latent, positional = self.compress(x)
         gain = self.source.project_key_gain(x)
@@ -89,8 +89,8 @@ class LatentLayer:
         if cache is None:
             mixed = causal_attention(source, queries, *exact)
         else:
-            coded = self._keys_and_values(*as_codes(cache, *held))
-            mixed = attend_coded(cache, source.softmax, queries, exact, coded)
+            quantized = self._keys_and_values(*as_quantized(cache, *held))
+            mixed = attend_quantized(cache, source.softmax, queries, exact, quantized)
         return torch.einsum("bhtr,her->bthe", mixed, self.value_up)
 
     def _keys_and_values(self, latent: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ class SimulatedAttention(nn.Module):
     """Stands in for a transformers attention module and computes a latent layer; prompts only.
 
     Args:
-        cache: an empty layer that keeps what is cached as codes.
+        cache: an empty layer that quantises what is cached.
     """
 
     def __init__(self, layer: LatentLayer, cache: QuantizedKVLayer | None = None):

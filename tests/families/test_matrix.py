@@ -143,7 +143,7 @@ def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
     torch.testing.assert_close(cached, whole, **close)
 
     if to == "crosslayer":
-        return  # blocks end at slots, which padding moves: other tokens are exact
+        return  # blocks end at cache positions, which padding moves: other tokens are exact
     padded = torch.cat([torch.full((2, 5), 2), tokens], dim=1)
     mask = torch.ones_like(padded)
     mask[:, :5] = 0

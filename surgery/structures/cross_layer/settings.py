@@ -35,7 +35,9 @@ class CrossLayerSettings(LowRankSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.quantizes and self.method != "cascade":
-            raise SurgeryError(f"bits: the store that layers share in method {self.method} holds no codes; use cascade")
+            raise SurgeryError(
+                f"bits: the store that layers share in method {self.method} is not quantised; use cascade"
+            )
         if self.keep_layers != AUTO and self.method != "cascade":
             raise SurgeryError(f"keep_layers: method {self.method} converts all layers; use cascade")
         if self.group_size < 2:

@@ -267,8 +267,8 @@ def plan_groups(
             )
     if opened.family.first_scaled(opened.config) is not None:
         raise SurgeryError(
-            f"{opened.family.model_type} scales queries by their position, and layers that share a cache know only its "
-            "slots: convert --to lowrank instead"
+            f"{opened.family.model_type} scales queries by their position, and layers that share a cache know only "
+            "places in it: convert --to lowrank instead"
         )
     recent = {"block": settings.block, "sinks": settings.sinks, "window": settings.window}
     if settings.method == "minicache":

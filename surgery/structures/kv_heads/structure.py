@@ -44,10 +44,10 @@ from surgery.structures.sequential_fit import SequentialFit, Solve, solver_dtype
 from surgery.structures.shared_fits import SharedFits
 from surgery.structures.stages import StageRuns
 from surgery.structures.work import Work
-from surgery.transforms.coded_reading import CodedAttention
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
 from surgery.transforms.kv_heads import MergedLayer, allocate_kv_heads, merge_kv_heads, unmerged
 from surgery.transforms.kv_heads_fit import fit_merged_layer
+from surgery.transforms.quantized_reading import QuantizedAttention
 
 STAGES = ("merged", "fitted")
 
@@ -132,9 +132,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         """Every number of heads that divides the source's, alone and in 8 and 4 bits."""
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         bits = [{}, {"bits": 8, "sinks": 4}, {"bits": 4, "sinks": 4}]
-        return [
-            Candidate({"kv_heads": count, **coded}, scales=False) for count in _choices(heads)[:-1] for coded in bits
-        ]
+        return [Candidate({"kv_heads": count, **more}, scales=False) for count in _choices(heads)[:-1] for more in bits]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
@@ -190,7 +188,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         merged = _merge(anatomy, work.library.load(layer)[0], self._plan.kv_heads[layer], self.settings).anatomy
         merged = merged.to(stream.device, stream.dtype)
-        return CapturedAttention(merged) if cache is None else CodedAttention(merged, cache)
+        return CapturedAttention(merged) if cache is None else QuantizedAttention(merged, cache)
 
     def layer_forms(
         self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None

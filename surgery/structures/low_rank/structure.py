@@ -190,7 +190,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         return replanned_tensors(opened, self._writes.copied, self._writes.plan, self.kept)
 
     def _writer(self, blocks: tuple[Blocks, ...], codes: tuple[Spans, ...] | None) -> OwnLowRank:
-        # Without a window sinks are of the codes.
+        # Without a window sinks are of the quantised cache.
         sinks, opened = self.asked.sinks if self.asked.window else 0, self.opened
         layers = opened.windows, opened.stateful
         return OwnLowRank(opened.first, blocks, self.earlier, sinks, self.asked.window, codes, *layers)

@@ -102,7 +102,7 @@ class Mixed(Structure[Source, MixedSettings]):
         sized, demands = all(each.sized for each in foreseen), [each.demand for each in foreseen]
         if sized:
             tokens = self.settings.context or LONG
-            held = skeleton(self._coded(config), opened.weight_dtype).kv_cache_bytes(1, tokens) / tokens
+            held = skeleton(self._with_bits(config), opened.weight_dtype).kv_cache_bytes(1, tokens) / tokens
         else:
             of_part = [each.kv_bytes_per_token / opened.layers for each in foreseen]
             held = sum(
@@ -201,7 +201,7 @@ class Mixed(Structure[Source, MixedSettings]):
         tensors = replanned_tensors(self.opened, lambda names: (), attention, kept)
         return {name: spec for name, spec in tensors.items() if "rotary_emb." not in name}
 
-    def _coded(self, config: dict[str, Any]) -> dict[str, Any]:
+    def _with_bits(self, config: dict[str, Any]) -> dict[str, Any]:
         return {**config, "kv_cache": self.settings.kv_cache()} if self.settings.quantizes else config
 
 

@@ -32,7 +32,7 @@ from surgery.structures.kept_layers import AUTO, NONE
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.stages import ERROR_SEQUENCES, StageRuns
 from surgery.structures.work import Work
-from surgery.transforms.coded_reading import CodedAttention
+from surgery.transforms.quantized_reading import QuantizedAttention
 from surgery.transforms.smaller_latent import norm_error, smaller_latent
 
 EXACT, SMALLER = "rotated", "truncated"
@@ -42,7 +42,7 @@ TAKEN = {
     "method": (("fisher",), "latents are chosen by the loss"),
     "allocate": (("auto", "uniform"), "its class has one rank for all layers"),
     "keep_layers": ((AUTO, NONE), "its class has one rank for all layers"),
-    "carrier": (("auto", "stock"), "its own class holds it; ours is for codes alone, give bits"),
+    "carrier": (("auto", "stock"), "its own class holds it; ours is for quantised caches alone, give bits"),
     "latent_norm": (("auto",), "its latents keep their own norm"),
     "freqfold": ((None,), "its rotary dimensions stay"),
 }
@@ -117,9 +117,9 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Fewer latents in the source's class, and in codes of ours beside exact rotated keys."""
-        coded = [{"bits": bits, "rope_bits": 16, "sinks": 4} for bits in (8, 4)]
-        return [Candidate(each, mixes=False) for each in ({}, *coded)]
+        """Fewer latents in the source's class, and quantised in ours beside exact rotated keys."""
+        quantized = [{"bits": bits, "rope_bits": 16, "sinks": 4} for bits in (8, 4)]
+        return [Candidate(each, mixes=False) for each in ({}, *quantized)]
 
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but numbers."""
@@ -152,7 +152,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         smaller = smaller_latent(anatomy, work.library.load(layer)[0], self._writes.rank).layer
         smaller = smaller.to(stream.device, stream.dtype)
-        return CapturedAttention(smaller) if cache is None else CodedAttention(smaller, cache)
+        return CapturedAttention(smaller) if cache is None else QuantizedAttention(smaller, cache)
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """Keeps a subspace of every layer's latents."""
