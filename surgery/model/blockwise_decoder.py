@@ -1,8 +1,8 @@
 """A family's decoder that takes its input block by block, as caches shared by layers need it.
 
-What is stored of a token exists only when it has left the last layer of its group. So the decoder runs a text in pieces that end
-where blocks of the cache end, whatever it is given: one pass over all, a prompt in chunks, and decoding token by token
-are the same function of the text.
+What is stored of a token exists only when it has left the last layer of its group. So the decoder runs a text in pieces
+that end where blocks of the cache end, whatever it is given: one pass over all, a prompt in chunks, and decoding token
+by token are the same function of the text.
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
