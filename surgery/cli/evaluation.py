@@ -142,7 +142,8 @@ def run(
         Path | None, typer.Option("--work", metavar="DIR", help="Where the steps' outputs go. [RECIPE's name]")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check every step's settings and names, list the steps; write nothing.")
+        bool,
+        typer.Option("--dry-run", help="Check all settings and names, say what each step would take; write nothing."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -159,12 +160,15 @@ def run(
     from surgery.common.progress import Progress
     from surgery.common.shipped import find_shipped
     from surgery.console.conversion import show_evaluation
-    from surgery.console.recipe import show_made, show_steps
+    from surgery.console.recipe import show_made, show_plan
     from surgery.workflow.recipe import checked_recipe, run_recipe
 
     path = find_shipped(recipe, "recipes")
     if dry_run:
-        show_steps(checked_recipe(path)[0], work, as_json=as_json)
+        from surgery.workflow.dry_run import plan_recipe
+
+        checked, actions = checked_recipe(path)
+        show_plan(plan_recipe(checked, actions, work or Path(checked.name), Progress()), as_json=as_json)
         return
     finished = run_recipe(path, work, Progress())
     if not as_json:
