@@ -45,10 +45,11 @@ def fit_told(fit: dict[str, Any]) -> str:
     """What a report's target says of its fit, in one sentence."""
     tried, kept, given_up = fit["tried"], fit["kept"], fit["given_up"]
     if given_up:
-        losses = f"{given_up['fitted']:.4f} with layers fitted, {given_up['closed']:.4f} in closed form"
+        losses = {name: with_perplexity(given_up[name]) for name in ("fitted", "closed", "source")}
         return (
-            f"The fit was given up at layer {given_up['layers'] - 1}, as it won back too little up to there: a loss of "
-            f"{losses}, {given_up['source']:.4f} as they were."
+            f"The fit was given up at layer {given_up['layers'] - 1}, as it won back too little up to there: a loss "
+            f"(perplexity) of {losses['fitted']} with layers fitted, {losses['closed']} in closed form, "
+            f"{losses['source']} as they were."
         )
     closed = [str(layer) for layer in tried if layer not in kept]
     others = f"; nearer to the source in closed form: {', '.join(closed)}" if closed else ""
