@@ -173,7 +173,7 @@ def test_the_joint_moment_is_that_of_each_layer_on_its_diagonal(checkpoints):
     settings = CrossLayerSettings(**QUICK)
     opened = Source.open(checkpoints("mixtral"), settings)
     texts = Texts(text(), HeldOut.of_text(text()), {})
-    work = Work.in_folder(None, opened, settings, texts, Progress(silent=True), Snapshots())
+    work = Work.in_folder(Snapshots(), opened, settings, texts, Progress(silent=True))
     with work.store, work.library as library, work.alternatives:
         work.gather(gradients=False)
         moment = joint_moment(opened, work.store, 0, 2, batch_size=1)

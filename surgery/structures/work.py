@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from surgery.calibration import layer_statistics
@@ -60,15 +59,15 @@ class Work(Generic[Opened, Settings]):
     @classmethod
     def in_folder(
         cls,
-        folder: Path | None,
+        snapshots: Snapshots,
         opened: Opened,
         settings: Settings,
         texts: Texts,
         progress: Progress,
-        snapshots: Snapshots,
         processes: Processes = ALONE,
     ) -> Work[Opened, Settings]:
-        """Work that keeps what it learns in files below a folder; None: in temporary ones."""
+        """Work that keeps what it learns in files beside its snapshots; without a folder in temporary ones."""
+        folder = snapshots.folder
         library, store = StatisticsLibrary(folder), BoundaryStore(folder, settings.activation_memory)
         return cls(opened, settings, texts, library, store, Alternatives(folder), progress, snapshots, processes)
 
