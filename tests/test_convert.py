@@ -1,6 +1,7 @@
 """Conversions of tiny models of every family, end to end: written, loaded elsewhere, compared with the simulation."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -34,26 +35,21 @@ TRIED = [pytest.param(name, marks=[pytest.mark.slow] * (name in (*PLAIN, "qwen3"
 @pytest.fixture(scope="module")
 def converted(checkpoints, tmp_path_factory):
     """Converts a family once; returns folder, report and the simulation's final hidden states with their stream."""
-    made = {}
 
+    @cache
     def get(name: str, dtype: torch.dtype = torch.float32, **settings):
-        key = (name, dtype, *sorted(settings.items()))
-        if key not in made:
-            ladders = []
-            original = StageRuns.__init__
+        runs = []
+        original = StageRuns.__init__
 
-            def remember(self, *args, **kwargs):
-                original(self, *args, **kwargs)
-                ladders.append(self)
+        def remember(self, *args, **kwargs):
+            original(self, *args, **kwargs)
+            runs.append(self)
 
-            StageRuns.__init__ = remember
-            try:
-                out = tmp_path_factory.mktemp("out") / f"{name}-mla"
-                result = converter.convert(checkpoints(name, dtype), out, ConvertSettings(**{**QUICK, **settings}))
-            finally:
-                StageRuns.__init__ = original
-            made[key] = result, ladders[0]
-        return made[key]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StageRuns, "__init__", remember)
+            out = tmp_path_factory.mktemp("out") / f"{name}-mla"
+            result = converter.convert(checkpoints(name, dtype), out, ConvertSettings(**{**QUICK, **settings}))
+        return result, runs[0]
 
     return get
 
@@ -61,14 +57,12 @@ def converted(checkpoints, tmp_path_factory):
 @pytest.fixture(scope="module")
 def elsewhere(converted, tmp_path_factory):
     """What a family's result computes in another process, on all held-out tokens."""
-    made = {}
 
+    @cache
     def get(name: str):
-        if name not in made:
-            result, runs = converted(name)
-            folder = tmp_path_factory.mktemp("elsewhere")
-            made[name] = run_elsewhere(result.path, runs._held_out.tokens, folder, trust=name not in STOCK)
-        return made[name]
+        result, runs = converted(name)
+        folder = tmp_path_factory.mktemp("elsewhere")
+        return run_elsewhere(result.path, runs._held_out.tokens, folder, trust=name not in STOCK)
 
     return get
 

@@ -1,6 +1,7 @@
 """Layers that share a cache, end to end on tiny models: written, verified by the conversion, run elsewhere."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -50,14 +51,11 @@ def text(length: int = 40) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def converted(checkpoints, tmp_path_factory):
-    made = {}
 
+    @cache
     def get(name, **settings):
-        key = (name, *sorted(settings.items()))
-        if key not in made:
-            out = tmp_path_factory.mktemp("out") / f"{name}-crosslayer"
-            made[key] = converter.convert(checkpoints(name), out, CrossLayerSettings(**{**QUICK, **settings}))
-        return made[key]
+        out = tmp_path_factory.mktemp("out") / f"{name}-crosslayer"
+        return converter.convert(checkpoints(name), out, CrossLayerSettings(**{**QUICK, **settings}))
 
     return get
 

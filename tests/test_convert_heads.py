@@ -1,6 +1,7 @@
 """Fewer KV heads, end to end on tiny models: plain checkpoints of the source's family, verified elsewhere."""
 
 import copy
+import functools
 import json
 import math
 
@@ -57,14 +58,11 @@ def wide(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def converted(checkpoints, tmp_path_factory):
-    made = {}
 
+    @functools.cache
     def get(name, **settings):
-        key = (name, *sorted(settings.items()))
-        if key not in made:
-            out = tmp_path_factory.mktemp("out") / f"{name}-gqa"
-            made[key] = converter.convert(checkpoints(name), out, KVHeadsSettings(**{**QUICK, **settings}))
-        return made[key]
+        out = tmp_path_factory.mktemp("out") / f"{name}-gqa"
+        return converter.convert(checkpoints(name), out, KVHeadsSettings(**{**QUICK, **settings}))
 
     return get
 

@@ -1,6 +1,7 @@
 """Low-rank keys and values, and cascades of them, end to end on tiny models: verified here and elsewhere."""
 
 from dataclasses import asdict
+from functools import cache
 
 import pytest
 import torch
@@ -36,14 +37,11 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def converted(checkpoints, tmp_path_factory):
-    made = {}
 
+    @cache
     def get(name, kind="alone", **settings):
-        key = (name, kind, *sorted(settings.items()))
-        if key not in made:
-            out = tmp_path_factory.mktemp("out") / f"{name}-{kind}"
-            made[key] = converter.convert(checkpoints(name), out, KINDS[kind](**{**QUICK, **settings}))
-        return made[key]
+        out = tmp_path_factory.mktemp("out") / f"{name}-{kind}"
+        return converter.convert(checkpoints(name), out, KINDS[kind](**{**QUICK, **settings}))
 
     return get
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import cache
 
 import pytest
 import torch
@@ -65,30 +66,24 @@ RATIO = 0.4  # less than any of these has
 
 @pytest.fixture(scope="module")
 def converted(checkpoints, tmp_path_factory):
-    made = {}
 
+    @cache
     def get(kind):
-        if kind not in made:
-            name, convert, settings = KINDS[kind]
-            out = tmp_path_factory.mktemp("whole") / kind.replace(" ", "-")
-            made[kind] = convert(checkpoints(name), out, settings)
-        return made[kind]
+        name, convert, settings = KINDS[kind]
+        return convert(checkpoints(name), tmp_path_factory.mktemp("whole") / kind.replace(" ", "-"), settings)
 
     return get
 
 
 @pytest.fixture(scope="module")
 def sliced(converted, tmp_path_factory):
-    made = {}
 
+    @cache
     def get(kind, ratio=RATIO, **settings):
         if kind == "cascade":  # another allocation might leave the earlier layer whole
             settings.setdefault("allocate", "uniform")
-        key = (kind, ratio, *settings.items())
-        if key not in made:
-            out = tmp_path_factory.mktemp("slice") / "out"
-            made[key] = converter.convert(converted(kind).path, out, slice_settings(ratio, **settings))
-        return made[key]
+        out = tmp_path_factory.mktemp("slice") / "out"
+        return converter.convert(converted(kind).path, out, slice_settings(ratio, **settings))
 
     return get
 

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import Cache
 from transformers import initialization as init
 
-from .attention_functions import Accelerated, attend, normalise_heads, rotation_of
+from .attention_functions import Accelerated, attend, begin_as, normalise_heads, rotation_of
 from .cache_argument import takes_cache
 from .group_cache import GroupLayer, Reading
 from .group_stores import GroupStore, MergedPairs, PromptBasis, SharedCodes
@@ -81,49 +81,16 @@ class GroupMember(Accelerated, nn.Module):
         return reading, read, beside
 
 
-class CrossLayerAttention(GroupMember):
-    r"""Attention over one basis that W layers share and that calibration found: xKV (arXiv:2503.18893), made static.
+class SharedBasis(GroupMember):
+    r"""One of W layers that share a basis which calibration found: xKV (arXiv:2503.18893), made static.
 
     With z_i the token of the group's layer i, c = Σ_i basis_down_i z_i is kept once, and layer i reads
     ẑ_i = basis_up_i c.
     """
 
-    def __init__(self, stock: nn.Module, entry: dict[str, Any]):
-        # Not super(): the class built by `family_attention_class` has the family's attention next in line.
-        nn.Module.__init__(self)
-        self._join_group(entry)
-        config = stock.config
-        self.config = config
-        self.layer_idx = stock.layer_idx
-        self.head_dim = stock.head_dim
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
-        self.num_key_value_groups = self.num_heads // self.num_kv_heads
-        self.scaling = stock.scaling
-        self.rotate = rotation_of(stock)
-        self.attention_dropout = stock.attention_dropout
-        self.is_causal = True
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj", *(["sinks"] if hasattr(stock, "sinks") else [])):
-            setattr(self, name, getattr(stock, name))
-        self.q_norm = getattr(stock, "q_norm", None)
-        self.k_norm = getattr(stock, "k_norm", None)
-        # Set by the model: the base family's rotary embedding, in a tuple because it is no part of this module.
-        self.rotary: tuple[nn.Module, ...] = ()
-        self._add_basis()
-
-    @property
-    def width(self) -> int:
-        """Elements of a token."""
-        return 2 * self.num_kv_heads * self.head_dim
-
-    @property
-    def cached_shape(self) -> tuple[int, int, int]:
-        """Heads, and what each caches in the places of key and value: one token of `width`, nothing beside."""
-        return 1, self.width, 0
-
-    def _add_basis(self) -> None:
-        self.basis_down = nn.Parameter(torch.empty(self.entry["rank"], self.width))
-        self.basis_up = nn.Parameter(torch.empty(self.width, self.entry["rank"]))
+    def _add_basis(self, width: int) -> None:
+        self.basis_down = nn.Parameter(torch.empty(self.entry["rank"], width))
+        self.basis_up = nn.Parameter(torch.empty(width, self.entry["rank"]))
 
     def initialize_weights(self) -> None:
         """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
@@ -137,6 +104,33 @@ class CrossLayerAttention(GroupMember):
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """Tokens [B, 1, ·, n] of shared latents [B, 1, ·, r]."""
         return nn.functional.linear(stored, self.basis_up)
+
+
+class CrossLayerAttention(SharedBasis):
+    """Attention over keys and values of one basis that W layers share."""
+
+    def __init__(self, stock: nn.Module, entry: dict[str, Any]):
+        begin_as(self, stock)
+        self._join_group(entry)
+        self.num_key_value_groups = self.num_heads // self.num_kv_heads
+        self.rotate = rotation_of(stock)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", *(["sinks"] if hasattr(stock, "sinks") else [])):
+            setattr(self, name, getattr(stock, name))
+        self.q_norm = getattr(stock, "q_norm", None)
+        self.k_norm = getattr(stock, "k_norm", None)
+        # Set by the model: the base family's rotary embedding, in a tuple because it is no part of this module.
+        self.rotary: tuple[nn.Module, ...] = ()
+        self._add_basis(self.width)
+
+    @property
+    def width(self) -> int:
+        """Elements of a token."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def cached_shape(self) -> tuple[int, int, int]:
+        """Heads, and what each caches in the places of key and value: one token of `width`, nothing beside."""
+        return 1, self.width, 0
 
     @takes_cache
     def forward(
@@ -195,7 +189,7 @@ class PromptBasisAttention(CrossLayerAttention):
     The first forward pass reads its tokens exactly and is compressed after it; tokens that come later stay exact.
     """
 
-    def _add_basis(self) -> None:
+    def _add_basis(self, width: int) -> None:
         pass
 
     def initialize_weights(self) -> None:
@@ -211,7 +205,7 @@ class PromptBasisAttention(CrossLayerAttention):
 class MergedPairAttention(CrossLayerAttention):
     """Two layers merged token by token: MiniCache (arXiv:2405.14366)."""
 
-    def _add_basis(self) -> None:
+    def _add_basis(self, width: int) -> None:
         pass
 
     def initialize_weights(self) -> None:

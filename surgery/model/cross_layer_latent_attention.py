@@ -13,38 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache
-from transformers import initialization as init
 
 from .attention_functions import attend, project_queries, rotate_pairs
 from .cache_argument import CACHE, takes_cache
-from .cross_layer_attention import GroupMember
+from .cross_layer_attention import SharedBasis
 from .latent_attention import LatentAttention
 
 
-class LatentMember(GroupMember):
-    r"""One of W layers that share a basis of their latents.
-
-    With z_i the latent of the group's layer i, c = Σ_i basis_down_i z_i is kept once, and layer i reads
-    ẑ_i = basis_up_i c.
-    """
+class LatentMember(SharedBasis):
+    """One of W layers that share a basis of their latents, which are its tokens."""
 
     def _join_group(self, entry: dict[str, Any]) -> None:
         super()._join_group(entry)
-        self.basis_down = nn.Parameter(torch.empty(entry["rank"], self.kv_lora_rank))
-        self.basis_up = nn.Parameter(torch.empty(self.kv_lora_rank, entry["rank"]))
-
-    def initialize_weights(self) -> None:
-        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
-        init.normal_(self.basis_down, std=self.config.initializer_range)
-        init.normal_(self.basis_up, std=self.config.initializer_range)
-
-    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The layer's share of the shared latents [B, 1, C, rank]."""
-        return nn.functional.linear(tokens, self.basis_down)
-
-    def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Latents [B, 1, ·, r] of shared latents [B, 1, ·, rank]."""
-        return nn.functional.linear(stored, self.basis_up)
+        self._add_basis(self.kv_lora_rank)
 
 
 class CrossLayerLatentAttention(LatentMember, LatentAttention):

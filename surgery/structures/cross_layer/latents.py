@@ -28,7 +28,7 @@ from surgery.running.activations import give_back
 from surgery.running.source import OwnSource
 from surgery.structures.base import LONG, Foreseen, Outcome, Structure
 from surgery.structures.cross_layer.budget import shared_rank
-from surgery.structures.cross_layer.report import SHARED, GroupReport, predicted_bytes
+from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target, predicted_bytes
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
 from surgery.structures.stages import ERROR_SEQUENCES, StageRuns
@@ -134,17 +134,7 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
         width = sum(opened.rank(i) + opened.positional(i) for i in range(opened.layers))
         return Outcome(
             config=self._config,
-            target={
-                "to": "crosslayer",
-                "method": settings.method,
-                "model_type": MODEL_TYPE,
-                "reasons": [REASON],
-                "groups": [list(span) for span in self._groups],
-                "ranks": self._ranks,
-                "sinks": settings.sinks,
-                "window": settings.window,
-                "block": settings.block,
-            },
+            target=cross_layer_target(settings, self._groups, self._ranks),
             kv_bytes=predicted_bytes(self._config, dtype, settings.method),
             layers=reports,
             scores=runs.scores(),

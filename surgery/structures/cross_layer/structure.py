@@ -29,7 +29,7 @@ from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.cascade import Cascade
 from surgery.structures.cross_layer.latents import SharedLatents
 from surgery.structures.cross_layer.prompt_verification import verify_prompt_basis
-from surgery.structures.cross_layer.report import SHARED, GroupReport, predicted_bytes
+from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target, predicted_bytes
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
 from surgery.structures.stages import ERROR_SEQUENCES, StageRuns
@@ -141,17 +141,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
                 advance(stop - start)
         return Outcome(
             config=config,
-            target={
-                "to": "crosslayer",
-                "method": settings.method,
-                "model_type": MODEL_TYPE,
-                "reasons": [REASON],
-                "groups": [list(span) for span in self._groups],
-                "ranks": [report.ranks[0] for report in reports],
-                "sinks": settings.sinks,
-                "window": settings.window,
-                "block": None if settings.method == "xkv-prompt" else settings.block,
-            },
+            target=cross_layer_target(settings, self._groups, [report.ranks[0] for report in reports]),
             kv_bytes=predicted_bytes(config, opened.weight_dtype, settings.method),
             layers=reports,
             scores=runs.scores(),
