@@ -49,14 +49,8 @@ def visible_positions(
     behind = positions if lengths is None else lengths[:, None, None]
     offset = torch.tensor([positions - tokens], device=device) if offsets is None else offsets
     query = (torch.arange(tokens, device=device) + offset[:, None])[:, :, None]
-    visible = (
-        (position >= first)
-        & (position < behind)
-        & (query >= first)
-        & (query < behind)
-        & (query < positions)
-        & (query >= 0)
-    )
+    visible = (position >= first) & (position < behind) & (query >= first) & (query < behind)
+    visible = visible & (query < positions) & (query >= 0)
     if causal:
         visible = visible & (position <= query)
     if window is not None:

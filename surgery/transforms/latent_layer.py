@@ -13,12 +13,12 @@ drops columns. Rotary pairs of the latent form are half-split: (i, i + ρ/2) tur
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.anatomy import AttentionAnatomy, moved
 from surgery.families.attention import causal_attention
 from surgery.families.rope import phases, rotate
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -52,15 +52,7 @@ class LatentLayer:
 
     def to(self, *args, **kwargs) -> LatentLayer:
         """A copy with every tensor but ``inv_freq`` moved or cast."""
-        return replace(
-            self,
-            source=self.source.to(*args, **kwargs),
-            down=self.down.to(*args, **kwargs),
-            down_bias=None if self.down_bias is None else self.down_bias.to(*args, **kwargs),
-            query_up=self.query_up.to(*args, **kwargs),
-            value_up=self.value_up.to(*args, **kwargs),
-            o=self.o.to(*args, **kwargs),
-        )
+        return moved(self, *args, **kwargs)
 
     def compress(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the cache holds of inputs ``x`` [B, T, D]: latents [B, T, r] and rotated keys [B, T, ρ]."""

@@ -16,12 +16,12 @@ reads its own keys of positions n < sinks and n > m - window, and rebuilt ones o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.anatomy import AttentionAnatomy, moved
 from surgery.families.attention import output
 from surgery.families.rope import phases, rotate
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -63,13 +63,7 @@ class LowRankLayer:
 
     def to(self, *args, **kwargs) -> LowRankLayer:
         """A copy with every tensor but the frequencies moved or cast."""
-        return replace(
-            self,
-            source=self.source.to(*args, **kwargs),
-            down=self.down.to(*args, **kwargs),
-            key_up=self.key_up.to(*args, **kwargs),
-            value_up=self.value_up.to(*args, **kwargs),
-        )
+        return moved(self, *args, **kwargs)
 
     def key_mask(self) -> Tensor:
         """Which columns of ``key_up`` may differ from zero, bool [G, s + r]."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from surgery.architectures.cross_layer import REASON
 from surgery.architectures.own_class import MODEL_TYPE
+from surgery.calibration.cross_layer_statistics import moment_of
 from surgery.calibration.sweep import BoundaryStore, forward_sweep
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
@@ -211,18 +212,13 @@ def _joint_moment(opened: LatentSource, store: BoundaryStore, start: int, stop: 
     for index in range(start, stop):
         parts = (*(stream.input_norm(index) or (None, None)), *opened.down(index))
         maps.append([None if part is None else part.to(stream.device, stream.dtype) for part in parts])
-    width = sum(opened.rank(index) for index in range(start, stop))
-    moment = torch.zeros(width, width, dtype=torch.float64)
-    for batches in zip(*(hidden.split(batch_size) for hidden in inputs), strict=True):
-        latents = []
-        for hidden, (scale, shift, weight, bias) in zip(batches, maps, strict=True):
-            x = hidden.flatten(0, 1).to(stream.device, stream.dtype)
-            x = x if scale is None else stream.normalise(x, scale, shift)
-            latents.append(nn.functional.linear(x, weight, bias))
-        z = torch.cat(latents, dim=-1)
-        moment += (z.mT @ z).double().cpu()
-        give_back(*inputs)
-    return moment / inputs[0].shape[:2].numel()
+
+    def cached(place: int, hidden: Tensor) -> Tensor:
+        scale, shift, weight, bias = maps[place]
+        x = hidden.to(stream.device, stream.dtype)
+        return nn.functional.linear(x if scale is None else stream.normalise(x, scale, shift), weight, bias)
+
+    return moment_of(inputs, batch_size, cached)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
@@ -12,7 +12,6 @@ from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.settings import Bits
 
 Method = Literal["xkv", "cascade", "xkv-prompt", "minicache"]
-METHODS = get_args(Method)
 
 
 @dataclass(frozen=True)
