@@ -1,4 +1,4 @@
-"""Attention layers of random numbers in float64, of no model."""
+"""Attention layers in float64: of random numbers and no model, and what conversions make of a layer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 from surgery.families.anatomy import AttentionAnatomy
+from surgery.transforms.algebra import reduced_rank_projection
+from surgery.transforms.key_basis import energy_basis
+from surgery.transforms.latent_layer import LatentLayer
+from surgery.transforms.partial_rope import latent_form, latent_rows
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -29,3 +33,14 @@ def random_attention(
         v_bias=bias_size * random(kv_heads, dim, seed=7) if biased else None,
         **own,
     )
+
+
+def truncated(anatomy: AttentionAnatomy, x: Tensor, rotated: int, rank: int) -> tuple[LatentLayer, Tensor, Tensor]:
+    """A layer in latent form with its first ``rotated`` numbers rotated, and the best factors down and up of a rank."""
+    projection, groups, dim = anatomy.project(x), anatomy.kv_heads, anatomy.head_dim
+    z = torch.cat([projection.k.flatten(2), projection.v.flatten(2)], dim=-1).flatten(0, 1)
+    moment = z.T @ z / len(z)
+    basis = energy_basis(moment[: groups * dim, : groups * dim].view(groups, dim, groups, dim), None)
+    rows = latent_rows(anatomy, basis, torch.arange(rotated))
+    down, up, _ = reduced_rank_projection(rows @ moment @ rows.T, torch.eye(len(rows), dtype=torch.float64), rank)
+    return latent_form(anatomy, basis, torch.arange(rotated)), down, up
