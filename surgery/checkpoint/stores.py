@@ -35,7 +35,7 @@ class Store(Protocol):
 def read_rows(ranges: ByteRanges, columns: int, itemsize: int, rows: Callable[[int, int], Tensor], out: Tensor) -> None:
     """As :meth:`Store.read`, of a matrix whose rows [first, after) ``rows`` makes, a chunk of float32 at a time."""
     row_bytes, step = columns * itemsize, max(1, CHUNK_BYTES // (4 * columns))
-    """As :meth:`Store.read`, of a matrix whose rows [first, after) ``rows`` makes, a chunk of float32 at a time."""
+    for start, stop in ranges:
         last = -(-stop // row_bytes)
         for first in range(start // row_bytes, last, step):
             after = min(first + step, last)

@@ -231,16 +231,9 @@ def fit_attention(
     generator, parts = torch.Generator().manual_seed(effort.seed), Parts(len(targets), 1, processes)
     keep = processes.from_main(lambda: not in_file(targets))
     whiten, before, after = None, 0.0, 0.0
-
-    def linearised(vector: Tensor, place: Place) -> Linearised:
-        return linearise(unflat(vector, start), place.sequence, place.positions)
-
-    def error_at(vector: Tensor, place: Place, outputs: Tensor) -> float:
-        return _energy(_residual(outputs, linearised(vector, place)))
-
     for _ in range(effort.steps):
         places = sample_blocks(parts, targets.shape[:2], effort.queries, generator, wanted.root.device, keep=keep)
-        outputs, blocks = places.map(wanted.at), places.map(partial(linearised, unknowns))
+        outputs, blocks = places.map(wanted.at), places.map(partial(_linearised, linearise, unflat(unknowns, start)))
         residuals = outputs.map(_residual, blocks)
         energy, before = outputs.total(_energy), residuals.total(_energy)
         whiten = whiten or whitening(blocks)
@@ -250,12 +243,20 @@ def fit_attention(
         after = before
         for factor in (1.0, 0.5, 0.25, 0.125):  # shorter where the linearisation does not reach
             trial = unknowns + factor * change
-            error = places.total(partial(error_at, trial), outputs)
+            error = places.total(partial(_error, linearise, unflat(trial, start)), outputs)
             if error < before:
                 unknowns, after = trial, error
                 break
         before, after = relative(before, energy), relative(after, energy)
     return unflat(unknowns, start), before, after
+
+
+def _linearised(linearise: Linearise, weights: Weights, place: Place) -> Linearised:
+    return linearise(weights, place.sequence, place.positions)
+
+
+def _error(linearise: Linearise, weights: Weights, place: Place, wanted: Tensor) -> float:
+    return _energy(_residual(wanted, _linearised(linearise, weights, place)))
 
 
 def _residual(wanted: Tensor, block: Linearised) -> Tensor:

@@ -8,10 +8,11 @@ from tiny_models import FAMILIES
 from surgery.families import attention
 from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.transforms.attention_fit import flat
+from surgery.transforms.attention_fit import flat, unflat
 from surgery.transforms.effort import Effort
+from surgery.transforms.key_basis import energy_basis
 from surgery.transforms.latent_fit import _Problem, _Weights, fit_latent_layer
-from surgery.transforms.partial_rope import truncate
+from surgery.transforms.partial_rope import latent_form, truncate
 
 
 def problem(checkpoints, name: str):
@@ -34,7 +35,7 @@ def test_jvp_is_the_derivative_and_vjp_its_transpose(checkpoints, name):
     root = torch.randn(x.shape[-1], x.shape[-1], generator=generator, dtype=torch.float64)
 
     def linearised(vector):
-        return _Problem(layer, x, root).linearise(vector, 1, positions)
+        return _Problem(layer, x, root).linearise(unflat(vector, _Weights.of(layer)), 1, positions)
 
     sequence = linearised(here)
     wanted = torch.einsum("bthe,xhe->btx", layer.source.gated(layer.attend(x), x), layer.o)[1, positions] @ root

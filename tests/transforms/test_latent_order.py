@@ -73,7 +73,7 @@ def test_random_probes_give_the_gauss_newton_matrix(checkpoints):
     x, hidden = x[:, :6], x.shape[-1]
     identity = torch.eye(hidden, dtype=torch.float64)
     weights = _Weights.of(layer)
-    block = _Problem(layer, x, identity).linearise(flat(weights), 0, torch.arange(6))
+    block = _Problem(layer, x, identity).linearise(weights, 0, torch.arange(6))
 
     def latent_signals(out):
         return block.signals(out)[1][:, :RANK]
