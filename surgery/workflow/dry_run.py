@@ -50,9 +50,8 @@ def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress:
                 try:
                     expected = action.foresee(out, made, folder / step.name)
                 except SurgeryError:
-                    if not (
-                        outlined := [name for name in earlier if folder in made.checkpoints.get(name, work).parents]
-                    ):
+                    outlined = [name for name in earlier if folder in made.checkpoints.get(name, work).parents]
+                    if not outlined:
                         raise
                     expected = _after(outlined)  # it may be shapes alone that it refuses
             known[step.name] = step.name in adds
