@@ -46,7 +46,7 @@ class KVUse:
 def cache_bytes(cache: Any) -> int:
     """Bytes of every tensor that a live cache holds.
 
-    Keys, values and whatever else its layers keep (latents, quantised codes and their scales, indexer keys, recurrent
+    Keys, values and whatever else its layers keep (latents, quantised values and their scales, indexer keys, recurrent
     states) are found by walking the object, so that a cache class of anyone's is counted in full. Only integer scalars
     are left out: they are position counters. Tensors that share a storage are counted once, views of it by their own
     elements: a key expanded to many heads counts as one, the window of a sliding layer as its window.

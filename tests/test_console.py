@@ -3,16 +3,14 @@
 import json
 import re
 import shutil
+from typing import get_args, get_type_hints
 
 import pytest
 from command_line import run_main
 from tiny_models import DEMO, HELD_OUT, SHAPE, random_model
 from transformers import LlamaConfig
 
-from surgery.structures.cross_layer.settings import METHODS as CROSS_LAYER_METHODS
-from surgery.structures.kv_heads.settings import METHODS as KV_HEADS_METHODS
-from surgery.structures.low_rank.settings import METHODS as LOW_RANK_METHODS
-from surgery.structures.mla.settings import METHODS
+from surgery.structures.registry import TARGETS
 
 TEXT = [
     "--calibration", str(HELD_OUT), "--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1",
@@ -21,23 +19,27 @@ TEXT = [
 FIT = ["--fit-steps", "0"]
 
 
-def by_method(target, methods, *others):
+def methods(target):
+    return get_args(get_type_hints(TARGETS[target].settings_class)["method"])
+
+
+def by_method(target, *others):
     """A call for every method; but for fisher, they have no fit that could be left out."""
     return {
         f"{target} {method}": ["--to", target, "--method", method, *others, *(FIT if method == "fisher" else [])]
-        for method in methods
+        for method in methods(target)
     }
 
 
 CALLS = {
-    **by_method("mla", METHODS),
-    **by_method("gqa", KV_HEADS_METHODS),
+    **by_method("mla"),
+    **by_method("gqa"),
     "gqa by spectrum": ["--to", "gqa", "--allocate", "spectrum", "--kv-ratio", "0.75", *FIT],
-    **by_method("lowrank", LOW_RANK_METHODS, "--kv-ratio", "0.75"),
+    **by_method("lowrank", "--kv-ratio", "0.75"),
     "lowrank in bits": ["--to", "lowrank", "--kv-ratio", "0.5", "--bits", "4", "--group", "4", *FIT],
     **{
         f"crosslayer {method}": ["--to", "crosslayer", "--method", method, "--group-size", "2", *FIT]
-        for method in CROSS_LAYER_METHODS
+        for method in methods("crosslayer")
     },
     "hybrid": ["--to", "hybrid", "--streaming", "1", "--sinks", "4", "--recent", "8"],
     "quantized": ["--to", "quantized", "--group", "4"],
@@ -55,7 +57,7 @@ def source(tmp_path_factory):
 
 
 # Methods whose tables another of their target prints too.
-ALIKE = [f"mla {m}" for m in METHODS if m != "fisher"] + [f"lowrank {m}" for m in LOW_RANK_METHODS if m != "fisher"]
+ALIKE = [f"{target} {method}" for target in ("mla", "lowrank") for method in methods(target) if method != "fisher"]
 TRIED = [pytest.param(call, marks=[pytest.mark.slow] * (call in ALIKE)) for call in CALLS]
 
 

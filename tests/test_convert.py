@@ -1,6 +1,7 @@
 """Conversions of tiny models of every family, end to end: written, loaded elsewhere, compared with the simulation."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from surgery.common.errors import SurgeryError
 from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED
 from surgery.structures import converter
 from surgery.structures.converter import Conversion
-from surgery.structures.ladder import Ladder
 from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.stages import StageRuns
 
 QUICK = {
     "kv_ratio": 0.5,
@@ -34,26 +35,21 @@ TRIED = [pytest.param(name, marks=[pytest.mark.slow] * (name in (*PLAIN, "qwen3"
 @pytest.fixture(scope="module")
 def converted(checkpoints, tmp_path_factory):
     """Converts a family once; returns folder, report and the simulation's final hidden states with their stream."""
-    made = {}
 
+    @cache
     def get(name: str, dtype: torch.dtype = torch.float32, **settings):
-        key = (name, dtype, *sorted(settings.items()))
-        if key not in made:
-            ladders = []
-            original = Ladder.__init__
+        runs = []
+        original = StageRuns.__init__
 
-            def remember(self, *args, **kwargs):
-                original(self, *args, **kwargs)
-                ladders.append(self)
+        def remember(self, *args, **kwargs):
+            original(self, *args, **kwargs)
+            runs.append(self)
 
-            Ladder.__init__ = remember
-            try:
-                out = tmp_path_factory.mktemp("out") / f"{name}-mla"
-                result = converter.convert(checkpoints(name, dtype), out, ConvertSettings(**{**QUICK, **settings}))
-            finally:
-                Ladder.__init__ = original
-            made[key] = result, ladders[0]
-        return made[key]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StageRuns, "__init__", remember)
+            out = tmp_path_factory.mktemp("out") / f"{name}-mla"
+            result = converter.convert(checkpoints(name, dtype), out, ConvertSettings(**{**QUICK, **settings}))
+        return result, runs[0]
 
     return get
 
@@ -61,20 +57,18 @@ def converted(checkpoints, tmp_path_factory):
 @pytest.fixture(scope="module")
 def elsewhere(converted, tmp_path_factory):
     """What a family's result computes in another process, on all held-out tokens."""
-    made = {}
 
+    @cache
     def get(name: str):
-        if name not in made:
-            result, ladder = converted(name)
-            folder = tmp_path_factory.mktemp("elsewhere")
-            made[name] = run_elsewhere(result.path, ladder._held_out.tokens, folder, trust=name not in STOCK)
-        return made[name]
+        result, runs = converted(name)
+        folder = tmp_path_factory.mktemp("elsewhere")
+        return run_elsewhere(result.path, runs._held_out.tokens, folder, trust=name not in STOCK)
 
     return get
 
 
-def simulated_logits(result: Conversion, ladder: Ladder) -> torch.Tensor:
-    return ladder._stream.logits(ladder.hidden[result.report.target["result"]])
+def simulated_logits(result: Conversion, runs: StageRuns) -> torch.Tensor:
+    return runs._stream.logits(runs.hidden[result.report.target["result"]])
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -83,11 +77,11 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", TRIED)
 def test_written_checkpoint_equals_simulation_elsewhere(converted, elsewhere, name):
-    result, ladder = converted(name)
+    result, runs = converted(name)
     stock = name in STOCK
     logits, cached, facts = elsewhere(name)
     assert facts["class"] == ("DeepseekV3ForCausalLM" if stock else "SurgeryForCausalLM")
-    assert relative(logits, simulated_logits(result, ladder)) < 1e-4
+    assert relative(logits, simulated_logits(result, runs)) < 1e-4
     assert relative(cached, logits) < 1e-4
     target = result.report.target
     assert target["model_type"] == ("deepseek_v3" if stock else "surgery")
@@ -95,29 +89,29 @@ def test_written_checkpoint_equals_simulation_elsewhere(converted, elsewhere, na
 
 @pytest.mark.parametrize("name", [name for name in TRIED if "window" not in str(name)])
 def test_live_cache_takes_the_promised_bytes(converted, elsewhere, name):
-    result, ladder = converted(name)
+    result, runs = converted(name)
     _, _, facts = elsewhere(name)
     kv = result.report.kv
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"]
-    assert facts["cached_numbers"] * 4 == kv["predicted_bytes_per_token"] * ladder._held_out.tokens.numel()
+    assert facts["cached_numbers"] * 4 == kv["predicted_bytes_per_token"] * runs._held_out.tokens.numel()
     assert kv["ratio"] <= 0.5
 
 
 @pytest.mark.parametrize("name", TRIED)
 def test_exact_stages_lose_nothing(converted, name):
     report = converted(name)[0].report
-    ladder = {row["stage"]: row for row in report.ladder}
+    stages = {row["stage"]: row for row in report.ladder}
     for stage in ("merged", "rotated"):
-        assert ladder[stage]["logit_difference"] < 2e-5
+        assert stages[stage]["logit_difference"] < 2e-5
     result = report.target["result"]
-    assert ladder["reloaded"]["loss"] == pytest.approx(ladder[result]["loss"], abs=1e-4)
-    assert ladder[result]["loss"] == min(ladder[form]["loss"] for form in ("truncated", "fitted") if form in ladder)
+    assert stages["reloaded"]["loss"] == pytest.approx(stages[result]["loss"], abs=1e-4)
+    assert stages[result]["loss"] == min(stages[form]["loss"] for form in ("truncated", "fitted") if form in stages)
 
 
 def test_stock_frequencies_are_the_sources_bit_for_bit(converted, tmp_path):
     """A frequency list goes through longrope factors; the rotation must not drift over 100k tokens."""
-    result, ladder = converted("llama3", rope_dim=16, calibration="none")
-    _, _, facts = run_elsewhere(result.path, ladder._held_out.tokens[:1, :8], tmp_path)
+    result, runs = converted("llama3", rope_dim=16, calibration="none")
+    _, _, facts = run_elsewhere(result.path, runs._held_out.tokens[:1, :8], tmp_path)
     assert facts["inv_freq"] == result.report.target["inverse_frequencies"]
 
 
@@ -132,10 +126,10 @@ def test_stock_frequencies_are_the_sources_bit_for_bit(converted, tmp_path):
     ],
 )
 def test_both_neutral_norms_are_exact(converted, name, settings, kind, tmp_path):
-    result, ladder = converted(name, **settings)
+    result, runs = converted(name, **settings)
     assert result.report.target["latent_norm"] == kind
-    logits, _, _ = run_elsewhere(result.path, ladder._held_out.tokens, tmp_path)
-    assert relative(logits, simulated_logits(result, ladder)) < 1e-4
+    logits, _, _ = run_elsewhere(result.path, runs._held_out.tokens, tmp_path)
+    assert relative(logits, simulated_logits(result, runs)) < 1e-4
 
 
 def test_grid_of_a_model_without_biases_loads_everywhere(converted):
@@ -152,8 +146,8 @@ def test_grid_of_a_model_without_biases_loads_everywhere(converted):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_low_precision_weights_stay_within_their_own_floor(converted, dtype, tmp_path):
     """KL of the written model to the simulation, against KL of the source rounded to the same dtype to itself."""
-    result, ladder = converted("llama", dtype)
-    tokens = ladder._held_out.tokens
+    result, runs = converted("llama", dtype)
+    tokens = runs._held_out.tokens
     name = str(dtype).removeprefix("torch.")
     logits, _, _ = run_elsewhere(result.path, tokens, tmp_path, dtype=name)
 
@@ -161,12 +155,12 @@ def test_low_precision_weights_stay_within_their_own_floor(converted, dtype, tmp
         high, low = high.double().log_softmax(-1), low.double().log_softmax(-1)
         return float((high.exp() * (high - low)).sum(-1).mean())
 
-    source = ladder._stream.reader.path
+    source = runs._stream.reader.path
     with torch.no_grad():
         full = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(tokens).logits
         low = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)(tokens).logits
     floor = divergence(low, full)
-    assert divergence(logits, simulated_logits(result, ladder)) < 4 * floor
+    assert divergence(logits, simulated_logits(result, runs)) < 4 * floor
     dtypes = {CheckpointReader.open(result.path).info(n).dtype for n in CheckpointReader.open(result.path).names()}
     assert dtypes == {dtype}
 
@@ -205,11 +199,11 @@ def test_same_seed_same_bytes_and_the_source_is_left_alone(converted, checkpoint
     "settings", [{"carrier": "own"}, {"allocate": "spectrum", "rope_dim": 4}], ids=["all", "ranks"]
 )
 def test_one_budget_is_spread_over_layers_of_the_own_class(converted, tmp_path, settings):
-    result, ladder = converted("llama", **settings)
+    result, runs = converted("llama", **settings)
     target, kv = result.report.target, result.report.kv
-    logits, _, facts = run_elsewhere(result.path, ladder._held_out.tokens, tmp_path, trust=True)
+    logits, _, facts = run_elsewhere(result.path, runs._held_out.tokens, tmp_path, trust=True)
     assert facts["class"] == "SurgeryForCausalLM"
-    assert relative(logits, simulated_logits(result, ladder)) < 1e-4
+    assert relative(logits, simulated_logits(result, runs)) < 1e-4
     uniform, _ = converted("llama", carrier="own", allocate="uniform")
     numbers = [rank + rotated for rank, rotated in zip(target["kv_lora_ranks"], target["rope_dims"], strict=True)]
     assert len(set(numbers)) > 1
@@ -217,7 +211,7 @@ def test_one_budget_is_spread_over_layers_of_the_own_class(converted, tmp_path, 
     assert kv["measured_bytes_per_token"] == uniform.report.kv["measured_bytes_per_token"]
     assert kv["measured_bytes_per_token"] == sum(numbers) * 4
     model = AutoModelForCausalLM.from_pretrained(result.path, trust_remote_code=True).eval()
-    prompt = ladder._held_out.tokens[:2, :20]
+    prompt = runs._held_out.tokens[:2, :20]
     cached = model.generate(prompt, max_new_tokens=12, do_sample=False)
     assert torch.equal(cached, model.generate(prompt, max_new_tokens=12, do_sample=False, use_cache=False))
 
@@ -251,9 +245,9 @@ def test_own_class_on_request_equals_stock(converted, tmp_path):
 
 
 def test_generated_text_is_the_same_with_and_without_cache(converted):
-    result, ladder = converted("qwen2")
+    result, runs = converted("qwen2")
     model = AutoModelForCausalLM.from_pretrained(result.path).eval()
-    prompt = ladder._held_out.tokens[:2, :20]
+    prompt = runs._held_out.tokens[:2, :20]
     cached = model.generate(prompt, max_new_tokens=12, do_sample=False)
     plain = model.generate(prompt, max_new_tokens=12, do_sample=False, use_cache=False)
     assert torch.equal(cached, plain)

@@ -1,6 +1,7 @@
 """Layers that share a cache, end to end on tiny models: written, verified by the conversion, run elsewhere."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -50,14 +51,11 @@ def text(length: int = 40) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def converted(checkpoints, tmp_path_factory):
-    made = {}
 
+    @cache
     def get(name, **settings):
-        key = (name, *sorted(settings.items()))
-        if key not in made:
-            out = tmp_path_factory.mktemp("out") / f"{name}-crosslayer"
-            made[key] = converter.convert(checkpoints(name), out, CrossLayerSettings(**{**QUICK, **settings}))
-        return made[key]
+        out = tmp_path_factory.mktemp("out") / f"{name}-crosslayer"
+        return converter.convert(checkpoints(name), out, CrossLayerSettings(**{**QUICK, **settings}))
 
     return get
 
@@ -173,7 +171,7 @@ def test_the_joint_moment_is_that_of_each_layer_on_its_diagonal(checkpoints):
     settings = CrossLayerSettings(**QUICK)
     opened = Source.open(checkpoints("mixtral"), settings)
     texts = Texts(text(), HeldOut.of_text(text()), {})
-    work = Work.in_folder(None, opened, settings, texts, Progress(silent=True), Snapshots())
+    work = Work.in_folder(Snapshots(), opened, settings, texts, Progress(silent=True))
     with work.store, work.library as library, work.alternatives:
         work.gather(gradients=False)
         moment = joint_moment(opened, work.store, 0, 2, batch_size=1)

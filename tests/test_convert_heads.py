@@ -1,6 +1,7 @@
 """Fewer KV heads, end to end on tiny models: plain checkpoints of the source's family, verified elsewhere."""
 
 import copy
+import functools
 import json
 import math
 
@@ -57,14 +58,11 @@ def wide(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def converted(checkpoints, tmp_path_factory):
-    made = {}
 
+    @functools.cache
     def get(name, **settings):
-        key = (name, *sorted(settings.items()))
-        if key not in made:
-            out = tmp_path_factory.mktemp("out") / f"{name}-gqa"
-            made[key] = converter.convert(checkpoints(name), out, KVHeadsSettings(**{**QUICK, **settings}))
-        return made[key]
+        out = tmp_path_factory.mktemp("out") / f"{name}-gqa"
+        return converter.convert(checkpoints(name), out, KVHeadsSettings(**{**QUICK, **settings}))
 
     return get
 
@@ -84,8 +82,8 @@ def test_the_result_is_a_plain_checkpoint_of_the_family(converted, checkpoints, 
     kv = result.report.kv
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == kv["source_bytes_per_token"] / 2
     # The reload is compared with the simulation by the conversion itself; both must have scored the same.
-    ladder = {row["stage"]: row["loss"] for row in result.report.ladder}
-    assert ladder["reloaded"] == pytest.approx(min(ladder["merged"], ladder.get("fitted", math.inf)), abs=1e-4)
+    stages = {row["stage"]: row["loss"] for row in result.report.ladder}
+    assert stages["reloaded"] == pytest.approx(min(stages["merged"], stages.get("fitted", math.inf)), abs=1e-4)
 
 
 def test_everything_but_the_attention_is_copied_byte_for_byte(converted, checkpoints):

@@ -1,6 +1,7 @@
 """Low-rank keys and values, and cascades of them, end to end on tiny models: verified here and elsewhere."""
 
 from dataclasses import asdict
+from functools import cache
 
 import pytest
 import torch
@@ -36,14 +37,11 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def converted(checkpoints, tmp_path_factory):
-    made = {}
 
+    @cache
     def get(name, kind="alone", **settings):
-        key = (name, kind, *sorted(settings.items()))
-        if key not in made:
-            out = tmp_path_factory.mktemp("out") / f"{name}-{kind}"
-            made[key] = converter.convert(checkpoints(name), out, KINDS[kind](**{**QUICK, **settings}))
-        return made[key]
+        out = tmp_path_factory.mktemp("out") / f"{name}-{kind}"
+        return converter.convert(checkpoints(name), out, KINDS[kind](**{**QUICK, **settings}))
 
     return get
 
@@ -63,16 +61,16 @@ def test_the_result_computes_and_caches_what_was_promised(converted, name, kind)
             converted(name, kind)
         return
     report = converted(name, kind).report
-    kv, ladder = report.kv, {row["stage"]: row["loss"] for row in report.ladder}
+    kv, stages = report.kv, {row["stage"]: row["loss"] for row in report.ladder}
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"]
     if kind != "window":
         assert kv["measured_bytes_per_token"] <= kv["source_bytes_per_token"] / 4
     # The reload is compared with the simulation by the conversion itself; both must have scored the same.
     forms = {"alone": [CLOSED, FITTED], "cascade": [FITTED]}
     candidates = forms.get(kind, list(EXACT_WINDOW.values()))
-    written = [stage for stage in candidates if stage in ladder]  # a fit may have been given up
-    assert report.target["result"] == min(written, key=ladder.get)
-    assert ladder["reloaded"] == pytest.approx(ladder[report.target["result"]], abs=1e-4)
+    written = [stage for stage in candidates if stage in stages]  # a fit may have been given up
+    assert report.target["result"] == min(written, key=stages.get)
+    assert stages["reloaded"] == pytest.approx(stages[report.target["result"]], abs=1e-4)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "alone"), ("qwen3", "cascade"), ("llama_bias", "window")])

@@ -17,18 +17,18 @@ from surgery.structures.registry import MIXED, find_target
 
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 2, "recall": 0.0}
 LOW_RANK = {"to": "lowrank", "kv_ratio": 0.4}
-CODED = {"to": "lowrank", "kv_ratio": 0.4, "bits": "auto", "sinks": 3, "group": 16}
+QUANTIZED = {"to": "lowrank", "kv_ratio": 0.4, "bits": "auto", "sinks": 3, "group": 16}
 MLA = {"to": "mla", "kv_ratio": 0.5, "rope_dim": 4}
 HEADS = {"to": "gqa", "kv_heads": 1}
 CODES = {"to": "quantized", "bits": 4, "sinks": 3, "group": 16}
 STREAMS = {"to": "hybrid", "heads": "a pattern", "streaming": 0.5}
 CASES = {
     "latents and heads": [LOW_RANK, HEADS],
-    "chosen bits beside codes": [CODED, CODES],
+    "chosen bits beside codes": [QUANTIZED, CODES],
     "mla beside streaming heads": [MLA, STREAMS],
-    "codes beside streaming heads": [STREAMS, CODED],
+    "codes beside streaming heads": [STREAMS, QUANTIZED],
     "latents of two kinds": [MLA, LOW_RANK],
-    "one part": [CODED],
+    "one part": [QUANTIZED],
 }
 ALWAYS = ("latents and heads", "codes beside streaming heads")
 

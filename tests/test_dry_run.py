@@ -12,6 +12,7 @@ from tiny_models import CONFIGS, random_model
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from surgery.calibration.parts import Parts
 from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
 from surgery.families.attention import CapturedAttention
 from surgery.running.skeleton import skeleton
@@ -149,6 +150,6 @@ def test_operations_of_the_sweeps_are_those_that_torch_counts(checkpoints):
         with FlopCounterMode(display=False, custom_mapping=kernels) as forward:
             final = forward_sweep(opened.stream, tokens, store, 2, lambda: None)
         with FlopCounterMode(display=False, custom_mapping=kernels) as backward:
-            list(backward_sweep(opened, store, final, 2))
+            list(backward_sweep(opened, store, final, Parts(4, 2)))
     assert foreseen["calibrate: forward"] == pytest.approx(forward.get_total_flops(), rel=0.01)
     assert foreseen["calibrate: backward"] == pytest.approx(backward.get_total_flops(), rel=0.05)

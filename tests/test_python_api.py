@@ -86,8 +86,8 @@ def test_results_go_on_as_models(checkpoints, here):
                             progress=False)  # fmt: skip
     smaller = surgery.slice(whole, 0.5, calibration="none", device="cpu", progress=False)
     assert smaller.kv_bytes_after <= 0.5 * 256 < whole.kv_bytes_after and smaller.source is whole
-    coded = surgery.convert(smaller, to="quantized", group=4, calibration="none", device="cpu", progress=False)
-    assert coded.kv_bytes_after < smaller.kv_bytes_after
+    quantized = surgery.convert(smaller, to="quantized", group=4, calibration="none", device="cpu", progress=False)
+    assert quantized.kv_bytes_after < smaller.kv_bytes_after
     assert list(here.iterdir()) == []
 
 

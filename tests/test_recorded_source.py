@@ -22,8 +22,8 @@ def converted(tmp_path_factory):
     source = make_checkpoint(folder / "model", "llama")
     settings = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none", device="cpu")
     merged = converter.convert(source, None, settings).path
-    coded = converter.convert(merged, None, QuantizedSettings(group=4, calibration="none", device="cpu")).path
-    return source, merged, coded
+    quantized = converter.convert(merged, None, QuantizedSettings(group=4, calibration="none", device="cpu")).path
+    return source, merged, quantized
 
 
 @pytest.fixture
@@ -33,9 +33,9 @@ def copied(converted, tmp_path):
 
 
 def test_the_first_source_is_found_beside_it(converted):
-    source, merged, coded = converted
+    source, merged, quantized = converted
     assert find_source(CheckpointReader.open(merged)) == source
-    assert find_source(CheckpointReader.open(coded)) == source
+    assert find_source(CheckpointReader.open(quantized)) == source
 
 
 def test_in_the_working_folder_too(copied, tmp_path, monkeypatch):
@@ -48,9 +48,9 @@ def test_in_the_working_folder_too(copied, tmp_path, monkeypatch):
 
 
 def test_the_nearest_where_the_first_is_gone(copied):
-    source, merged, coded = copied
+    source, merged, quantized = copied
     shutil.rmtree(source)
-    assert find_source(CheckpointReader.open(coded)) == merged
+    assert find_source(CheckpointReader.open(quantized)) == merged
 
 
 def test_another_model_of_that_name_is_not_taken(copied):

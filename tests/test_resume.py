@@ -142,7 +142,7 @@ def test_an_error_leaves_nothing(checkpoints, tmp_path, stops, monkeypatch):
     def fail(*_):
         raise SurgeryError("the disk is full")
 
-    monkeypatch.setattr("surgery.structures.ladder.Ladder.advance", fail)
+    monkeypatch.setattr("surgery.structures.stages.StageRuns.advance", fail)
     stops(None)
     with pytest.raises(SurgeryError, match="the disk is full"):
         converter.convert(checkpoints("llama"), tmp_path / "small", settings_of("gqa"))

@@ -208,13 +208,13 @@ def test_an_inspection_of_a_wide_model_names_what_vllm_reads_on_a_gpu(tmp_path, 
 )
 def test_a_conversion_says_that_its_fit_was_not_kept(result, told):
     stages = [("source", 2.0), ("truncated", 2.1), ("fitted", 2.3), ("reloaded", 2.1)]
-    ladder = [{"stage": stage, "loss": loss, "recall": None} for stage, loss in stages]
-    said = of_conversion({"ladder": ladder, "kv": {"ratio": 0.25}, "target": {"engines": {}, **result}})
+    stages = [{"stage": stage, "loss": loss, "recall": None} for stage, loss in stages]
+    said = of_conversion({"ladder": stages, "kv": {"ratio": 0.25}, "target": {"engines": {}, **result}})
     assert ("the fit was worse on held-out text" in said) == told and "+0.1000" in said
 
 
 def test_bytes_of_what_drops_tokens_are_told_with_the_length():
     kv = {"ratio": 0.992, "peak_ratio": 1.15, "measured_at_tokens": 64}
-    ladder = [{"stage": stage, "loss": None, "recall": None} for stage in ("source", "reloaded")]
-    said = of_conversion({"ladder": ladder, "kv": kv, "target": {"engines": {}}})
+    stages = [{"stage": stage, "loss": None, "recall": None} for stage in ("source", "reloaded")]
+    said = of_conversion({"ladder": stages, "kv": kv, "target": {"engines": {}}})
     assert said.startswith("99.2% of the KV bytes at 64 tokens; what that cost was not measured")

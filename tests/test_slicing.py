@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import cache
 
 import pytest
 import torch
@@ -65,30 +66,24 @@ RATIO = 0.4  # less than any of these has
 
 @pytest.fixture(scope="module")
 def converted(checkpoints, tmp_path_factory):
-    made = {}
 
+    @cache
     def get(kind):
-        if kind not in made:
-            name, convert, settings = KINDS[kind]
-            out = tmp_path_factory.mktemp("whole") / kind.replace(" ", "-")
-            made[kind] = convert(checkpoints(name), out, settings)
-        return made[kind]
+        name, convert, settings = KINDS[kind]
+        return convert(checkpoints(name), tmp_path_factory.mktemp("whole") / kind.replace(" ", "-"), settings)
 
     return get
 
 
 @pytest.fixture(scope="module")
 def sliced(converted, tmp_path_factory):
-    made = {}
 
+    @cache
     def get(kind, ratio=RATIO, **settings):
         if kind == "cascade":  # another allocation might leave the earlier layer whole
             settings.setdefault("allocate", "uniform")
-        key = (kind, ratio, *settings.items())
-        if key not in made:
-            out = tmp_path_factory.mktemp("slice") / "out"
-            made[key] = converter.convert(converted(kind).path, out, slice_settings(ratio, **settings))
-        return made[key]
+        out = tmp_path_factory.mktemp("slice") / "out"
+        return converter.convert(converted(kind).path, out, slice_settings(ratio, **settings))
 
     return get
 
@@ -145,10 +140,10 @@ def test_a_slice_is_the_whole_model_without_its_last_latents(converted, sliced, 
     expected = forget(model, whole, kept)(tokens()).logits
     got = AutoModelForCausalLM.from_pretrained(result.path).eval()(tokens()).logits
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
-    ladder = {row["stage"]: row["loss"] for row in result.report.ladder}
-    assert list(ladder) == ["before slicing", "sliced", "reloaded"]
-    assert ladder["before slicing"] == pytest.approx(converted(kind).report.ladder[-1]["loss"], abs=1e-5)
-    assert ladder["reloaded"] == pytest.approx(ladder["sliced"], abs=1e-5)
+    stages = {row["stage"]: row["loss"] for row in result.report.ladder}
+    assert list(stages) == ["before slicing", "sliced", "reloaded"]
+    assert stages["before slicing"] == pytest.approx(converted(kind).report.ladder[-1]["loss"], abs=1e-5)
+    assert stages["reloaded"] == pytest.approx(stages["sliced"], abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", TRIED)
@@ -339,7 +334,7 @@ def test_weights_alone(checkpoints, tmp_path):
 def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
     quantized = QuantizedSettings(calibration="none", group=16)
     joint, constant = converted("joint").path, converted("mla constant").path
-    coded = converter.convert(joint, tmp_path / "coded", quantized).path
+    in_bits = converter.convert(joint, tmp_path / "in_bits", quantized).path
     plain = converter.convert(checkpoints("llama"), tmp_path / "plain", quantized).path
     config = json.loads((plain / "config.json").read_text())
     del config["kv_cache"]
@@ -356,7 +351,7 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
     _edit(real / "model.safetensors", "model.layers.1.self_attn.kv_a_layernorm.weight", 1.5)
     for source, ratio, message in (
         (checkpoints("llama"), 0.25, "a llama checkpoint caches no latents to slice; convert it"),
-        (coded, 0.25, "quantised; slice the checkpoint that it was made of"),
+        (in_bits, 0.25, "quantised; slice the checkpoint that it was made of"),
         (plain, 0.25, "the family's own attention"),
         (lost, 0.25, "needs the one beside the weights"),
         (old, 0.25, "does not say what its latents are worth"),

@@ -102,25 +102,19 @@ def test_transmla_comes_out_where_its_public_code_does(measure, tmp_path, ratio,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_heads", "increase", "recall"), [(2, 0.14, 0.75), (1, 0.35, 0.6)])
-def test_fewer_heads(measure, tmp_path, kv_heads, increase, recall):
-    out = converter.convert(DEMO, tmp_path / "out", KVHeadsSettings(kv_heads=kv_heads)).path
-    loaded_as, found, found_recall = measure(out)
-    assert loaded_as == "LlamaForCausalLM"
-    assert found <= increase
-    assert found_recall >= recall
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ratio", "increase", "recall"), [(0.5, 0.001, 0.83), (0.25, 0.015, 0.83), (0.125, 0.22, 0.75)]
+    ("settings", "loads_as", "increase", "recall"),
+    [
+        (KVHeadsSettings(kv_heads=2), "LlamaForCausalLM", 0.14, 0.75),
+        (KVHeadsSettings(kv_heads=1), "LlamaForCausalLM", 0.35, 0.6),
+        (LowRankSettings(kv_ratio=0.5), "SurgeryForCausalLM", 0.001, 0.83),
+        (LowRankSettings(kv_ratio=0.25), "SurgeryForCausalLM", 0.015, 0.83),
+        (LowRankSettings(kv_ratio=0.125), "SurgeryForCausalLM", 0.22, 0.75),
+    ],
 )
-def test_low_rank(measure, tmp_path, ratio, increase, recall):
-    out = converter.convert(DEMO, tmp_path / "out", LowRankSettings(kv_ratio=ratio)).path
-    loaded_as, found, found_recall = measure(out)
-    assert loaded_as == "SurgeryForCausalLM"
-    assert found <= increase
-    assert found_recall >= recall
+def test_fewer_heads_and_low_rank(measure, tmp_path, settings, loads_as, increase, recall):
+    loaded_as, found, found_recall = measure(converter.convert(DEMO, tmp_path / "out", settings).path)
+    assert loaded_as == loads_as and found <= increase and found_recall >= recall
 
 
 @pytest.mark.slow

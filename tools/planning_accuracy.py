@@ -94,7 +94,7 @@ def measured(model: str, made: dict[str, Path], work: Path) -> dict[str, dict[st
         tasks=("loss", "recall"),
         variants=(),
         length=LENGTH,
-        decoded=0,  # one pass reads codes as decoding does
+        decoded=0,  # one pass reads quantised values as decoding does
         windows=WINDOWS,
         recall_prompts=PROMPTS,
         out=work / "report",

@@ -66,7 +66,7 @@ def balance_latents(student: nn.Module, factors: Mapping[str, Tensor] | None = N
 
     An attention says by `latent_slices` which outputs of its `kv_down` are latents, and by `latent_readers` all that
     reads them; stock MLA is known by its names. Left as they are: latents of which a side does not train and would not
-    be written, those that other layers read too, and those behind codes whose scales several latents share.
+    be written, those that other layers read too, and those behind quantised values whose scales several latents share.
 
     Args:
         factors: of entries that move less than others, or never, by parameter name.

@@ -159,7 +159,7 @@ def estimate(
     counts = _counts(student, trained)
     teacher_here = teacher is not None and settings.teacher_logits is None
     held, phases = _memory(
-        counts, student, teacher if teacher_here else None, kept, settings, weights, processes, sharded=sharded
+        counts, student, teacher if teacher_here else None, kept, settings, processes, sharded=sharded
     )
     steps = settings.most_steps(processes)
     per_step = settings.global_batch(processes) * settings.length
@@ -176,7 +176,7 @@ def estimate(
         tokens=None if steps is None else steps * per_step,
         held=held,
         phases=phases,
-        flops_per_token=_flops(student, teacher, trained, kept, settings, weights),
+        flops_per_token=_flops(student, teacher, trained, kept, settings),
     )
 
 
@@ -194,13 +194,12 @@ def _memory(
     teacher: PreTrainedModel | None,
     kept: Kept,
     settings: HealSettings,
-    weights: ObjectiveWeights,
     processes: int,
     *,
     sharded: bool,
 ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     """Bytes of a device: held all through, and on top in each phase."""
-    computed = WIDTHS[settings.dtype].itemsize
+    computed, weights = WIDTHS[settings.dtype].itemsize, settings.weights()
     trains, parts = counts["trained"], processes if sharded else 1
     held = {
         "weights that train": 4 * trains // parts,
@@ -246,10 +245,9 @@ def _flops(
     trained: set[str],
     kept: Kept,
     settings: HealSettings,
-    weights: ObjectiveWeights,
 ) -> dict[str, int]:
     """FLOPs of a token by part."""
-    tokens = settings.batch_size * settings.length
+    tokens, weights = settings.batch_size * settings.length, settings.weights()
     attention, matrices = kept.student_attention // tokens, _matrices(student)
     body, updated = 2 * sum(matrices.values()), 2 * sum(n for name, n in matrices.items() if name in trained)
     head = 2 * student.get_output_embeddings().weight.numel()

@@ -41,7 +41,7 @@ class NestedRanks:
         """Of a student as it trains, on its device, with whatever was put into it or around it.
 
         Raises:
-            SurgeryError: a layer has no latents that can be cut, or the cache keeps codes of them.
+            SurgeryError: a layer has no latents that can be cut, or the cache quantises them.
         """
         self.shares, self._seed = tuple(shares), seed
         attentions = nested_attentions(student)
@@ -108,7 +108,7 @@ def nested_attentions(student: nn.Module) -> list[nn.Module]:
     """The attention of every layer, all of which cache latents that may be cut.
 
     Raises:
-        SurgeryError: one does not, or the cache keeps codes of them.
+        SurgeryError: one does not, or the cache quantises them.
     """
     if getattr(getattr(student, "config", None), "kv_cache", None):
         raise SurgeryError(

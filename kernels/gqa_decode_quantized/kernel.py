@@ -1,4 +1,4 @@
-r"""Grouped-query decoding over codes of 8, 4 or 2 bits. Scales are folded into what meets the codes.
+r"""Grouped-query decoding over keys and values of 8, 4 or 2 bits. Scales are folded into what meets them.
 
 Keys by channel: a step stays in one group of tokens, whose scales s and zero points z [d] go into the query,
 

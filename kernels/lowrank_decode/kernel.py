@@ -2,10 +2,10 @@ r"""Decode attention over keys rebuilt from latents, with the latents as values 
 
 A program has one KV head of one row, its query heads (times new tokens), and one split of the row's tokens. For each
 block of tokens it rebuilds the head's keys, K = C Uᵀ, in registers, in two halves because those are rotated together:
-U's rows are loaded as halves, nothing is shuffled. Rotations are relative to the block's first slot n₀: keys turn by
-their place in the block, a table of a block for all of them, queries by -n₀, one row of cosines a block. Tokens stand
-on the rows of all products, so that they are matrix instructions of a warp group and the keys never leave registers;
-logits and accumulators are therefore transposed.
+U's rows are loaded as halves, nothing is shuffled. Rotations are relative to the block's first position n₀: keys turn
+by their place in the block, a table of a block for all of them, queries by -n₀, one row of cosines a block. Tokens
+stand on the rows of all products, so that they are matrix instructions of a warp group and the keys never leave
+registers; logits and accumulators are therefore transposed.
 
 The latent is so read by every KV head, from L2 all but once: programs of one block's heads follow each other. Several
 heads a program would save at best half of what L2 delivers, since U, which is d/BLOCK as large as the block of
@@ -102,9 +102,9 @@ def lowrank_decode_kernel(
         for piece in tl.static_range(KEY_CHUNKS):
             ups += load_up(key_up, head, up_head, up_dim, key_rank, piece, column, inside, DIM, CHUNK, EVEN)
     for block in range(begin, end, BLOCK):
-        slots = block + tl.arange(0, BLOCK)
-        filled = slots < end
-        index = slots - offset
+        positions = block + tl.arange(0, BLOCK)
+        filled = positions < end
+        index = positions - offset
 
         near = tl.zeros([BLOCK, HALF], tl.float32)
         far = tl.zeros([BLOCK, HALF], tl.float32)
@@ -133,12 +133,12 @@ def lowrank_decode_kernel(
             # That `block` is in the mask keeps the compiler from holding the table in registers through the loop.
             there = inside & (tl.zeros_like(column) + block < end)
             near, far = turned(near, far, within, STEP, tl.arange(0, BLOCK), column, there, width)
-            cos, sin = slot_rotation(within, begins, begin_rows, block, column, inside, width, STEP)
+            cos, sin = rotation_at(within, begins, begin_rows, block, column, inside, width, STEP)
             turned_near = query_near * cos[None, :] + query_far * sin[None, :]
             turned_far = query_far * cos[None, :] - query_near * sin[None, :]
         logits = tl.dot(near.to(dtype), tl.trans(turned_near.to(dtype)), input_precision="ieee")
         logits = tl.dot(far.to(dtype), tl.trans(turned_far.to(dtype)), logits, input_precision="ieee")
-        visible = filled[:, None] & (slots[:, None] <= own[None, :] - window)
+        visible = filled[:, None] & (positions[:, None] <= own[None, :] - window)
         logits = tl.where(visible, logits * (scale * LOG2E), -float("inf"))
         weights, most, total, shrink = softmax_step(logits, most, total, 0)
 
@@ -161,14 +161,14 @@ def lowrank_decode_kernel(
         for block in range(0, exact_count, EXACT_BLOCK):
             index = block + tl.arange(0, EXACT_BLOCK)
             filled = index < exact_tokens
-            slots = tl.load(exact_slots + row * slots_row + index, mask=filled, other=-1)
-            as_rebuilt = (slots >= low) & (slots < stop)
-            visible = (slots >= tl.maximum(start, 0))[:, None] & (slots[:, None] <= own[None, :])
-            visible = visible & ~(as_rebuilt[:, None] & (slots[:, None] <= own[None, :] - window))
+            positions = tl.load(exact_slots + row * slots_row + index, mask=filled, other=-1)
+            as_rebuilt = (positions >= low) & (positions < stop)
+            visible = (positions >= tl.maximum(start, 0))[:, None] & (positions[:, None] <= own[None, :])
+            visible = visible & ~(as_rebuilt[:, None] & (positions[:, None] <= own[None, :] - window))
             visible = visible & real[None, :]
             # What no query sees may hold anything; a weight of zero would still make NaN of it.
             seen = tl.max(visible.to(tl.int32), axis=1) > 0
-            slots = tl.where(seen, slots, 0)
+            positions = tl.where(seen, positions, 0)
             key_at = exact_key + row * key_row + head.to(tl.int64) * key_head + index.to(tl.int64) * key_token
             key_at = key_at[:, None] + column[None, :]
             near = tl.load(key_at, mask=seen[:, None] & inside[None, :], other=0.0).to(tl.float32)
@@ -176,8 +176,8 @@ def lowrank_decode_kernel(
             if RAW_EXACT:
                 near, far = finished(near, far, key_bias, norm_weight, norm_eps, head, column, inside, DIM)
             if within is not None:
-                near, far = turned(near, far, within, STEP, slots % STEP, column, inside, width)
-                near, far = turned(near, far, begins, begin_rows, slots // STEP, column, inside, width)
+                near, far = turned(near, far, within, STEP, positions % STEP, column, inside, width)
+                near, far = turned(near, far, begins, begin_rows, positions // STEP, column, inside, width)
             logits = tl.dot(near.to(dtype), tl.trans(query_near), input_precision="ieee")
             logits = tl.dot(far.to(dtype), tl.trans(query_far), logits, input_precision="ieee")
             logits = tl.where(visible, logits * (scale * LOG2E), -float("inf"))
@@ -192,9 +192,9 @@ def lowrank_decode_kernel(
         rescale = tl.full([ROWS], 1.0, tl.float32)
 
     norm = 1.0 / tl.where(total > 0, total, 1.0)
-    slot = (row * tokens + token) * (KV_HEADS * SIZE) + head * SIZE + place
-    slot = slot * SPLITS + split
-    at = out + slot * (VALUE_RANK + EXACT_DIM)
+    entry = (row * tokens + token) * (KV_HEADS * SIZE) + head * SIZE + place
+    entry = entry * SPLITS + split
+    at = out + entry * (VALUE_RANK + EXACT_DIM)
     for piece in tl.static_range(VALUE_CHUNKS):
         number = piece * CHUNK + tl.arange(0, CHUNK)
         result = mixed[piece] * (rescale * norm)[None, :]
@@ -204,7 +204,7 @@ def lowrank_decode_kernel(
         result = exact * norm[None, :]
         mask = (wide < EXACT_DIM)[:, None] & real[None, :]
         tl.store(at[None, :] + VALUE_RANK + wide[:, None], result.to(out.dtype.element_ty), mask=mask)
-    tl.store(log + slot, log_of(most, total), mask=real)
+    tl.store(log + entry, log_of(most, total), mask=real)
 
 
 @triton.jit
@@ -283,12 +283,12 @@ def turned(near, far, table, table_rows, rows, column, inside, width: tl.constex
 
 
 @triton.jit
-def slot_rotation(within, begins, begin_rows, slot, column, inside, width: tl.constexpr, STEP: tl.constexpr):
-    """Cosines and sines [width] of one slot."""
-    at = within + (slot % STEP) * width + column
+def rotation_at(within, begins, begin_rows, position, column, inside, width: tl.constexpr, STEP: tl.constexpr):
+    """Cosines and sines [width] of one position."""
+    at = within + (position % STEP) * width + column
     cos_near = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     sin_near = tl.load(at + STEP * width, mask=inside, other=0.0).to(tl.float32)
-    at = begins + (slot // STEP) * width + column
+    at = begins + (position // STEP) * width + column
     cos_far = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     sin_far = tl.load(at + begin_rows * width, mask=inside, other=0.0).to(tl.float32)
     return cos_near * cos_far - sin_near * sin_far, sin_near * cos_far + cos_near * sin_far

@@ -34,7 +34,7 @@ def default_config(
     """The configuration for a KV head, chosen by what compiles for GPUs of a capability (80, 90) without spills.
 
     64 tokens are the rows of a warp group's matrix instruction. Older GPUs have none, and too few registers for as many
-    tokens where U passes through shared memory: 32 there. `plain` is without codes and without exact tokens.
+    tokens where U passes through shared memory: 32 there. `plain` is without bits and exact tokens.
     """
     if plain and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES:
         most = 64 if dtype == torch.float32 else 128
@@ -69,7 +69,7 @@ def launches(
     splits = splits_of(config, batch * kv_heads * row_blocks, query, capacity)
     parts, logs = scratch(query, out.shape[-1], splits)
     if resident is None:
-        # Codes and exact tokens leave no registers for it, but for a few tokens that share their scales.
+        # Quantised latents and exact tokens leave no registers for it, but for a few tokens that share their scales.
         room = exact_key is None and (not bits or (given.by_channel and config.block_tokens < 64))
         resident = room and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
     reads = [0, key_rank, 0, value_rank] if ranges is None else ranges

@@ -3,7 +3,7 @@
     lowrank_decode(query, latent, key_up, scale, *, ...)                                    -> (out, exact_out, lse)
     lowrank_decode_quantized(query, codes, code_scale, code_zero, key_up, scale, *, ...)    -> (out, exact_out, lse)
 
-With c_n the latent of the token in slot n, U_g `key_up` and R_n the rotation of slot n, KV head g has
+With c_n the latent of the token in position n, U_g `key_up` and R_n the rotation of position n, KV head g has
 
     k_g(n) = R_n norm(U_g c_n + key_bias_g)        v_g(n) = value_up_g c_n + value_bias_g
 
@@ -16,11 +16,11 @@ What caches of the project's classes give:
 - low rank, cascades: latents [B, S, r], of a cascade those of its layers side by side; one block of ranks after the
   other with `ranges`; nothing exact.
 - with an exact window: besides, `sinks`, `window` and the tokens of `ExactWindowLayer`, whose keys lack the rotation
-  alone; slots that hold nothing yet are -1.
-- a basis that several layers share: codes [B, S, r], as `key_up` the rows of `basis_up` that give keys, as `rebuilt`
+  alone; positions that hold nothing yet are -1.
+- a basis that several layers share: latents [B, S, r], as `key_up` the rows of `basis_up` that give keys, as `rebuilt`
   [sinks, start of the block], as exact tokens those of `GroupLayer` with `raw_exact`.
-- latents that are quantised but for the latest: one call over the codes, with `held`, and one over the rest, with
-  `first`; their results are merged by their lse. Exact tokens go with one of them.
+- latents that are quantised but for the latest: one call over the quantised ones, with `held`, and one over the rest,
+  with `first`; their results are merged by their lse. Exact tokens go with one of them.
 """
 
 from __future__ import annotations
@@ -62,31 +62,31 @@ def lowrank_decode(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     r"""Attention of the last T tokens of each row over rebuilt keys, with the latents as values.
 
-    Slots are places in the row, padding included; the query of new token t stands at slot m = lengths - T + t. It reads
-    slot n rebuilt where ``low ≤ n < stop`` and ``n ≤ m - window``, and exactly everywhere else from ``starts`` to m, as
-    far as such tokens are given. A token may be given in both forms; it is read in one.
+    Positions are places in the row, padding included; the query of new token t stands at position m = lengths - T + t.
+    It reads position n rebuilt where ``low ≤ n < stop`` and ``n ≤ m - window``, and exactly everywhere else from
+    ``starts`` to m, as far as such tokens are given. A token may be given in both forms; it is read in one.
 
     Args:
-        query: [B, T, H, d], normalised and rotated to its slots.
-        latent: [B, S, R]; the last dimension contiguous. latent[:, i] is that of slot ``first + i``.
+        query: [B, T, H, d], normalised and rotated to its positions.
+        latent: [B, S, R]; the last dimension contiguous. latent[:, i] is that of position ``first + i``.
         key_up: [G, d, r_k]; r_k = R without `ranges`. Query head h reads KV head h // (H // G).
         scale: multiplies the logits; with it goes what a rotary embedding multiplies its cosines by, for the keys.
-        rotation: `rotation_tables(inv_freq, slots)` for at least as many slots as there are; None for no rotation.
-            Numbers i and i + d/2 of a head are rotated together.
+        rotation: `rotation_tables(inv_freq, positions)` for at least as many positions as there are; None for no
+            rotation. Numbers i and i + d/2 of a head are rotated together.
         key_bias: [G, d], added to rebuilt keys before the norm.
         norm_weight, norm_eps: [d], of a root-mean-square norm of rebuilt keys; None for none.
         ranges: of each KV head the first number and the rank of what its key reads of a latent, then of what its value
             reads; key ranks are at most r_k, r_v is the greatest of the values', `out` is 0 behind a head's own. None:
             both read all R. Multiples of 8 or 16 load fastest, and equal ranges for key and value once.
         lengths: int32 [B], tokens of each row, the new ones included; None for S.
-        starts: int32 [B], first slot that is no padding; None for 0.
-        first: int32 [B], slot of latent[:, 0]; None for 0.
+        starts: int32 [B], first position that is no padding; None for 0.
+        first: int32 [B], position of latent[:, 0]; None for 0.
         held: int32 [B], how many of the S latents are there; None for all that `lengths` and `rebuilt` leave.
         rebuilt: int32 [B, 2], low and stop; None for starts + `sinks` and lengths. Needs `lengths`.
         window: this many latest tokens of a query, itself included, are read exactly (0 for none).
         sinks: as many first tokens are; unused with `rebuilt`.
         exact_key, exact_value: [B, G, E, d] and [B, G, E, v], the keys not rotated; all three or none.
-        exact_slots: int32 [B, E], their slots in any order; -1 for one that is not there.
+        exact_slots: int32 [B, E], their positions in any order; -1 for one that is not there.
         raw_exact: exact keys still lack bias and norm, the kernel applies them.
 
     Returns:
@@ -129,10 +129,10 @@ def lowrank_decode_quantized(
     exact_slots: Tensor | None = None,
     raw_exact: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`lowrank_decode` over latents that are held as codes, in the format of KIVI (arXiv:2402.02750).
+    """`lowrank_decode` over quantised latents, in the format of KIVI (arXiv:2402.02750).
 
-    The latest latents, which are no codes yet, take a call of `lowrank_decode` of their own with `first` their first
-    slot; both results are merged by their lse. Exact tokens go with one of the two.
+    The latest latents, which are not quantised yet, take a call of `lowrank_decode` of their own with `first` their
+    first position; both results are merged by their lse. Exact tokens go with one of the two.
 
     Args:
         codes: uint8 [B, S·bits/8, R]; consecutive tokens in one byte, the first in its lowest bits.
@@ -218,7 +218,7 @@ def _unsupported(
 lowrank_decode_op = operation(
     "lowrank_decode", lowrank_attention, _outputs, _unsupported, kernel="surgery.kernels.lowrank_decode.launches"
 )
-"""Both outputs side by side [B, T, H, r_v + v], and lse [B, T, H]; latents are codes where `bits` is not 0."""
+"""Both outputs side by side [B, T, H, r_v + v], and lse [B, T, H]; latents are quantised where `bits` is not 0."""
 
 
 def _check(query: Tensor, latent: Tensor, key_up: Tensor, options: dict) -> None:
@@ -261,7 +261,7 @@ def _check(query: Tensor, latent: Tensor, key_up: Tensor, options: dict) -> None
     exact = [options[name] for name in ("exact_key", "exact_value", "exact_slots")]
     if any(tensor is not None for tensor in exact):
         if any(tensor is None for tensor in exact):
-            refuse("exact tokens need their keys, values and slots")
+            refuse("exact tokens need their keys, values and positions")
         count = exact[0].shape[2]
         shapes |= {"exact_key": (batch, kv_heads, count, dim), "exact_slots": (batch, count)}
         shapes["exact_value"] = (batch, kv_heads, count, exact[1].shape[-1])

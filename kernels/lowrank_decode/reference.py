@@ -1,7 +1,7 @@
 """Attention over keys rebuilt from latents, in plain PyTorch: what the kernel of this operation must reproduce.
 
 What is cached and how a key comes back from it is that of CSKV (arXiv:2409.10593), Palu (arXiv:2407.21118) and, with
-codes of several layers, xKV (arXiv:2503.18893). Values stay latents: attention is linear in them, so that the
+latents that several layers share, xKV (arXiv:2503.18893). Values stay latents: attention is linear in them, so that the
 up-projection of the values is applied to one mixed latent of each head in the place of every token.
 
 Shapes: B rows, T new tokens, H query heads, G KV heads, d head size, S tokens held as latents of R numbers, of which a
@@ -16,34 +16,34 @@ from torch import Tensor
 from surgery.kernels.quantization import dequantized
 
 STEP = 128
-"""Slots between two rows of the second table of `rotation_tables`."""
+"""Positions between two rows of the second table of `rotation_tables`."""
 
 
-def rotation_tables(inv_freq: Tensor, slots: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Cosines and sines from which every slot's rotation is made: R_n = R_{n - n mod 128} R_{n mod 128}.
+def rotation_tables(inv_freq: Tensor, positions: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Cosines and sines from which every position's rotation is made: R_n = R_{n - n mod 128} R_{n mod 128}.
 
-    A table of all slots would be read beside the latents and be as large as they are. Made once for a cache.
+    A table of all positions would be read beside the latents and be as large as they are. Made once for a cache.
 
     Args:
-        inv_freq: [d/2], radians a slot.
-        slots: the most that the cache can have.
+        inv_freq: [d/2], radians a position.
+        positions: the most that the cache can have.
         dtype: of the tables; the angles are computed in fp64.
 
     Returns:
-        within [2, 128, d/2], the cosines and sines of slots 0 to 127, and begins [2, n, d/2], those of slots 0, 128,
-        256, ...
+        within [2, 128, d/2], the cosines and sines of positions 0 to 127, and begins [2, n, d/2], those of positions 0,
+        128, 256, ...
     """
     wide = inv_freq.double()
     first = torch.arange(STEP, device=wide.device, dtype=torch.float64)[:, None] * wide
-    every = STEP * torch.arange(max(1, -(-slots // STEP)), device=wide.device, dtype=torch.float64)[:, None] * wide
+    every = STEP * torch.arange(max(1, -(-positions // STEP)), device=wide.device, dtype=torch.float64)[:, None] * wide
     within, begins = (torch.stack([angles.cos(), angles.sin()]) for angles in (first, every))
     return within.to(dtype), begins.to(dtype)
 
 
-def rotated(keys: Tensor, slots: Tensor, within: Tensor, begins: Tensor) -> Tensor:
-    """Keys [B, G, n, d] rotated by halves to slots [B, n]."""
-    slots = slots.long()
-    near, far = within.to(keys.dtype)[:, slots % STEP], begins.to(keys.dtype)[:, slots // STEP]
+def rotated(keys: Tensor, positions: Tensor, within: Tensor, begins: Tensor) -> Tensor:
+    """Keys [B, G, n, d] rotated by halves to positions [B, n]."""
+    positions = positions.long()
+    near, far = within.to(keys.dtype)[:, positions % STEP], begins.to(keys.dtype)[:, positions // STEP]
     cos = (near[0] * far[0] - near[1] * far[1]).unsqueeze(1)
     sin = (near[1] * far[0] + near[0] * far[1]).unsqueeze(1)
     real, imag = keys.chunk(2, dim=-1)
@@ -90,7 +90,7 @@ def lowrank_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last T queries; arguments as in `operator.lowrank_decode`, the rotation as its two tables.
 
-    Latents are codes where `bits` is not 0.
+    Latents are quantised where `bits` is not 0.
 
     Returns:
         out and exact_out side by side, [B, T, H, r_v + v], v = 0 without exact tokens, and lse [B, T, H] in fp32.
@@ -110,9 +110,9 @@ def lowrank_attention(
     low, stop = (start + sinks, length) if rebuilt is None else rebuilt.long().unbind(1)
 
     # Rows of tokens that nobody sees may hold anything, NaN included.
-    slots = offset[:, None] + torch.arange(held_tokens, device=device)
+    positions = offset[:, None] + torch.arange(held_tokens, device=device)
     own = (length - tokens)[:, None, None] + torch.arange(tokens, device=device)[:, None]  # [B, T, 1]
-    place = slots[:, None]
+    place = positions[:, None]
     visible = (place >= torch.maximum(low, start)[:, None, None]) & (place < stop[:, None, None])
     visible = visible & (place <= own - window) & (place < torch.minimum(offset + there, length)[:, None, None])
     latent = latent.masked_fill(~visible.any(1)[..., None], 0)
@@ -121,7 +121,7 @@ def lowrank_attention(
     keys = _keys(latent, key_up, reads)
     keys = normalised(keys, key_bias, norm_weight, norm_eps)
     if within is not None:
-        keys = rotated(keys, torch.where(visible.any(1), slots, 0), within, begins)
+        keys = rotated(keys, torch.where(visible.any(1), positions, 0), within, begins)
     values = _values(latent, reads, kv_heads)
     count = 0
     if exact_key is not None:

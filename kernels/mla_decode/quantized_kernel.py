@@ -13,8 +13,8 @@ operations a number, which limit int8 on an H200 to about two thirds of its memo
 **Scales.** A code becomes its number in fp32, and is then rounded to the query's dtype, as the cache that hands out its
 tokens would. A group's scale is loaded once for a chunk of a step and spread over the group in registers, where groups
 and steps divide each other, else once a number. Folding scales into queries and probabilities instead (q · s before the
-product with codes, p · s before the other) saves no arithmetic at 32 rows and groups of 32: there are as many numbers
-in q as in the tile. It would round q · s and p · s instead of c · s.
+product with quantised values, p · s before the other) saves no arithmetic at 32 rows and groups of 32: there are as
+many numbers in q as in the tile. It would round q · s and p · s instead of c · s.
 
 **What compiling showed** (Triton 3.9, bf16, groups of 32). On sm_90 32 rows and on sm_80 16 do without spills in every
 format, by channel and by token: 4 warps up to r = 256, 8 up to r = 512.

@@ -16,7 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from surgery.kernels.backend import refusal
 from surgery.kernels.checks import too_wide
 from surgery.kernels.mla_prefill.operator import mla_prefill
-from surgery.kernels.mla_prefill.reference import document_bounds, visible_slots
+from surgery.kernels.mla_prefill.reference import document_bounds, visible_positions
 
 
 def prefill_attention_function(
@@ -34,8 +34,8 @@ def prefill_attention_function(
 ) -> tuple[Tensor, None]:
     """Attention with the signature of transformers' AttentionInterface, differentiable.
 
-    Without a mask and with more slots than queries, queries are the first slots, as in transformers' `sdpa`, which
-    leaves the mask out then only for a static cache that is still empty. With a mask [B, S] they are the last.
+    Without a mask and with more positions than queries, queries are the first positions, as in transformers' `sdpa`,
+    which leaves the mask out then only for a static cache that is still empty. With a mask [B, S] they are the last.
 
     Args:
         module: whose attention it is; `is_causal` is read where the argument is None.
@@ -46,7 +46,7 @@ def prefill_attention_function(
             [B or 1, H or 1, T, S], boolean or added to the logits.
         dropout: of the attention weights.
         scaling: of the logits; None for c^-½.
-        sliding_window: how many latest slots a query sees; a mask with four axes is taken to say so itself.
+        sliding_window: how many latest positions a query sees; a mask with four axes is taken to say so itself.
         documents: int32 [B, S], as in `mla_prefill`.
 
     Returns:
@@ -73,7 +73,7 @@ def prefill_attention_function(
         return mla_prefill(query, key, value, scaling, documents=documents, **masks)[0], None
     mask = attention_mask if spelled else _mask(query, key, documents, masks)
     if spelled and documents is not None:
-        same = visible_slots(
+        same = visible_positions(
             tokens, key.shape[2], causal=causal, bounds=document_bounds(documents), device=query.device
         )[:, None]
         mask = mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, torch.finfo(mask.dtype).min)
@@ -95,13 +95,13 @@ def _padding(mask: Tensor) -> dict[str, Tensor]:
 
 def _mask(query: Tensor, key: Tensor, documents: Tensor | None, masks: dict[str, Any]) -> Tensor | None:
     """What PyTorch's attention is given for a mask that was not spelled out: None where `is_causal` says it."""
-    tokens, slots = query.shape[2], key.shape[2]
+    tokens, positions = query.shape[2], key.shape[2]
     window = masks["window"]
-    hidden = documents is not None or "starts" in masks or (window is not None and window < slots)
+    hidden = documents is not None or "starts" in masks or (window is not None and window < positions)
     if not hidden:
         return None
     bounds = None if documents is None else document_bounds(documents)
-    return visible_slots(tokens, slots, bounds=bounds, device=query.device, **masks)[:, None]
+    return visible_positions(tokens, positions, bounds=bounds, device=query.device, **masks)[:, None]
 
 
 def _torch_attention(

@@ -68,7 +68,7 @@ def backward_launches(
     """
     query, key, value = given.query, given.key, given.value
     batch, heads, tokens, _ = query.shape
-    kv_heads, slots, value_width = value.shape[1:]
+    kv_heads, positions, value_width = value.shape[1:]
     if configs is None:
         default, shape = default_configs(query.dtype.itemsize, capability_of(query.device)), shape_of(query, key, value)
         configs = BackwardConfigs(
@@ -88,7 +88,7 @@ def backward_launches(
     of_keys, of_queries = configs.keys, configs.queries
     return [
         launch(delta_kernel, (tokens, rows.block_rows), heads, rows, SIZE=triton.next_power_of_2(value_width)),
-        launch(keys_kernel, (slots, of_keys.block_tokens), kv_heads, of_keys, BLOCK_K=of_keys.block_tokens),
+        launch(keys_kernel, (positions, of_keys.block_tokens), kv_heads, of_keys, BLOCK_K=of_keys.block_tokens),
         launch(queries_kernel, (tokens, of_queries.block_rows), heads, of_queries, BLOCK_K=of_queries.block_tokens),
     ]
 
@@ -118,7 +118,7 @@ def delta_kernel(
 @triton.jit
 def keys_kernel(
     query, key, value, grad_out, lse, delta, scale,
-    starts, lengths, bounds, bounds_size, offsets, window, tokens, slots, heads,
+    starts, lengths, bounds, bounds_size, offsets, window, tokens, positions, heads,
     query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
     grad_batch, grad_token, grad_head,
     grad_key, grad_value, grad_key_batch, grad_key_head, grad_key_token,
@@ -132,11 +132,11 @@ def keys_kernel(
     kv_head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     if bounds is not None:
-        bounds += batch * slots
-    first, behind, offset = row_limits(starts, lengths, offsets, batch, tokens, slots)
+        bounds += batch * positions
+    first, behind, offset = row_limits(starts, lengths, offsets, batch, tokens, positions)
     row = tl.arange(0, BLOCK_K)
-    slot = block + row
-    there = (slot >= first) & (slot < behind)
+    position = block + row
+    there = (position >= first) & (position < behind)
     begin, end = query_range(
         block, first, behind, offset, window, bounds, bounds_size, tokens, CAUSAL, BLOCK_Q, BLOCK_K
     )
@@ -180,7 +180,7 @@ def keys_kernel(
         if K1 > 0:
             query1 = load_part(queries, query_token, query_row, asks, K0, K1, K, True)
             logits = tl.dot(key1, tl.trans(query1), acc=logits, input_precision="ieee")
-        seen = (slot[:, None] >= low[None, :]) & (slot[:, None] < high[None, :]) & asks[None, :]
+        seen = (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :]) & asks[None, :]
         weights = tl.where(seen, tl.exp2(logits * scale2 - log2[None, :]), 0.0)
 
         grad0 = load_part(grads, grad_token, query_row, asks, 0, V0, V, True)
@@ -196,7 +196,7 @@ def keys_kernel(
         if K1 > 0:
             sum_key1 = tl.dot(grad_logits, query1, acc=sum_key1, input_precision="ieee")
 
-    inside = slot < slots
+    inside = position < positions
     grad_key += batch * grad_key_batch + kv_head * grad_key_head + tl.cast(block, tl.int64) * grad_key_token
     grad_value += batch * grad_value_batch + kv_head * grad_value_head + tl.cast(block, tl.int64) * grad_value_token
     store_part(grad_key, grad_key_token, row, inside, sum_key0 * scale, 0, K0, K)
@@ -233,7 +233,7 @@ def query_range(
 @triton.jit
 def queries_kernel(
     query, key, value, grad_out, lse, delta, scale,
-    starts, lengths, bounds, bounds_size, offsets, window, tokens, slots, heads,
+    starts, lengths, bounds, bounds_size, offsets, window, tokens, positions, heads,
     query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
     grad_batch, grad_token, grad_head,
     grad_query, grad_query_batch, grad_query_head, grad_query_token,
@@ -248,15 +248,15 @@ def queries_kernel(
     key += batch * key_batch + head // GROUP * key_head
     value += batch * value_batch + head // GROUP * value_head
     if bounds is not None:
-        bounds += batch * slots
-    first, behind, offset = row_limits(starts, lengths, offsets, batch, tokens, slots)
+        bounds += batch * positions
+    first, behind, offset = row_limits(starts, lengths, offsets, batch, tokens, positions)
 
     row = tl.arange(0, BLOCK_Q)
     token = block.to(tl.int32) + row
     inside = token < tokens
     low, high, there = interval(offset + token, first, behind, window, bounds, bounds_size, CAUSAL)
     there = there & inside
-    begin, _, _, end = key_blocks(low, high, there, slots, BLOCK_K)
+    begin, _, _, end = key_blocks(low, high, there, positions, BLOCK_K)
 
     query += batch * query_batch + head * query_head + block * query_token
     grad_out += batch * grad_batch + head * grad_head + block * grad_token
@@ -277,8 +277,8 @@ def queries_kernel(
     key_row = tl.arange(0, BLOCK_K)
     scale2 = scale * LOG2E
     for start in tl.range(begin, end, BLOCK_K):
-        slot = start + key_row
-        given = (slot >= first) & (slot < behind)
+        position = start + key_row
+        given = (position >= first) & (position < behind)
         keys = key + tl.cast(start, tl.int64) * key_token
         values = value + tl.cast(start, tl.int64) * value_token
         key0 = load_part(keys, key_token, key_row, given, 0, K0, K, True)
@@ -291,7 +291,7 @@ def queries_kernel(
         if V1 > 0:
             value1 = load_part(values, value_token, key_row, given, V0, V1, V, True)
             grad_weights = tl.dot(grad1, tl.trans(value1), acc=grad_weights, input_precision="ieee")
-        seen = (slot[None, :] >= low[:, None]) & (slot[None, :] < high[:, None])
+        seen = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
         weights = tl.where(seen, tl.exp2(logits * scale2 - log2[:, None]), 0.0)
         grad_logits = (weights * (grad_weights - shift[:, None])).to(key0.dtype)
         sum0 = tl.dot(grad_logits, key0, acc=sum0, input_precision="ieee")

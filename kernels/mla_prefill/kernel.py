@@ -4,7 +4,7 @@ FlashAttention-2 (Dao, arXiv 2307.08691, algorithm 1): the softmax is computed o
 log2 e folded into the logits. Keys are 128 + 64 wide without padding to 256: a row is two power-of-two tiles
 (`tiles.parts_of`), two products add up to the logits, and values of an odd width have two accumulators.
 
-Each query sees one interval of slots (`tiles.interval`). Keys that all queries of the block see are gone through
+Each query sees one interval of positions (`tiles.interval`). Keys that all queries of the block see are gone through
 without a mask; only blocks at the ends of the intervals have one. Late queries, which see most, start first.
 """
 
@@ -50,7 +50,7 @@ def shared(given: SimpleNamespace) -> dict:
         **vars(given),
         "bounds_size": 0 if given.bounds is None else given.bounds[0].numel(),
         "tokens": query.shape[2],
-        "slots": key.shape[2],
+        "positions": key.shape[2],
         "heads": query.shape[1],
         **strides("batch", "head", "token", query=query, key=key, value=value),
         "GROUP": query.shape[1] // key.shape[1],
@@ -78,7 +78,7 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
 
 @triton.jit
 def forward_kernel(
-    query, key, value, out, lse, scale, starts, lengths, bounds, bounds_size, offsets, window, tokens, slots, heads,
+    query, key, value, out, lse, scale, starts, lengths, bounds, bounds_size, offsets, window, tokens, positions, heads,
     query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -90,15 +90,15 @@ def forward_kernel(
     key += batch * key_batch + head // GROUP * key_head
     value += batch * value_batch + head // GROUP * value_head
     if bounds is not None:
-        bounds += batch * slots
-    first, behind, offset = row_limits(starts, lengths, offsets, batch, tokens, slots)
+        bounds += batch * positions
+    first, behind, offset = row_limits(starts, lengths, offsets, batch, tokens, positions)
 
     row = tl.arange(0, BLOCK_Q)
     token = block.to(tl.int32) + row
     inside = token < tokens
     low, high, there = interval(offset + token, first, behind, window, bounds, bounds_size, CAUSAL)
     there = there & inside
-    begin, full_begin, full_end, end = key_blocks(low, high, there, slots, BLOCK_K)
+    begin, full_begin, full_end, end = key_blocks(low, high, there, positions, BLOCK_K)
 
     query += batch * query_batch + head * query_head + block * query_token
     query0 = load_part(query, query_token, row, there, 0, K0, K, True)
@@ -148,8 +148,8 @@ def attend(
     """Takes the online softmax on through keys `begin` to `end`; without MASK all queries see all of them."""
     row = tl.arange(0, BLOCK_K)
     for start in tl.range(begin, end, BLOCK_K):
-        slot = start + row
-        there = (slot >= first) & (slot < behind)
+        position = start + row
+        there = (position >= first) & (position < behind)
         keys = key + tl.cast(start, tl.int64) * key_token
         values = value + tl.cast(start, tl.int64) * value_token
         logits = tl.dot(
@@ -159,7 +159,7 @@ def attend(
             part = load_part(keys, key_token, row, there, K0, K1, K, MASK)
             logits = tl.dot(query1, tl.trans(part), acc=logits, input_precision="ieee")
         if MASK:
-            seen = (slot[None, :] >= low[:, None]) & (slot[None, :] < high[:, None])
+            seen = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
             logits = tl.where(seen, logits, -float("inf"))
         new = tl.maximum(most, tl.max(logits, axis=1) * scale2)
         # A query that has seen nothing yet has no maximum to subtract.

@@ -26,7 +26,7 @@ def mla_prefill(
     documents: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of T queries over S slots, T ≤ S: a prompt, the next part of one, or a training pass.
+    """Attention of T queries over S positions, T ≤ S: a prompt, the next part of one, or a training pass.
 
     Differentiable once in query, key and value, through both results. In the CPU's or any other plain PyTorch
     computation all logits are held at once.
@@ -36,13 +36,14 @@ def mla_prefill(
         key: [B, K, S, c]; H // K query heads, one after the other, share a KV head.
         value: [B, K, S, v].
         scale: positive, multiplies the logits.
-        causal: whether a query sees nothing behind its own slot.
-        starts: int32 [B], the first slot of a row that is no padding; None for 0.
-        lengths: int32 [B], the slot behind the last one that is no padding; None for S.
-        window: how many latest slots a query sees, its own included; None for all.
-        documents: int32 [B, S], the document of each slot; queries see their own only. Tokens of a document stand
+        causal: whether a query sees nothing behind its own position.
+        starts: int32 [B], the first position of a row that is no padding; None for 0.
+        lengths: int32 [B], the position behind the last one that is no padding; None for S.
+        window: how many latest positions a query sees, its own included; None for all.
+        documents: int32 [B, S], the document of each position; queries see their own only. Tokens of a document stand
             together: a number that comes again further on is another document.
-        offsets: int32 [B], the slot of each row's first query; None for S - T, where the queries are the last slots.
+        offsets: int32 [B], the position of each row's first query; None for S - T, where the queries are the last
+            positions.
 
     Returns:
         [B, T, H, v] in the dtype of `query`, and [B, H, T] in fp32, the natural logarithm of the sum of exponentials of
@@ -53,21 +54,23 @@ def mla_prefill(
     """
     name = "mla_prefill"
     check_keys(name, query, key, value)
-    (batch, heads, tokens, _), (kv_heads, slots) = query.shape, key.shape[1:3]
+    (batch, heads, tokens, _), (kv_heads, positions) = query.shape, key.shape[1:3]
     check_heads(name, heads, kv_heads)
     check_dtypes(name, query=query, key=key, value=value)
     if len(key) != batch:
         raise ValueError(f"{name}: {batch} rows of queries, {len(key)} of keys")
-    if tokens > slots:
-        raise ValueError(f"{name}: {tokens} queries over {slots} slots: the queries' own keys must be among them")
+    if tokens > positions:
+        raise ValueError(
+            f"{name}: {tokens} queries over {positions} positions: the queries' own keys must be among them"
+        )
     if scale <= 0:
         raise ValueError(f"{name}: scale {scale} is not positive")
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"{name}: a window of {window} needs to be at least 1, and causal attention")
     check_counts(name, batch, starts=starts, lengths=lengths, offsets=offsets)
-    if documents is not None and (documents.shape != (batch, slots) or documents.dtype != torch.int32):
+    if documents is not None and (documents.shape != (batch, positions) or documents.dtype != torch.int32):
         found = f"{documents.dtype} {list(documents.shape)}"
-        raise ValueError(f"{name}: documents is {found}, int32 [{batch}, {slots}] is needed")
+        raise ValueError(f"{name}: documents is {found}, int32 [{batch}, {positions}] is needed")
     bounds = None if documents is None else document_bounds(documents)
     return _mla_prefill(query, key, value, float(scale), causal, window, starts, lengths, bounds, offsets)
 

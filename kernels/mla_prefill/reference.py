@@ -3,8 +3,8 @@ r"""Attention of many queries at once in plain PyTorch: what the kernels of this
 Softmax attention whose keys and values may differ in width, as the expanded heads of multi-head latent attention do
 (DeepSeek-V2, arXiv 2405.04434, equations 9-19: 128 + 64 numbers of a key, 128 of a value).
 
-Whatever hides tokens here leaves each query one interval of slots, and both its ends grow with the query: padding on
-either side, causality, a window, documents that stand one after the other. The kernels live on that.
+Whatever hides tokens here leaves each query one interval of positions, and both its ends grow with the query: padding
+on either side, causality, a window, documents that stand one after the other. The kernels live on that.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from surgery.kernels.backend import DTYPES
 
 
 def document_bounds(documents: Tensor) -> Tensor:
-    """For every slot the first slot of its document and the one behind its last: documents [B, S] → int32 [2, B, S].
+    """For every position the first of its document and the one behind its last: documents [B, S] → int32 [2, B, S].
 
     Tokens of one document stand together: a number that comes again further on is another document.
     """
-    slots = documents.shape[1]
-    index = torch.arange(slots, device=documents.device)
+    positions = documents.shape[1]
+    index = torch.arange(positions, device=documents.device)
     differs = documents[:, 1:] != documents[:, :-1]
     first = torch.nn.functional.pad(differs, (1, 0)) * index
-    behind = torch.where(torch.nn.functional.pad(differs, (0, 1), value=True), index + 1, slots)
+    behind = torch.where(torch.nn.functional.pad(differs, (0, 1), value=True), index + 1, positions)
     return torch.stack([first.cummax(1).values, behind.flip(1).cummin(1).values.flip(1)]).int()
 
 
-def visible_slots(
+def visible_positions(
     tokens: int,
-    slots: int,
+    positions: int,
     *,
     causal: bool = True,
     window: int | None = None,
@@ -40,24 +40,25 @@ def visible_slots(
     offsets: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Which slots each query sees: bool [B or 1, T, S]; arguments as those of `mla_prefill.operator.mla_prefill`.
+    """Which positions each query sees: bool [B or 1, T, S]; arguments as those of `mla_prefill.operator.mla_prefill`.
 
     `bounds` are the `document_bounds` of documents.
     """
-    slot = torch.arange(slots, device=device)
+    position = torch.arange(positions, device=device)
     first = 0 if starts is None else starts[:, None, None]
-    behind = slots if lengths is None else lengths[:, None, None]
-    offset = torch.tensor([slots - tokens], device=device) if offsets is None else offsets
+    behind = positions if lengths is None else lengths[:, None, None]
+    offset = torch.tensor([positions - tokens], device=device) if offsets is None else offsets
     query = (torch.arange(tokens, device=device) + offset[:, None])[:, :, None]
-    visible = (slot >= first) & (slot < behind) & (query >= first) & (query < behind) & (query < slots) & (query >= 0)
+    visible = (position >= first) & (position < behind) & (query >= first) & (query < behind)
+    visible = visible & (query < positions) & (query >= 0)
     if causal:
-        visible = visible & (slot <= query)
+        visible = visible & (position <= query)
     if window is not None:
-        visible = visible & (slot > query - window)
+        visible = visible & (position > query - window)
     if bounds is not None:
-        place = query[..., 0].clamp(0, slots - 1).long().expand(bounds.shape[1], -1)
+        place = query[..., 0].clamp(0, positions - 1).long().expand(bounds.shape[1], -1)
         low, high = (bound.gather(1, place)[:, :, None] for bound in bounds)
-        visible = visible & (slot >= low) & (slot < high)
+        visible = visible & (position >= low) & (position < high)
     return visible
 
 
@@ -82,17 +83,17 @@ def prefill_attention(
         key: [B, K, S, c].
         value: [B, K, S, v].
         scale: multiplies the logits.
-        causal, window, starts, lengths, bounds, offsets: see `visible_slots`.
+        causal, window, starts, lengths, bounds, offsets: see `visible_positions`.
 
     Returns:
         [B, T, H, v] in the dtype of `query`, and [B, H, T] in fp32 (fp64 for fp64).
     """
     dtype, given = torch.float32 if query.dtype in DTYPES else query.dtype, query.dtype
     batch, heads, tokens, _ = query.shape
-    kv_heads, slots = key.shape[1:3]
-    visible = visible_slots(
+    kv_heads, positions = key.shape[1:3]
+    visible = visible_positions(
         tokens,
-        slots,
+        positions,
         causal=causal,
         window=window,
         starts=starts,
@@ -136,10 +137,10 @@ def prefill_gradients(
     """
     causal, window, starts, lengths, bounds, offsets = masks
     given, dtype = query.dtype, torch.float32 if query.dtype in DTYPES else query.dtype
-    kv_heads, slots = key.shape[1:3]
-    visible = visible_slots(
+    kv_heads, positions = key.shape[1:3]
+    visible = visible_positions(
         query.shape[2],
-        slots,
+        positions,
         causal=causal,
         window=window,
         starts=starts,

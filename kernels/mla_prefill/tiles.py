@@ -1,4 +1,4 @@
-"""What the kernels of this operation share: rows of any width in two power-of-two parts, and who sees which slots."""
+"""What the kernels of this operation share: rows of any width in two power-of-two parts, and who sees what."""
 
 from __future__ import annotations
 
@@ -42,51 +42,51 @@ def store_part(base, stride, row, there, tile, FROM: tl.constexpr, SIZE: tl.cons
 
 
 @triton.jit
-def row_limits(starts, lengths, offsets, batch, tokens, slots):
-    """First and behind-the-last slot of a row of the batch that are no padding, and the slot of its first query."""
+def row_limits(starts, lengths, offsets, batch, tokens, positions):
+    """First and behind-the-last position of a row of the batch that are no padding, and that of its first query."""
     first = 0
-    behind = slots
-    offset = slots - tokens
+    behind = positions
+    offset = positions - tokens
     if starts is not None:
         first = tl.maximum(tl.load(starts + batch), 0)
     if lengths is not None:
-        behind = tl.minimum(tl.load(lengths + batch), slots)
+        behind = tl.minimum(tl.load(lengths + batch), positions)
     if offsets is not None:
         offset = tl.load(offsets + batch)
     return first, behind, offset
 
 
 @triton.jit
-def interval(slot, first, behind, window, bounds, bounds_size, CAUSAL: tl.constexpr):
-    """Slots from `low` to before `high` that queries at slots see, and which of these are queries at all.
+def interval(position, first, behind, window, bounds, bounds_size, CAUSAL: tl.constexpr):
+    """Positions from `low` to before `high` that queries at positions see, and which of these are queries at all.
 
     `bounds` is the row's part of the first of two planes, each `bounds_size` long.
     """
-    there = (slot >= first) & (slot < behind)
-    low = tl.zeros_like(slot) + first
-    high = tl.zeros_like(slot) + behind
+    there = (position >= first) & (position < behind)
+    low = tl.zeros_like(position) + first
+    high = tl.zeros_like(position) + behind
     if CAUSAL:
-        high = tl.minimum(high, slot + 1)
+        high = tl.minimum(high, position + 1)
     if window is not None:
-        low = tl.maximum(low, slot - window + 1)
+        low = tl.maximum(low, position - window + 1)
     if bounds is not None:
-        low = tl.maximum(low, tl.load(bounds + slot, mask=there, other=0))
+        low = tl.maximum(low, tl.load(bounds + position, mask=there, other=0))
         if not CAUSAL:
-            high = tl.minimum(high, tl.load(bounds + bounds_size + slot, mask=there, other=0))
+            high = tl.minimum(high, tl.load(bounds + bounds_size + position, mask=there, other=0))
     return low, high, there
 
 
 @triton.jit
-def key_blocks(low, high, there, slots, BLOCK: tl.constexpr):
+def key_blocks(low, high, there, positions, BLOCK: tl.constexpr):
     """Where the loop of a block of queries over keys begins, where keys begin and end that all see, and where it ends.
 
     All but the end are multiples of BLOCK, and they ascend; keys between the second and the third need no mask.
     Queries that are none count for nothing.
     """
-    begin = tl.min(tl.where(there, low, slots), axis=0) // BLOCK * BLOCK
+    begin = tl.min(tl.where(there, low, positions), axis=0) // BLOCK * BLOCK
     end = tl.max(tl.where(there, high, 0), axis=0)
     full_begin = tl.cdiv(tl.max(tl.where(there, low, 0), axis=0), BLOCK) * BLOCK
-    full_end = tl.min(tl.where(there, high, slots), axis=0) // BLOCK * BLOCK
+    full_end = tl.min(tl.where(there, high, positions), axis=0) // BLOCK * BLOCK
     full_begin = tl.minimum(tl.maximum(full_begin, begin), tl.maximum(end, begin))
     full_end = tl.maximum(tl.minimum(full_end, end), full_begin)
     return begin, full_begin, full_end, end

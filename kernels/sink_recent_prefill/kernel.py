@@ -42,7 +42,7 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
     """
     query, key, value = given.query, given.key, given.value
     rows, heads, tokens, head_size = query.shape
-    groups, slots = key.shape[1:3]
+    groups, positions = key.shape[1:3]
     value_size = value.shape[-1]
     if config is None:
         widest = max(head_size, value_size)
@@ -57,7 +57,7 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         lse=lse,
         scale=given.scale * LOG2E.value,
         tokens=tokens,
-        slots=slots,
+        positions=positions,
         **strides("row", "head", "token", query=query, key=key, value=value),
         HEADS=heads,
         SIZE=heads // groups,
@@ -71,9 +71,9 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
     return [made]
 
 
-@triton.jit(do_not_specialize=["tokens", "slots"])
+@triton.jit(do_not_specialize=["tokens", "positions"])
 def sink_recent_prefill_kernel(
-    query, key, value, sinks, recent, starts, out, lse, scale, tokens, slots, query_row, query_head, query_token,
+    query, key, value, sinks, recent, starts, out, lse, scale, tokens, positions, query_row, query_head, query_token,
     key_row, key_head, key_token, value_row, value_head, value_token,
     HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -90,11 +90,11 @@ def sink_recent_prefill_kernel(
         start = tl.load(starts + row)
     many = tl.load(sinks + group)
     width = tl.load(recent + group)
-    width = tl.where(width < 0, slots, width)
+    width = tl.where(width < 0, positions, width)
 
     # Where everything stands in the text.
-    first = slots - tokens + block * BLOCK_M
-    stop = tl.minimum(first + BLOCK_M, slots)
+    first = positions - tokens + block * BLOCK_M
+    stop = tl.minimum(first + BLOCK_M, positions)
     edge = tl.minimum(tl.maximum(start, first - width + 1), first)
     inside = tl.maximum(start, stop - width)  # from here on all queries of the block see what is before `first`
     inner_tiles = tl.maximum(first - inside, 0) // BLOCK_N
@@ -106,7 +106,7 @@ def sink_recent_prefill_kernel(
     outer_tiles = sink_tiles + edge_tiles + tl.cdiv(stop - first, BLOCK_N)
 
     line = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    own = slots - tokens + line
+    own = positions - tokens + line
     number = tl.arange(0, BLOCK_D)
     value_number = tl.arange(0, BLOCK_V)
     q = tl.load(

@@ -24,25 +24,25 @@ def sink_recent_attention(
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in `operator.sink_recent_prefill`; computed in fp32 at least."""
-    tokens, slots = query.shape[2], key.shape[2]
+    tokens, positions = query.shape[2], key.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
     if starts is None:
         starts = torch.zeros(len(query), dtype=torch.int32, device=query.device)
-    own = torch.arange(slots - tokens, slots, device=query.device)
+    own = torch.arange(positions - tokens, positions, device=query.device)
     # What no query sees may be NaN.
-    used = torch.arange(slots, device=query.device) >= starts[:, None].clamp(max=slots - tokens)
+    used = torch.arange(positions, device=query.device) >= starts[:, None].clamp(max=positions - tokens)
     key, value = (torch.where(used[:, None, :, None], tensor.to(wide), 0.0) for tensor in (key, value))
     parts = [
-        attention(queries.transpose(1, 2), key, value, scale, visible(places, slots, sinks, recent, starts))
+        attention(queries.transpose(1, 2), key, value, scale, visible(places, positions, sinks, recent, starts))
         for queries, places in zip(query.split(QUERIES, dim=2), own.split(QUERIES), strict=True)
     ]
     outs, logs = zip(*parts, strict=True)
     return torch.cat(outs, dim=1), torch.cat(logs, dim=1).transpose(1, 2).contiguous()
 
 
-def visible(own: Tensor, slots: int, sinks: Tensor, recent: Tensor, starts: Tensor) -> Tensor:
-    """Which of the first `slots` keys the queries at `own` [T] see: [B, G, T, slots]; arguments as in the operator."""
-    own, place = own[:, None], torch.arange(slots, device=own.device)
+def visible(own: Tensor, positions: int, sinks: Tensor, recent: Tensor, starts: Tensor) -> Tensor:
+    """Which of the first `positions` keys the queries at `own` [T] see: [B, G, T, S]; arguments as the operator's."""
+    own, place = own[:, None], torch.arange(positions, device=own.device)
     start, sinks, recent = starts[:, None, None, None], sinks[:, None, None], recent[:, None, None]
     near = (recent < 0) | (own - place < recent) | (place - start < sinks)
     return ((place >= start) & (place <= own) & near) | (place == own)

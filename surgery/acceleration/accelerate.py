@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from surgery.acceleration import plain_heads
-from surgery.acceleration.codes import ask_for_codes
 from surgery.acceleration.comparison import TOLERANCE, step_error
 from surgery.acceleration.cross_layer import cross_layer_kernel, why_not_cross_layer
 from surgery.acceleration.hybrid import hybrid_kernel
 from surgery.acceleration.latent import latent_kernel, why_not_latent
 from surgery.acceleration.low_rank import low_rank_kernel, why_not_low_rank
+from surgery.acceleration.quantized import ask_for_quantized
 from surgery.kernels.backend import refusal
 from surgery.model.attention_functions import own_softmax
 from surgery.model.cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
@@ -149,7 +149,7 @@ def _put_under(module: nn.Module, before: _Before) -> str:
             module.kernel = kernel
             return operation
     if not hasattr(module, "kv_b_proj"):  # MLA expands what its cache gives, before attention sees it
-        before.hooks.append(module.register_forward_pre_hook(ask_for_codes, with_kwargs=True))
+        before.hooks.append(module.register_forward_pre_hook(ask_for_quantized, with_kwargs=True))
     return "gqa_decode"
 
 

@@ -1,4 +1,4 @@
-"""Steps of decoding of `CrossLayerAttention`: the codes that layers share are read as they are stored."""
+"""Steps of decoding of `CrossLayerAttention`: the latents that layers share are read as they are stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from surgery.model.group_cache import GroupLayer
 
 
 def why_not_cross_layer(module: CrossLayerAttention) -> str | None:
-    """Why no kernel reads a layer's codes; None if one does."""
+    """Why no kernel reads a layer's latents; None if one does."""
     kind = getattr(module.rotary[0], "rope_type", "default") if module.rotary else "no"
     if kind not in FIXED_ROPE:
         return f"{kind} RoPE has no fixed table"
@@ -37,7 +37,7 @@ def cross_layer_kernel(
 
     Args:
         tokens: keys and values of the new tokens as the group stores them [B, 1, T, 2·G·d], without biases.
-        mask: over slots, as `row_bounds` takes it.
+        mask: over positions, as `row_bounds` takes it.
         real: bool [B, T], false at padding; None without any.
     """
     rows, _, queries, _ = query.shape
@@ -53,16 +53,16 @@ def cross_layer_kernel(
     key, value = (part.unflatten(-1, heads).transpose(1, 2) for part in exact[:, 0].split(module.width // 2, dim=-1))
     up_key, up_value = (up.unflatten(0, heads) for up in module.basis_up.detach().split(module.width // 2))
     if low < stop:
-        codes = layer.store.read(module.place, low, stop)
+        latents = layer.store.read(module.place, low, stop)
     else:  # nothing is rebuilt yet: one code that no query reads
-        codes = tokens.new_zeros(rows, 1, 1, module.entry["rank"])
+        latents = tokens.new_zeros(rows, 1, 1, module.entry["rank"])
     _, starts = row_bounds(mask, rows, queries, layer.seen, query.device)
     counts = torch.tensor([[layer.seen], [low], [max(low, stop)]], dtype=torch.int32, device=query.device)
     lengths, first, behind = counts.expand(-1, rows)
     norm = module.k_norm
     out, exact_out, _ = lowrank_decode(
         query.transpose(1, 2),
-        codes[:, 0],
+        latents[:, 0],
         up_key,
         module.scaling * module.rotary[0].attention_scaling,
         rotation=rotation_of(module.rotary[0], module.config, layer.seen),

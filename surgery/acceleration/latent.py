@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from surgery.acceleration.codes import of_both
 from surgery.acceleration.masks import row_bounds
+from surgery.acceleration.quantized import of_both
 from surgery.acceleration.steps import is_step
 from surgery.kernels.mla_decode.operator import mla_decode
 from surgery.kernels.mla_decode.quantized_operator import mla_decode_quantized
@@ -33,15 +33,15 @@ def latent_kernel(
     if cache is None or (queries > 1 and module.sliding_window) or not is_step(module, query, queries):
         return None
     layer = cache.layers[module.layer_idx]
-    coded = isinstance(layer, QuantizedKVLayer)
-    # With a key norm gains are among the codes.
-    if coded and (module.key_norm_eps is not None or not layer.of_one_format):
+    quantized = isinstance(layer, QuantizedKVLayer)
+    # With a key norm gains are quantised too.
+    if quantized and (module.key_norm_eps is not None or not layer.of_one_format):
         return None
     query = query.transpose(1, 2)
-    if coded:
+    if quantized:
         layer.append(latent, positional)
         _, starts = row_bounds(mask, len(query), queries, layer.get_seq_length(), query.device)
-        return _coded(query, layer, starts, module.scaling)
+        return _quantized(query, layer, starts, module.scaling)
     latent, positional = cache.update(latent, positional, module.layer_idx)
     lengths, starts = row_bounds(mask, len(query), queries, latent.shape[2], query.device)
     rope_key, gain = positional[:, 0], None
@@ -51,15 +51,15 @@ def latent_kernel(
     return out
 
 
-def _coded(query: Tensor, layer: QuantizedKVLayer, starts: Tensor | None, scale: float) -> Tensor:
-    """Codes and the exact tokens behind them, each read as it is."""
+def _quantized(query: Tensor, layer: QuantizedKVLayer, starts: Tensor | None, scale: float) -> Tensor:
+    """Quantised tokens and the exact ones behind them, each read as it is."""
     latents, rope = layer.key_codes, layer.value_codes
 
     def exact_part() -> tuple[Tensor, Tensor]:
         behind = None if starts is None else (starts - latents.tokens).clamp(min=0)
         return mla_decode(query, layer.keys[:, 0], layer.values[:, 0], scale, starts=behind)
 
-    def coded_part() -> tuple[Tensor, Tensor]:
+    def quantized_part() -> tuple[Tensor, Tensor]:
         held = [None if each is None else each[:, 0] for each in (latents.codes, latents.scale, latents.zero)]
         held += [None if each is None else each[:, 0] for each in (rope.codes, rope.scale, rope.zero)]
         length = latents.tokens + layer.keys.shape[-2]
@@ -74,4 +74,4 @@ def _coded(query: Tensor, layer: QuantizedKVLayer, starts: Tensor | None, scale:
             starts=starts,
         )
 
-    return of_both(layer, exact_part, coded_part)
+    return of_both(layer, exact_part, quantized_part)

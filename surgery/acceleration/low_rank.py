@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from surgery.acceleration.codes import of_both
 from surgery.acceleration.masks import row_bounds
+from surgery.acceleration.quantized import of_both
 from surgery.acceleration.steps import is_step
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, lowrank_decode_quantized, rotation_tables
 from surgery.model.attention_functions import rotates_plainly
@@ -91,7 +91,7 @@ def low_rank_kernel(
     scale = module.scaling * module.rotary[0].attention_scaling
     query = query.transpose(1, 2)
     if isinstance(layer, QuantizedKVLayer):
-        out, exact_out = _coded(query, layer, key_up, scale, starts, reading), None
+        out, exact_out = _quantized(query, layer, key_up, scale, starts, reading), None
     else:
         out, exact_out, _ = lowrank_decode(
             query, latent[:, 0], key_up, scale, lengths=lengths, starts=starts, **reading, **beside
@@ -157,10 +157,10 @@ def _stack(module: LowRankAttention) -> tuple[Tensor, Tensor, list[tuple[int, in
     return *sides, [(*key, *value) for key, value in zip(*ranges, strict=True)]
 
 
-def _coded(
+def _quantized(
     query: Tensor, layer: QuantizedKVLayer, key_up: Tensor, scale: float, starts: Tensor | None, reading: dict
 ) -> Tensor:
-    """Mixed latents of a quantised layer: codes and the exact latents behind them, each read as they are."""
+    """Mixed latents of a quantised layer: the quantised ones and the exact ones behind them, each read as they are."""
     latents = layer.key_codes
     length = latents.tokens + layer.keys.shape[-2]
     lengths = torch.full((len(query),), length, dtype=torch.int32, device=query.device)
@@ -172,7 +172,7 @@ def _coded(
         )
         return out, log
 
-    def coded_part() -> tuple[Tensor, Tensor]:
+    def quantized_part() -> tuple[Tensor, Tensor]:
         out, _, log = lowrank_decode_quantized(
             query,
             latents.codes[:, 0],
@@ -189,7 +189,7 @@ def _coded(
         )
         return out, log
 
-    return of_both(layer, exact_part, coded_part)
+    return of_both(layer, exact_part, quantized_part)
 
 
 def _filled_slots(layer: ExactWindowLayer, queries: int, device: torch.device) -> Tensor:

@@ -10,25 +10,26 @@ from torch import Tensor
 
 
 def row_bounds(
-    mask: Tensor | None, rows: int, queries: int, slots: int, device: torch.device
+    mask: Tensor | None, rows: int, queries: int, positions: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Lengths and starts of rows, from what their newest token sees.
 
-    Decoder masks are causal, with padding on the left and, of a static cache, empty slots on the right: what the newest
-    token sees is one run of slots. A mask with holes in that run, as none of transformers' is, would be read without.
+    Decoder masks are causal, with padding on the left and, of a static cache, empty positions on the right: what the
+    newest token sees is one run of positions. A mask with holes in that run, as none of transformers' is, would be read
+    without.
 
     Args:
-        mask: [B or 1, 1, T, S], bool (true is seen) or additive. None where it would say nothing: every slot is seen,
-            or of several queries in front of more slots, which then are empty, each sees those up to its own, as of
-            transformers' static caches before their first token.
-        rows, queries, slots: B, T, S.
+        mask: [B or 1, 1, T, S], bool (true is seen) or additive. None where it would say nothing: every position is
+            seen, or of several queries in front of more positions, which then are empty, each sees those up to its own,
+            as of transformers' static caches before their first token.
+        rows, queries, positions: B, T, S.
         device: of what is returned.
 
     Returns:
-        Two int32 [B], the slot behind the newest token's last and the first that it sees; each None for S and for 0.
+        Two int32 [B], the position behind the newest token's last, and the first that it sees; None for S, and for 0.
     """
     if mask is None:
-        empty = 1 < queries < slots
+        empty = 1 < queries < positions
         return torch.full((rows,), queries, dtype=torch.int32, device=device) if empty else None, None
     seen = mask[:, 0, -1]
     if seen.dtype != torch.bool:

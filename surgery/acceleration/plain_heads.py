@@ -18,8 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from surgery.acceleration.codes import CodedKeys, coded_attention
 from surgery.acceleration.masks import row_bounds
+from surgery.acceleration.quantized import QuantizedKeys, quantized_attention
 from surgery.acceleration.steps import is_step
 from surgery.kernels.gqa_decode.operator import gqa_decode
 from surgery.kernels.mla_decode.operator import mla_decode
@@ -39,7 +39,7 @@ def register() -> None:
 def surgery_attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor | CodedKeys,
+    key: Tensor | QuantizedKeys,
     value: Tensor,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
@@ -54,8 +54,8 @@ def surgery_attention(
         attention_mask: [B or 1, 1, T, S] as transformers makes it for SDPA, or None.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(key, CodedKeys):
-        return coded_attention(query, key, attention_mask, scale), None
+    if isinstance(key, QuantizedKeys):
+        return quantized_attention(query, key, attention_mask, scale), None
     queries = query.shape[2]
     one_run = queries == 1 or not _forgets(module, kwargs)
     if getattr(module, HANDS_ON_LATENTS, False):

@@ -30,7 +30,9 @@ def check_quantizable(path: Path, config) -> None:
     except ValueError as error:
         raise SurgeryError(f"{path}: {error}") from None
     if getattr(config, "base_model_type", config.model_type) in OUTPUT_GATES:
-        raise SurgeryError(f"{path}: values behind a gate cannot be rotated, which codes ask for: leave --bits out")
+        raise SurgeryError(
+            f"{path}: values behind a gate cannot be rotated, which a quantised cache asks for: leave --bits out"
+        )
     if getattr(config, "kv_cache", None):
         raise SurgeryError(f"{path}: its KV cache is quantised already; convert the checkpoint that it was made of")
     for index, entry in enumerate(getattr(config, "attention_layers", None) or ()):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from surgery.architectures import deepseek_v3
 from surgery.architectures.deepseek_v3 import StockMLA
 from surgery.architectures.own import OwnMLA
 from surgery.architectures.spec import MLASpec
@@ -27,31 +27,29 @@ class Carrier:
 def choose_carrier(
     config: dict,
     spec: MLASpec,
+    obstacles: Sequence[str],
     *,
-    experts: bool,
-    mlp_bias: bool,
-    beside: str | None = None,
-    wanted: str = "auto",
-    latent_norm: str = "auto",
-    head_sizes: tuple[int, int, int] | None = None,
-    tied: bool = True,
+    wanted: str,
+    latent_norm: str,
+    head_sizes: tuple[int, int, int] | None,
+    tied: bool,
 ) -> Carrier:
     """Stock ``deepseek_v3`` where it can carry the conversion, the project's own class otherwise.
 
     Args:
+        obstacles: why stock cannot, :func:`surgery.architectures.deepseek_v3.obstacles`.
         head_sizes: to which stock heads are padded, see :class:`StockMLA`.
         tied: whether stock embeddings may be the output head too, as in the source.
 
     Raises:
         SurgeryError: "stock" is wanted and impossible.
     """
-    found = deepseek_v3.obstacles(config, spec, experts=experts, mlp_bias=mlp_bias, beside=beside)
     if wanted == "own":
         return Carrier(OwnMLA(spec), ("asked for",))
-    if not found:
+    if not obstacles:
         return Carrier(
             StockMLA.choose(config, spec, latent_norm, head_sizes, tied), ("stock deepseek_v3 carries it exactly",)
         )
     if wanted == "stock":
-        raise SurgeryError(f"stock deepseek_v3 cannot carry this model: {'; '.join(found)}; use --carrier own")
-    return Carrier(OwnMLA(spec), tuple(found))
+        raise SurgeryError(f"stock deepseek_v3 cannot carry this model: {'; '.join(obstacles)}; use --carrier own")
+    return Carrier(OwnMLA(spec), tuple(obstacles))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -36,19 +38,28 @@ def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, ba
         rows.append(part)
         shifts.append(shift)
         inputs.append(store.load(index))
-    width = sum(len(part) for part in rows)
-    moment = torch.zeros(width, width, dtype=torch.float64)
-    tokens = inputs[0].shape[:2].numel()
-    for first in range(0, len(inputs[0]), batch_size):
-        stacked = []
-        for hidden, part, shift in zip(inputs, rows, shifts, strict=True):
-            x = hidden[first : first + batch_size].flatten(0, 1).to(stream.device, stream.dtype)
-            z = (stream.normalise(x) if normed else x) @ part.mT
-            stacked.append(z if shift is None else z + shift)
-        z = torch.cat(stacked, dim=-1)
+
+    def cached(place: int, hidden: Tensor) -> Tensor:
+        x, shift = hidden.to(stream.device, stream.dtype), shifts[place]
+        z = (stream.normalise(x) if normed else x) @ rows[place].mT
+        return z if shift is None else z + shift
+
+    return moment_of(inputs, batch_size, cached)
+
+
+def moment_of(inputs: Sequence[Tensor], batch_size: int, cached: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """``E[z zᵀ]`` of what layers cache side by side, in float64.
+
+    Args:
+        inputs: [N, T, D] what entered each layer.
+        cached: what the layer in that place makes of [tokens, D], [tokens, n].
+    """
+    moment = 0
+    for batches in zip(*(hidden.split(batch_size) for hidden in inputs), strict=True):
+        z = torch.cat([cached(place, hidden.flatten(0, 1)) for place, hidden in enumerate(batches)], dim=-1)
         moment += (z.mT @ z).double().cpu()
         give_back(*inputs)
-    return moment / tokens
+    return moment / inputs[0].shape[:2].numel()
 
 
 def _latent_moment(opened: Source, store: BoundaryStore, start: int, stop: int, batch_size: int) -> Tensor:
@@ -56,14 +67,10 @@ def _latent_moment(opened: Source, store: BoundaryStore, start: int, stop: int, 
     layers = [opened.anatomy(index).to(torch.float64).to(stream.device, stream.dtype) for index in range(start, stop)]
     norms = [[part.to(stream.device, stream.dtype) for part in stream.input_norm(i)[:1]] for i in range(start, stop)]
     inputs = [store.load(index) for index in range(start, stop)]
-    width = sum(layer.rank for layer in layers)
-    moment = torch.zeros(width, width, dtype=torch.float64)
-    for batches in zip(*(hidden.split(batch_size) for hidden in inputs), strict=True):
-        latents = []
-        for hidden, layer, norm in zip(batches, layers, norms, strict=True):
-            latent = layer.latent(stream.normalise(hidden.flatten(0, 1).to(stream.device, stream.dtype), *norm))
-            latents.append(latent * layer.gain(latent))
-        z = torch.cat(latents, dim=-1)
-        moment += (z.mT @ z).double().cpu()
-        give_back(*inputs)
-    return moment / inputs[0].shape[:2].numel()
+
+    def cached(place: int, hidden: Tensor) -> Tensor:
+        layer, norm = layers[place], norms[place]
+        latent = layer.latent(stream.normalise(hidden.to(stream.device, stream.dtype), *norm))
+        return latent * layer.gain(latent)
+
+    return moment_of(inputs, batch_size, cached)

@@ -88,17 +88,9 @@ def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None
             return
     final = None if snapshots.taken("backward") else forward(snapshots, processes)
     with progress.phase("calibrate: backward", stream.num_layers) as advance:
-        layers = backward_sweep(
-            opened,
-            store,
-            final,
-            settings.batch_size,
-            gradients=gradients,
-            seed=settings.seed,
-            snapshots=snapshots,
-            processes=processes,
-        )
         parts = Parts(len(tokens), settings.batch_size, processes)
+        seed = settings.seed
+        layers = backward_sweep(opened, store, final, parts, gradients=gradients, seed=seed, snapshots=snapshots)
         reached = stream.num_layers
         for layer in layers:
             lags = None

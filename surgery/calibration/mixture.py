@@ -23,8 +23,8 @@ from surgery.calibration.sequences import (
     CalibrationSet,
     Pool,
     SequenceRequest,
+    Windows,
     build_calibration,
-    draw,
     fill,
     lacks,
     pool_size,
@@ -206,14 +206,15 @@ def named_text(
                 f"too little {name} for {count} sequences of {length} tokens: ask for fewer or shorter ones, or give "
                 "text of your own"
             )
-    rng, bos = random.Random(seed), tokenizer.bos_token_id if bos == "tokenizer" else bos
-    drawn = draw(calibration, count, length, recall, bos, tokenizer, rng, wording)
+    bos = tokenizer.bos_token_id if bos == "tokenizer" else bos
+    windows = Windows(length, recall, bos, tokenizer, random.Random(seed), wording)
+    drawn = windows.draw(calibration, count)
     description = {
         "documents": calibration.documents,
         "held_out_documents": other.documents,
         "held_out_source": sorted(set(sources)) or "the same text, other documents",
     }
-    return CalibrationSet(drawn, draw(other, held_out, length, recall, bos, tokenizer, rng, wording), description)
+    return CalibrationSet(drawn, windows.draw(other, held_out), description)
 
 
 def _chat_part(

@@ -144,9 +144,8 @@ def build_calibration(
     fill(calibration, other, _tokenised_source(tokenizer, source, seed, request.text_field, bos))
     _check_pools(calibration, other, source)
 
-    rng = random.Random(seed)
-    drawn = draw(calibration, count, length, request.recall, bos, tokenizer, rng)
-    drawn_held_out = draw(other, held_out, length, request.recall, bos, tokenizer, rng)
+    windows = Windows(length, request.recall, bos, tokenizer, random.Random(seed))
+    drawn, drawn_held_out = windows.draw(calibration, count), windows.draw(other, held_out)
     description = {
         "source": source if isinstance(source, str) else "token sequences",
         "tokenizer": tokenizer.name_or_path,
@@ -236,23 +235,31 @@ def _check_pools(calibration: Pool, other: Pool, source: str | Tensor) -> None:
             )
 
 
-def draw(
-    pool: Pool,
-    count: int,
-    length: int,
-    recall: float,
-    bos: int | None,
-    tokenizer: PreTrainedTokenizerBase,
-    rng: random.Random,
-    wording: Wording = in_code,
-) -> LongTensor:
-    """[count, length] windows of a pool, the given share of them with planted recalls."""
-    prefix = [] if bos is None else [bos]
-    size = length - len(prefix)
-    rows = []
-    for index in range(count):
-        start = rng.randint(0, len(pool.ids) - length - 1)
-        window = pool.ids[start : start + size]
-        planted = int((index + 1) * recall) > int(index * recall)
-        rows.append(prefix + (plant(window, tokenizer, rng, wording) if planted else window))
-    return torch.tensor(rows, dtype=torch.long).reshape(count, length)
+@dataclass(frozen=True)
+class Windows:
+    """How windows are drawn from pools.
+
+    Attributes:
+        length: of a window, with the bos.
+        recall: share of them with planted recalls, in the ``wording``.
+        bos: put before every window; None for none.
+    """
+
+    length: int
+    recall: float
+    bos: int | None
+    tokenizer: PreTrainedTokenizerBase
+    rng: random.Random
+    wording: Wording = in_code
+
+    def draw(self, pool: Pool, count: int) -> LongTensor:
+        """[count, length] of a pool."""
+        prefix = [] if self.bos is None else [self.bos]
+        size = self.length - len(prefix)
+        rows = []
+        for index in range(count):
+            start = self.rng.randint(0, len(pool.ids) - self.length - 1)
+            window = pool.ids[start : start + size]
+            planted = int((index + 1) * self.recall) > int(index * self.recall)
+            rows.append(prefix + (plant(window, self.tokenizer, self.rng, self.wording) if planted else window))
+        return torch.tensor(rows, dtype=torch.long).reshape(count, self.length)

@@ -83,7 +83,7 @@ class ConversionSettings(FileSettings):
     )
 
     quantizes: ClassVar[bool] = False
-    """Whether the result keeps its cache as codes."""
+    """Whether the result keeps a quantised cache."""
 
     @classmethod
     def needless(cls, given: Callable[[str], str | None]) -> str | None:

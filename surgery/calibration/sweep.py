@@ -153,25 +153,23 @@ def backward_sweep(
     opened: Source,
     store: BoundaryStore,
     final: Tensor | None,
-    batch_size: int,
+    parts: Parts,
     *,
     gradients: bool = True,
     seed: int = 0,
     snapshots: Snapshots | None = None,
-    processes: Processes = ALONE,
 ) -> Iterator[SweptLayer]:
     """Yields the statistics of every layer that has keys and values, from last to first.
 
     Args:
         final: the forward sweep's result [n, T, D], which gradients take the place of; None where a snapshot says how
             to go on.
+        parts: of the sequences, as in the forward sweep; every process ends with the statistics of all.
         gradients: take gradients of the loss (labels drawn from the model itself, ``seed``); without, the sweep
             recomputes activations only.
         snapshots: what a sweep that was killed goes on from; layers that were dealt with are not yielded again.
-        processes: that share the sequences, as those of the forward sweep; each ends with the statistics of all.
     """
     stream, snapshots = opened.stream, snapshots or Snapshots()
-    parts = Parts(len(store.load(0)), batch_size, processes)
     if state := snapshots.last("backward"):
         upstream, end, store.filled = state["upstream"], state["layer"], True
         upstream = None if upstream is None else parts.pick(upstream, store.memory)

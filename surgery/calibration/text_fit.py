@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from surgery.common.human import perplexity, perplexity_text
 from surgery.common.progress import Progress
 from surgery.eval.tasks.loss import MEMORISED
 from surgery.running.layer_stream import LayerStream, blocks_of
@@ -69,7 +70,8 @@ def misfits(fit: dict[str, dict[str, float]], *, chats: bool) -> list[str]:
     """
     found = []
     for kind, measured in fit.items():
-        said = f"the source's loss on the {kind} is {measured['loss']:.2f} nats per token"
+        loss = f"{measured['loss']:.2f} nats per token (perplexity {perplexity_text(perplexity(measured['loss']))})"
+        said = f"the source's loss on the {kind} is {loss}"
         if measured["loss"] > FAR_OFF:
             found.append(f"{said}: it was not trained on such text; give --calibration text that it was trained on")
         elif measured["loss"] < BY_HEART:

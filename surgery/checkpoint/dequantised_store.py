@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.stores import ByteRanges, Store
-from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes
+from surgery.checkpoint.stores import ByteRanges, Store, read_rows
+from surgery.checkpoint.tensors import TensorInfo
 
 ReadRows = Callable[[str, int, int], Tensor]
 """Rows [first, after) of a stored tensor of one or two dimensions."""
@@ -63,17 +63,11 @@ class DequantisedStore:
             self._store.read(name, ranges, out)
             return
         matrix = self._matrices[name]
-        row_bytes = matrix.shape[1] * matrix.dtype.itemsize
-        step = max(1, CHUNK_BYTES // (4 * matrix.shape[1]))
-        for start, stop in ranges:
-            last = -(-stop // row_bytes)
-            for first in range(start // row_bytes, last, step):
-                after = min(first + step, last)
-                rows = as_bytes(matrix.rows(self._rows, first, after).to(matrix.dtype))
-                begin = max(0, start - first * row_bytes)
-                wanted = rows[begin : min(stop, after * row_bytes) - first * row_bytes]
-                out[: len(wanted)] = wanted
-                out = out[len(wanted) :]
+
+        def rows(first: int, after: int) -> Tensor:
+            return matrix.rows(self._rows, first, after).to(matrix.dtype)
+
+        read_rows(ranges, matrix.shape[1], matrix.dtype.itemsize, rows, out)
 
     def _rows(self, name: str, first: int, after: int) -> Tensor:
         info = self._store.infos[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from surgery.checkpoint.disk import disk_errors, read_exactly
 from surgery.checkpoint.gguf_header import GgufTensor
-from surgery.checkpoint.stores import ByteRanges
-from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes
+from surgery.checkpoint.stores import ByteRanges, read_rows
+from surgery.checkpoint.tensors import TensorInfo
 from surgery.common.errors import SurgeryError
 
 
@@ -50,18 +51,9 @@ class GgufStore:
 
     def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
         mapped, info = self._tensors[name], self.infos[name]
-        row_bytes = mapped.stored.columns * info.dtype.itemsize
-        step = max(1, CHUNK_BYTES // (4 * mapped.stored.columns))
         with disk_errors(self._path), open(self._path, "rb", buffering=0) as file:
-            for start, stop in ranges:
-                last = -(-stop // row_bytes)
-                for first in range(start // row_bytes, last, step):
-                    after = min(first + step, last)
-                    rows = as_bytes(self._rows(file, mapped, first, after))
-                    begin = max(0, start - first * row_bytes)
-                    wanted = rows[begin : min(stop, after * row_bytes) - first * row_bytes]
-                    out[: len(wanted)] = wanted
-                    out = out[len(wanted) :]
+            rows = partial(self._rows, file, mapped)
+            read_rows(ranges, mapped.stored.columns, info.dtype.itemsize, rows, out)
 
     def _rows(self, file: BinaryIO, mapped: Mapped, first: int, after: int) -> Tensor:
         """Rows [first, after) of a tensor, [after - first, columns], in the store's dtype."""

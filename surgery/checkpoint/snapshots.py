@@ -24,7 +24,7 @@ class Snapshots:
     """
 
     def __init__(self, folder: Path | None = None):
-        self._folder, self._written = folder, time.monotonic()
+        self.folder, self._written = folder, time.monotonic()
 
     def last(self, loop: str, *types: type) -> dict[str, Any] | None:
         """The last state that was taken in this loop; None without one.
@@ -32,14 +32,14 @@ class Snapshots:
         Args:
             types: classes in it, beside tensors and plain values.
         """
-        if self._folder is None or not (path := self._path(loop)).is_file():
+        if self.folder is None or not (path := self._path(loop)).is_file():
             return None
         with disk_errors(path), torch.serialization.safe_globals(list(types)):
             return torch.load(path, weights_only=True, mmap=True)
 
     def due(self) -> bool:
         """Whether the last state of any loop is old enough for another."""
-        return self._folder is not None and time.monotonic() - self._written >= INTERVAL
+        return self.folder is not None and time.monotonic() - self._written >= INTERVAL
 
     def take(self, loop: str, state: Callable[[], dict[str, Any]]) -> None:
         """Keeps a state, if the last one of any loop is old enough.
@@ -54,7 +54,7 @@ class Snapshots:
         path = self._path(loop)
         part = path.with_suffix(".part")
         with disk_errors(path):
-            sync_tree(self._folder)
+            sync_tree(self.folder)
             with open(part, "wb") as file:
                 torch.save(state(), file)
                 file.flush()
@@ -64,7 +64,7 @@ class Snapshots:
 
     def taken(self, loop: str = "*") -> bool:
         """Whether there is a state of this loop; without a name, of any."""
-        return self._folder is not None and any(self._folder.glob(f"{loop}.state"))
+        return self.folder is not None and any(self.folder.glob(f"{loop}.state"))
 
     def _path(self, loop: str) -> Path:
-        return self._folder / f"{loop}.state"
+        return self.folder / f"{loop}.state"

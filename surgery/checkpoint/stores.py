@@ -6,7 +6,7 @@ A store has ``infos``, every tensor by name in the files' order, and ``read``, w
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surgery.checkpoint.disk import disk_errors, read_exactly
 from surgery.checkpoint.safetensors_format import read_header
-from surgery.checkpoint.tensors import NAME_OF_DTYPE, TensorInfo, as_bytes, describe
+from surgery.checkpoint.tensors import CHUNK_BYTES, NAME_OF_DTYPE, TensorInfo, as_bytes, describe
 from surgery.common.errors import SurgeryError
 
 ByteRanges = Sequence[tuple[int, int]]
@@ -30,6 +30,19 @@ class Store(Protocol):
     def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
         """Fills ``out``, uint8, with the bytes [start, stop) of a tensor for each of ``ranges``, in turn."""
         ...
+
+
+def read_rows(ranges: ByteRanges, columns: int, itemsize: int, rows: Callable[[int, int], Tensor], out: Tensor) -> None:
+    """As :meth:`Store.read`, of a matrix whose rows [first, after) ``rows`` makes, a chunk of float32 at a time."""
+    row_bytes, step = columns * itemsize, max(1, CHUNK_BYTES // (4 * columns))
+    for start, stop in ranges:
+        last = -(-stop // row_bytes)
+        for first in range(start // row_bytes, last, step):
+            after = min(first + step, last)
+            begin, end = max(0, start - first * row_bytes), min(stop, after * row_bytes) - first * row_bytes
+            wanted = as_bytes(rows(first, after))[begin:end]
+            out[: len(wanted)] = wanted
+            out = out[len(wanted) :]
 
 
 class SafetensorsStore:

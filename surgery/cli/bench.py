@@ -10,18 +10,14 @@ import typer
 
 from surgery.bench.settings import KernelRequest
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import DeviceOption, JsonOption
+from surgery.cli.options import DeviceOption, JsonOption, option
 from surgery.cli.verbs import Verbs
 from surgery.common.errors import SurgeryError
 
 bench = typer.Typer(cls=Verbs, help="Measure time and memory.", no_args_is_help=True)
 
-OutOption = Annotated[
-    Path, typer.Option("--out", metavar="DIR", help="Folder for the records (JSON) and the plot; written as it goes.")
-]
-LimitOption = Annotated[
-    float | None, typer.Option("--limit", metavar="SECONDS", help="Begin nothing more after so long. [no limit]")
-]
+OutOption = Annotated[Path, option("--out", "DIR", "Folder for the records (JSON) and the plot; written as it goes.")]
+LimitOption = Annotated[float | None, option("--limit", "SECONDS", "Begin nothing more after so long. [no limit]")]
 KERNELS = {"both": (False, True), "stock": (False,), "ours": (True,)}
 
 
@@ -34,11 +30,11 @@ def register(app: typer.Typer) -> None:
 def bench_convert(
     ctx: typer.Context,
     shape: Annotated[
-        str, typer.Option("--shape", metavar="NAME", help="llama3-1b, -8b, -70b or -405b, llama2-7b, or mixtral-8x7b.")
+        str, option("--shape", "NAME", "llama3-1b, -8b, -70b or -405b, llama2-7b, or mixtral-8x7b.")
     ] = "llama3-8b",
-    folder: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", help="Where checkpoints are made; both stay there.")
-    ] = Path("surgery-bench"),
+    folder: Annotated[Path, option("--dir", "DIR", "Where checkpoints are made; both stay there.")] = Path(
+        "surgery-bench"
+    ),
     as_json: JsonOption = False,
 ) -> None:
     """Convert a checkpoint of random weights in a real model's shape; report time and peak memory.
@@ -93,18 +89,12 @@ def bench_decode(
     models: Annotated[
         list[str], typer.Argument(metavar="CKPT|SHAPE...", help="Folders, or llama2-7b, llama3-8b, llama3-1b.")
     ],
-    to: Annotated[
-        str, typer.Option("--to", metavar="NAMES", help="What shapes are converted to: mla, mla-own, lowrank, gqa.")
-    ] = "mla",
-    rank: Annotated[int, typer.Option("--rank", metavar="N", help="Rank of the latent of converted shapes.")] = 512,
-    rope_dim: Annotated[int, typer.Option("--rope-dim", metavar="N", help="Rotary dimensions beside it.")] = 64,
-    contexts: Annotated[str, typer.Option("--contexts", metavar="SIZES", help="Tokens of the cache.")] = "8k,32k,128k",
-    batches: Annotated[
-        str, typer.Option("--batches", metavar="SIZES", help="Sequences at a time; max is as many as fit.")
-    ] = "1,8,max",
-    kernels: Annotated[
-        str, typer.Option("--kernels", metavar="WORD", help="stock, ours (accelerated), or both.")
-    ] = "both",
+    to: Annotated[str, option("--to", "NAMES", "What shapes are converted to: mla, mla-own, lowrank, gqa.")] = "mla",
+    rank: Annotated[int, option("--rank", "N", "Rank of the latent of converted shapes.")] = 512,
+    rope_dim: Annotated[int, option("--rope-dim", "N", "Rotary dimensions beside it.")] = 64,
+    contexts: Annotated[str, option("--contexts", "SIZES", "Tokens of the cache.")] = "8k,32k,128k",
+    batches: Annotated[str, option("--batches", "SIZES", "Sequences at a time; max is as many as fit.")] = "1,8,max",
+    kernels: Annotated[str, option("--kernels", "WORD", "stock, ours (accelerated), or both.")] = "both",
     limit: LimitOption = None,
     out: OutOption = Path("surgery-bench"),
     device: DeviceOption = None,
@@ -153,11 +143,10 @@ def bench_decode(
 def bench_all(
     out: OutOption = Path("surgery-bench"),
     seconds: Annotated[
-        float, typer.Option("--seconds", metavar="N", help="Seconds for everything together; each part has its share.")
+        float, option("--seconds", "N", "Seconds for everything together; each part has its share.")
     ] = 540.0,
     parts: Annotated[
-        str | None,
-        typer.Option("--parts", metavar="NAMES", help="Some of tests, kernels, tuning, decode, memcheck. [all]"),
+        str | None, option("--parts", "NAMES", "Some of tests, kernels, tuning, decode, memcheck. [all]")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

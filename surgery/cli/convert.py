@@ -22,6 +22,8 @@ from surgery.cli.options import (
     OverwriteOption,
     PickleOption,
     ProcessesOption,
+    flag,
+    option,
 )
 from surgery.cli.push import HUB, BaseModelOption, PublicOption
 from surgery.cli.verbs import Verb, equip
@@ -66,44 +68,32 @@ def convert(
     given: Given,
     to: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--to",
-            metavar="NAME",
-            help=f"What the attention becomes: {described()}. With --help: the options of that one. [{DEFAULT}]",
+            "NAME",
+            f"What the attention becomes: {described()}. With --help: the options of that one. [{DEFAULT}]",
         ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder to write. [CKPT-TARGET, beside it]", rich_help_panel=OUTPUT),
-    ] = None,
+    out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-TARGET, beside it]", OUTPUT)] = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
-    plan: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="What surgery plan chose; flags win over it.")
-    ] = None,
+    plan: Annotated[Path | None, option("--plan", "FILE", "What surgery plan chose; flags win over it.")] = None,
     processes: ProcessesOption = None,
     dry_run: DryRunOption = False,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew where an interrupted conversion would go on.")
-    ] = False,
+    restart: Annotated[bool, flag("--restart", "Begin anew where an interrupted conversion would go on.")] = False,
     push_to_hub: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--push-to-hub",
-            metavar="ORG/NAME",
-            help="Upload the result, once it is verified, with its card; private unless --public.",
-            rich_help_panel=HUB,
+            "ORG/NAME",
+            "Upload the result, once it is verified, with its card; private unless --public.",
+            HUB,
         ),
     ] = None,
     public: PublicOption = False,
     base_model: BaseModelOption = None,
-    wandb: Annotated[
-        str | None,
-        typer.Option("--wandb", metavar="PROJECT", help="Log the conversion to wandb.", rich_help_panel=OUTPUT),
-    ] = None,
-    wandb_mode: Annotated[
-        str, typer.Option("--wandb-mode", metavar="online|offline", help="How wandb logs.", rich_help_panel=OUTPUT)
-    ] = "online",
+    wandb: Annotated[str | None, option("--wandb", "PROJECT", "Log the conversion to wandb.", OUTPUT)] = None,
+    wandb_mode: Annotated[str, option("--wandb-mode", "online|offline", "How wandb logs.", OUTPUT)] = "online",
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.options import CheckpointArgument, JsonOption
+from surgery.cli.options import CheckpointArgument, JsonOption, flag, option
 
 
 def register(app: typer.Typer) -> None:
@@ -40,20 +40,18 @@ def doctor(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
 
 def export(
     checkpoint: CheckpointArgument,
-    engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="llama.cpp: writes a GGUF.")],
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="File to write. [CKPT.gguf]")] = None,
-    weights: Annotated[
-        str, typer.Option("--weights", metavar="bf16|f16|q8_0|f32", help="What the large tensors are stored in.")
-    ] = "bf16",
+    engine: Annotated[str, option("--engine", "NAME", "llama.cpp: writes a GGUF.")],
+    out: Annotated[Path | None, option("--out", "FILE", "File to write. [CKPT.gguf]")] = None,
+    weights: Annotated[str, option("--weights", "bf16|f16|q8_0|f32", "What the large tensors are stored in.")] = "bf16",
     tokenizer_from: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--tokenizer-from",
-            metavar="FILE",
-            help="GGUF of the same vocabulary to take the tokenizer from. [the checkpoint's tokenizer.json]",
+            "FILE",
+            "GGUF of the same vocabulary to take the tokenizer from. [the checkpoint's tokenizer.json]",
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace an existing file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write what an engine needs besides the checkpoint: for llama.cpp a GGUF.

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.options import JsonOption
+from surgery.cli.options import JsonOption, flag
 from surgery.version import __version__
 
 
@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 
 def env(
-    gpu: Annotated[bool, typer.Option("--gpu", help="Ask for accelerators too, which imports torch.")] = False,
+    gpu: Annotated[bool, flag("--gpu", "Ask for accelerators too, which imports torch.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print versions, cores and memory for a bug report; no paths, no names.

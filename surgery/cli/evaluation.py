@@ -10,7 +10,16 @@ from typing import Annotated
 import typer
 
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import OUTPUT, ConfigOption, DryRunOption, JsonOption, PickleOption, ProcessesOption
+from surgery.cli.options import (
+    OUTPUT,
+    ConfigOption,
+    DryRunOption,
+    JsonOption,
+    PickleOption,
+    ProcessesOption,
+    flag,
+    option,
+)
 from surgery.evaluation.settings import EvalSettings
 
 
@@ -21,23 +30,16 @@ def evaluate(
     given: Given,
     baseline: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--baseline",
-            metavar="SRC|builtin|smollm2",
-            help="What the others are compared with: their source; builtin is the demo model.",
+            "SRC|builtin|smollm2",
+            "What the others are compared with: their source; builtin is the demo model.",
         ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder of results and report. [CKPT-eval]", rich_help_panel=OUTPUT),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a report of other models or tasks.", rich_help_panel=OUTPUT)
-    ] = False,
+    out: Annotated[Path | None, option("--out", "DIR", "Folder of results and report. [CKPT-eval]", OUTPUT)] = None,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace a report of other models or tasks.", OUTPUT)] = False,
     config: ConfigOption = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that lies beside the weights.")
-    ] = False,
+    trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run code that lies beside the weights.")] = False,
     allow_pickle: PickleOption = False,
     processes: ProcessesOption = None,
     dry_run: DryRunOption = False,
@@ -107,9 +109,7 @@ def evaluate(
 
 def compare(
     reports: Annotated[list[Path], typer.Argument(metavar="REPORT...", help="report.json files, or their folders.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Write the merged report there, in all its forms.")
-    ] = None,
+    out: Annotated[Path | None, option("--out", "DIR", "Write the merged report there, in all its forms.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Merge reports that were made at different times, if they measured the same data with the same settings.
@@ -138,11 +138,9 @@ def run(
         Path,
         typer.Argument(metavar="RECIPE", help="YAML file of steps, or the name of one of `surgery recipes`."),
     ],
-    work: Annotated[
-        Path | None, typer.Option("--work", metavar="DIR", help="Where the steps' outputs go. [RECIPE's name]")
-    ] = None,
+    work: Annotated[Path | None, option("--work", "DIR", "Where the steps' outputs go. [RECIPE's name]")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check every step's settings and names, list the steps; write nothing.")
+        bool, flag("--dry-run", "Check all settings and names, say what each step would take; write nothing.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -159,12 +157,15 @@ def run(
     from surgery.common.progress import Progress
     from surgery.common.shipped import find_shipped
     from surgery.console.conversion import show_evaluation
-    from surgery.console.recipe import show_made, show_steps
+    from surgery.console.recipe import show_made, show_plan
     from surgery.workflow.recipe import checked_recipe, run_recipe
 
     path = find_shipped(recipe, "recipes")
     if dry_run:
-        show_steps(checked_recipe(path)[0], work, as_json=as_json)
+        from surgery.workflow.dry_run import plan_recipe
+
+        checked, actions = checked_recipe(path)
+        show_plan(plan_recipe(checked, actions, work or Path(checked.name), Progress()), as_json=as_json)
         return
     finished = run_recipe(path, work, Progress())
     if not as_json:

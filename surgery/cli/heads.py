@@ -17,6 +17,8 @@ from surgery.cli.options import (
     JsonOption,
     PickleOption,
     ProcessesOption,
+    flag,
+    option,
 )
 from surgery.cli.verbs import VerbsWithDefault
 from surgery.common.errors import SurgeryError
@@ -39,17 +41,10 @@ def score(
     given: Given,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            help="Pattern to write; a picture goes beside it. [CKPT-heads-METHOD.safetensors]",
-            rich_help_panel=OUTPUT,
-        ),
+        option("--out", "FILE", "Pattern to write; a picture goes beside it. [CKPT-heads-METHOD.safetensors]", OUTPUT),
     ] = None,
     config: ConfigOption = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing file.", rich_help_panel=OUTPUT)
-    ] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace an existing file.", OUTPUT)] = False,
     allow_pickle: PickleOption = False,
     processes: ProcessesOption = None,
     as_json: JsonOption = False,
@@ -101,12 +96,8 @@ def compare(
         ),
     ],
     given: Given,
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Folder for tables and pictures.", rich_help_panel=OUTPUT)
-    ] = Path("heads-compare"),
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier comparison.", rich_help_panel=OUTPUT)
-    ] = False,
+    out: Annotated[Path, option("--out", "DIR", "Folder for tables and pictures.", OUTPUT)] = Path("heads-compare"),
+    overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier comparison.", OUTPUT)] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compare patterns: overlap at several budgets, rank correlation, ties, a heat map of each.

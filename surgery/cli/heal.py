@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import MACHINE, OUTPUT, CheckpointArgument, JsonOption, config_file
+from surgery.cli.options import MACHINE, OUTPUT, CheckpointArgument, JsonOption, config_file, flag, option
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
 from surgery.training.settings import HealSettings
@@ -24,10 +24,7 @@ def register(app: typer.Typer) -> None:
 def heal(
     checkpoint: CheckpointArgument,
     given: Given,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder to write. [CKPT-healed, beside it]", rich_help_panel=OUTPUT),
-    ] = None,
+    out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-healed, beside it]", OUTPUT)] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -39,56 +36,32 @@ def heal(
         ),
     ] = None,
     wandb: Annotated[
-        str | None,
-        typer.Option(
-            "--wandb", metavar="PROJECT", help="Log to wandb: --tracker wandb --project.", rich_help_panel=OUTPUT
-        ),
+        str | None, option("--wandb", "PROJECT", "Log to wandb: --tracker wandb --project.", OUTPUT)
     ] = None,
     processes: Annotated[
-        int | None,
-        typer.Option(
-            "--processes", metavar="N", help="Processes to start. [the launcher's, or 1]", rich_help_panel=MACHINE
-        ),
+        int | None, option("--processes", "N", "Processes to start. [the launcher's, or 1]", MACHINE)
     ] = None,
     launcher: Annotated[
         str | None,
-        typer.Option(
-            "--launcher",
-            metavar="NAME|FILE",
-            help="accelerate configuration: cpu-2, gpu-1, fsdp2, zero3 or a file.",
-            rich_help_panel=MACHINE,
-        ),
+        option("--launcher", "NAME|FILE", "accelerate configuration: cpu-2, gpu-1, fsdp2, zero3 or a file.", MACHINE),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)
-    ] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace an existing checkpoint.", OUTPUT)] = False,
     measure: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--measure/--no-measure",
-            help="Loss and recall of the source, before and after, on held-out text. [on; --no-measure for off]",
-            rich_help_panel=OUTPUT,
+            "Loss and recall of the source, before and after, on held-out text. [on; --no-measure for off]",
+            OUTPUT,
             show_default=False,
         ),
     ] = True,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Only say what it would take, from shapes; write nothing.", rich_help_panel=OUTPUT
-        ),
+        bool, flag("--dry-run", "Only say what it would take, from shapes; write nothing.", OUTPUT)
     ] = False,
     peak_tflops: Annotated[
-        float | None,
-        typer.Option(
-            "--peak-tflops",
-            metavar="F",
-            help="Peak of a device, for the time of a dry run.",
-            rich_help_panel=OUTPUT,
-        ),
+        float | None, option("--peak-tflops", "F", "Peak of a device, for the time of a dry run.", OUTPUT)
     ] = None,
-    utilisation: Annotated[
-        float, typer.Option("--utilisation", metavar="F", help="Share of it to reckon with.", rich_help_panel=OUTPUT)
-    ] = 0.4,
+    utilisation: Annotated[float, option("--utilisation", "F", "Share of it to reckon with.", OUTPUT)] = 0.4,
     as_json: JsonOption = False,
 ) -> None:
     """Give a converted checkpoint its accuracy back, by distillation from its source.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +19,16 @@ def config_file(given: Path | None) -> Path | None:
     return None if given is None else find_shipped(given, "configs")
 
 
+def option(name: str, metavar: str, help: str, panel: str | None = None, **more: Any) -> Any:
+    """An option with a value."""
+    return typer.Option(name, metavar=metavar, help=help, rich_help_panel=panel, **more)
+
+
+def flag(name: str, help: str, panel: str | None = None, **more: Any) -> Any:
+    """An option without one, or whose values follow from its type."""
+    return typer.Option(name, help=help, rich_help_panel=panel, **more)
+
+
 CheckpointArgument = Annotated[
     str,
     typer.Argument(
@@ -26,39 +36,30 @@ CheckpointArgument = Annotated[
         help="Folder, .gguf file or hub id (org/name); builtin is the demo model, smollm2 SmolLM2-135M.",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")]
-PickleOption = Annotated[bool, typer.Option("--allow-pickle", help="Read pickled weights if there are no others.")]
+JsonOption = Annotated[bool, flag("--json", "Print the report as JSON on standard output.")]
+PickleOption = Annotated[bool, flag("--allow-pickle", "Read pickled weights if there are no others.")]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(
-        "--device",
-        metavar="NAME",
-        help="Where layers run: cpu, cuda, cuda:1 … [cuda if there is one]",
-        rich_help_panel=MACHINE,
-    ),
+    option("--device", "NAME", "Where layers run: cpu, cuda, cuda:1 … [cuda if there is one]", MACHINE),
 ]
 ConfigOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--config",
-        metavar="FILE|NAME",
-        help="YAML of settings, or the name of one that ships (surgery configs); flags win over it.",
+        "FILE|NAME",
+        "YAML of settings, or the name of one that ships (surgery configs); flags win over it.",
         callback=config_file,
     ),
 ]
 ProcessesOption = Annotated[
     int | None,
-    typer.Option(
+    option(
         "--processes",
-        metavar="N",
+        "N",
+        "Processes that share the work, each with a GPU where there are some. [a launcher's, or 1]",
+        MACHINE,
         min=1,
-        help="Processes that share the work, each with a GPU where there are some. [a launcher's, or 1]",
-        rich_help_panel=MACHINE,
     ),
 ]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Check everything, print what it would do and take; write nothing.")
-]
-OverwriteOption = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)
-]
+DryRunOption = Annotated[bool, flag("--dry-run", "Check everything, print what it would do and take; write nothing.")]
+OverwriteOption = Annotated[bool, flag("--overwrite", "Replace an existing checkpoint.", OUTPUT)]

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import OUTPUT, CheckpointArgument, ConfigOption, JsonOption, PickleOption
+from surgery.cli.options import OUTPUT, CheckpointArgument, ConfigOption, JsonOption, PickleOption, flag, option
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
 from surgery.planning.settings import PlanSettings
@@ -24,21 +24,11 @@ def plan_(
     checkpoint: CheckpointArgument,
     given: Given,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="FILE", help="File for the choice, which convert --plan takes.", rich_help_panel=OUTPUT
-        ),
+        Path | None, option("--out", "FILE", "File for the choice, which convert --plan takes.", OUTPUT)
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw loss against bytes (png, svg, pdf).", rich_help_panel=OUTPUT),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing plan.", rich_help_panel=OUTPUT)
-    ] = False,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew where an interrupted plan with --out would go on.")
-    ] = False,
+    plot: Annotated[Path | None, option("--plot", "FILE", "Draw loss against bytes (png, svg, pdf).", OUTPUT)] = None,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace an existing plan.", OUTPUT)] = False,
+    restart: Annotated[bool, flag("--restart", "Begin anew where an interrupted plan with --out would go on.")] = False,
     config: ConfigOption = None,
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,

@@ -24,7 +24,7 @@ from surgery.cli import shipped as cli_shipped
 from surgery.cli import slice as cli_slice
 from surgery.cli import verify as cli_verify
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption
+from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption, flag, option
 from surgery.cli.verbs import Verbs, equip
 from surgery.common.errors import ProcessLost, SurgeryError
 from surgery.common.interruption import interruptible
@@ -67,7 +67,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def version_callback(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    version: Annotated[bool, flag("--version", "Print the version and exit.")] = False,
 ) -> None:
     if version:
         print(__version__)
@@ -78,15 +78,14 @@ def inspect(
     checkpoint: CheckpointArgument,
     given: Given,
     plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Where to draw the spectra (png, svg, pdf). [CKPT-spectra.png]"),
+        Path | None, option("--plot", "FILE", "Where to draw the spectra (png, svg, pdf). [CKPT-spectra.png]")
     ] = None,
     gpu: Annotated[
         str,
-        typer.Option(
+        option(
             "--gpu",
-            metavar="NAME|FILE",
-            help="Whose speed is predicted: h200, h100, a100, or what surgery bench kernels measured (kernels.json).",
+            "NAME|FILE",
+            "Whose speed is predicted: h200, h100, a100, or what surgery bench kernels measured (kernels.json).",
         ),
     ] = "h200",
     verbose: Annotated[
@@ -141,18 +140,14 @@ app.command()(with_settings(inspect, {"inspect": ConversionSettings}, OF_STATIST
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the converted demo model.")] = Path(
-        "surgery-demo"
-    ),
+    out: Annotated[Path, option("--out", "DIR", "Folder for the converted demo model.")] = Path("surgery-demo"),
     model: Annotated[
-        str,
-        typer.Option("--model", metavar="builtin|smollm2", help="The demo model, or SmolLM2-135M-Instruct."),
+        str, option("--model", "builtin|smollm2", "The demo model, or SmolLM2-135M-Instruct.")
     ] = "builtin",
     kv_ratio: Annotated[
-        float | None,
-        typer.Option("--kv-ratio", metavar="F", help="Share of the KV bytes per token to keep. [0.25; smollm2 0.5]"),
+        float | None, option("--kv-ratio", "F", "Share of the KV bytes per token to keep. [0.25; smollm2 0.5]")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier demo.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Convert the built-in 5.5M-parameter model, load the result with stock transformers and compare.

@@ -7,18 +7,14 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.options import JsonOption
+from surgery.cli.options import JsonOption, flag, option
 
 HUB = "Hub"
 
-PublicOption = Annotated[
-    bool, typer.Option("--public", help="Everybody may see it; otherwise only you.", rich_help_panel=HUB)
-]
+PublicOption = Annotated[bool, flag("--public", "Everybody may see it; otherwise only you.", HUB)]
 BaseModelOption = Annotated[
     str | None,
-    typer.Option(
-        "--base-model", metavar="ORG/NAME", help="The source on the hub, if it was a folder.", rich_help_panel=HUB
-    ),
+    option("--base-model", "ORG/NAME", "The source on the hub, if it was a folder.", HUB),
 ]
 
 
@@ -32,9 +28,7 @@ def push(
     repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the hub; made if there is none.")],
     public: PublicOption = False,
     base_model: BaseModelOption = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what the repository holds.", rich_help_panel=HUB)
-    ] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace what the repository holds.", HUB)] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Upload a converted checkpoint with its card: source, tags, measurements. Private unless --public.

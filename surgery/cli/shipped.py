@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.options import JsonOption
+from surgery.cli.options import JsonOption, flag, option
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import did_you_mean
 from surgery.common.settings_page import settings_page
@@ -19,10 +19,8 @@ from surgery.planning.settings import PlanSettings
 from surgery.structures.registry import SLICE, TARGETS
 from surgery.training.settings import HealSettings
 
-CopyOption = Annotated[
-    str | None, typer.Option("--copy", metavar="NAME", help="Write NAME.yaml into the current folder, to change it.")
-]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
+CopyOption = Annotated[str | None, option("--copy", "NAME", "Write NAME.yaml into the current folder, to change it.")]
+OverwriteOption = Annotated[bool, flag("--overwrite", "Replace an existing file.")]
 
 
 def register(app: typer.Typer) -> None:

@@ -10,7 +10,15 @@ from typing import Annotated
 import typer
 
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import OUTPUT, CheckpointArgument, ConfigOption, DryRunOption, JsonOption, OverwriteOption
+from surgery.cli.options import (
+    OUTPUT,
+    CheckpointArgument,
+    ConfigOption,
+    DryRunOption,
+    JsonOption,
+    OverwriteOption,
+    option,
+)
 from surgery.structures.registry import SLICE
 
 
@@ -22,10 +30,7 @@ def register(app: typer.Typer) -> None:
 def slice_(
     checkpoint: CheckpointArgument,
     given: Given,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder to write. [CKPT-sliced, beside it]", rich_help_panel=OUTPUT),
-    ] = None,
+    out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-sliced, beside it]", OUTPUT)] = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
     dry_run: DryRunOption = False,

@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from surgery.cli.options import option
 from surgery.version import __version__
 
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on standard error; only errors.")]
@@ -34,12 +35,7 @@ LOGGED: dict[str, Any] = {
         None,
         Annotated[
             Path | None,
-            typer.Option(
-                "--log-file",
-                metavar="FILE",
-                help="Add phases, notes and times to it; JSON lines, if it ends in .jsonl.",
-                rich_help_panel=LOG,
-            ),
+            option("--log-file", "FILE", "Add phases, notes and times to it; JSON lines, if it ends in .jsonl.", LOG),
         ],
     ),
 }

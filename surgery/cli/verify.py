@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.options import CheckpointArgument, DeviceOption, JsonOption
+from surgery.cli.options import CheckpointArgument, DeviceOption, JsonOption, option
 from surgery.common.errors import SurgeryError
 
 
@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 def verify(
     checkpoint: CheckpointArgument,
     device: DeviceOption = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the random tokens that are run.")] = 0,
+    seed: Annotated[int, option("--seed", "N", "Seed of the random tokens that are run.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Check a checkpoint as its conversion did: files, numbers, caches, KV bytes, logits; also one that was downloaded.

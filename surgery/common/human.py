@@ -108,7 +108,7 @@ def in_code(text: object) -> str:
 
 
 def formats_of(kv_cache: dict | list) -> str:
-    """The formats of a cache of codes, as a config's ``kv_cache`` has them of all layers or of each."""
+    """The formats of a quantised cache, as a config's ``kv_cache`` has them of all layers or of each."""
     if isinstance(kv_cache, dict):
         return kv_cache["format"]
     return f"{', '.join(sorted({said['format'] if said else 'exact' for said in kv_cache}))} by layer"

@@ -11,40 +11,30 @@ PAGE_HEIGHT = 600
 """Of a page in a notebook, in pixels; it scrolls."""
 
 
-class Svg(str):
+class _Text(str):
+    def save(self, path: str | Path) -> Path:
+        """Writes it as a file.
+
+        Raises:
+            SurgeryError: it cannot be written.
+        """
+        path = Path(path)
+        try:
+            path.write_text(self, encoding="utf-8")
+        except OSError as error:
+            raise SurgeryError(f"{path}: {error.strerror or error}") from None
+        return path
+
+
+class Svg(_Text):
     """An SVG picture: the text of one, which notebooks draw."""
 
     def _repr_svg_(self) -> str:
         return str(self)
 
-    def save(self, path: str | Path) -> Path:
-        """Writes it as a file.
 
-        Raises:
-            SurgeryError: it cannot be written.
-        """
-        return _save(self, path)
-
-
-class Page(str):
+class Page(_Text):
     """A whole HTML page: its text, which notebooks show in a frame of its own."""
 
     def _repr_html_(self) -> str:
         return f'<iframe srcdoc="{html.escape(self)}" width="100%" height="{PAGE_HEIGHT}" frameborder="0"></iframe>'
-
-    def save(self, path: str | Path) -> Path:
-        """Writes it as a file.
-
-        Raises:
-            SurgeryError: it cannot be written.
-        """
-        return _save(self, path)
-
-
-def _save(text: str, path: str | Path) -> Path:
-    path = Path(path)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SurgeryError(f"{path}: {error.strerror or error}") from None
-    return path

@@ -14,7 +14,7 @@ from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import of_conversion, show_next, where_it_loads
 from surgery.engines import ANY, OWN_CLASSES, spoken
 from surgery.engines.verdict import Verdict
-from surgery.reporting.quality import before_and_after, fit_told, ladder_table
+from surgery.reporting.quality import before_and_after, fit_told, stages_table
 
 LONG_TIME = 60
 """Seconds from which a dry run says what would be shorter."""
@@ -34,7 +34,7 @@ def show_conversion(conversion, address: str | None = None, *, as_json: bool = F
     names = source["model_type"], target["model_type"]
     others = [*_numbers(kv, target), *_flow(kv)]
     page.print(terminal.render(before_and_after(held, report["ladder"], names, others)))
-    _show_ladder(page, report["ladder"])
+    _show_stages(page, report["ladder"])
     if "fit" in target:
         page.print(f"{fit_told(target['fit'])}\n", soft_wrap=True)
     _show_layers(page, conversion.report.layers)
@@ -161,9 +161,9 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     page.print("\n[bold]before and after, measured by stock transformers without this package[/bold]")
     page.print(f"source: {plain(demo.name)}", soft_wrap=True)
     both = source, converted
-    held, ladder = zip(*((m.kv_bytes_per_token, {"loss": m.loss, "recall": m.recall}) for m in both), strict=True)
+    held, stages = zip(*((m.kv_bytes_per_token, {"loss": m.loss, "recall": m.recall}) for m in both), strict=True)
     names = source.model_class, converted.model_class
-    page.print(terminal.render(before_and_after(held, ladder, names)))
+    page.print(terminal.render(before_and_after(held, stages, names)))
     for name, measured in (("source", source), ("converted", converted)):
         page.print(f"[bold]{name}[/bold] writes:")
         page.print(f"[dim]{plain(demo.prompt)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
@@ -204,12 +204,12 @@ def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False)
     show_next(page, [f"open {path} in a browser" for path in written if path.suffix == ".html"][:1])
 
 
-def _show_ladder(page: Console, ladder: list[dict]) -> None:
-    if ladder[0]["loss"] is None:
+def _show_stages(page: Console, stages: list[dict]) -> None:
+    if stages[0]["loss"] is None:
         page.print("loss and recall were not measured: there was no text\n")
         return
     page.print("where the loss comes from")
-    page.print(terminal.render(ladder_table(ladder)))
+    page.print(terminal.render(stages_table(stages)))
 
 
 def _show_layers(page: Console, layers: list) -> None:

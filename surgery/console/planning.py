@@ -89,7 +89,7 @@ def _budget(plan) -> str:
     budget, whole = plan.budget, size(plan.source["kv_bytes"])
     at = f"{whole} of KV cache at {budget['context']:,} tokens and batch {budget['batch']}"
     if budget["kv_bytes"] is None:
-        return f"{at}; at most {budget['max_loss']:g} nats per token may be lost"
+        return f"{at}; at most {cost(budget['max_loss'])} may be lost"
     return f"{at}; {size(budget['kv_bytes'])} of them ({share(budget['kv_ratio'])}) may be kept"
 
 

@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
+from surgery.common.human import duration, size
+from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.console.verdicts import of_conversion, of_healing
 
+AMOUNTS = {
+    "seconds": ("time", duration),
+    "host": ("memory", size),
+    "device": ("accelerator memory", size),
+    "disk": ("disk", size),
+    "temporary": ("temporary files", size),
+}
+"""What is told of a step: how it is called, and how it is written."""
 
-def show_steps(recipe, work: Path | None, *, as_json: bool = False) -> None:
-    """Prints a recipe (:class:`surgery.workflow.recipe.Recipe`) whose settings and names were checked."""
-    work = work or Path(recipe.name)
-    steps = [
-        {"verb": step.verb, "name": step.name, "to": step.settings.get("to"), "there": (work / step.name).exists()}
-        for step in recipe.steps
-    ]
+
+def show_plan(plan: dict[str, Any], *, as_json: bool = False) -> None:
+    """Prints a dry run (:func:`surgery.workflow.dry_run.plan_recipe`)."""
     if as_json:
-        print_json({"name": recipe.name, "work": str(work), "steps": steps})
+        print_json(plan)
         return
+    page, total, steps = new_page(), plan["total"], plan["steps"]
+    shown = {name: amount for name, amount in AMOUNTS.items() if total[name]}
     rows = [
-        (number, each["verb"], each["name"], each["to"] or "", "there" if each["there"] else "")
-        for number, each in enumerate(steps, 1)
+        (
+            number,
+            step["verb"],
+            step["name"],
+            step["to"] or "",
+            *(amount(step[name]) if step[name] else "" for name, (_, amount) in shown.items()),
+            ", ".join(filter(None, ("there" if step["there"] else "", step["told"]))),
+        )
+        for number, step in enumerate(steps, 1)
     ]
-    page = new_page()
-    page.print(make_table(["", "verb", "step", "to", f"in {work}"], rows))
-    page.print("settings and names are right; nothing was run")
+    rows.append(("", "", "in all", "", *(amount(total[name]) for name, (_, amount) in shown.items()), ""))
+    columns = [Column(title, align="right") for title, _ in shown.values()]
+    page.print(make_table(["", "verb", "step", "to", *columns, f"in {plan['work']}"], rows))
+    page.print(
+        "Settings and names are right; nothing was run. A step takes what its verb's --dry-run says, times are of this "
+        "machine. In all: the sum of what is told, and of memory and temporary files the most of any step.",
+        soft_wrap=True,
+    )
 
 
 def show_made(finished) -> None:

@@ -22,7 +22,7 @@ def of_conversion(report: dict[str, Any]) -> str:
     if first["loss"] is None:
         return f"{kept}; what that cost was not measured; {where}"
     predicted = report["target"].get("predicted")
-    planned = f"; the plan expected {predicted['loss_increase']:+.4f}" if predicted else ""
+    planned = f"; the plan expected {cost(predicted['loss_increase'])}" if predicted else ""
     change = cost(last["loss"] - first["loss"], (first["recall"], last["recall"]))
     return f"{kept} for {change}{planned}{_without_fit(report)}; {where}"
 

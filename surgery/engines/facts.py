@@ -42,7 +42,7 @@ class Facts:
         tied: the embeddings are the output head too.
         rope_beside: how it rotates is said beside ``rope_parameters`` too, in the keys of transformers 4.
         windowed: some layers have an attention window.
-        quantised: the weights are stored as codes, which took no part in any trial.
+        quantised: the weights are stored quantised, which took no part in any trial.
         pictures: a model of pictures and text, whose language model has the cache.
         served: of the own class, the name under which trials of our plugin for vLLM are kept.
         not_served: of the own class, what that plugin has no code for; None if it has.

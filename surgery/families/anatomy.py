@@ -10,7 +10,7 @@ Conventions, whatever the checkpoint's own: a rotary pair is ``(i, i + d/2)``, r
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,12 +21,28 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+STILL = ("inv_freq", "order")
+"""Fields that are never moved or cast."""
+
+Made = TypeVar("Made")
+
+
+def moved(made: Made, *args, **kwargs) -> Made:
+    """A copy of a dataclass with every tensor, and all that has such, moved or cast as :meth:`torch.Tensor.to`."""
+    values = {field.name: getattr(made, field.name) for field in fields(made) if field.name not in STILL}
+    return replace(made, **{name: each.to(*args, **kwargs) for name, each in values.items() if hasattr(each, "to")})
+
+
 @dataclass(frozen=True)
 class HeadNorm:
     """RMS norm of each head's vector, or of those of all heads together: ``weight * x / sqrt(mean(x**2) + eps)``."""
 
     weight: Tensor  # [d], or [heads, d] of a norm over all heads
     eps: float
+
+    def to(self, *args, **kwargs) -> HeadNorm:
+        """A copy whose weight is moved or cast."""
+        return moved(self, *args, **kwargs)
 
     @property
     def joint(self) -> bool:
@@ -88,16 +104,7 @@ class LayerAnatomy:
 
     def to(self, *args, **kwargs) -> Self:
         """A copy with every tensor but ``inv_freq`` and ``order`` moved or cast, as :meth:`torch.Tensor.to`."""
-        changed = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("inv_freq", "order"):
-                continue
-            if isinstance(value, Tensor):
-                changed[field.name] = value.to(*args, **kwargs)
-            elif isinstance(value, HeadNorm):
-                changed[field.name] = replace(value, weight=value.weight.to(*args, **kwargs))
-        return replace(self, **changed)
+        return moved(self, *args, **kwargs)
 
     def shapes(self) -> Self:
         """A copy whose projections are on the meta device: what they would be, and none of their numbers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -183,20 +183,8 @@ class Family:
 
     def anatomy(self, reader, config, layer: int) -> AttentionAnatomy:
         """The anatomy of one layer, in the checkpoint's dtype on the CPU."""
-        prefix = ATTENTION_PREFIX.format(layer=layer)
-        names = set(self.attention_names(reader, layer))
-        heads, kv_heads, head_dim = head_shape(config)
-
-        def tensor(name: str, *shape: int) -> Tensor | None:
-            if prefix + name not in names:
-                return None
-            value = reader.tensor(prefix + name)
-            if value.numel() != math.prod(shape):
-                raise SurgeryError(
-                    f"{prefix}{name}: shape {tuple(value.shape)} does not fit the config, wanted {shape}"
-                )
-            return value.reshape(shape)
-
+        names = self.attention_names(reader, layer)
+        tensor, (heads, kv_heads, head_dim) = shaped_tensors(reader, layer, names), head_shape(config)
         rotation = self.rotation(config, layer)
 
         def rows(name: str, *shape: int) -> Tensor | None:
@@ -209,7 +197,7 @@ class Family:
         def norm(name: str) -> HeadNorm | None:
             if self.unit_norm(config, layer):
                 return HeadNorm(torch.ones(head_dim, dtype=query.dtype), config.rms_norm_eps)
-            if not self.qk_norm and f"{prefix}{name}.weight" not in names:
+            if not self.qk_norm and ATTENTION_PREFIX.format(layer=layer) + f"{name}.weight" not in names:
                 return None
             count = {"q_norm": heads, "k_norm": kv_heads}[name]
             shape = (head_dim,) if self.norm_scope == "head" else (count, head_dim)
@@ -297,6 +285,24 @@ def check_layers(config) -> None:
             continue
         if not isinstance(entries, list | tuple) or len(entries) != config.num_hidden_layers:
             raise SurgeryError(f"config.json: {name} must have an entry for each of {config.num_hidden_layers} layers")
+
+
+def shaped_tensors(reader, layer: int, names: Collection[str]) -> Callable[..., Tensor | None]:
+    """Gives a tensor of a layer's attention by its name there and the shape that it is to have; None if not named.
+
+    What it gives raises SurgeryError where the tensor has another number of elements.
+    """
+    prefix = ATTENTION_PREFIX.format(layer=layer)
+
+    def tensor(name: str, *shape: int) -> Tensor | None:
+        if prefix + name not in names:
+            return None
+        found = reader.tensor(prefix + name)
+        if found.numel() != math.prod(shape):
+            raise SurgeryError(f"{prefix}{name}: shape {tuple(found.shape)} does not fit the config, wanted {shape}")
+        return found.reshape(shape)
+
+    return tensor
 
 
 def head_shape(config) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from surgery.common.errors import SurgeryError
 from surgery.families.anatomy import HeadNorm
-from surgery.families.base import ATTENTION_PREFIX, Family, Rotation
+from surgery.families.base import ATTENTION_PREFIX, Family, Rotation, shaped_tensors
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.rope import STATIC_ROPE_TYPES, half_split_order, rope_frequencies
 
@@ -64,20 +64,10 @@ class LatentFamily(Family):
         Raises:
             SurgeryError: a tensor does not fit the config.
         """
-        prefix, names = ATTENTION_PREFIX.format(layer=layer), set(self.attention_names(reader, layer))
+        tensor = shaped_tensors(reader, layer, self.attention_names(reader, layer))
         heads, hidden, rank = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
         nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         rotation = self.rotation(config, layer)
-
-        def tensor(name: str, *shape: int) -> Tensor | None:
-            if prefix + name not in names:
-                return None
-            found = reader.tensor(prefix + name)
-            if found.numel() != math.prod(shape):
-                raise SurgeryError(
-                    f"{prefix}{name}: shape {tuple(found.shape)} does not fit the config, wanted {shape}"
-                )
-            return found.reshape(shape)
 
         def half_split(rows: Tensor | None, dim: int, start: int) -> Tensor | None:
             """With the rotated rows, those from ``start``, in half-split order."""

@@ -89,7 +89,7 @@ def of_own_class(config: Any, number_bytes: float) -> list[Attention]:
     """Of a `SurgeryConfig`: any mixture of kinds, quantised or not."""
     if config.base_model_type in LATENT_FAMILIES:
         layers = _mla_layers(config.to_dict(), *_cached_bytes(config.kv_cache, {"kind": "latent"}, number_bytes))
-        # Codes that layers share are read at their own width.
+        # Latents that layers share are read at their own width.
         entries = config.attention_layers or [None] * len(layers)
         ranks = [(entry or {}).get("rank", config.kv_lora_rank) for entry in entries]
         return [replace(layer, rank=rank) for layer, rank in zip(layers, ranks, strict=True)]
@@ -120,7 +120,7 @@ def _of_entry(entry: dict[str, Any], stock: Grouped, gains: int, key_bytes: floa
         streaming = entry.get("streaming") or {}
         seen = streaming["sinks"] + streaming["recent"] if streaming else window
         extra = 0.0 if entry["key_norm_eps"] is None else gains * stock.key_bytes
-        # Codes that layers share are read at their own width: the basis can be absorbed as the up-projections are.
+        # Latents that layers share are read at their own width: the basis can be absorbed as the up-projections are.
         rank, rope = entry.get("rank", entry["kv_lora_rank"]), 2 * len(entry["rope_inv_freq"])
         # Latents stand in the place of keys in the cache, rotated keys in that of values.
         return Latent(heads, rank, rope, head_dim, head_dim, seen, extra, key_bytes, value_bytes)

@@ -20,7 +20,7 @@ from surgery.families.attention import cached_heads, output
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.model.token_codes import TokenCodes
 from surgery.running.attention_tap import AttentionCall, tapped
-from surgery.transforms.coded_reading import read_coded
+from surgery.transforms.quantized_reading import read_quantized
 
 PIECE = 256
 """Queries at a time: a sequence of any length takes memory for this many times those that they see."""
@@ -140,14 +140,14 @@ class StreamingAttention(nn.Module):
             cache, tokens = self.codes
             streams = self.streams[:, None, None].to(keys.device)
             key, value = (torch.where(streams, tokens.read(part), part) for part in (keys, values))
-            call, full = replace(call, key=key, value=value), partial(_coded_output, cache)
+            call, full = replace(call, key=key, value=value), partial(_quantized_output, cache)
         mixed = mixed_output(call, self.streams, self.sinks, self.recent, self.compensated, full)
         return output(anatomy, mixed, hidden_states), None
 
 
-def _coded_output(cache: QuantizedKVLayer, call: AttentionCall) -> Tensor:
-    """What attention gives [B, T, H, v] that reads keys and values from codes as it decodes."""
-    return read_coded(cache, call.softmax, call.query, call.key, call.value)
+def _quantized_output(cache: QuantizedKVLayer, call: AttentionCall) -> Tensor:
+    """What attention gives [B, T, H, v] that reads keys and values quantised as it decodes."""
+    return read_quantized(cache, call.softmax, call.query, call.key, call.value)
 
 
 @contextmanager

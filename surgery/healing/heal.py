@@ -176,16 +176,20 @@ class HealingPlan:
     time: dict[str, float | None] | None
 
 
-def plan_healing(request: HealRequest, peak_flops: float | None = None, utilisation: float = 0.4) -> HealingPlan:
+def plan_healing(
+    request: HealRequest, peak_flops: float | None = None, utilisation: float = 0.4, *, here: bool = False
+) -> HealingPlan:
     """Plans `heal_checkpoint` with the same request, from the models' configs: nothing is trained or written.
 
     Args:
         peak_flops, utilisation: of `Estimate.seconds`; without a peak there is no time.
+        here: the peak is what a matrix product reaches on this machine, where no launcher names others.
 
     Raises:
         SurgeryError: the request is impossible, or the models cannot be followed on shapes alone.
     """
-    from surgery.training.estimate import estimate
+    from surgery.structures.dry_run import measure_speed
+    from surgery.training.estimate import WIDTHS, estimate
     from surgery.training.shapes import config_of
 
     register()
@@ -196,9 +200,12 @@ def plan_healing(request: HealRequest, peak_flops: float | None = None, utilisat
     Staging(out, overwrite=request.overwrite)
     settings = training_settings(request, student, out)
     processes = count_processes(request.processes, request.launcher)
+    device = torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
     if settings.dtype == "auto":  # as the training will find it, if it runs here
-        can = settings.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        can = device.type == "cuda" and torch.cuda.is_bf16_supported()
         settings = replace(settings, dtype="bf16" if can else "fp32")
+    if here and request.launcher is None:
+        peak_flops = measure_speed(device, WIDTHS[settings.dtype])["flops_per_second"]
     configs = [
         None if path is None else config_of(CheckpointReader.open(path), settings)
         for path in (settings.student, settings.teacher)

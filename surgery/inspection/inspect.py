@@ -177,7 +177,7 @@ def _parameters(reader: CheckpointReader, *, tied: bool) -> int:
 def _spectra(opened: Source, settings: ConvertSettings, progress: Progress) -> tuple[list[LayerSpectrum], dict]:
     method = mla.METHODS["fisher"]  # the one whose statistics weigh by the loss
     texts = load_texts(opened, settings, progress)
-    work = Work.in_folder(None, opened, settings, texts, progress, Snapshots())
+    work = Work.in_folder(Snapshots(), opened, settings, texts, progress)
     with work.library, work.store, work.alternatives:
         work.gather(gradients=method.gradients, basis_of=mla.lag_basis(method))
         found = [

@@ -25,7 +25,7 @@ TOLERANCE = 1e-3
 def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed: int) -> str:
     """What was found equal.
 
-    Codes and bases are of groups of tokens: where a group begins hangs on padding, and a pass over codes is not the one
+    Scales and bases are of groups of tokens: where a group begins hangs on padding, and a pass over them is not the one
     that makes them.
 
     Raises:

@@ -110,6 +110,16 @@ class Accelerated:
     kernel: Callable[..., torch.Tensor | None] | None = None
 
 
+def begin_as(module: nn.Module, stock: nn.Module) -> None:
+    """The first lines of the constructor of what takes the place of a family's attention: its sizes and its scale."""
+    # Not super(): the class built by `family_attention_class` has the family's attention next in line.
+    nn.Module.__init__(module)
+    module.config, module.layer_idx, module.is_causal = stock.config, stock.layer_idx, True
+    module.num_heads, module.num_kv_heads = stock.config.num_attention_heads, stock.config.num_key_value_heads
+    module.head_dim, module.scaling = stock.head_dim, stock.scaling
+    module.attention_dropout = stock.attention_dropout
+
+
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Multiply x_{2i} + j·x_{2i+1} by e^{jθ_i m}: x [B, h, T, ρ], cos and sin [B, 1, T, ρ/2] in fp32."""
     real, imag = x[..., 0::2], x[..., 1::2]

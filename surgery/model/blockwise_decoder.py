@@ -1,8 +1,8 @@
 """A family's decoder that takes its input block by block, as caches shared by layers need it.
 
-Codes of a token exist only when it has left the last layer of its group. So the decoder runs a text in pieces that end
-where blocks of the cache end, whatever it is given: one pass over all, a prompt in chunks, and decoding token by token
-are the same function of the text.
+What is stored of a token exists only when it has left the last layer of its group. So the decoder runs a text in pieces
+that end where blocks of the cache end, whatever it is given: one pass over all, a prompt in chunks, and decoding token
+by token are the same function of the text.
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
@@ -45,7 +45,7 @@ class BlockwiseDecoder(nn.Module):
     ) -> BaseModelOutputWithPast:
         """Final hidden states [B, T, D] of input_ids [B, T], or of inputs_embeds [B, T, D].
 
-        Positions are slots of the cache: `position_ids`, which may start anew in each row after its padding, say
+        Positions are those of the cache: `position_ids`, which may start anew in each row after its padding, say
         nothing more but where positions are learned, and rows that hold several texts are not supported.
 
         Raises:
@@ -66,17 +66,17 @@ class BlockwiseDecoder(nn.Module):
         states, layers = [], []
         for start, end in pairwise(self._boundaries(first, stop)):
             piece = slice(start - first, end - first)
-            slots = torch.arange(end, device=given.device)[None]
+            positions = torch.arange(end, device=given.device)[None]
             rotary = self.rotary_emb if self.rotary_emb is not None else NoRotation()
-            embeddings = rotary(like, position_ids=slots)
+            embeddings = rotary(like, position_ids=positions)
             learned = position_ids is not None and hasattr(self, "embed_positions")
             output = super().forward(
                 input_ids=None if input_ids is None else input_ids[:, piece],
                 inputs_embeds=None if inputs_embeds is None else inputs_embeds[:, piece],
                 attention_mask=None if mask is None else mask[:, :end],
-                position_ids=position_ids[:, piece] if learned else slots[:, start:],
+                position_ids=position_ids[:, piece] if learned else positions[:, start:],
                 use_cache=True,
-                slot_embeddings=embeddings,
+                all_position_embeddings=embeddings,
                 return_dict=True,
                 real_tokens=None if mask is None else mask[:, start:end].bool(),
                 **{CACHE: cache},

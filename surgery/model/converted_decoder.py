@@ -169,7 +169,7 @@ def _cache_layer(config: SurgeryConfig, layer: int, quantizes: bool, aware: bool
 def _use_cache_layers(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None:
     """Have a call of the decoder read and fill the layers that the configuration asks for.
 
-    Training reads no codes, or with `quantization_aware` what they say.
+    Training reads exact tokens, or with `quantization_aware` what a quantised cache gives back.
     """
     training, aware = decoder.training, decoder.training and decoder.quantization_aware
     kept_as = config.attention_layers, config.kv_cache if aware or not training else None, aware
@@ -194,7 +194,7 @@ def _use_cache_layers(config: SurgeryConfig, decoder: nn.Module, call: Call) -> 
 def _use_own_layer(
     config: SurgeryConfig, index: int, attention: nn.Module, args: tuple, call: Call
 ) -> tuple[tuple, Call]:
-    """Has an attention that is to read codes, and whose cache was taken away, read a new layer of its own."""
+    """Has an attention whose quantised cache was taken away read a new layer of its own."""
     if call.pop("quantization_aware", False) and call.get(CACHE) is None:
         layer = _cache_layer(config, index, quantizes=True, aware=True)
         call[CACHE] = Cache(layers=[layer] * config.num_hidden_layers)

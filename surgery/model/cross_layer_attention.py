@@ -2,8 +2,8 @@
 
 A token is what the layer would cache of it before the rotation, [k ; v] of all KV heads without biases. Tokens that
 `Reading` calls exact are read as they are; the others come back from the group's store. Biases, key norm and rotation
-follow, so all of these are exact. Keys and queries are rotated by slot: RoPE knows lags only, which padding before a
-row does not change.
+follow, so all of these are exact. Keys and queries are rotated by position: RoPE knows lags only, which padding before
+a row does not change.
 
 Shapes: B batch, T new tokens, K keys that are read, H query heads, G KV heads, d head_dim, D hidden size, n = 2Gd
 elements of a token, r rank.
@@ -20,7 +20,7 @@ from torch import nn
 from transformers import Cache
 from transformers import initialization as init
 
-from .attention_functions import Accelerated, attend, normalise_heads, rotation_of
+from .attention_functions import Accelerated, attend, begin_as, normalise_heads, rotation_of
 from .cache_argument import takes_cache
 from .group_cache import GroupLayer, Reading
 from .group_stores import GroupStore, MergedPairs, PromptBasis, SharedCodes
@@ -66,8 +66,8 @@ class GroupMember(Accelerated, nn.Module):
     ) -> tuple[Reading, torch.Tensor, torch.Tensor]:
         """Adds tokens [B, 1, T, n] to the cache and returns the tokens of all keys that are read [B, 1, K, n].
 
-        `beside` [B, 1, T, ·] is kept of every token as it is; the last result is that of all slots. `real` [B, T] is
-        false at padding, which must not weigh in a basis.
+        `beside` [B, 1, T, ·] is kept of every token as it is; the last result is that of all positions. `real` [B, T]
+        is false at padding, which must not weigh in a basis.
         """
         layer = self._group_layer(cache)
         if real is not None:
@@ -81,35 +81,46 @@ class GroupMember(Accelerated, nn.Module):
         return reading, read, beside
 
 
-class CrossLayerAttention(GroupMember):
-    r"""Attention over one basis that W layers share and that calibration found: xKV (arXiv:2503.18893), made static.
+class SharedBasis(GroupMember):
+    r"""One of W layers that share a basis which calibration found: xKV (arXiv:2503.18893), made static.
 
     With z_i the token of the group's layer i, c = Σ_i basis_down_i z_i is kept once, and layer i reads
     ẑ_i = basis_up_i c.
     """
 
+    def _add_basis(self, width: int) -> None:
+        self.basis_down = nn.Parameter(torch.empty(self.entry["rank"], width))
+        self.basis_up = nn.Parameter(torch.empty(width, self.entry["rank"]))
+
+    def initialize_weights(self) -> None:
+        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
+        init.normal_(self.basis_down, std=self.config.initializer_range)
+        init.normal_(self.basis_up, std=self.config.initializer_range)
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The layer's share of the shared latents [B, 1, C, r]."""
+        return nn.functional.linear(tokens, self.basis_down)
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """Tokens [B, 1, ·, n] of shared latents [B, 1, ·, r]."""
+        return nn.functional.linear(stored, self.basis_up)
+
+
+class CrossLayerAttention(SharedBasis):
+    """Attention over keys and values of one basis that W layers share."""
+
     def __init__(self, stock: nn.Module, entry: dict[str, Any]):
-        # Not super(): the class built by `family_attention_class` has the family's attention next in line.
-        nn.Module.__init__(self)
+        begin_as(self, stock)
         self._join_group(entry)
-        config = stock.config
-        self.config = config
-        self.layer_idx = stock.layer_idx
-        self.head_dim = stock.head_dim
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
         self.num_key_value_groups = self.num_heads // self.num_kv_heads
-        self.scaling = stock.scaling
         self.rotate = rotation_of(stock)
-        self.attention_dropout = stock.attention_dropout
-        self.is_causal = True
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", *(["sinks"] if hasattr(stock, "sinks") else [])):
             setattr(self, name, getattr(stock, name))
         self.q_norm = getattr(stock, "q_norm", None)
         self.k_norm = getattr(stock, "k_norm", None)
         # Set by the model: the base family's rotary embedding, in a tuple because it is no part of this module.
         self.rotary: tuple[nn.Module, ...] = ()
-        self._add_basis()
+        self._add_basis(self.width)
 
     @property
     def width(self) -> int:
@@ -121,28 +132,11 @@ class CrossLayerAttention(GroupMember):
         """Heads, and what each caches in the places of key and value: one token of `width`, nothing beside."""
         return 1, self.width, 0
 
-    def _add_basis(self) -> None:
-        self.basis_down = nn.Parameter(torch.empty(self.entry["rank"], self.width))
-        self.basis_up = nn.Parameter(torch.empty(self.width, self.entry["rank"]))
-
-    def initialize_weights(self) -> None:
-        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
-        init.normal_(self.basis_down, std=self.config.initializer_range)
-        init.normal_(self.basis_up, std=self.config.initializer_range)
-
-    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The layer's share of the codes [B, 1, C, r]."""
-        return nn.functional.linear(tokens, self.basis_down)
-
-    def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Tokens [B, 1, ·, n] of codes [B, 1, ·, r]."""
-        return nn.functional.linear(stored, self.basis_up)
-
     @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
-        slot_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        all_position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         real_tokens: torch.Tensor | None = None,
@@ -151,29 +145,29 @@ class CrossLayerAttention(GroupMember):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [B, T, D] → output [B, T, D] and, if eager, weights [B, H, T, K].
 
-        `slot_embeddings` are cos and sin [1, S, d] of all slots up to the last token, from `BlockwiseDecoder`;
-        `real_tokens` bool [B, T] is false at padding, None if there is none.
+        `all_position_embeddings` are cos and sin [1, S, d] of all positions up to the last token, from
+        `BlockwiseDecoder`; `real_tokens` bool [B, T] is false at padding, None if there is none.
         """
         batch, num_tokens, _ = hidden_states.shape
         projections = (self.k_proj, self.v_proj)
         tokens = torch.cat([nn.functional.linear(hidden_states, p.weight) for p in projections], dim=-1).unsqueeze(1)
         if self.kernel is not None:
-            query = self._query(hidden_states, slot_embeddings)
+            query = self._query(hidden_states, all_position_embeddings)
             out = self.kernel(self, query, tokens, attention_mask, cache, real_tokens)
             if out is not None:
                 return self.o_proj(out.reshape(batch, num_tokens, -1)), None
         reading, tokens, _ = self._exchange(tokens, tokens[..., :0], cache, real_tokens)
 
-        query = self._query(hidden_states, slot_embeddings)
-        cos, sin = slot_embeddings
+        query = self._query(hidden_states, all_position_embeddings)
+        cos, sin = all_position_embeddings
         key, value = self._key_value(tokens)
-        key = self.rotate(key, cos[:, reading.slots], sin[:, reading.slots])
+        key = self.rotate(key, cos[:, reading.positions], sin[:, reading.positions])
 
         out, weights = attend(self, query, key, value, reading.select(attention_mask), **kwargs)  # [B, T, H, d]
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
 
     def _query(self, hidden_states: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Queries [B, H, T, d] of the newest tokens [B, T, D], rotated to the last of the slots."""
+        """Queries [B, H, T, d] of the newest tokens [B, T, D], rotated to the last of the positions."""
         query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
         query = normalise_heads(self.q_norm, query)
         cos, sin = (each[:, -hidden_states.shape[1] :] for each in embeddings)
@@ -195,7 +189,7 @@ class PromptBasisAttention(CrossLayerAttention):
     The first forward pass reads its tokens exactly and is compressed after it; tokens that come later stay exact.
     """
 
-    def _add_basis(self) -> None:
+    def _add_basis(self, width: int) -> None:
         pass
 
     def initialize_weights(self) -> None:
@@ -211,7 +205,7 @@ class PromptBasisAttention(CrossLayerAttention):
 class MergedPairAttention(CrossLayerAttention):
     """Two layers merged token by token: MiniCache (arXiv:2405.14366)."""
 
-    def _add_basis(self) -> None:
+    def _add_basis(self, width: int) -> None:
         pass
 
     def initialize_weights(self) -> None:

@@ -13,38 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache
-from transformers import initialization as init
 
 from .attention_functions import attend, project_queries, rotate_pairs
 from .cache_argument import CACHE, takes_cache
-from .cross_layer_attention import GroupMember
+from .cross_layer_attention import SharedBasis
 from .latent_attention import LatentAttention
 
 
-class LatentMember(GroupMember):
-    r"""One of W layers that share a basis of their latents.
-
-    With z_i the latent of the group's layer i, c = Σ_i basis_down_i z_i is kept once, and layer i reads
-    ẑ_i = basis_up_i c.
-    """
+class LatentMember(SharedBasis):
+    """One of W layers that share a basis of their latents, which are its tokens."""
 
     def _join_group(self, entry: dict[str, Any]) -> None:
         super()._join_group(entry)
-        self.basis_down = nn.Parameter(torch.empty(entry["rank"], self.kv_lora_rank))
-        self.basis_up = nn.Parameter(torch.empty(self.kv_lora_rank, entry["rank"]))
-
-    def initialize_weights(self) -> None:
-        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
-        init.normal_(self.basis_down, std=self.config.initializer_range)
-        init.normal_(self.basis_up, std=self.config.initializer_range)
-
-    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The layer's share of the codes [B, 1, C, rank]."""
-        return nn.functional.linear(tokens, self.basis_down)
-
-    def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Latents [B, 1, ·, r] of codes [B, 1, ·, rank]."""
-        return nn.functional.linear(stored, self.basis_up)
+        self._add_basis(self.kv_lora_rank)
 
 
 class CrossLayerLatentAttention(LatentMember, LatentAttention):
@@ -68,10 +49,10 @@ class CrossLayerLatentAttention(LatentMember, LatentAttention):
         cache: Cache | None = None,
         real_tokens: torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        slot_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        all_position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [B, T, D], position_ids [1, T], slots → output [B, T, D] and, if eager, weights [B, H, T, K].
+        """hidden_states [B, T, D], position_ids [1, T] → output [B, T, D] and, if eager, weights [B, H, T, K].
 
         The embeddings are the base family's cos and sin for a whole head; the latent has its own frequencies.
         """
@@ -84,7 +65,7 @@ class CrossLayerLatentAttention(LatentMember, LatentAttention):
         if self.key_norm_eps is not None:
             positional = torch.cat((positional, self._key_irms(hidden_states)), dim=-1)
         reading, latent, positional = self._exchange(latent, positional, cache, real_tokens)
-        key_value = self._latent_key_value(latent, positional[:, :, reading.slots])
+        key_value = self._latent_key_value(latent, positional[:, :, reading.positions])
         out, weights = attend(self, query, *key_value, reading.select(attention_mask), **kwargs)  # [B, T, H, r]
         out = torch.einsum("bthr,hvr->bthv", out, self.value_up)
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
@@ -114,12 +95,12 @@ class CrossLayerFamilyLatents(LatentMember):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         real_tokens: torch.Tensor | None = None,
-        slot_embeddings: Any = None,
+        all_position_embeddings: Any = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [B, T, D] → output [B, T, D] and, if eager, weights [B, H, T, K].
 
-        What rotates is in `kwargs`, as the family has it; `slot_embeddings` go unused.
+        What rotates is in `kwargs`, as the family has it; `all_position_embeddings` go unused.
         """
         reading = self._group_layer(cache).reading(hidden_states.shape[1], hidden_states.device)
         return super().forward(
@@ -139,4 +120,4 @@ class _GroupReads:
     def update(self, latent: torch.Tensor, rotated: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents [B, 1, K, r] and rotated keys [B, 1, K, ρ] of all that is read, the new ones [B, 1, T, ·] too."""
         reading, latent, rotated = self._member._exchange(latent, rotated, self._cache, self._real)
-        return latent, rotated[:, :, reading.slots]
+        return latent, rotated[:, :, reading.positions]

@@ -1,9 +1,9 @@
 """A cache in which adjacent layers store their tokens together, once a block of tokens is complete.
 
-Slots are places in the cache, from 0 on, padding included. Blocks of C slots begin at multiples of C. A query at slot m
-reads tokens exactly if they stand in its own block so far, among the last `window` slots (n > m - window) or among the
-first `sinks`; all others as the group's store gives them back. What a query reads is so a function of the text alone,
-whatever pieces the text comes in, as long as no piece reaches over the end of a block.
+Positions are places in the cache, from 0 on, padding included. Blocks of C positions begin at multiples of C. A query
+at position m reads tokens exactly if they stand in its own block so far, among the last `window` positions (n > m -
+window) or among the first `sinks`; all others as the group's store gives them back. What a query reads is so a function
+of the text alone, whatever pieces the text comes in, as long as no piece reaches over the end of a block.
 
 Shapes: B batch, T new tokens, S tokens in all, n elements of a token in one layer, W layers of a group.
 
@@ -27,11 +27,11 @@ class Reading:
     """Which tokens the queries of one piece read, and in which form: rebuilt ones first, exact ones behind them.
 
     Attributes:
-        first: slot of the first query.
+        first: position of the first query.
         queries: how many.
         block_start: of the block that all queries stand in.
-        rebuilt: slots [start, stop) that are read from the group's store.
-        exact: slots of the tokens that are read exactly, int64, ascending.
+        rebuilt: positions [start, stop) that are read from the group's store.
+        exact: positions of the tokens that are read exactly, int64, ascending.
     """
 
     first: int
@@ -43,24 +43,24 @@ class Reading:
     exact: Tensor
 
     @property
-    def slots(self) -> Tensor:
-        """Slots of all keys, int64 [K]; one that some queries read rebuilt and others exactly is there twice."""
+    def positions(self) -> Tensor:
+        """Positions of all keys, int64 [K]; one that some queries read rebuilt and others exactly is there twice."""
         return torch.cat([torch.arange(*self.rebuilt, device=self.exact.device), self.exact])
 
     def select(self, mask: Tensor | None) -> Tensor | None:
-        """The mask over keys [·, 1, T, K] from the one over slots [·, 1, T, S], bool or additive.
+        """The mask over keys [·, 1, T, K] from the one over positions [·, 1, T, S], bool or additive.
 
-        None is one query, or a prompt within the first block, whose keys are its slots in order.
+        None is one query, or a prompt within the first block, whose keys are its positions in order.
         """
         if mask is None:
             return None
-        slots = self.slots
-        picked = mask[..., slots]
+        positions = self.positions
+        picked = mask[..., positions]
         if self.queries == 1:
             return picked
-        query = self.first + torch.arange(self.queries, device=slots.device)[:, None]
-        wanted_exact = (slots < self.sinks) | (slots >= self.block_start) | (slots > query - self.window)
-        is_exact = torch.arange(len(slots), device=slots.device) >= len(slots) - len(self.exact)
+        query = self.first + torch.arange(self.queries, device=positions.device)[:, None]
+        wanted_exact = (positions < self.sinks) | (positions >= self.block_start) | (positions > query - self.window)
+        is_exact = torch.arange(len(positions), device=positions.device) >= len(positions) - len(self.exact)
         right_form = wanted_exact == is_exact
         if picked.dtype == torch.bool:
             return picked & right_form
@@ -105,7 +105,7 @@ class GroupLayer(CompactLayer):
         stop = self.seen + queries
         start = self._block_start(self.seen)
         if self.block is not None and stop > start + self.block:
-            raise ValueError(f"{queries} tokens from slot {self.seen} on reach over a block of {self.block}")
+            raise ValueError(f"{queries} tokens from position {self.seen} on reach over a block of {self.block}")
         rebuilt_stop = min(start, stop - self.window)
         kept = min(self.seen, self.sinks)
         exact = torch.cat(
@@ -119,7 +119,7 @@ class GroupLayer(CompactLayer):
         """Adds tokens [B, 1, T, n] and what they keep beside [B, 1, T, ·].
 
         Returns:
-            The exact tokens at the slots of `reading` [B, 1, E, n], and what is kept beside of all [B, 1, S, ·].
+            The exact tokens at the positions of `reading` [B, 1, E, n], and what is kept beside of all [B, 1, S, ·].
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -179,7 +179,7 @@ class GroupLayer(CompactLayer):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Slots that `query_length` more tokens make, and the first."""
+        """Positions that `query_length` more tokens make, and the first."""
         return self.seen + query_length, 0
 
     def reset(self) -> None:
@@ -190,13 +190,13 @@ class GroupLayer(CompactLayer):
         if self.place == 0:
             self.store.reset()
 
-    def _block_start(self, slot: int) -> int:
+    def _block_start(self, position: int) -> int:
         if self.block is None:
-            return self._first_piece if slot and slot >= self._first_piece else 0
-        return slot // self.block * self.block
+            return self._first_piece if position and position >= self._first_piece else 0
+        return position // self.block * self.block
 
     def _tail_start(self, seen: int) -> int:
-        """The first slot behind the sinks whose token a query at slot `seen` or later reads exactly."""
+        """The first position behind the sinks whose token a query at position `seen` or later reads exactly."""
         return max(min(seen, self.sinks), min(self._block_start(seen), seen - self.window + 1))
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:

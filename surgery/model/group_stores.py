@@ -45,7 +45,7 @@ class GroupStore:
             self._encode(written)
 
     def read(self, place: int, start: int, stop: int) -> Tensor:
-        """Slots `start` to `stop` - 1 for the layer at `place`, [B, 1, stop - start, ·]."""
+        """Positions `start` to `stop` - 1 for the layer at `place`, [B, 1, stop - start, ·]."""
         raise NotImplementedError
 
     def numbers(self, tokens: int, width: int) -> int:
@@ -187,7 +187,7 @@ class MergedPairs(GroupStore):
         return tokens * (width + 4 * self.heads) + tokens // self.block * self.kept * 2 * width
 
     def index_bytes(self, tokens: int) -> int:
-        """Slots of the tokens that are not merged, for keys and for values."""
+        """Positions of the tokens that are not merged, for keys and for values."""
         return tokens // self.block * self.kept * 2 * torch.int32.itemsize
 
     def read(self, place: int, start: int, stop: int) -> Tensor:

@@ -20,6 +20,7 @@ from transformers import initialization as init
 from .attention_functions import (
     Accelerated,
     attend,
+    begin_as,
     gated,
     places_in_cache,
     project_queries,
@@ -86,21 +87,12 @@ class LatentAttention(Accelerated, nn.Module):
     """
 
     def __init__(self, stock: nn.Module, latent: dict[str, Any]):
-        # Not super(): the class built by `family_attention_class` has the family's attention next in line.
-        nn.Module.__init__(self)
+        begin_as(self, stock)
         config = stock.config
-        self.config = config
-        self.layer_idx = stock.layer_idx
-        self.head_dim = stock.head_dim
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
         self.kv_lora_rank = latent["kv_lora_rank"]
         self.rope_dim = 2 * len(latent["rope_inv_freq"])
         self.key_norm_eps = latent["key_norm_eps"]
-        self.scaling = stock.scaling
-        self.attention_dropout = stock.attention_dropout
         self.sliding_window = getattr(stock, "sliding_window", getattr(config, "sliding_window", None))
-        self.is_causal = True
         self.streaming = latent.get("streaming")
 
         self.q_proj = stock.q_proj

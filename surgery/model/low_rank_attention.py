@@ -21,6 +21,7 @@ from transformers import initialization as init
 from .attention_functions import (
     Accelerated,
     attend,
+    begin_as,
     gated,
     normalise_heads,
     project_queries,
@@ -75,23 +76,14 @@ class LowRankAttention(Accelerated, nn.Module):
     """
 
     def __init__(self, stock: nn.Module, entry: dict[str, Any]):
-        # Not super(): the class built by `family_attention_class` has the family's attention next in line.
-        nn.Module.__init__(self)
+        begin_as(self, stock)
         config = stock.config
-        self.config = config
-        self.layer_idx = stock.layer_idx
-        self.head_dim = stock.head_dim
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
         self.num_key_value_groups = self.num_heads // self.num_kv_heads
-        self.scaling = stock.scaling
         self.rotate = rotation_of(stock)
         # The type of the layer, by which Gemma 3 and OLMo 3 have their frequencies.
         kind = getattr(stock, "layer_type", getattr(stock, "attention_type", None))
         self.rope_of = kind if kind in (getattr(config, "rope_parameters", None) or ()) else None
-        self.attention_dropout = stock.attention_dropout
         self.sliding_window = getattr(stock, "sliding_window", getattr(config, "sliding_window", None))
-        self.is_causal = True
 
         blocks = entry["blocks"]
         self.ranks = [block["rank"] for block in blocks]

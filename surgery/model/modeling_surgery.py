@@ -75,9 +75,9 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
 
     @property
     def quantization_aware(self) -> bool:
-        """Whether training reads what the codes of `kv_cache` say, with gradients as if it were the exact numbers.
+        """Whether training reads what a cache of `kv_cache` gives back, with gradients as if it were the exact numbers.
 
-        Off unless it is set. Evaluation always reads codes; without `kv_cache` there are none and this stays off.
+        Off unless it is set. Evaluation always reads it; without `kv_cache` nothing is quantised and this stays off.
         """
         return self.model.quantization_aware
 

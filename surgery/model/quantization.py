@@ -1,4 +1,4 @@
-"""Numbers as codes of 8, 4, 3 or 2 bits, and codes as bytes.
+"""Numbers quantised to 8, 4, 3 or 2 bits, and these codes as bytes.
 
 Integers are asymmetric, a scale and a zero point a group; fp8 (e4m3) codes have a scale alone, which takes the largest
 number of the group to the format's largest.

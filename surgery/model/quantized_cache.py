@@ -34,7 +34,7 @@ KEYS = ("channel", "token")
 
 
 class QuantizedKVLayer(CompactLayer):
-    """The cache of one layer: the oldest tokens as codes, the rest, fewer than `window + group`, as they came.
+    """The cache of one layer: the oldest tokens quantised, the rest, fewer than `window + group`, as they came.
 
     Keys and values may differ in their last dimension (the latent and the rotated part that stock `deepseek_v3` caches
     in their places, for instance), and that of the values may be 0.
@@ -43,7 +43,7 @@ class QuantizedKVLayer(CompactLayer):
     form = "a quantised KV cache"
     reads_ahead = True
     hands_on_codes = False
-    """Whether `update` returns the layer itself, twice, for an attention that reads its codes as they are."""
+    """Whether `update` returns the layer itself, twice, for an attention that reads it quantised."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class QuantizedKVLayer(CompactLayer):
             window: of the most recent tokens, how many stay exact at least. KIVI keeps 128.
             keys: "channel", or "token" to quantise the keys as the values are.
             sinks: first tokens that stay exact.
-            value_format: of the values' codes where it is another, or "exact": they are kept as they come.
+            value_format: of the values where it is another, or "exact": they are kept as they come.
             spans: (format, channels) of the keys' first channels, of the next ones, and so on to the last; none where
                 all have `format`.
             clip: narrow the range of a group of keys to what leaves the least squared error.
@@ -74,8 +74,8 @@ class QuantizedKVLayer(CompactLayer):
                 bytes.
         """
         super().__init__()
-        coded = [format, *([] if value_format in (None, EXACT) else [value_format]), *(each for each, _ in spans)]
-        for each in coded:
+        formats = [format, *([] if value_format in (None, EXACT) else [value_format]), *(each for each, _ in spans)]
+        for each in formats:
             if each not in BITS:
                 raise ValueError(f"a KV cache of {each!r}: {', '.join(BITS)} are possible")
             if group < 1 or group % PACKED[each] or window < 0 or sinks < 0:
@@ -96,7 +96,7 @@ class QuantizedKVLayer(CompactLayer):
 
     @property
     def of_one_format(self) -> bool:
-        """Whether all tokens but the latest are codes of one format that kernels read as they are."""
+        """Whether all tokens but the latest are quantised in one format that kernels read."""
         in_bytes = PACKED[self.format] * BITS[self.format] == 8
         return in_bytes and not self.sinks and not self.spans and self.value_format == self.format
 
@@ -184,7 +184,7 @@ class QuantizedKVLayer(CompactLayer):
 
 
 class GroupedCodes:
-    """Tokens [B, H, T, d] as codes of a few bits, with a scale and, of integers, a zero point for each group.
+    """Tokens [B, H, T, d] quantised to codes of a few bits, with a scale and, of integers, a zero point for each group.
 
     Attributes:
         codes: [B, H, T·bits/8, d] uint8; consecutive tokens share a byte, the first in its lowest bits.
@@ -217,7 +217,7 @@ class GroupedCodes:
             self.zero = torch.cat([self.zero, zero.squeeze(along)], dim=-2)
 
     def dequantized(self) -> Tensor:
-        """The tokens [B, H, T, d] as their codes say, in the dtype they had."""
+        """The tokens [B, H, T, d] dequantised, in the dtype they had."""
         codes = unpack(self.codes, self.bits)
         grouped, along = self._grouped(codes)
         zero = None if self.zero is None else self.zero.unsqueeze(along)
@@ -238,7 +238,7 @@ class GroupedCodes:
 
 
 class SpannedCodes:
-    """Tokens [B, H, T, d] as codes of different formats: `GroupedCodes` of adjacent channels, side by side."""
+    """Tokens [B, H, T, d] quantised in different formats: `GroupedCodes` of adjacent channels, side by side."""
 
     def __init__(self, like: Tensor, spans: Spans, group: int, *, by_channel: bool, clip: bool = False) -> None:
         """No tokens yet, see `GroupedCodes`.
@@ -267,7 +267,7 @@ class SpannedCodes:
             part.append(own)
 
     def dequantized(self) -> Tensor:
-        """The tokens [B, H, T, d] as their codes say, in the dtype they had."""
+        """The tokens [B, H, T, d] dequantised, in the dtype they had."""
         return torch.cat([part.dequantized() for part in self.parts], dim=-1)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -277,7 +277,7 @@ class SpannedCodes:
 
 
 class ExactTokens:
-    """Tokens [B, H, T, d] as they came, in the place of codes."""
+    """Tokens [B, H, T, d] as they came, not quantised."""
 
     def __init__(self, like: Tensor) -> None:
         """No tokens yet."""

@@ -1,4 +1,4 @@
-"""Reading through codes while a model trains, with gradients as if there were none.
+"""Reading through quantisation while a model trains, with gradients as if there were none.
 
 Attention gets what the quantised cache would give it, and the gradient of what it got goes to the exact numbers as it
 is: straight through (Bengio et al., arXiv:1308.3432). LLM-QAT (Liu et al., arXiv:2305.17888) so trains with a quantised
@@ -48,7 +48,7 @@ class StraightThroughLayer(PlainLayer):
         self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d], as their codes say."""
+        """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d], dequantised."""
         keys, values = super().update(key_states, value_states)
         with torch.no_grad():
             read_keys, read_values = self.quantized.update(keys, values)

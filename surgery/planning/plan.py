@@ -217,7 +217,7 @@ def opened_work(
     Args:
         out, restart: as of :func:`make_plan`.
     """
-    folder, snapshots = None, Snapshots()
+    snapshots = Snapshots()
     untried = HeldOut(texts.held_out.tokens, 0, texts.held_out.answers[:0])
     with ExitStack() as stack:
         if out is not None:
@@ -225,9 +225,9 @@ def opened_work(
             facts["settings"] = settings.deciding()
             kept = Unfinished(out.with_name(f"{out.name}.statistics"), facts, restart=restart, note=progress.note)
             stack.enter_context(kept)
-            folder, snapshots = kept.folder, kept.snapshots
+            snapshots = kept.snapshots
         texts = replace(texts, held_out=untried)
-        work = Work.in_folder(folder, opened, settings, texts, progress, snapshots)
+        work = Work.in_folder(snapshots, opened, settings, texts, progress)
         for files in (work.library, work.store, work.alternatives):
             stack.enter_context(files)
         with progress.step(2, STEPS):

@@ -14,7 +14,7 @@ from surgery.engines.limits import Engine
 from surgery.structures.registry import TARGETS
 
 BITS = "bits"
-"""What ``allow`` calls caches of codes, whose attention may be any."""
+"""What ``allow`` calls quantised caches, whose attention may be any."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PlanSettings(ConversionSettings):
         None, "Pattern of `surgery heads`, to weigh hybrids with.", unset="no hybrids", metavar="FILE"
     )
     allow: tuple[str, ...] = setting(
-        (), "Structures to choose among, and bits for caches of codes.", unset="all", metavar="A,B"
+        (), "Structures to choose among, and bits for quantised caches.", unset="all", metavar="A,B"
     )
     mixtures: int = setting(
         0,

@@ -9,7 +9,7 @@ from surgery.engines import spoken
 from surgery.engines.in_transformers import EAGER, EAGERLY, PICTURES
 from surgery.reporting.front_matter import front_matter, reads_pictures
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts, stages
-from surgery.reporting.quality import before_and_after, fit_told, healed_table, ladder_table
+from surgery.reporting.quality import before_and_after, fit_told, healed_table, stages_table
 
 LOADING = {
     "stock": """\
@@ -72,7 +72,7 @@ Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"
 
 ## Where the loss comes from
 
-{markdown.render(ladder_table(report.ladder))}
+{markdown.render(stages_table(report.ladder))}
 
 Losses are nats per token on held-out calibration text ({in_markdown(report.calibration.get("source"))}), recall is the
 share of planted five-digit keys that the model finds again. {_planted(report.calibration)}{_fit(target)}

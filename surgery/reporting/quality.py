@@ -13,7 +13,7 @@ RECALL = Column("recall", "Share of planted keys that the model finds again", la
 
 def before_and_after(
     kv: Sequence[float],
-    ladder: Sequence[dict[str, Any]] = (),
+    stages: Sequence[dict[str, Any]] = (),
     classes: Sequence[str] = (),
     others: Iterable[tuple[str, str, str]] = (),
 ) -> Table:
@@ -21,23 +21,23 @@ def before_and_after(
 
     Args:
         kv: bytes per token of both.
-        ladder: loss and recall of both, the first and the last entry; nothing if they were not measured.
+        stages: loss and recall of both, the first and the last entry; nothing if they were not measured.
         classes: the model classes of both.
         others: rows of another kind.
     """
     held = f"{per_token(kv[1])}, {share(kv[1] / kv[0])}"
     rows = [("class", *classes)] if classes else []
     rows += [("KV cache per token", per_token(kv[0]), held), *others]
-    if ladder and ladder[0]["loss"] is not None:
-        ends = ladder[0], ladder[-1]
+    if stages and stages[0]["loss"] is not None:
+        ends = stages[0], stages[-1]
         rows.append(("held-out loss in nats (perplexity)", *(with_perplexity(each["loss"]) for each in ends)))
         rows.append(("recall of planted keys", *(decimal(each["recall"], 2) for each in ends)))
     return Table.of(["", Column("source", align="right"), Column("converted", align="right")], rows)
 
 
-def ladder_table(ladder: Iterable[dict[str, Any]]) -> Table:
+def stages_table(stages: Iterable[dict[str, Any]]) -> Table:
     """After each stage of a conversion."""
-    rows = [(row["stage"], loss_of_stage(row), row["recall"]) for row in ladder]
+    rows = [(row["stage"], loss_of_stage(row), row["recall"]) for row in stages]
     return Table.of(["stage", Column("loss (perplexity)", "Nats per token", align="right"), RECALL], rows)
 
 
@@ -45,10 +45,11 @@ def fit_told(fit: dict[str, Any]) -> str:
     """What a report's target says of its fit, in one sentence."""
     tried, kept, given_up = fit["tried"], fit["kept"], fit["given_up"]
     if given_up:
-        losses = f"{given_up['fitted']:.4f} with layers fitted, {given_up['closed']:.4f} in closed form"
+        losses = {name: with_perplexity(given_up[name]) for name in ("fitted", "closed", "source")}
         return (
-            f"The fit was given up at layer {given_up['layers'] - 1}, as it won back too little up to there: a loss of "
-            f"{losses}, {given_up['source']:.4f} as they were."
+            f"The fit was given up at layer {given_up['layers'] - 1}, as it won back too little up to there: a loss "
+            f"(perplexity) of {losses['fitted']} with layers fitted, {losses['closed']} in closed form, "
+            f"{losses['source']} as they were."
         )
     closed = [str(layer) for layer in tried if layer not in kept]
     others = f"; nearer to the source in closed form: {', '.join(closed)}" if closed else ""

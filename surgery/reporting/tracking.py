@@ -11,7 +11,7 @@ from surgery.reporting.report import Report
 
 
 def log_conversion(report: Report, name: str, *, project: str, mode: Literal["online", "offline"], folder: Path) -> str:
-    """Writes a run of job type ``convert``: settings, the ladder of losses, layers, bytes, time.
+    """Writes a run of job type ``convert``: settings, losses by stage, layers, bytes, time.
 
     Args:
         name: of the run; the result's folder.

@@ -91,7 +91,8 @@ class Foreseen:
         demand: what it computes.
         splits: of the budget that would be tried.
         settled: whether nothing that engines look at is left to the work; ``engines`` what they say where it is not.
-        sized: whether the bytes are known, of a config with its codes; else they follow from :meth:`Structure.plan`.
+        sized: whether the bytes are known, of a config with its ``kv_cache``; else they follow from
+            :meth:`Structure.plan`.
     """
 
     config: dict[str, Any]
@@ -106,7 +107,7 @@ class Foreseen:
     sized: bool = True
 
     def engines_of(self, reader: CheckpointReader, config: dict[str, Any]) -> dict[str, dict]:
-        """What engines say of the result of a source, whose config.json is ``config`` with its codes."""
+        """What engines say of the result of a source, whose config.json is ``config`` with its ``kv_cache``."""
         if self.engines is None or "kv_cache" in config or reader.stored_names:
             return engine_table(whole_config(reader, config))
         return self.engines
@@ -225,7 +226,7 @@ class Structure(ABC, Generic[Opened, Settings]):
         """A stand-in for a layer's attention, as it becomes without a fit, for prompts only; after :meth:`plan`.
 
         Args:
-            cache: an empty layer that keeps what is cached as codes; None where it is exact.
+            cache: an empty layer that quantises what is cached; None where it is exact.
         """
         raise NotImplementedError
 

@@ -116,7 +116,7 @@ def _convert(
         # The writer checks again, once the tensors are settled, and that may be hours from here.
         kept = kept_matrices(asked.opened.reader, settings, foreseen.tensors)
         staging.check_space(sum(spec.nbytes for spec in in_parts(foreseen.tensors, kept).values()))
-        work = Work.in_folder(folder, asked.opened, settings, texts, progress, unfinished.snapshots, together)
+        work = Work.in_folder(unfinished.snapshots, asked.opened, settings, texts, progress, together)
         together.from_main(lambda: folder)
         with progress.step(2, STEPS), sharing_threads(started):
             asked.gather(work)
@@ -145,9 +145,8 @@ def _convert(
 
 def _have_share(asked: Structure, settings: ConversionSettings, texts: Texts, together: Processes) -> None:
     """What a process does that is not the main one: its share of sweeps and fits, in the folder of that."""
-    folder: Path = together.from_main(Path)
-    silent, snapshots = Progress(silent=True), Snapshots(folder)
-    work = Work.in_folder(folder, asked.opened, settings, texts, silent, snapshots, together)
+    snapshots = Snapshots(together.from_main(Path))
+    work = Work.in_folder(snapshots, asked.opened, settings, texts, Progress(silent=True), together)
     asked.gather(work)
     work.shared_fits.take_part(asked.opened.stream.device)
 

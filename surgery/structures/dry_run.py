@@ -23,6 +23,7 @@ from surgery.calibration.texts import (
     load_texts,
 )
 from surgery.checkpoint import CheckpointWriter
+from surgery.checkpoint.outline import write_outline
 from surgery.checkpoint.staging import NoSpace
 from surgery.checkpoint.writer import in_parts
 from surgery.common.progress import Progress
@@ -81,11 +82,16 @@ def plan_conversion(
     *,
     overwrite: bool = False,
     allow_pickle: bool = False,
+    outline: Path | None = None,
 ) -> ConversionPlan:
     """Plans a conversion of the same arguments, without any forward pass and without writing.
 
     Calibration text is read and tokenised, so that its faults show too; ``self`` samples, which take the whole model,
     are not drawn. Of a device that is not here, such as "cuda" on a laptop, the memory is told and no time.
+
+    Args:
+        outline: folder for a checkpoint of the result's shapes (:mod:`surgery.checkpoint.outline`), from which dry runs
+            of what is to be done with the result go on; none is made of a model of pictures and text.
 
     Raises:
         SurgeryError: whatever the conversion would refuse before it computes, but too small a disk.
@@ -100,13 +106,14 @@ def plan_conversion(
     parts = kept_matrices(opened.reader, settings, foreseen.tensors)
     refusal = None
     try:  # its constructor refuses what cannot be written and writes nothing
-        written = {"max_shard_size": settings.max_shard_size, "overwrite": overwrite, "parts": parts}
-        CheckpointWriter(out, foreseen.tensors, **written)
+        asked_of_files = {"max_shard_size": settings.max_shard_size, "overwrite": overwrite, "parts": parts}
+        CheckpointWriter(out, foreseen.tensors, **asked_of_files)
     except NoSpace as error:
         refusal = str(error)
 
     tokens = _tokens(opened, settings)
-    weights = sum(spec.nbytes for spec in in_parts(foreseen.tensors, parts).values())
+    files = in_parts(foreseen.tensors, parts)
+    weights = sum(spec.nbytes for spec in files.values())
     work = Workload.of(opened, settings, tokens, foreseen.demand)
     if absent:
         work, speed = replace(work, on_host=False), {"flops_per_second": None}
@@ -114,7 +121,9 @@ def plan_conversion(
         speed = measure_speed(opened.stream.device, opened.stream.dtype)
     config = final_config(foreseen, settings)
     written = whole_config(opened.reader, config)
-    coded = "kv_cache" in config and foreseen.model_type != MODEL_TYPE
+    quantized = "kv_cache" in config and foreseen.model_type != MODEL_TYPE
+    if outline is not None and not opened.reader.stored_names:
+        write_outline(outline, opened.reader, written, files)
     source_kv, kv = source_kv_bytes(opened), kv_bytes(foreseen, config, opened, settings)
     return ConversionPlan(
         source=_source_facts(opened),
@@ -126,7 +135,7 @@ def plan_conversion(
             "to": target_of(settings).name,
             "method": getattr(settings, "method", None),
             "model_type": written["model_type"],
-            "reasons": [REASON] if coded else foreseen.reasons,
+            "reasons": [REASON] if quantized else foreseen.reasons,
             "frequencies_known": foreseen.settled,
             "engines": foreseen.engines_of(opened.reader, config),
         },

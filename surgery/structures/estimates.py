@@ -21,7 +21,7 @@ from surgery.model.attention_functions import own_softmax
 from surgery.running.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
 from surgery.running.source import OwnSource, Source
 from surgery.structures.fit_trial import TRIAL_SEQUENCES, asked_after
-from surgery.structures.ladder import ERROR_SEQUENCES, EXACT_TOKENS
+from surgery.structures.stages import ERROR_SEQUENCES, EXACT_TOKENS
 from surgery.transforms.fit_blocks import BLOCKS
 
 # What a layer reaches of the rate of one large matrix product: norms, softmax and small products take the rest.
@@ -155,7 +155,7 @@ class Workload:
 
     @property
     def stages(self) -> int:
-        """Residual streams that the ladder carries, the source's among them."""
+        """Residual streams that are carried, one a stage, the source's among them."""
         return 1 + self.demand.exact + self.demand.steps + self.demand.results
 
     @property
@@ -188,7 +188,7 @@ class Workload:
         activations             calibration: 2 N T D c (a boundary's gradient, the attention's inputs), and
                                 2 N T (n + D) c with gradients (a layer's keys, values, outputs and theirs);
                                 conversion: 3 N T D c for the fit; both up to the limit, if there is one
-        held-out text           conversion: one M T D c per stage of the ladder
+        held-out text           conversion: one M T D c per stage
         one batch               calibration: B T (16 D + 6 H d + 6 I) c for autograd; conversion: 3 B T H n c, queries
                                 of the merged stage; one slice of the vocabulary beside it
         attention weights       4 H T² c of one sequence, for lag statistics; 5 B H T² c where logits have a cap or

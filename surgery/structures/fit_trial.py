@@ -17,7 +17,7 @@ from torch import nn
 
 from surgery.calibration.held_out import HeldOut
 from surgery.running.layer_stream import LayerStream, StreamedLayer
-from surgery.structures.ladder import ERROR_SEQUENCES, Ladder
+from surgery.structures.stages import ERROR_SEQUENCES, StageRuns
 
 TRIAL_SEQUENCES = 4
 """Held-out sequences on which the model is asked: differences on the same text settle long before losses do."""
@@ -53,7 +53,7 @@ class TrialLosses:
 
 @dataclass(frozen=True)
 class FitTrial:
-    """Stages of a ladder: closed forms, what the fit made of them, and the source beside both.
+    """Stages of a conversion: closed forms, what the fit made of them, and the source beside both.
 
     Attributes:
         fitted: stages with fits. The first is judged, all are dropped where the fit is given up.
@@ -61,7 +61,7 @@ class FitTrial:
 
     stream: LayerStream
     held_out: HeldOut
-    ladder: Ladder
+    runs: StageRuns
     closed: str
     fitted: tuple[str, ...]
 
@@ -73,7 +73,7 @@ class FitTrial:
         see them: else the few tokens of very large states would be all that counts.
         """
         source, hidden = (
-            self.ladder.hidden[stage][:ERROR_SEQUENCES].to(self.stream.device, self.stream.dtype)
+            self.runs.hidden[stage][:ERROR_SEQUENCES].to(self.stream.device, self.stream.dtype)
             for stage in ("source", self.fitted[0])
         )
         wanted = layer(source).float()
@@ -91,7 +91,7 @@ class FitTrial:
     def losses(self, layers: int) -> TrialLosses:
         """Of the model with its first layers in each form."""
         count = min(TRIAL_SEQUENCES, self.held_out.texts)
-        states = [self.ladder.hidden[stage][:count].clone() for stage in ("source", self.closed, self.fitted[0])]
+        states = [self.runs.hidden[stage][:count].clone() for stage in ("source", self.closed, self.fitted[0])]
         for index in range(layers, self.stream.num_layers):
             with self.stream.layer(index) as layer:
                 for hidden in states:
@@ -100,6 +100,6 @@ class FitTrial:
         return TrialLosses(layers, *(self.stream.loss(hidden, tokens) for hidden in states))
 
     def drop(self) -> None:
-        """Takes the fitted stages out of the ladder, so that they pass no further layer."""
+        """Drops the fitted stages, so that they pass no further layer."""
         for stage in self.fitted:
-            del self.ladder.hidden[stage]
+            del self.runs.hidden[stage]

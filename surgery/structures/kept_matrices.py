@@ -51,7 +51,7 @@ def check_keepable(reader: CheckpointReader, settings: ConversionSettings) -> No
     if said.get("kv_cache_scheme"):
         raise SurgeryError(f"{reader.source}: has scales of a quantised KV cache, which will be another: {INSTEAD}")
     if method == "compressed-tensors" and any(EXPERTS in name for name in matrices):
-        raise SurgeryError(f"{reader.source}: transformers holds all experts as one tensor, not in codes: {INSTEAD}")
+        raise SurgeryError(f"{reader.source}: transformers holds all experts as one tensor, not quantised: {INSTEAD}")
     for name in matrices if method == "fp8" else ():
         sizes = zip(reader.info(name).shape, said["weight_block_size"], strict=True)
         if ATTENTION not in name and any(size % block for size, block in sizes):

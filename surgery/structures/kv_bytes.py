@@ -23,7 +23,7 @@ def source_kv_bytes(opened: Source | OwnSource) -> float:
 
 
 def final_config(foreseen: Foreseen, settings: ConversionSettings) -> dict[str, Any]:
-    """The config.json of the result, with its codes."""
+    """The config.json of the result, with its ``kv_cache``."""
     if not settings.quantizes:
         return foreseen.config
     return {**own_config(foreseen.config, layer_entries(foreseen.config)), "kv_cache": settings.kv_cache()}
@@ -32,7 +32,7 @@ def final_config(foreseen: Foreseen, settings: ConversionSettings) -> dict[str, 
 def kv_bytes(
     foreseen: Foreseen, config: dict[str, Any], opened: Source | OwnSource, settings: ConversionSettings
 ) -> float:
-    """Of the result, per token: with bits those of its codes, or of the budget where bits are chosen with the ranks."""
+    """Of the result, per token: with its bits, or of the budget where bits are chosen with the ranks."""
     if not (config.get("kv_cache") and foreseen.sized):
         return foreseen.kv_bytes_per_token
     tokens = getattr(settings, "context", None) or LONG

@@ -28,8 +28,8 @@ def build_report(work: Work, outcome: Outcome, verification: Verification, name:
     with progress.phase("hash the source", sum(reader.info(n).nbytes for n in reader.names()), "B") as advance:
         fingerprint = reader.fingerprint(advance)
     shape, hub = outcome.shape or SourceShape.of(opened), id_of_snapshot(reader.source)
-    ladder = [{"stage": stage, **asdict(score)} for stage, score in outcome.scores.items()]
-    ladder.append({"stage": "reloaded", **asdict(verification.score)})
+    stages = [{"stage": stage, **asdict(score)} for stage, score in outcome.scores.items()]
+    stages.append({"stage": "reloaded", **asdict(verification.score)})
     return Report(
         source={
             "path": hub[0].partition("/")[2] if hub else reader.source.name,
@@ -56,7 +56,7 @@ def build_report(work: Work, outcome: Outcome, verification: Verification, name:
             **_flow(verification, shape, work.settings),
         },
         splits=outcome.splits,
-        ladder=ladder,
+        ladder=stages,
         layers=outcome.layers,
         verification={
             "logit_difference_to_simulation": verification.logit_difference,

@@ -1,4 +1,4 @@
-"""What a user can ask of conversions whose result may keep its cache as codes of a few bits. Needs no torch."""
+"""What a user can ask of conversions whose result may keep a quantised cache of a few bits. Needs no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def keep_quantised() -> Any:
 
 @dataclass(frozen=True)
 class StructureSettings(ConversionSettings):
-    """What conversions can be asked for whose result may keep its cache as codes of a few bits."""
+    """What conversions can be asked for whose result may keep a quantised cache of a few bits."""
 
     bits: Bits | None = setting(
         None,
@@ -55,7 +55,7 @@ class StructureSettings(ConversionSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.group is None:
-            # Scales of 32 numbers would take as much as many of the codes that are chosen by latent.
+            # Scales of 32 numbers would take as much as many of the values whose bits are chosen by latent.
             object.__setattr__(self, "group", 64 if self.bits == "auto" else 32)
         if self.bits is None:
             if (self.group, self.keys, self.hadamard) != (32, "channel", False):
@@ -71,12 +71,12 @@ class StructureSettings(ConversionSettings):
 
     @property
     def quantizes(self) -> bool:
-        """Whether the result keeps its cache as codes."""
+        """Whether the result keeps a quantised cache."""
         return self.bits is not None
 
     @property
     def format(self) -> str:
-        """Of a code, as the cache layers call it."""
+        """Of a quantised value, as the cache layers call it."""
         return cache_format(self.bits)
 
     def ending(self, target: str) -> str:
@@ -112,7 +112,7 @@ class FitSettings(ConversionSettings):
 
 @dataclass(frozen=True)
 class FittedSettings(FitSettings, StructureSettings):
-    """What conversions can be asked for that fit each layer, and whose result may keep its cache as codes."""
+    """What conversions can be asked for that fit each layer, and whose result may keep a quantised cache."""
 
     def check_spectrum(self) -> None:
         """Raises SurgeryError where ranks by spectrum are asked for and nothing compares layers."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from surgery.calibration import layer_statistics
@@ -20,9 +19,9 @@ from surgery.running.processes import ALONE, Processes
 from surgery.running.source import OwnSource, Source
 from surgery.structures.alternatives import Alternatives
 from surgery.structures.fit_trial import FitTrial
-from surgery.structures.ladder import Ladder
 from surgery.structures.sequential_fit import SequentialFit
 from surgery.structures.shared_fits import SharedFits
+from surgery.structures.stages import StageRuns
 
 Opened = TypeVar("Opened", bound="Source | OwnSource")
 Settings = TypeVar("Settings", bound=ConversionSettings)
@@ -60,15 +59,15 @@ class Work(Generic[Opened, Settings]):
     @classmethod
     def in_folder(
         cls,
-        folder: Path | None,
+        snapshots: Snapshots,
         opened: Opened,
         settings: Settings,
         texts: Texts,
         progress: Progress,
-        snapshots: Snapshots,
         processes: Processes = ALONE,
     ) -> Work[Opened, Settings]:
-        """Work that keeps what it learns in files below a folder; None: in temporary ones."""
+        """Work that keeps what it learns in files beside its snapshots; without a folder in temporary ones."""
+        folder = snapshots.folder
         library, store = StatisticsLibrary(folder), BoundaryStore(folder, settings.activation_memory)
         return cls(opened, settings, texts, library, store, Alternatives(folder), progress, snapshots, processes)
 
@@ -80,23 +79,25 @@ class Work(Generic[Opened, Settings]):
         """Whether layers are fitted: the method has a fit, steps are asked for and there is text to fit on."""
         return wanted and self.texts.calibration is not None and self.settings.fit_steps > 0
 
-    def fit(self, ladder: Ladder, closed: str, *fitted: str) -> SequentialFit | None:
-        """The layer-wise fit of a ladder with fitted stages, held against closed forms where they are one too."""
+    def fit(self, runs: StageRuns, closed: str, *fitted: str) -> SequentialFit | None:
+        """The layer-wise fit of stages some of which are fitted, held against closed forms where they are one too."""
         stream, texts = self.opened.stream, self.texts
-        if fitted[0] not in ladder.hidden:
+        if fitted[0] not in runs.hidden:
             return None
-        trial = FitTrial(stream, texts.held_out, ladder, closed, fitted) if closed in ladder.hidden else None
+        trial = FitTrial(stream, texts.held_out, runs, closed, fitted) if closed in runs.hidden else None
         return SequentialFit(stream, self.store, texts.calibration, self.settings.batch_size, trial, self.shared_fits)
 
-    def ladder(self, stages: tuple[str, ...], *, exact: Collection[str] = (), steps: Collection[str] = ()) -> Ladder:
+    def stage_runs(
+        self, stages: tuple[str, ...], *, exact: Collection[str] = (), steps: Collection[str] = ()
+    ) -> StageRuns:
         """The stages of the conversion over its held-out text."""
         held_out, size = self.texts.held_out, self.settings.batch_size
-        return Ladder(self.opened.stream, held_out, size, stages, exact=exact, steps=steps)
+        return StageRuns(self.opened.stream, held_out, size, stages, exact=exact, steps=steps)
 
     def pass_layers(
         self,
         convert: Callable[[int, SequentialFit | None], Any],
-        ladder: Ladder,
+        runs: StageRuns,
         fit: SequentialFit | None,
         *types: type,
         settled: Callable[[int], bool] = lambda layer: True,
@@ -104,14 +105,14 @@ class Work(Generic[Opened, Settings]):
         """What ``convert`` says of every layer; goes on after the last layer that is surely done.
 
         Args:
-            convert: carries the ladder and the fit through a layer; all else that it makes is on disk. It is given
+            convert: carries the stages and the fit through a layer; all else that it makes is on disk. It is given
                 no fit once that was given up.
             types: classes in what it says.
-            settled: whether nothing of a layer is needed for the next but ladder and fit.
+            settled: whether nothing of a layer is needed for the next but stages and fit.
         """
         said = []
         if state := self.snapshots.last("layers", *types):
-            said, ladder.hidden = state["said"], state["ladder"]
+            said, runs.hidden = state["said"], state["ladder"]
             if fit:
                 fit.restore(state["fit"])
         with self.progress.phase("convert", self.opened.layers) as advance:
@@ -122,7 +123,7 @@ class Work(Generic[Opened, Settings]):
                     fit.settle(layer)
                 if settled(layer):
                     self.snapshots.take(
-                        "layers", lambda: {"said": said, "ladder": ladder.hidden, "fit": fit and fit.state()}
+                        "layers", lambda: {"said": said, "ladder": runs.hidden, "fit": fit and fit.state()}
                     )
                 advance()
         return said

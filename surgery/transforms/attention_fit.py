@@ -11,9 +11,9 @@ structure's own (:mod:`surgery.transforms.kv_heads_fit`, :mod:`surgery.transform
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,8 +53,8 @@ class Linearised(Protocol):
         """The transpose of :meth:`jvp`."""
 
 
-Linearise = Callable[[Tensor, int, Tensor], Linearised]
-"""Unknowns, the number of a sequence and ascending query positions [M] of it."""
+Linearise = Callable[[Any, int, Tensor], Linearised]
+"""Unknowns by kind, the number of a sequence and ascending query positions [M] of it."""
 
 
 class LinearisedMixing:
@@ -185,26 +185,41 @@ class LinearisedAttention:
         return *self.mixing.vjp(heads.unflatten(0, self.mixing.groups)), o
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a layer is to put out, and how what it misses counts.
+
+    Attributes:
+        targets: [N, T, D] without the output bias, on any device. Where they lie in a file, past the limit of
+            activations, nothing of all sequences is kept, and blocks are linearised whenever they are used.
+        root: F^{1/2} [D, D], on the device and in the dtype to compute in.
+    """
+
+    targets: Tensor
+    root: Tensor
+
+    def at(self, place: Place) -> Tensor:
+        """At some positions, times F^{1/2}."""
+        found = self.targets[place.sequence, place.positions.to(self.targets.device)].to(self.root) @ self.root
+        give_back(self.targets)
+        return found
+
+
 def fit_attention(
-    unknowns: Tensor,
-    kinds: list[int],
+    start: Weights,
     linearise: Linearise,
     whitening: Callable[[Blocks[Linearised]], Whiten],
-    targets: Tensor,
-    root: Tensor,
+    wanted: Wanted,
     effort: Effort,
     damping: float,
     processes: Processes = ALONE,
-) -> tuple[Tensor, float, float]:
-    """Gauss-Newton steps from ``unknowns``; a step is shortened until the error falls, or not taken.
+) -> tuple[Weights, float, float]:
+    """Gauss-Newton steps from ``start``; a step is shortened until the error falls, or not taken.
 
     Args:
-        unknowns: flat. kinds: how many there are of each kind, one after the other.
+        start: the unknowns, by kind.
         linearise: the layer at some query positions.
         whitening: from the linearised blocks of the first step to the preconditioner of all steps.
-        targets: [N, T, D] wanted outputs, the output bias left out, on any device. Where they lie in a file, past the
-            limit of activations, nothing of all sequences is kept, and blocks are linearised whenever they are used.
-        root: F^{1/2} [D, D], on the device and in the dtype to compute in.
         damping: relative to the curvature along the gradient.
         processes: that share the sequences; all call this with the same arguments, and end with the same bits.
 
@@ -212,45 +227,40 @@ def fit_attention(
         The fitted unknowns, and the error before and after the last step on its sample, relative to the targets'
         energy.
     """
+    targets, unknowns = wanted.targets, flat(start)
     generator, parts = torch.Generator().manual_seed(effort.seed), Parts(len(targets), 1, processes)
     keep = processes.from_main(lambda: not in_file(targets))
     whiten, before, after = None, 0.0, 0.0
     for _ in range(effort.steps):
-        places = sample_blocks(parts, targets.shape[:2], effort.queries, generator, root.device, keep=keep)
-        wanted = places.map(partial(_wanted, targets, root))
-        linearised = places.map(partial(_linearised, linearise, unknowns))
-        residuals = wanted.map(_residual, linearised)
-        energy, before = wanted.total(_energy), residuals.total(_energy)
-        whiten = whiten or whitening(linearised)
-        change = _solve(linearised, residuals, whiten, kinds, effort.iterations, damping)
-        del linearised, residuals
+        places = sample_blocks(parts, targets.shape[:2], effort.queries, generator, wanted.root.device, keep=keep)
+        outputs, blocks = places.map(wanted.at), places.map(partial(_linearised, linearise, unflat(unknowns, start)))
+        residuals = outputs.map(_residual, blocks)
+        energy, before = outputs.total(_energy), residuals.total(_energy)
+        whiten = whiten or whitening(blocks)
+        kinds = [weight.numel() for weight in start]
+        change = _solve(blocks, residuals, whiten, kinds, effort.iterations, damping)
+        del blocks, residuals
         after = before
         for factor in (1.0, 0.5, 0.25, 0.125):  # shorter where the linearisation does not reach
             trial = unknowns + factor * change
-            error = places.total(partial(_error, linearise, trial), wanted)
+            error = places.total(partial(_error, linearise, unflat(trial, start)), outputs)
             if error < before:
                 unknowns, after = trial, error
                 break
         before, after = relative(before, energy), relative(after, energy)
-    return unknowns, before, after
+    return unflat(unknowns, start), before, after
 
 
-def _wanted(targets: Tensor, root: Tensor, place: Place) -> Tensor:
-    found = targets[place.sequence, place.positions.to(targets.device)].to(root) @ root
-    give_back(targets)
-    return found
+def _linearised(linearise: Linearise, weights: Weights, place: Place) -> Linearised:
+    return linearise(weights, place.sequence, place.positions)
 
 
-def _linearised(linearise: Linearise, unknowns: Tensor, place: Place) -> Linearised:
-    return linearise(unknowns, place.sequence, place.positions)
+def _error(linearise: Linearise, weights: Weights, place: Place, wanted: Tensor) -> float:
+    return _energy(_residual(wanted, _linearised(linearise, weights, place)))
 
 
 def _residual(wanted: Tensor, block: Linearised) -> Tensor:
     return wanted - block.out.value()
-
-
-def _error(linearise: Linearise, unknowns: Tensor, place: Place, wanted: Tensor) -> float:
-    return _energy(_residual(wanted, _linearised(linearise, unknowns, place)))
 
 
 def _solve(

@@ -1,6 +1,6 @@
 """Spends one budget of bytes over latents: how many every layer keeps, and in how many bits each of them.
 
-To second order a latent of energy λ (its share of the loss) costs λ if it is dropped, and ``λ D(b)`` as codes of b bits
+To second order a latent of energy λ (its share of the loss) costs λ if it is dropped, and ``λ D(b)`` in b bits
 with D the noise of a code relative to the variance. The choice that costs least under a budget of bits is that of
 reverse water-filling (Cover and Thomas, Elements of Information Theory, 10.3.3) with the bits that there are: every
 latent by itself takes what minimises ``λ D(b) + μ b``, with one price μ for all. A layer's energies descend, so its
@@ -24,7 +24,7 @@ SAMPLES = 4096
 
 @cache
 def noise(bits: int, group: int) -> float:
-    """Mean squared error of clipped codes of ``group`` normal numbers of variance one, as a sample of them has it."""
+    """Mean squared error of quantising ``group`` normal numbers of variance one, clipped, in a sample."""
     values = torch.randn(SAMPLES, group, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return float((dequantize(*quantize(values, f"int{bits}", -1, clip=True)) - values).square().mean())
 
@@ -32,7 +32,7 @@ def noise(bits: int, group: int) -> float:
 def allocate_bits(
     spectra: list[Tensor], budget: float, group: int, scale_bits: int
 ) -> list[tuple[tuple[str, int], ...]]:
-    """The codes of every layer's latents.
+    """The formats of every layer's latents.
 
     Args:
         spectra: per layer the energies of all possible latents, descending; comparable between layers.

@@ -49,8 +49,8 @@ class SharedBasis:
 
     def rebuild(self, blocks: list[Tensor]) -> list[Tensor]:
         """ẑ_i [..., n] of all layers from their z_i [..., n]."""
-        codes = sum(block @ down.mT for block, down in zip(blocks, self.down, strict=True))
-        return [codes @ up.mT for up in self.up]
+        shared = sum(block @ down.mT for block, down in zip(blocks, self.down, strict=True))
+        return [shared @ up.mT for up in self.up]
 
 
 def shared_basis(moment: Tensor, metrics: Sequence[Tensor], rank: int) -> SharedBasis:

@@ -16,6 +16,7 @@ from surgery.transforms.algebra import psd_powers
 from surgery.transforms.attention_fit import (
     LinearisedAttention,
     LinearisedMixing,
+    Wanted,
     fit_attention,
     flat,
     gram,
@@ -60,23 +61,21 @@ def fit_merged_layer(
     moment = sum(gram(pad(x.to(layer.k), (0, 1), value=1.0)) for x in inputs) / inputs.shape[:2].numel()
     start = _Weights.of(layer)
 
-    def linearise(vector: Tensor, sequence: int, positions: Tensor) -> _Linearisation:
+    def linearise(weights: _Weights, sequence: int, positions: Tensor) -> _Linearisation:
         seen = int(positions[-1]) + 1
         x = pad(inputs[sequence, :seen].to(layer.k), (0, 1), value=1.0)
-        return _Linearisation(layer, unflat(vector, start), x, phase[:seen], positions, root)
+        return _Linearisation(layer, weights, x, phase[:seen], positions, root)
 
-    vector, before, after = fit_attention(
-        flat(start),
-        [weight.numel() for weight in start],
+    fitted, before, after = fit_attention(
+        start,
         linearise,
         lambda blocks: _Preconditioner(layer, start, blocks, moment, root).apply,
-        targets,
-        root,
+        Wanted(targets, root),
         effort,
         damping,
         processes,
     )
-    return unflat(vector, start).put_into(layer), before, after
+    return fitted.put_into(layer), before, after
 
 
 class _Weights(NamedTuple):

@@ -21,6 +21,7 @@ from surgery.transforms.algebra import psd_powers
 from surgery.transforms.attention_fit import (
     LinearisedMixing,
     LinearisedOutput,
+    Wanted,
     fit_attention,
     flat,
     gates,
@@ -64,18 +65,16 @@ def fit_latent_layer(
     """
     layer = _normalised(layer, inputs)
     start, root = _Weights.of(layer), _root(layer, metric)
-    vector, before, after = fit_attention(
-        flat(start),
-        [weight.numel() for weight in start],
+    fitted, before, after = fit_attention(
+        start,
         _Problem(layer, inputs, root).linearise,
         lambda blocks: _Preconditioner(layer, start, blocks, inputs, root).apply,
-        targets,
-        root,
+        Wanted(targets, root),
         effort,
         damping,
         processes,
     )
-    return unflat(vector, start).put_into(layer), before, after
+    return fitted.put_into(layer), before, after
 
 
 @torch.no_grad()
@@ -92,7 +91,7 @@ def latent_moments(layer: LatentLayer, inputs: Tensor, metric: Tensor, effort: E
         whitened output space, the gradient g = Jᵀ z has E[g gᵀ] = Jᵀ J; one z is drawn for each sampled position.
         Both float64.
     """
-    root, weights = _root(layer, metric), flat(_Weights.of(layer))
+    root, weights = _root(layer, metric), _Weights.of(layer)
     problem, generator = _Problem(layer, inputs, root), torch.Generator().manual_seed(effort.seed)
     parts, count = Parts(len(inputs), 1), len(inputs) * min(effort.queries, inputs.shape[1])
     places = sample_blocks(parts, inputs.shape[:2], effort.queries, generator, root.device, keep=False)
@@ -130,13 +129,11 @@ class _Problem:
 
     def __init__(self, layer: LatentLayer, inputs: Tensor, root: Tensor):
         self._layer, self._inputs, self._root = layer, inputs, root
-        self._like = _Weights.of(layer)
         self._phase = phases(layer.inv_freq, torch.arange(inputs.shape[1], device=root.device), root.dtype)
 
-    def linearise(self, vector: Tensor, sequence: int, positions: Tensor) -> _Linearisation:
+    def linearise(self, weights: _Weights, sequence: int, positions: Tensor) -> _Linearisation:
         seen = int(positions[-1]) + 1
         x = self._inputs[sequence, :seen].to(self._root)
-        weights = unflat(vector, self._like)
         return _Linearisation(self._layer, weights, x, self._phase[:seen], positions, self._root)
 
 

@@ -13,16 +13,16 @@ drops columns. Rotary pairs of the latent form are half-split: (i, i + ρ/2) tur
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.anatomy import AttentionAnatomy, moved
 from surgery.families.attention import causal_attention
 from surgery.families.rope import phases, rotate
 from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.transforms.coded_reading import as_codes, attend_coded
+from surgery.transforms.quantized_reading import as_quantized, attend_quantized
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,7 @@ class LatentLayer:
 
     def to(self, *args, **kwargs) -> LatentLayer:
         """A copy with every tensor but ``inv_freq`` moved or cast."""
-        return replace(
-            self,
-            source=self.source.to(*args, **kwargs),
-            down=self.down.to(*args, **kwargs),
-            down_bias=None if self.down_bias is None else self.down_bias.to(*args, **kwargs),
-            query_up=self.query_up.to(*args, **kwargs),
-            value_up=self.value_up.to(*args, **kwargs),
-            o=self.o.to(*args, **kwargs),
-        )
+        return moved(self, *args, **kwargs)
 
     def compress(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the cache holds of inputs ``x`` [B, T, D]: latents [B, T, r] and rotated keys [B, T, ρ]."""
@@ -78,7 +70,7 @@ class LatentLayer:
         """Mixed head values [B, T, H, e] of a causal prompt, before the output projection.
 
         Args:
-            cache: an empty layer that keeps latents and rotated keys as codes; of layers without a window.
+            cache: an empty layer that quantises latents and rotated keys; of layers without a window.
         """
         latent, positional = self.compress(x)
         gain = self.source.project_key_gain(x)
@@ -89,8 +81,8 @@ class LatentLayer:
         if cache is None:
             mixed = causal_attention(source, queries, *exact)
         else:
-            coded = self._keys_and_values(*as_codes(cache, *held))
-            mixed = attend_coded(cache, source.softmax, queries, exact, coded)
+            quantized = self._keys_and_values(*as_quantized(cache, *held))
+            mixed = attend_quantized(cache, source.softmax, queries, exact, quantized)
         return torch.einsum("bhtr,her->bthe", mixed, self.value_up)
 
     def _keys_and_values(self, latent: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +110,7 @@ class SimulatedAttention(nn.Module):
     """Stands in for a transformers attention module and computes a latent layer; prompts only.
 
     Args:
-        cache: an empty layer that keeps what is cached as codes.
+        cache: an empty layer that quantises what is cached.
     """
 
     def __init__(self, layer: LatentLayer, cache: QuantizedKVLayer | None = None):

@@ -17,6 +17,7 @@ from surgery.transforms.algebra import eigh_descending, psd_powers
 from surgery.transforms.attention_fit import (
     LinearisedAttention,
     LinearisedMixing,
+    Wanted,
     fit_attention,
     flat,
     gates,
@@ -82,23 +83,21 @@ def fit_low_rank_layer(
     layer = _rebased(layer, (psd_powers(part, (-0.5, 0.5)) for part in _of_blocks(layer, own)))
     start = _Weights.of(layer)
 
-    def linearise(vector: Tensor, sequence: int, positions: Tensor) -> _Linearisation:
+    def linearise(weights: _Weights, sequence: int, positions: Tensor) -> _Linearisation:
         seen = int(positions[-1]) + 1
         x, c = inputs[sequence, :seen].to(like), shared[sequence, :seen].to(like)
-        return _Linearisation(layer, unflat(vector, start), x, c, phase[:seen], positions, root)
+        return _Linearisation(layer, weights, x, c, phase[:seen], positions, root)
 
-    vector, before, after = fit_attention(
-        flat(start),
-        [weight.numel() for weight in start],
+    fitted, before, after = fit_attention(
+        start,
         linearise,
         lambda blocks: _Preconditioner(layer, start, blocks, moment, root, effort.seed).apply,
-        targets,
-        root,
+        Wanted(targets, root),
         effort,
         damping,
         processes,
     )
-    return unflat(vector, start).put_into(layer), before, after
+    return fitted.put_into(layer), before, after
 
 
 def order_latents(layer: LowRankLayer, latent_moment: Tensor, z_metric: Tensor) -> tuple[LowRankLayer, Tensor]:

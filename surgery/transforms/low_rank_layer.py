@@ -16,16 +16,16 @@ reads its own keys of positions n < sinks and n > m - window, and rebuilt ones o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.anatomy import AttentionAnatomy, moved
 from surgery.families.attention import output
 from surgery.families.rope import phases, rotate
 from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.transforms.coded_reading import as_codes, attend_coded
+from surgery.transforms.quantized_reading import as_quantized, attend_quantized
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,7 @@ class LowRankLayer:
 
     def to(self, *args, **kwargs) -> LowRankLayer:
         """A copy with every tensor but the frequencies moved or cast."""
-        return replace(
-            self,
-            source=self.source.to(*args, **kwargs),
-            down=self.down.to(*args, **kwargs),
-            key_up=self.key_up.to(*args, **kwargs),
-            value_up=self.value_up.to(*args, **kwargs),
-        )
+        return moved(self, *args, **kwargs)
 
     def key_mask(self) -> Tensor:
         """Which columns of ``key_up`` may differ from zero, bool [G, s + r]."""
@@ -112,7 +106,7 @@ class SimulatedLowRank(nn.Module):
         earlier: stand-ins of the group's earlier layers. Call number i of this one reads their latents of call i, so
             all have to see the same prompts in the same order.
         sinks, window: tokens whose keys and values are exact, see the top of this file.
-        cache: an empty layer that keeps the latents as codes; not beside exact tokens or earlier layers.
+        cache: an empty layer that quantises the latents; not beside exact tokens or earlier layers.
     """
 
     def __init__(
@@ -150,11 +144,11 @@ class SimulatedLowRank(nn.Module):
     def _from_codes(
         self, inputs: Tensor, queries: Tensor, exact: tuple[Tensor, Tensor], latents: Tensor, phase: Tensor
     ) -> Tensor:
-        """The output of queries that read keys and values rebuilt from codes, or from latents as they came."""
-        held, _ = as_codes(self.cache, latents[:, None], latents[:, None, :, :0])
-        coded = self.layer.rebuilt(held[:, 0])
-        forms = [(rotate(keys, phase).transpose(1, 2), values.transpose(1, 2)) for keys, values in (exact, coded)]
-        mixed = attend_coded(self.cache, self.layer.source.softmax, queries.transpose(1, 2), *forms)
+        """The output of queries that read keys and values rebuilt from quantised latents, or from exact ones."""
+        held, _ = as_quantized(self.cache, latents[:, None], latents[:, None, :, :0])
+        quantized = self.layer.rebuilt(held[:, 0])
+        forms = [(rotate(keys, phase).transpose(1, 2), values.transpose(1, 2)) for keys, values in (exact, quantized)]
+        mixed = attend_quantized(self.cache, self.layer.source.softmax, queries.transpose(1, 2), *forms)
         return self._output(mixed, inputs)
 
     def _output(self, mixed: Tensor, inputs: Tensor) -> Tensor:

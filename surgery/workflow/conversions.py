@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.workflow.steps import Action, Finished, Step, checkpoint_of, taken
+from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, taken
 
 if TYPE_CHECKING:
     from surgery.calibration.settings import ConversionSettings
@@ -45,8 +45,8 @@ def slice_(step: Step, where: str) -> Action:
     return _make(step, taken(given, "source", where), _asked(SLICE, given, where), where)
 
 
-Choice = Callable[[Finished], tuple["Target", "ConversionSettings", "Mapping[str, Any] | None"]]
-"""Of a conversion, once the steps before it are done: its target, settings, and what a plan expects of it."""
+Choice = Callable[[Finished], tuple["ConversionSettings", "Mapping[str, Any] | None"]]
+"""Of a conversion, once the steps before it are done: its settings, and what a plan expects of it."""
 
 
 def _asked(target: Target, given: dict[str, Any], where: str) -> Choice:
@@ -54,7 +54,7 @@ def _asked(target: Target, given: dict[str, Any], where: str) -> Choice:
         settings = target.settings(given)
     except SurgeryError as error:
         raise SurgeryError(f"{where}: {error}") from None
-    return lambda finished: (target, settings, None)
+    return lambda finished: (settings, None)
 
 
 def _planned(plan: str, given: dict[str, Any], finished: Finished, where: str) -> tuple:
@@ -62,7 +62,7 @@ def _planned(plan: str, given: dict[str, Any], finished: Finished, where: str) -
 
     planned = read_plan(finished.plans.get(plan, Path(plan)))
     try:
-        return planned.target, planned.target.settings({**planned.settings, **given}), planned.predicted
+        return planned.target.settings({**planned.settings, **given}), planned.predicted
     except SurgeryError as error:
         raise SurgeryError(f"{where}: {error}") from None
 
@@ -70,20 +70,40 @@ def _planned(plan: str, given: dict[str, Any], finished: Finished, where: str) -
 def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
     """Makes a checkpoint from another."""
 
+    def asked(finished: Finished) -> tuple[ConversionSettings, Mapping[str, Any] | None]:
+        settings, predicted = choice(finished)
+        if (pattern := finished.patterns.get(getattr(settings, "heads", None))) is not None:
+            settings = replace(settings, heads=str(pattern))
+        return settings, predicted
+
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
         checkpoint = checkpoint_of(source, finished)
         finished.checkpoints[step.name] = out
 
         def make() -> None:
-            target, settings, predicted = choice(finished)
-            if (pattern := finished.patterns.get(getattr(settings, "heads", None))) is not None:
-                settings = replace(settings, heads=str(pattern))
-            _convert_unless_there(target, checkpoint, out, settings, f"surgery run {where}", progress, predicted)
+            settings, predicted = asked(finished)
+            _convert_unless_there(checkpoint, out, settings, f"surgery run {where}", progress, predicted)
 
         # A conversion is not shared: the other processes wait for it.
         processes.from_main(make)
 
-    return do
+    def foresee(out: Path, made: Finished, outline: Path) -> Expected:
+        from surgery.structures.dry_run import plan_conversion
+
+        found = plan_conversion(checkpoint_of(source, made), out, asked(made)[0], outline=outline)
+        if outline.exists():
+            made.checkpoints[step.name] = outline
+        memory, disk = found.memory, found.disk
+        return Expected(
+            found.work["estimated_seconds"],
+            memory["host_bytes"],
+            memory["device_bytes"],
+            disk["output_bytes"],
+            disk["temporary_bytes"],
+            found.refusal or "",
+        )
+
+    return Action(do, foresee)
 
 
 def plan(step: Step, where: str) -> Action:
@@ -101,11 +121,10 @@ def plan(step: Step, where: str) -> Action:
             asked = replace(settings, heads=str(pattern))
         processes.from_main(lambda: _plan_unless_there(path, checkpoint_of(source, finished), asked, progress))
 
-    return do
+    return Action(do)
 
 
 def _convert_unless_there(
-    target: Target,
     source: str,
     out: Path,
     settings: ConversionSettings,

@@ -60,6 +60,11 @@ def check_names(path: Path, steps: Sequence[Step]) -> None:
         made[step.name] = step.verb
 
 
+def used(step: Step) -> list[str]:
+    """Every name that a step uses."""
+    return [name for settings in (CHECKPOINTS, PATTERNS, PLANS) for name in _named(step, settings)]
+
+
 def _named(step: Step, settings: dict[str, tuple[str, ...]]) -> list[str]:
     """The names in those settings of a step, without what rows of an evaluation are called."""
     found = []

@@ -26,13 +26,16 @@ from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean, read_mapping, typed
+from surgery.common.human import count
 from surgery.common.progress import Progress
 from surgery.workflow.conversions import convert, plan, slice_
 from surgery.workflow.names import check_names
-from surgery.workflow.steps import Action, Finished, Step, checkpoint_of, taken
+from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, taken
 
 if TYPE_CHECKING:
+    from surgery.evaluation.preparation import Request
     from surgery.heads.settings import HeadSettings
+    from surgery.healing.heal import HealRequest
     from surgery.running.processes import Processes
 
 
@@ -94,12 +97,12 @@ def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
     from surgery.running.processes import Processes
 
     processes = Processes()
-    for number, (step, do) in enumerate(zip(recipe.steps, ready, strict=True), 1):
+    for number, (step, action) in enumerate(zip(recipe.steps, ready, strict=True), 1):
         if processes.is_main:
             progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
         # Each step's report states the seconds of its own phases.
         with progress.at(f"step {number} of {len(recipe.steps)}"):
-            do(work / step.name, finished, progress.fresh(), processes)
+            action.do(work / step.name, finished, progress.fresh(), processes)
     return finished
 
 
@@ -113,21 +116,26 @@ def _evaluate(step: Step, where: str) -> Action:
         raise SurgeryError(f"{where}: checkpoints must be a list")
     settings = EvalSettings.from_mapping(given, where)
 
-    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
-        from surgery.evaluation.output import track, write_report
-        from surgery.evaluation.run import Request, evaluate
+    def asked(out: Path, finished: Finished) -> Request:
+        from surgery.evaluation.preparation import Request
 
         named = tuple(_row(name, finished) for name in checkpoints)
-        request = Request(
-            named,
-            None if baseline is None else _row(baseline, finished),
-            out,
-            settings,
-            command=f"surgery run {where}",
-            title=title,
-            overwrite=True,
-        )
-        evaluation = evaluate(request, progress)
+        compared = None if baseline is None else _row(baseline, finished)
+        return Request(named, compared, out, settings, command=f"surgery run {where}", title=title, overwrite=True)
+
+    def foresee(out: Path, made: Finished, outline: Path) -> Expected:
+        from surgery.forecast.evaluation import plan_evaluation
+
+        found = plan_evaluation(asked(out, made), Progress(silent=True))
+        most, total = max(row["weights"] + (row["cache"] or 0) for row in found.rows), found.total
+        told = f"{total['passes']:,} passes over {count(total['read'] + total['decoded'])} tokens"
+        return Expected(told=told, **{"host" if found.settings["device"] == "cpu" else "device": most})
+
+    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
+        from surgery.evaluation.output import track, write_report
+        from surgery.evaluation.run import evaluate
+
+        evaluation = evaluate(asked(out, finished), progress)
         if not evaluation.is_main:
             return
         finished.report = evaluation.report
@@ -138,7 +146,7 @@ def _evaluate(step: Step, where: str) -> Action:
         if settings.wandb:
             track(evaluation.report, out, settings.wandb, settings.wandb_mode)
 
-    return do
+    return Action(do, foresee)
 
 
 def _score_heads(step: Step, where: str) -> Action:
@@ -158,7 +166,7 @@ def _score_heads(step: Step, where: str) -> Action:
             return
         score_heads(checkpoint, path, settings, progress=progress)
 
-    return do
+    return Action(do)
 
 
 def _compare_heads(step: Step, where: str) -> Action:
@@ -188,7 +196,7 @@ def _compare_heads(step: Step, where: str) -> Action:
             if publish is not None:
                 finished.written += publish_comparison(comparison, Path(publish))
 
-    return do
+    return Action(do)
 
 
 def _heal(step: Step, where: str) -> Action:
@@ -208,19 +216,36 @@ def _heal(step: Step, where: str) -> Action:
     except SurgeryError as error:
         raise SurgeryError(f"{where}: {error}") from None
 
-    def do(out: Path, finished: Finished, progress: Progress, waiting: Processes) -> None:
-        from surgery.healing.heal import HealRequest, heal_checkpoint, healed_already
+    def asked(out: Path, finished: Finished) -> HealRequest:
+        from surgery.healing.heal import HealRequest
 
-        source = checkpoint_of(teacher, finished)
-        request = HealRequest(
+        return HealRequest(
             checkpoint_of(student, finished),
             out,
-            given={**given, "teacher": source},
+            given={**given, "teacher": checkpoint_of(teacher, finished)},
             processes=processes,
             launcher=launcher,
             measure=measure,
             command=f"surgery run {where}",
         )
+
+    def foresee(out: Path, made: Finished, outline: Path) -> Expected:
+        from surgery.healing.heal import plan_healing
+
+        request = asked(out, made)
+        found = plan_healing(request, here=True)
+        made.checkpoints[step.name] = Path(request.student)  # of the same shapes
+        times, tokens = (settings.max_seconds, found.time and found.time["seconds"]), found.estimate["tokens"]
+        return Expected(
+            seconds=min((each for each in times if each), default=None),
+            told=f"{count(tokens)} tokens" if tokens else "",
+            **{"device" if launcher or _on_gpu(settings.device) else "host": found.estimate["peak_bytes"]},
+        )
+
+    def do(out: Path, finished: Finished, progress: Progress, waiting: Processes) -> None:
+        from surgery.healing.heal import heal_checkpoint, healed_already
+
+        request = asked(out, finished)
         finished.checkpoints[step.name] = out
 
         def heal() -> None:
@@ -231,7 +256,13 @@ def _heal(step: Step, where: str) -> Action:
 
         waiting.from_main(heal)
 
-    return do
+    return Action(do, foresee)
+
+
+def _on_gpu(device: str) -> bool:
+    import torch
+
+    return device != "cpu" and torch.cuda.is_available()
 
 
 def _measure(given: Any, where: str) -> dict[str, Any] | None:

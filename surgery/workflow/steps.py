@@ -34,7 +34,36 @@ class Finished:
     written: list[Path] = field(default_factory=list)
 
 
-Action = Callable[[Path, Finished, Progress, "Processes"], None]
+@dataclass(frozen=True)
+class Expected:
+    """What a step would take, as the dry run of its verb says; None of what that does not. Sizes in bytes.
+
+    Attributes:
+        host, device: memory at the most, of the machine and of its accelerator.
+        disk, temporary: what is written, and what is gone in the end.
+        told: what stands in the place of numbers, or beside them.
+    """
+
+    seconds: float | None = None
+    host: int | None = None
+    device: int | None = None
+    disk: int | None = None
+    temporary: int | None = None
+    told: str = ""
+
+
+@dataclass(frozen=True)
+class Action:
+    """A step whose settings were checked.
+
+    Attributes:
+        do: does it.
+        foresee: says what it would take. It is given the output's place, what the steps before are expected to make,
+            to which it adds its own, and a folder that it may make for that. None: the verb has no dry run.
+    """
+
+    do: Callable[[Path, Finished, Progress, Processes], None]
+    foresee: Callable[[Path, Finished, Path], Expected] | None = None
 
 
 def taken(settings: dict[str, Any], name: str, where: str) -> Any:

@@ -6,6 +6,7 @@ from tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM
 
 from surgery.calibration.kronecker import kronecker_factors
+from surgery.calibration.parts import Parts
 from surgery.calibration.statistics import lag_statistics, raw_key_gradient
 from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
 from surgery.families.anatomy import HeadNorm
@@ -36,7 +37,7 @@ def swept(folder, monkeypatch=None, labels=None, **kwargs):
         monkeypatch.setattr(opened.stream, "sampled_loss_gradient", gradient)
     with BoundaryStore() as store:
         final = forward_sweep(opened.stream, TOKENS, store, 2, lambda: None)
-        layers = list(backward_sweep(opened, store, final, 2, **kwargs))
+        layers = list(backward_sweep(opened, store, final, Parts(len(TOKENS), 2), **kwargs))
     return opened, sorted(layers, key=lambda layer: layer.index)
 
 

@@ -9,12 +9,16 @@ from tiny_models import make_checkpoint
 
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.workflow.recipe import Recipe, run_recipe
+from surgery.structures.dry_run import plan_conversion
+from surgery.structures.registry import TARGETS
+from surgery.workflow.dry_run import plan_recipe
+from surgery.workflow.recipe import Recipe, checked_recipe, run_recipe
 
 QUICK = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 1, "fit_steps": 0, "rope_dim": 4}
 
 
 def write(folder, *steps, **others):
+    folder.mkdir(exist_ok=True)
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump({"steps": list(steps), **others}))
     return path
@@ -152,3 +156,55 @@ def test_every_step_states_its_own_seconds(finished, tmp_path):
 def test_unknown_entries_are_refused(tmp_path):
     with pytest.raises(SurgeryError, match="unknown entry 'nam'; did you mean name"):
         Recipe.read(write(tmp_path, STEP, nam="x"))
+
+
+WEIGHTS = {"calibration": "none", "device": "cpu"}
+LOW = {"to": "lowrank", "kv_ratio": 0.5, **WEIGHTS}
+TRAINING = {"data": [{"source": "builtin"}], "length": 32, "max_tokens": 640, "dtype": "fp32", "device": "cpu"}
+MEASURED = {"tasks": ["loss"], "variants": "none", "windows": 2, "length": 64, "device": "cpu"}
+
+
+def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):
+    source, work = str(finished[0].parent / "source"), tmp_path / "work"
+    path = write(
+        tmp_path,
+        {"convert": {"name": "low", "source": source, **LOW}},
+        {"convert": {"name": "bits", "source": "low", "to": "quantized", "bits": 4, "group": 8, **WEIGHTS}},
+        {"heal": {"name": "healed", "student": "low", "teacher": source, "measure": False, **TRAINING}},
+        {"eval": {"name": "report", "baseline": source, "checkpoints": ["low", "bits", "healed"], **MEASURED}},
+        {"slice": {"name": "sliced", "source": "low", "kv_ratio": 0.25, **WEIGHTS}},
+        {"heads": {"name": "pattern", "source": source, "method": "needle"}},
+        {"convert": {"name": "mixed", "source": source, "to": "hybrid", "heads": "pattern", **WEIGHTS}},
+    )
+
+    def planned():
+        plan = plan_recipe(*checked_recipe(path), work, Progress(silent=True))
+        return {step["name"]: step for step in plan["steps"]}, plan["total"]
+
+    steps, total = planned()
+    assert not work.exists()
+    assert steps["sliced"]["told"] == "can be told after low" and steps["mixed"]["told"] == "can be told after pattern"
+    assert "no dry run" in steps["pattern"]["told"] and "640 tokens" in steps["healed"]["told"]
+    alone = plan_conversion(source, work / "low", TARGETS["lowrank"].settings({n: LOW[n] for n in LOW if n != "to"}))
+    assert (steps["low"]["host"], steps["low"]["disk"]) == (alone.memory["host_bytes"], alone.disk["output_bytes"])
+    told = [step for step in steps.values() if step["host"]]
+    assert [step["name"] for step in told] == ["low", "bits", "healed", "report"]
+    assert total["seconds"] == sum(step["seconds"] or 0 for step in told) > steps["low"]["seconds"] > 0
+    assert total["host"] == max(step["host"] for step in told)
+    assert total["disk"] == steps["low"]["disk"] + steps["bits"]["disk"]
+
+    # What is foreseen from shapes alone is what is foreseen once the checkpoint is there.
+    run_recipe(
+        write(tmp_path / "first", {"convert": {"name": "low", "source": source, **LOW}}), work, Progress(silent=True)
+    )
+    after, _ = planned()
+    assert after["low"]["there"] and after["low"]["host"] is None and after["sliced"]["host"] > 0
+    for name in ("bits", "healed", "report"):
+        assert after[name]["host"] == steps[name]["host"], name
+
+
+def test_a_dry_run_refuses_what_a_step_would_refuse(finished, tmp_path):
+    source = str(finished[0].parent / "source")
+    path = write(tmp_path, {"slice": {"name": "sliced", "source": source, "kv_ratio": 0.25, **WEIGHTS}})
+    with pytest.raises(SurgeryError, match="slice"):
+        plan_recipe(*checked_recipe(path), tmp_path / "work", Progress(silent=True))

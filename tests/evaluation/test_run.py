@@ -22,6 +22,8 @@ from surgery.structures.mla.settings import ConvertSettings
 
 SMALL = {"windows": 4, "length": 64, "decoded": 8, "recall_prompts": 2, "batch_size": 2, "device": "cpu"}
 
+CHEAP = {"tasks": "loss,generate,memory", "contexts": "16,32", "new_tokens": 4, "variants": "int8,mean-pool,window"}
+
 
 def run(checkpoints, baseline, out, *, overwrite=False, **settings):
     request = Request(
@@ -46,15 +48,7 @@ def models(tmp_path_factory):
 def whole(models, tmp_path_factory):
     """A report with everything cheap in it, and its folder."""
     out = tmp_path_factory.mktemp("eval") / "out"
-    report = run(
-        [f"other={models[1]}"],
-        models[0],
-        out,
-        tasks="loss,generate,memory",
-        contexts="16,32",
-        new_tokens=4,
-        variants="int8,mean-pool,window",
-    )
+    report = run([f"other={models[1]}"], models[0], out, **CHEAP)
     return report, out
 
 
@@ -122,15 +116,7 @@ def test_finished_results_are_not_measured_again(whole, models, monkeypatch):
         raise AssertionError("measured again")
 
     monkeypatch.setattr(LossTask, "run", never)
-    again = run(
-        [f"renamed={models[1]}"],
-        models[0],
-        out,
-        tasks="loss,generate,memory",
-        contexts="16,32",
-        new_tokens=4,
-        variants="int8,mean-pool,window",
-    )
+    again = run([f"renamed={models[1]}"], models[0], out, **CHEAP)
     assert rows_of(again)["renamed"]["results"] == rows_of(report)["other"]["results"]
     # Other data is another result.
     with pytest.raises(AssertionError, match="measured again"):

@@ -32,7 +32,7 @@ from surgery.structures.dry_run import plan_conversion
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.quantized.settings import QuantizedSettings
 from surgery.structures.registry import TARGETS
-from surgery.transforms.coded_reading import CodedAttention
+from surgery.transforms.quantized_reading import QuantizedAttention
 from surgery.transforms.smaller_latent import norm_error, smaller_latent
 
 FIRST = "deepseek_v2", "deepseek_v3", "glm4_moe_lite"
@@ -127,11 +127,11 @@ def test_the_metric_counts_what_a_wrong_norm_costs(checkpoints):
 def test_fewer_latents(checkpoints, tmp_path, name):
     source = checkpoints(name)
     result = converter.convert(source, tmp_path / "out", ConvertSettings(**TEXT, kv_lora_rank=10))
-    report, ladder = result.report, {row["stage"]: row for row in result.report.ladder}
+    report, stages = result.report, {row["stage"]: row for row in result.report.ladder}
     kv = report.kv
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == 3 * (10 + 8) * 4
     assert kv["source_bytes_per_token"] == 3 * (16 + 8) * 4
-    assert ladder["rotated"]["logit_difference"] < 2e-5
+    assert stages["rotated"]["logit_difference"] < 2e-5
     assert report.verification["logit_difference_to_simulation"] < 1e-5
     assert report.target["model_type"] == report.source["model_type"] in LATENT_FAMILIES
     assert 0 < report.target["norm_error"] == max(layer["norm_error"] for layer in report.to_dict()["layers"])
@@ -156,7 +156,7 @@ def test_fewer_latents(checkpoints, tmp_path, name):
     assert off(model(padded, attention_mask=mask, position_ids=positions).logits[:, 5:], whole) < 1e-5
 
 
-CODED = {
+QUANTIZED = {
     "fewer": (ConvertSettings(**TEXT, kv_lora_rank=12, bits=8, group=8, rope_bits=16, sinks=2), 12),
     "all": (QuantizedSettings(**{**TEXT, "bits": 4, "group": 8, "rope_bits": 16}), 16),
     "turned": (QuantizedSettings(**{**TEXT, "bits": 8, "group": 32, "hadamard": True}), 16),
@@ -169,12 +169,12 @@ CODED = {
     [
         pytest.param(name, form, marks=[] if (name, form) in DEFAULT else pytest.mark.slow)
         for name in LATENT_CONFIGS
-        for form in CODED
+        for form in QUANTIZED
     ],
 )
 @torch.no_grad()
 def test_latents_in_codes(checkpoints, tmp_path, name, form):
-    settings, rank = CODED[form]
+    settings, rank = QUANTIZED[form]
     source = checkpoints(name)
     foreseen = plan_conversion(source, tmp_path / "foreseen", settings)
     report = converter.convert(source, tmp_path / "out", settings).report
@@ -217,12 +217,12 @@ def test_codes_of_what_was_converted_to_stock(checkpoints, tmp_path):
     first = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4, fit_steps=0)
     stock = converter.convert(checkpoints("llama"), tmp_path / "stock", first)
     asked = QuantizedSettings(**{**TEXT, "bits": 8, "group": 32, "rope_bits": 16})
-    coded = converter.convert(stock.path, tmp_path / "coded", asked)
-    assert stock.report.target["model_type"] == "deepseek_v3" and coded.report.target["model_type"] == "surgery"
+    quantized = converter.convert(stock.path, tmp_path / "quantized", asked)
+    assert stock.report.target["model_type"] == "deepseek_v3" and quantized.report.target["model_type"] == "surgery"
     turned = converter.convert(stock.path, tmp_path / "turned", replace(asked, hadamard=True))
-    held = [entry_factors(CheckpointReader.open(folder)) for folder in (stock.path, coded.path, turned.path)]
+    held = [entry_factors(CheckpointReader.open(folder)) for folder in (stock.path, quantized.path, turned.path)]
     assert held[0] == held[1] == held[2] != {}  # what healing must not move
-    losses = {row["stage"]: row["loss"] for row in coded.report.ladder}
+    losses = {row["stage"]: row["loss"] for row in quantized.report.ladder}
     assert abs(losses["quantized"] - losses["source"]) < 1e-3 < abs(losses["source"])
 
 
@@ -292,13 +292,13 @@ def test_a_pass_over_codes_is_what_decoding_reads(checkpoints, rope_format):
     source = opened(checkpoints("deepseek_v2"))
     hidden = source.stream.embed(torch.randint(3, 4096, (2, 40), generator=torch.Generator().manual_seed(0)))
 
-    def coded() -> QuantizedKVLayer:
+    def quantized() -> QuantizedKVLayer:
         return QuantizedKVLayer("int4", 8, 0, "channel", 2, rope_format)
 
     with source.stream.layer(1) as layer:
-        want = layer.decode(hidden, 1, Cache(layers=[coded()]))
+        want = layer.decode(hidden, 1, Cache(layers=[quantized()]))
         anatomy = source.anatomy(1).to(torch.float32)
-        got = layer(hidden, CodedAttention(anatomy, coded()))
+        got = layer(hidden, QuantizedAttention(anatomy, quantized()))
         exact = layer(hidden, CapturedAttention(anatomy))
     assert off(got, want) < 1e-5 < 1e-2 < off(exact, want)
 
@@ -375,9 +375,11 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     assert "layers that predict further tokens are left out (1)" in result.report.target["reasons"]
     assert json.loads((result.path / "config.json").read_text())["num_nextn_predict_layers"] == 0
     assert load_file(result.path / "model.safetensors").keys() == tensors.keys() - {"model.layers.3.eh_proj.weight"}
-    coded = converter.convert(folder, tmp_path / "coded", QuantizedSettings(calibration="none", bits=8, group=8))
-    assert load_file(coded.path / "model.safetensors").keys() == tensors.keys() - {"model.layers.3.eh_proj.weight"}
-    _, info = AutoModelForCausalLM.from_pretrained(coded.path, output_loading_info=True)
+    quantized = converter.convert(
+        folder, tmp_path / "quantized", QuantizedSettings(calibration="none", bits=8, group=8)
+    )
+    assert load_file(quantized.path / "model.safetensors").keys() == tensors.keys() - {"model.layers.3.eh_proj.weight"}
+    _, info = AutoModelForCausalLM.from_pretrained(quantized.path, output_loading_info=True)
     assert not any(info.values())
 
 
@@ -392,7 +394,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
         ({"method": "transmla"}, "chosen by the loss"),
         ({"allocate": "spectrum"}, "one rank for all layers"),
         ({"keep_layers": "0"}, "one rank for all layers"),
-        ({"carrier": "own"}, "ours is for codes alone"),
+        ({"carrier": "own"}, "ours is for quantised caches alone"),
         ({"bits": 8, "method": "mha2mla"}, "chosen by the loss"),
         ({"latent_norm": "tiny"}, "keep their own norm"),
     ],

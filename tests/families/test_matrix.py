@@ -118,11 +118,11 @@ def test_every_family_says_what_it_is_tested_in():
 @torch.no_grad()
 def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
     result = converter.convert(checkpoints(name), tmp_path / "out", STRUCTURES[to]())
-    kv, ladder = result.report.kv, {row["stage"]: row for row in result.report.ladder}
+    kv, stages = result.report.kv, {row["stage"]: row for row in result.report.ladder}
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"]
     assert to != "mla" or result.report.target["model_type"] == ("deepseek_v3" if name in STOCK else "surgery")
     if to == "mla":
-        assert max(ladder[stage]["logit_difference"] for stage in ("merged", "rotated")) < 2e-5
+        assert max(stages[stage]["logit_difference"] for stage in ("merged", "rotated")) < 2e-5
 
     assert result.report.target["engines"]["transformers"]["status"] in (LOADS, LOADS_WITH)
 
@@ -143,7 +143,7 @@ def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
     torch.testing.assert_close(cached, whole, **close)
 
     if to == "crosslayer":
-        return  # blocks end at slots, which padding moves: other tokens are exact
+        return  # blocks end at cache positions, which padding moves: other tokens are exact
     padded = torch.cat([torch.full((2, 5), 2), tokens], dim=1)
     mask = torch.ones_like(padded)
     mask[:, :5] = 0

@@ -67,14 +67,14 @@ def test_a_structure_beside_pictures(picture_models, tmp_path, name, to):
     source, given = picture_models(name), prompt(name)
     foreseen = plan_conversion(source, tmp_path / "foreseen", TARGETS[to].settings(STRUCTURES[to]))
     report = convert(source, tmp_path / "out", to).report
-    kv, ladder = report.kv, {row["stage"]: row for row in report.ladder}
+    kv, stages = report.kv, {row["stage"]: row for row in report.ladder}
     assert report.target["model_type"] == foreseen.target["model_type"] == "surgery_pictures"
     engines = [said["status"] for said in report.target["engines"].values()]
     assert engines == [said["status"] for said in foreseen.target["engines"].values()] and engines[0] == LOADS_WITH
     assert "AutoModelForImageTextToText" in report.target["engines"]["transformers"]["command"]
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"]
     if to == "mla":
-        assert max(ladder[stage]["logit_difference"] for stage in ("merged", "rotated")) < 2e-5
+        assert max(stages[stage]["logit_difference"] for stage in ("merged", "rotated")) < 2e-5
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "import surgery" in card and "AutoModelForImageTextToText" in card and "image-text-to-text" in card
     assert {check.outcome for check in verify_checkpoint(tmp_path / "out", device="cpu").checks} == {PASSED}

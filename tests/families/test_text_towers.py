@@ -87,10 +87,10 @@ def test_heads_are_merged_and_pictures_still_work(picture_models, tmp_path, name
 def test_latents_become_fewer_and_pictures_still_work(picture_models, tmp_path):
     source, asked = picture_models(MLA_INSIDE), ConvertSettings(**TEXT, kv_lora_rank=12)
     foreseen, result = plan_conversion(source, tmp_path / "foreseen", asked), converter.convert(source, None, asked)
-    report, ladder = result.report, {row["stage"]: row for row in result.report.ladder}
+    report, stages = result.report, {row["stage"]: row for row in result.report.ladder}
     assert report.target["model_type"] == foreseen.target["model_type"] == "mistral3"
     assert report.kv["measured_bytes_per_token"] == foreseen.kv["bytes_per_token"] == 3 * (12 + 8) * 4
-    assert ladder["rotated"]["logit_difference"] < 2e-5
+    assert stages["rotated"]["logit_difference"] < 2e-5
     assert report.verification["logit_difference_to_simulation"] < 1e-5
 
     before, after = weights(source), weights(result.path)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from surgery.checkpoint import CheckpointReader, stores
-from surgery.structures.ladder import Ladder
+from surgery.structures.stages import StageRuns
 
 
 def check_refused(conversion, ended, lines, words, *, source=True):
@@ -87,13 +87,13 @@ def test_a_disk_that_cannot_be_read(conversion, monkeypatch, number):
 
 def when_layers_are_done(monkeypatch, happens):
     """Has something happen between two layers."""
-    advance = Ladder.advance
+    advance = StageRuns.advance
 
     def then(*arguments, **options):
         happens()
         return advance(*arguments, **options)
 
-    monkeypatch.setattr(Ladder, "advance", then)
+    monkeypatch.setattr(StageRuns, "advance", then)
 
 
 def test_a_source_that_vanishes(conversion, monkeypatch):

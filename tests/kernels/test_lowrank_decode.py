@@ -163,7 +163,7 @@ def test_what_a_group_of_layers_caches_is_served(piece):
         codes = layer.store.codes if layer.store.codes is not None else torch.zeros(1, 1, 1, rank, dtype=torch.float64)
         read = torch.cat([codes[:, :, start:stop] @ basis.flatten(0, 2).mT, exact], dim=2)
         key, value = read[0, 0].unflatten(-1, (2, kv_heads, dim)).permute(1, 2, 0, 3)
-        key = turned(normed(key, given), reading.slots, given["inv_freq"])
+        key = turned(normed(key, given), reading.positions, given["inv_freq"])
         query = given["query"][0, first : first + piece]
         causal = reading.first + torch.arange(piece)[:, None] >= torch.arange(layer.seen)
         mask = reading.select(causal[None, None])[0, 0]

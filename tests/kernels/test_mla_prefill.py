@@ -32,15 +32,15 @@ CASES = {
 
 
 def inputs_of(case, dtype, device, seed=0):
-    heads, kv_heads, tokens, slots, key_width, value_width, masks = CASES[case]
+    heads, kv_heads, tokens, positions, key_width, value_width, masks = CASES[case]
     make = torch.Generator().manual_seed(seed)
-    shapes = ((heads, tokens, key_width), (kv_heads, slots, key_width), (kv_heads, slots, value_width))
+    shapes = ((heads, tokens, key_width), (kv_heads, positions, key_width), (kv_heads, positions, value_width))
     # As projections leave them: tokens before heads.
     tensors = [torch.randn(2, n, h, d, generator=make).to(device, dtype).transpose(1, 2) for h, n, d in shapes]
     masks = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in masks.items()}
     for row in range(2):  # what is padding holds NaN
         low = int(masks["starts"][row]) if "starts" in masks else 0
-        high = int(masks["lengths"][row]) if "lengths" in masks else slots
+        high = int(masks["lengths"][row]) if "lengths" in masks else positions
         for tensor in tensors[1:]:
             tensor[row, :, :low], tensor[row, :, high:] = torch.nan, torch.nan
     return tensors, masks, torch.randn(2, tokens, heads, value_width, generator=make).to(device, dtype)
@@ -143,7 +143,7 @@ EXAMPLES = {
         {"query": normal(1, 2, 3, 8), "key": normal(1, 1, 5, 8), "value": normal(1, 1, 5, 4), "scale": 0.3}
         | {"starts": ints(1), "window": 3},
         [
-            ({"query": zeros(1, 2, 6, 8)}, "6 queries over 5 slots"),
+            ({"query": zeros(1, 2, 6, 8)}, "6 queries over 5 positions"),
             ({"starts": torch.zeros(1, dtype=torch.long)}, "starts is"),
             ({"causal": False}, "window"),
         ],

@@ -24,8 +24,8 @@ CASES = {
     "padding to the end": {"starts": [50, 90], "sinks": [1, 4, 0], "recent": [-1, 16, 40]},
     "a chunk behind others": {"tokens": 41, "starts": [3, 60], "sinks": [16, 4, 0], "recent": [-1, 16, 33]},
     "one token": {"tokens": 1, "starts": [0, 7], "sinks": [16, 4, 0], "recent": [-1, 16, 33]},
-    "a text of one token": {"slots": 1, "sinks": [0, 0, 1], "recent": [-1, 1, 2]},
-    "widths": {"slots": 63, "head_size": 48, "value_size": 20, "sinks": [4, 0, 8], "recent": [-1, 16, 20]},
+    "a text of one token": {"positions": 1, "sinks": [0, 0, 1], "recent": [-1, 1, 2]},
+    "widths": {"positions": 63, "head_size": 48, "value_size": 20, "sinks": [4, 0, 8], "recent": [-1, 16, 20]},
 }
 # Small tiles, so that a short text has all kinds of them.
 TILES = Config(block_rows=32, block_tokens=16)
@@ -36,7 +36,7 @@ def inputs_of(
     sinks,
     recent,
     rows=2,
-    slots=79,
+    positions=79,
     tokens=None,
     size=1,
     head_size=16,
@@ -47,16 +47,16 @@ def inputs_of(
 ):
     """Positional inputs of the operator, with NaN where nothing may be read; strides as projections leave them."""
     made = torch.Generator().manual_seed(0)
-    groups, tokens = len(sinks), tokens or slots
+    groups, tokens = len(sinks), tokens or positions
 
     def random_heads(count, heads, width):
         return torch.randn(rows, count, heads, width, generator=made).to(device, dtype).transpose(1, 2)
 
     query = random_heads(tokens, groups * size, head_size)
-    key, value = random_heads(slots, groups, head_size), random_heads(slots, groups, value_size)
+    key, value = random_heads(positions, groups, head_size), random_heads(positions, groups, value_size)
     for row, start in enumerate(starts or []):
         for cached in (key, value):
-            cached[row, :, : min(start, slots - tokens)] = torch.nan
+            cached[row, :, : min(start, positions - tokens)] = torch.nan
     counts = (None if n is None else torch.tensor(n, dtype=torch.int32, device=device) for n in (sinks, recent, starts))
     return query, key, value, head_size**-0.5, *counts
 
@@ -85,7 +85,7 @@ def test_the_kernel_is_the_reference(case, device):
 
 
 def test_the_operator_takes_the_kernel(device):
-    shape = {"slots": 150, "rows": 1, "size": 2, "starts": [9], "dtype": torch.float16, "device": device}
+    shape = {"positions": 150, "rows": 1, "size": 2, "starts": [9], "dtype": torch.float16, "device": device}
     inputs = inputs_of(sinks=[0, 20], recent=[-1, 30], **shape)
     (out, lse), again = check(inputs, None), _sink_recent_prefill(*inputs)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
@@ -101,7 +101,7 @@ def test_the_kernel_is_the_reference_in_bfloat16(case, config, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_long_text_on_a_gpu(dtype, device):
-    sizes = {"slots": 1500, "tokens": 1411, "size": 4, "head_size": 128, "value_size": 128}
+    sizes = {"positions": 1500, "tokens": 1411, "size": 4, "head_size": 128, "value_size": 128}
     check(
         inputs_of(sinks=[64, 0, 16], recent=[-1, 256, 1024], starts=[0, 300], dtype=dtype, device=device, **sizes), None
     )

@@ -82,7 +82,7 @@ def test_the_shared_form_is_really_read():
 def test_left_padding_shifts_nothing_but_blocks(model, form):
     """Rows with a whole block of padding are the rows without; all sinks would be padding, so there are none."""
     if form["sinks"]:
-        pytest.skip("sinks are slots")
+        pytest.skip("sinks are cache positions")
     shift = 2 * form["block"]
     padded = torch.cat([torch.zeros(2, shift, dtype=torch.long), text()], dim=1)
     mask = (torch.arange(padded.shape[1]) >= shift).long().expand(2, -1)

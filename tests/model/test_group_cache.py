@@ -19,7 +19,7 @@ def layer(block: int | None, sinks: int = 0, window: int = 0) -> GroupLayer:
 
 
 def numbered(first: int, count: int) -> torch.Tensor:
-    """Tokens [1, 1, count, WIDTH] that hold their own slot."""
+    """Tokens [1, 1, count, WIDTH] that hold their own position."""
     return torch.arange(first, first + count).float()[None, None, :, None].expand(1, 1, count, WIDTH)
 
 
@@ -32,15 +32,17 @@ def test_every_query_reads_each_slot_once_in_the_form_that_the_rule_says(block, 
         count = end - seen
         reading = cache.reading(count, torch.device("cpu"))
         mask = torch.arange(end) <= torch.arange(seen, end)[:, None]
-        chosen = reading.select(mask) if count > 1 else mask[:, reading.slots]
+        chosen = reading.select(mask) if count > 1 else mask[:, reading.positions]
         exact, _ = cache.update(numbered(seen, count), numbered(seen, count)[..., :0])
         assert torch.equal(exact[0, 0, :, 0].long(), reading.exact)
         stored = cache.store.read(0, *reading.rebuilt) if reading.rebuilt[0] < reading.rebuilt[1] else exact[..., :0, :]
         assert torch.equal(stored[0, 0, :, 0].long(), torch.arange(*reading.rebuilt))
-        is_exact = torch.arange(len(reading.slots)) >= len(reading.slots) - len(reading.exact)
+        is_exact = torch.arange(len(reading.positions)) >= len(reading.positions) - len(reading.exact)
         for row, query in enumerate(range(seen, end)):
             read = {
-                int(slot): bool(e) for slot, e, see in zip(reading.slots, is_exact, chosen[row], strict=True) if see
+                int(position): bool(e)
+                for position, e, see in zip(reading.positions, is_exact, chosen[row], strict=True)
+                if see
             }
             start = query // block * block
             assert read == {n: n >= start or n > query - window or n < sinks for n in range(query + 1)}

@@ -17,13 +17,13 @@ INT4 = {"format": "int4", "group": 4, "window": 0, "keys": "channel"}
 INT8 = {"format": "int8", "group": 8, "window": 0, "keys": "token", "sinks": 2}
 LATENT = {"kind": "latent", "kv_lora_rank": 12, "rope_inv_freq": [1.0, 0.1], "key_norm_eps": None}
 LOW_RANK = low_rank_entry(12)
-CODED = low_rank_entry(12) | {"codes": [["int8", 4], ["int3", 8]]}
+QUANTIZED = low_rank_entry(12) | {"codes": [["int8", 4], ["int3", 8]]}
 HYBRID = hybrid_entry(1, [1, 0], sinks=2, recent=5)
 WINDOW = low_rank_entry(12, window=3, sinks=1)
 MIXTURES = {
     "latents, heads and the source's": ([LATENT, HYBRID, None, LOW_RANK], None),
-    "bits by layer": ([CODED, None, None, LATENT], [INT4 | {"group": 8, "clip": True}, INT4, None, INT8]),
-    "bits beside streams": ([HYBRID, CODED, None, HYBRID], [None, INT4 | {"group": 8}, INT8, INT8]),
+    "bits by layer": ([QUANTIZED, None, None, LATENT], [INT4 | {"group": 8, "clip": True}, INT4, None, INT8]),
+    "bits beside streams": ([HYBRID, QUANTIZED, None, HYBRID], [None, INT4 | {"group": 8}, INT8, INT8]),
     "an exact window beside others": ([None, WINDOW, LATENT, HYBRID], None),
 }
 each_mixture = pytest.mark.parametrize("mixture", MIXTURES.values(), ids=list(MIXTURES))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from own_models import VOCAB, tiny_source, tokens
+from tiny_models import LATENT
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from surgery.common.errors import SurgeryError
@@ -13,22 +14,8 @@ CPU = torch.device("cpu")
 
 def mla():
     torch.manual_seed(0)
-    config = DeepseekV3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        first_k_dense_replace=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        kv_lora_rank=20,
-        q_lora_rank=None,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=6,
-        initializer_range=0.2,
-    )
-    return AutoModelForCausalLM.from_config(config)
+    shape = {**LATENT, "vocab_size": VOCAB, "q_lora_rank": None, "first_k_dense_replace": 3}
+    return AutoModelForCausalLM.from_config(DeepseekV3Config(**shape))
 
 
 def loss_and_gradients(model, **call):

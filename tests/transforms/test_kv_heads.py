@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from random_layers import random, random_attention
 from tiny_models import CONFIGS, FAMILIES
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -34,27 +35,13 @@ H, G, D, HEAD = 8, 4, 32, 6
 PAIRS = ((0, 2), (1, 3))
 
 
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def layer_of(checkpoints, name: str) -> AttentionAnatomy:
     return Source.open(checkpoints(name), ConvertSettings()).anatomy(0).to(torch.float64)
 
 
 def random_layer(*, biased: bool = True) -> AttentionAnatomy:
     """Four KV heads that have nothing in common."""
-    return AttentionAnatomy(
-        q=random(H, HEAD, D, seed=1),
-        k=random(G, HEAD, D, seed=2),
-        v=random(G, HEAD, D, seed=3),
-        o=random(D, H, HEAD, seed=4),
-        inv_freq=torch.tensor([1.0, 0.2, 0.05], dtype=torch.float64),
-        scale=0.1,
-        q_bias=random(H, HEAD, seed=5) if biased else None,
-        k_bias=random(G, HEAD, seed=6) if biased else None,
-        v_bias=random(G, HEAD, seed=7) if biased else None,
-    )
+    return random_attention(H, G, D, HEAD, biased=biased)
 
 
 def mergeable_layer(*, biased: bool = True, rigid: bool = False) -> AttentionAnatomy:

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
+from random_layers import truncated
 from tiny_models import FAMILIES
 
 from surgery.families import attention
 from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.transforms.algebra import reduced_rank_projection
-from surgery.transforms.attention_fit import flat
+from surgery.transforms.attention_fit import flat, unflat
 from surgery.transforms.effort import Effort
 from surgery.transforms.key_basis import energy_basis
 from surgery.transforms.latent_fit import _Problem, _Weights, fit_latent_layer
-from surgery.transforms.partial_rope import latent_form, latent_rows, truncate
+from surgery.transforms.partial_rope import latent_form, truncate
 
 
 def problem(checkpoints, name: str):
@@ -20,16 +20,8 @@ def problem(checkpoints, name: str):
     opened = Source.open(checkpoints(name), ConvertSettings())
     anatomy = opened.anatomy(opened.first_layer).to(torch.float64)
     x = torch.randn(4, 30, anatomy.hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    projection = anatomy.project(x)
-    z = torch.cat([projection.k.flatten(2), projection.v.flatten(2)], dim=-1).flatten(0, 1)
-    groups, dim = anatomy.kv_heads, anatomy.head_dim
-    moment = z.T @ z / len(z)
-    basis = energy_basis(moment[: groups * dim, : groups * dim].view(groups, dim, groups, dim), None)
-    rotated = torch.arange(3)
-    rows = latent_rows(anatomy, basis, rotated)
-    down, up, _ = reduced_rank_projection(rows @ moment @ rows.T, torch.eye(len(rows), dtype=torch.float64), 8)
-    layer = truncate(latent_form(anatomy, basis, rotated), down, up)
-    mixed = anatomy.gated(attention.attend(anatomy, projection), x)
+    layer = truncate(*truncated(anatomy, x, rotated=3, rank=8))
+    mixed = anatomy.gated(attention.attend(anatomy, anatomy.project(x)), x)
     targets = torch.einsum("bthe,xhe->btx", mixed, anatomy.o)
     return layer, x, targets
 
@@ -43,7 +35,7 @@ def test_jvp_is_the_derivative_and_vjp_its_transpose(checkpoints, name):
     root = torch.randn(x.shape[-1], x.shape[-1], generator=generator, dtype=torch.float64)
 
     def linearised(vector):
-        return _Problem(layer, x, root).linearise(vector, 1, positions)
+        return _Problem(layer, x, root).linearise(unflat(vector, _Weights.of(layer)), 1, positions)
 
     sequence = linearised(here)
     wanted = torch.einsum("bthe,xhe->btx", layer.source.gated(layer.attend(x), x), layer.o)[1, positions] @ root

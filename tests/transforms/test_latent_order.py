@@ -4,17 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_layers import truncated
 
 from surgery.common.errors import SurgeryError
 from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.transforms.algebra import reduced_rank_projection
 from surgery.transforms.attention_fit import flat
 from surgery.transforms.effort import Effort
-from surgery.transforms.key_basis import energy_basis
 from surgery.transforms.latent_fit import _Problem, _Weights, latent_moments
 from surgery.transforms.latent_order import order_latents
-from surgery.transforms.partial_rope import latent_form, latent_rows, truncate
+from surgery.transforms.partial_rope import truncate
 
 RANK = 12
 
@@ -24,16 +23,9 @@ def problem(checkpoints, name: str, sequences: int = 4):
     anatomy = Source.open(checkpoints(name), ConvertSettings()).anatomy(0).to(torch.float64)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sequences, 24, anatomy.hidden, generator=generator, dtype=torch.float64)
-    projection = anatomy.project(x)
-    z = torch.cat([projection.k.flatten(2), projection.v.flatten(2)], dim=-1).flatten(0, 1)
-    groups, dim = anatomy.kv_heads, anatomy.head_dim
-    moment = z.T @ z / len(z)
-    basis = energy_basis(moment[: groups * dim, : groups * dim].view(groups, dim, groups, dim), None)
-    rotated = torch.arange(2)
-    rows = latent_rows(anatomy, basis, rotated)
-    down, up, _ = reduced_rank_projection(rows @ moment @ rows.T, torch.eye(len(rows), dtype=torch.float64), RANK)
+    form, down, up = truncated(anatomy, x, rotated=2, rank=RANK)
     mixing = torch.randn(RANK, RANK, generator=generator, dtype=torch.float64)
-    layer = truncate(latent_form(anatomy, basis, rotated), mixing @ down, up @ mixing.inverse())
+    layer = truncate(form, mixing @ down, up @ mixing.inverse())
     root = torch.randn(anatomy.hidden, anatomy.hidden, generator=generator, dtype=torch.float64)
     return layer, x, root
 
@@ -81,7 +73,7 @@ def test_random_probes_give_the_gauss_newton_matrix(checkpoints):
     x, hidden = x[:, :6], x.shape[-1]
     identity = torch.eye(hidden, dtype=torch.float64)
     weights = _Weights.of(layer)
-    block = _Problem(layer, x, identity).linearise(flat(weights), 0, torch.arange(6))
+    block = _Problem(layer, x, identity).linearise(weights, 0, torch.arange(6))
 
     def latent_signals(out):
         return block.signals(out)[1][:, :RANK]

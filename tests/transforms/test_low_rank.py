@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_layers import random, random_attention
 from tiny_models import DEMO, FAMILIES
 from torch import Tensor
 
@@ -27,22 +28,12 @@ WIDTH = 2 * G * HEAD
 KINDS = {"plain": (False, False), "biased": (True, False), "normed": (False, True), "both": (True, True)}
 
 
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def random_layer(kind: str = "plain") -> AttentionAnatomy:
     biased, normed = KINDS[kind]
-    return AttentionAnatomy(
-        q=random(H, HEAD, D, seed=1),
-        k=random(G, HEAD, D, seed=2),
-        v=random(G, HEAD, D, seed=3),
-        o=random(D, H, HEAD, seed=4),
-        inv_freq=torch.tensor([1.0, 0.2, 0.05], dtype=torch.float64),
-        scale=0.1,
-        q_bias=random(H, HEAD, seed=5) if biased else None,
-        k_bias=5 * random(G, HEAD, seed=6) if biased else None,
-        v_bias=5 * random(G, HEAD, seed=7) if biased else None,
+    return random_attention(
+        *(H, G, D, HEAD),
+        biased=biased,
+        bias_size=5,
         q_norm=HeadNorm(random(HEAD, seed=8).abs() + 0.1, 1e-6) if normed else None,
         k_norm=HeadNorm(random(HEAD, seed=9).abs() + 0.1, 1e-6) if normed else None,
     )

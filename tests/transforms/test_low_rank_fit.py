@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_layers import random, random_attention
 from tiny_models import DEMO, HELD_OUT
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,22 +28,11 @@ JOINT = (Block(7, (0, 1), (0, 1)),)
 APART = (Block(4, (0,), (0,)), Block(3, (1,), ()), Block(3, (), (1,)))
 
 
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def source(*, biased: bool = False, normed: bool = False, over_all: bool = False, **own) -> AttentionAnatomy:
     wide = {"q": (H, HEAD), "k": (G, HEAD)} if over_all else {"q": (HEAD,), "k": (HEAD,)}
-    return AttentionAnatomy(
-        q=random(H, HEAD, D, seed=1),
-        k=random(G, HEAD, D, seed=2),
-        v=random(G, HEAD, D, seed=3),
-        o=random(D, H, HEAD, seed=4),
-        inv_freq=torch.tensor([1.0, 0.2, 0.05], dtype=torch.float64),
-        scale=0.1,
-        q_bias=random(H, HEAD, seed=5) if biased else None,
-        k_bias=random(G, HEAD, seed=6) if biased else None,
-        v_bias=random(G, HEAD, seed=7) if biased else None,
+    return random_attention(
+        *(H, G, D, HEAD),
+        biased=biased,
         q_norm=HeadNorm(random(*wide["q"], seed=8), 1e-3) if normed else None,
         k_norm=HeadNorm(random(*wide["k"], seed=9), 1e-3) if normed else None,
         **own,

@@ -1,4 +1,4 @@
-"""Cases of `mla_decode_quantized` and `gqa_decode_quantized`: the same attentions over codes of a few bits.
+"""Cases of `mla_decode_quantized` and `gqa_decode_quantized`: the same attentions over caches of a few bits.
 
 Keys and latents share scales by channel, values and rotated keys by token, as KIVI stores them (arXiv:2402.02750).
 """
@@ -32,24 +32,26 @@ def whole_groups(place: Place) -> Iterator[tuple[Place, str]]:
 
 @dataclass(frozen=True)
 class QuantizedDecode(DecodeCase):
-    """Codes in a `format`, `group` tokens of a channel or channels of a token to a scale."""
+    """Quantised values in a `format`, `group` tokens of a channel or channels of a token to a scale."""
 
     format: str
     group: int
 
     def ragged(self, inputs: Inputs) -> None:
-        """Codes know no NaN; rows of other lengths are for the kernels' own tests."""
+        """Quantised values know no NaN; rows of other lengths are for the kernels' own tests."""
         return None
 
     def _side_bytes(self, by_channel: int, by_token: int) -> int:
-        """Bytes of the codes and scales of all tokens, for so many elements of a token quantised either way."""
+        """Bytes of quantised values and scales of all tokens, for so many elements of a token quantised either way."""
         codes = self.context * BITS[self.format] // 8 * (by_channel + by_token)
         scales = self.context // self.group * by_channel + self.context * -(-by_token // self.group)
         numbers = 1 if self.format == "fp8" else 2
         return self.batch * (codes + numbers * scales * self.dtype.itemsize)
 
-    def _coded(self, made: torch.Generator, name: str, width: int, heads: tuple[int, ...], by_channel: bool) -> Inputs:
-        """Random codes [B, *heads, S·bits/8, width], their scales and zeros, of numbers of variance 1."""
+    def _quantized(
+        self, made: torch.Generator, name: str, width: int, heads: tuple[int, ...], by_channel: bool
+    ) -> Inputs:
+        """Random quantised values [B, *heads, S·bits/8, width], their scales and zeros, of numbers of variance 1."""
         bits, tokens = BITS[self.format], (self.batch, *heads)
         count = (self.context // self.group, width) if by_channel else (self.context, -(-width // self.group))
         if self.format == "fp8":
@@ -98,8 +100,8 @@ class MLADecodeQuantized(QuantizedDecode):
         made = generator(device, seed)
         return {
             "query": normal(made, self.dtype, self.batch, 1, self.shape.heads, self.rank + self.rope),
-            **self._coded(made, "latent", self.rank, (), by_channel=True),
-            **self._coded(made, "rope", self.rope, (), by_channel=False),
+            **self._quantized(made, "latent", self.rank, (), by_channel=True),
+            **self._quantized(made, "rope", self.rope, (), by_channel=False),
         }
 
     def run(self, inputs: Inputs) -> Tensor:
@@ -135,8 +137,8 @@ class GQADecodeQuantized(QuantizedDecode):
         made, shape = generator(device, seed), self.shape
         return {
             "query": normal(made, self.dtype, self.batch, 1, shape.heads, shape.head_dim),
-            **self._coded(made, "key", shape.head_dim, (shape.kv_heads,), by_channel=True),
-            **self._coded(made, "value", shape.head_dim, (shape.kv_heads,), by_channel=False),
+            **self._quantized(made, "key", shape.head_dim, (shape.kv_heads,), by_channel=True),
+            **self._quantized(made, "value", shape.head_dim, (shape.kv_heads,), by_channel=False),
         }
 
     def run(self, inputs: Inputs) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from surgery.architectures.cross_layer import REASON
 from surgery.architectures.own_class import MODEL_TYPE
+from surgery.calibration.cross_layer_statistics import moment_of
 from surgery.calibration.sweep import BoundaryStore, forward_sweep
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
@@ -28,10 +29,10 @@ from surgery.running.activations import give_back
 from surgery.running.source import OwnSource
 from surgery.structures.base import LONG, Foreseen, Outcome, Structure
 from surgery.structures.cross_layer.budget import shared_rank
-from surgery.structures.cross_layer.report import SHARED, GroupReport, predicted_bytes
+from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target, predicted_bytes
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
-from surgery.structures.ladder import ERROR_SEQUENCES, Ladder
+from surgery.structures.stages import ERROR_SEQUENCES, StageRuns
 from surgery.structures.work import Work
 from surgery.transforms.algebra import damp
 from surgery.transforms.cross_layer import METRIC_DAMPING, SharedBasis, SimulatedGroup, SimulatedMember, shared_basis
@@ -120,12 +121,12 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """Finds the basis of every group and carries the stages through it."""
         opened, settings, dtype = self.opened, self.settings, self._dtype
-        ladder, reports = work.ladder((SHARED,)), []
+        runs, reports = work.stage_runs((SHARED,)), []
         with work.progress.phase("convert", opened.layers) as advance:
             for (start, stop), rank in zip(self._groups, self._ranks, strict=True):
                 moment = _joint_moment(opened, work.store, start, stop, settings.batch_size)
                 basis = shared_basis(moment, self._metrics[start:stop], rank)
-                reports.append(_carry(opened, start, stop, basis, ladder, settings))
+                reports.append(_carry(opened, start, stop, basis, runs, settings))
                 for place, (down, up) in enumerate(zip(basis.down, basis.up, strict=True)):
                     prefix = ATTENTION_PREFIX.format(layer=start + place)
                     writer.write(prefix + "basis_down", down.to(dtype).contiguous())
@@ -134,21 +135,11 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
         width = sum(opened.rank(i) + opened.positional(i) for i in range(opened.layers))
         return Outcome(
             config=self._config,
-            target={
-                "to": "crosslayer",
-                "method": settings.method,
-                "model_type": MODEL_TYPE,
-                "reasons": [REASON],
-                "groups": [list(span) for span in self._groups],
-                "ranks": self._ranks,
-                "sinks": settings.sinks,
-                "window": settings.window,
-                "block": settings.block,
-            },
+            target=cross_layer_target(settings, self._groups, self._ranks),
             kv_bytes=predicted_bytes(self._config, dtype, settings.method),
             layers=reports,
-            scores=ladder.scores(),
-            simulated=ladder.hidden[SHARED],
+            scores=runs.scores(),
+            simulated=runs.hidden[SHARED],
             own_class=True,
             shape=SourceShape.of_config(opened.config, dtype, width * dtype.itemsize),
         )
@@ -221,18 +212,13 @@ def _joint_moment(opened: LatentSource, store: BoundaryStore, start: int, stop: 
     for index in range(start, stop):
         parts = (*(stream.input_norm(index) or (None, None)), *opened.down(index))
         maps.append([None if part is None else part.to(stream.device, stream.dtype) for part in parts])
-    width = sum(opened.rank(index) for index in range(start, stop))
-    moment = torch.zeros(width, width, dtype=torch.float64)
-    for batches in zip(*(hidden.split(batch_size) for hidden in inputs), strict=True):
-        latents = []
-        for hidden, (scale, shift, weight, bias) in zip(batches, maps, strict=True):
-            x = hidden.flatten(0, 1).to(stream.device, stream.dtype)
-            x = x if scale is None else stream.normalise(x, scale, shift)
-            latents.append(nn.functional.linear(x, weight, bias))
-        z = torch.cat(latents, dim=-1)
-        moment += (z.mT @ z).double().cpu()
-        give_back(*inputs)
-    return moment / inputs[0].shape[:2].numel()
+
+    def cached(place: int, hidden: Tensor) -> Tensor:
+        scale, shift, weight, bias = maps[place]
+        x = hidden.to(stream.device, stream.dtype)
+        return nn.functional.linear(x if scale is None else stream.normalise(x, scale, shift), weight, bias)
+
+    return moment_of(inputs, batch_size, cached)
 
 
 @torch.no_grad()
@@ -241,11 +227,11 @@ def _carry(
     start: int,
     stop: int,
     basis: SharedBasis,
-    ladder: Ladder,
+    runs: StageRuns,
     settings: CrossLayerSettings,
 ) -> GroupReport:
-    """Runs a group in both stages of the ladder, and says what it loses."""
-    stream, hidden = opened.stream, ladder.hidden
+    """Runs a group in both stages, and says what it loses."""
+    stream, hidden = opened.stream, runs.hidden
     with stream.block(start, stop) as layers:
         recent = (settings.block, settings.sinks, settings.window)
         members = [SimulatedLatents(layer.self_attn, *recent) for layer in layers.model.layers]

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from surgery.architectures.cross_layer import REASON
+from surgery.architectures.own_class import MODEL_TYPE
 from surgery.common.human import short
 from surgery.running.skeleton import skeleton
+from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.verification.written import prompt_of
 
+
+def cross_layer_target(settings: CrossLayerSettings, groups: Sequence[tuple[int, int]], ranks: Any) -> dict[str, Any]:
+    """What a report says of its result."""
+    return {
+        "to": "crosslayer",
+        "method": settings.method,
+        "model_type": MODEL_TYPE,
+        "reasons": [REASON],
+        "groups": [list(span) for span in groups],
+        "ranks": ranks,
+        "sinks": settings.sinks,
+        "window": settings.window,
+        "block": None if settings.method == "xkv-prompt" else settings.block,
+    }
+
+
 SHARED = "shared"
-"""The stage after the source in the ladder of the report."""
+"""The stage of the report after the source."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
@@ -12,7 +12,6 @@ from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.settings import Bits
 
 Method = Literal["xkv", "cascade", "xkv-prompt", "minicache"]
-METHODS = get_args(Method)
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,9 @@ class CrossLayerSettings(LowRankSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.quantizes and self.method != "cascade":
-            raise SurgeryError(f"bits: the store that layers share in method {self.method} holds no codes; use cascade")
+            raise SurgeryError(
+                f"bits: the store that layers share in method {self.method} is not quantised; use cascade"
+            )
         if self.keep_layers != AUTO and self.method != "cascade":
             raise SurgeryError(f"keep_layers: method {self.method} converts all layers; use cascade")
         if self.group_size < 2:

@@ -29,10 +29,10 @@ from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.cascade import Cascade
 from surgery.structures.cross_layer.latents import SharedLatents
 from surgery.structures.cross_layer.prompt_verification import verify_prompt_basis
-from surgery.structures.cross_layer.report import SHARED, GroupReport, predicted_bytes
+from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target, predicted_bytes
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
-from surgery.structures.ladder import ERROR_SEQUENCES, Ladder
+from surgery.structures.stages import ERROR_SEQUENCES, StageRuns
 from surgery.structures.work import Work
 from surgery.transforms.cross_layer import (
     Rebuild,
@@ -129,13 +129,11 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         opened, settings = self.opened, self.settings
         config, pieces = self._writes.config(opened.reader.config), _pieces(self._groups, opened.layers)
         stages = () if settings.method == "xkv-prompt" else (SHARED,)
-        ladder, reports = work.ladder(stages), []
+        runs, reports = work.stage_runs(stages), []
         with work.progress.phase("convert", opened.layers) as advance:
             for start, stop in pieces:
                 group = next((i for i, span in enumerate(self._groups) if span == (start, stop)), None)
-                basis, report = self._convert(
-                    start, stop, None if group is None else self._entries[group], work, ladder
-                )
+                basis, report = self._convert(start, stop, None if group is None else self._entries[group], work, runs)
                 if basis is not None:
                     for name, tensor in self._written(group, basis).items():
                         writer.write(name, tensor)
@@ -143,21 +141,11 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
                 advance(stop - start)
         return Outcome(
             config=config,
-            target={
-                "to": "crosslayer",
-                "method": settings.method,
-                "model_type": MODEL_TYPE,
-                "reasons": [REASON],
-                "groups": [list(span) for span in self._groups],
-                "ranks": [report.ranks[0] for report in reports],
-                "sinks": settings.sinks,
-                "window": settings.window,
-                "block": None if settings.method == "xkv-prompt" else settings.block,
-            },
+            target=cross_layer_target(settings, self._groups, [report.ranks[0] for report in reports]),
             kv_bytes=predicted_bytes(config, opened.weight_dtype, settings.method),
             layers=reports,
-            scores=ladder.scores(),
-            simulated=ladder.hidden[stages[-1] if stages else "source"],
+            scores=runs.scores(),
+            simulated=runs.hidden[stages[-1] if stages else "source"],
             own_class=True,
         )
 
@@ -177,7 +165,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return self._writes.latent_tensors(group, basis, [opened.reader.tensor(name).double() for name in names])
 
     def _convert(
-        self, start: int, stop: int, entry: Mapping[str, Any] | None, work: Work, ladder: Ladder
+        self, start: int, stop: int, entry: Mapping[str, Any] | None, work: Work, runs: StageRuns
     ) -> tuple[SharedBasis | None, GroupReport | None]:
         """Converts one group; None for ``entry`` is a layer outside all groups."""
         basis, rebuild = None, None
@@ -188,7 +176,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
             rebuild = merged_pair(self.opened.first.kv_heads, entry["kept"], entry["interpolation"])
         elif entry is not None:
             rebuild = prompt_basis(self.opened.first.kv_width // 2, entry["key_rank"], entry["value_rank"])
-        measured, lost = self._carry(start, stop, rebuild, ladder)
+        measured, lost = self._carry(start, stop, rebuild, runs)
         if entry is None:
             return None, None
         error = None if basis is None else basis.error
@@ -218,10 +206,10 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
 
     @torch.no_grad()
     def _carry(
-        self, start: int, stop: int, rebuild: Rebuild | None, ladder: Ladder
+        self, start: int, stop: int, rebuild: Rebuild | None, runs: StageRuns
     ) -> tuple[dict[str, float], tuple[float, float]]:
         """Runs a group in every stage: errors of its output by stage, and of keys and values."""
-        stream, settings, hidden = self.opened.stream, self.settings, ladder.hidden
+        stream, settings, hidden = self.opened.stream, self.settings, runs.hidden
         errors, lost = {}, (0.0, 0.0)
         with stream.block(start, stop) as layers:
             if rebuild is not None:
@@ -269,8 +257,8 @@ def plan_groups(
             )
     if opened.family.first_scaled(opened.config) is not None:
         raise SurgeryError(
-            f"{opened.family.model_type} scales queries by their position, and layers that share a cache know only its "
-            "slots: convert --to lowrank instead"
+            f"{opened.family.model_type} scales queries by their position, and layers that share a cache know only "
+            "places in it: convert --to lowrank instead"
         )
     recent = {"block": settings.block, "sinks": settings.sinks, "window": settings.window}
     if settings.method == "minicache":

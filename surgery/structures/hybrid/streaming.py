@@ -26,11 +26,11 @@ from surgery.running.attention_tap import AttentionCall, tapped
 from surgery.running.source import OwnSource, Source
 from surgery.structures.base import Structure
 from surgery.structures.hybrid.settings import HybridSettings
-from surgery.structures.ladder import ERROR_SEQUENCES
+from surgery.structures.stages import ERROR_SEQUENCES
 from surgery.structures.work import Work
 
 STREAMING = "streaming"
-"""The stage of a conversion in the ladder of the report, after the source."""
+"""The stage of the report after the source."""
 
 SINKS, RECENT = 64, 256
 """Of a plan without a pattern: what DuoAttention deploys."""

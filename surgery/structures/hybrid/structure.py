@@ -56,7 +56,7 @@ class Hybrid(Streaming):
         if config["model_type"] == MODEL_TYPE:
             return []
         layers = [Candidate({"granularity": "layer"}, mixes=False)] if config["model_type"] in CARRIERS else []
-        return [*(Candidate(coded) for coded in ({}, {"bits": 8}, {"bits": 4})), *layers]
+        return [*(Candidate(bits) for bits in ({}, {"bits": 8}, {"bits": 4})), *layers]
 
     def layer_forms(
         self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None

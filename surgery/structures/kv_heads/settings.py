@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
@@ -11,7 +11,6 @@ from surgery.engines.limits import Engine
 from surgery.structures.settings import Allocation, FittedSettings, refuse_engine
 
 Method = Literal["fisher", "kv-heads", "procrustes", "mean-pool", "key-norm"]
-METHODS = get_args(Method)
 
 
 @dataclass(frozen=True)

@@ -40,14 +40,14 @@ from surgery.structures.base import Candidate, ConfigOf, Foreseen, LayerForm, Ou
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_heads.bench import half_the_heads
 from surgery.structures.kv_heads.settings import KVHeadsSettings
-from surgery.structures.ladder import Ladder
 from surgery.structures.sequential_fit import SequentialFit, Solve, solver_dtype
 from surgery.structures.shared_fits import SharedFits
+from surgery.structures.stages import StageRuns
 from surgery.structures.work import Work
-from surgery.transforms.coded_reading import CodedAttention
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
 from surgery.transforms.kv_heads import MergedLayer, allocate_kv_heads, merge_kv_heads, unmerged
 from surgery.transforms.kv_heads_fit import fit_merged_layer
+from surgery.transforms.quantized_reading import QuantizedAttention
 
 STAGES = ("merged", "fitted")
 
@@ -132,9 +132,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         """Every number of heads that divides the source's, alone and in 8 and 4 bits."""
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         bits = [{}, {"bits": 8, "sinks": 4}, {"bits": 4, "sinks": 4}]
-        return [
-            Candidate({"kv_heads": count, **coded}, scales=False) for count in _choices(heads)[:-1] for coded in bits
-        ]
+        return [Candidate({"kv_heads": count, **more}, scales=False) for count in _choices(heads)[:-1] for more in bits]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
@@ -190,7 +188,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         merged = _merge(anatomy, work.library.load(layer)[0], self._plan.kv_heads[layer], self.settings).anatomy
         merged = merged.to(stream.device, stream.dtype)
-        return CapturedAttention(merged) if cache is None else CodedAttention(merged, cache)
+        return CapturedAttention(merged) if cache is None else QuantizedAttention(merged, cache)
 
     def layer_forms(
         self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None
@@ -208,10 +206,10 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         """The merged form and the fitted one, of which the one of less held-out loss is written."""
         carrier, kv_heads, first = self._carrier, self._plan.kv_heads, self.opened.first
         stages = STAGES[: 1 + work.fits(self.settings.method == "fisher")]
-        ladder = work.ladder(stages)
-        fit = work.fit(ladder, *STAGES)
-        reports = work.pass_layers(lambda i, fit: self._merge(i, work, fit, ladder), ladder, fit, HeadsLayerReport)
-        scores = ladder.scores()
+        runs = work.stage_runs(stages)
+        fit = work.fit(runs, *STAGES)
+        reports = work.pass_layers(lambda i, fit: self._merge(i, work, fit, runs), runs, fit, HeadsLayerReport)
+        scores = runs.scores()
         result = least_loss(stages, scores)
         work.alternatives.write(result, self.opened.layers, writer)
         width = sum(kv_heads) * (first.head_dim + first.value_dim) * first.q.dtype.itemsize
@@ -229,13 +227,13 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             kv_bytes=lambda tokens: width * tokens,
             layers=reports,
             scores=scores,
-            simulated=ladder.hidden[result],
+            simulated=runs.hidden[result],
             own_class=carrier.own_class,
             final_config=carrier.final_config,
             final_code=carrier.final_code,
         )
 
-    def _merge(self, index: int, work: Work, fit: SequentialFit | None, ladder: Ladder) -> HeadsLayerReport:
+    def _merge(self, index: int, work: Work, fit: SequentialFit | None, runs: StageRuns) -> HeadsLayerReport:
         """Merges, fits and measures one layer."""
         stream, plan, settings = self.opened.stream, self._plan, self.settings
         source = self.opened.anatomy(index)
@@ -256,7 +254,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
                 solve = self._solver(index, merged, statistics)
                 forms["fitted"] = fit.fit(index, layer, anatomy, attention, solve)
             makers = {name: lambda form=form: form for name, form in forms.items()}
-            errors = ladder.advance(layer, anatomy, makers, forms)
+            errors = runs.advance(layer, anatomy, makers, forms)
         for form, merged_form in forms.items():
             result = source if kept else merged_form.anatomy.to("cpu", source.q.dtype)
             work.alternatives.save(form, index, attention_tensors(result, index))

@@ -94,7 +94,7 @@ def plan_ranks(
 def plan_bits(
     opened: Source, library: StatisticsLibrary, held_out: HeldOut, settings: LowRankSettings, kept: frozenset[int]
 ) -> tuple[tuple[Blocks, ...], tuple[Spans, ...]]:
-    """The blocks of every layer and the codes of their latents, where bits are chosen with the ranks.
+    """The blocks of every layer and the formats of their latents, where bits are chosen with the ranks.
 
     None for layers kept.
 

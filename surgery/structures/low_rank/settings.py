@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.errors import SurgeryError
@@ -12,7 +12,6 @@ from surgery.structures.kept_layers import keep_layers
 from surgery.structures.settings import FittedSettings
 
 Method = Literal["fisher", "separate", "svd-llm", "asvd", "cskv", "palu", "think"]
-METHODS = get_args(Method)
 
 
 @dataclass(frozen=True)

@@ -40,13 +40,13 @@ from surgery.structures.base import (
 )
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
-from surgery.structures.ladder import Ladder
 from surgery.structures.low_rank.bench import one_latent
 from surgery.structures.low_rank.rank_plan import Blocks, plan_bits, plan_ranks, wanted_rank
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.sequential_fit import SequentialFit, Solve, solver_dtype
 from surgery.structures.shared_fits import SharedFits
+from surgery.structures.stages import StageRuns
 from surgery.structures.work import Work
 from surgery.transforms.attention_fit import gram
 from surgery.transforms.low_rank import SharedMoments, loss_metric, low_rank_layer
@@ -57,7 +57,7 @@ from surgery.transforms.low_rank_methods import blocks_for
 CLOSED, FITTED = "low rank", "fitted"
 BITS_CHOSEN = {"bits": "auto", "sinks": 4}
 EXACT_WINDOW = {CLOSED: "exact window", FITTED: "fitted, exact window"}
-"""Stages of a conversion in the ladder of the report, after the source: the forms, and each beside an exact window."""
+"""Stages of the report after the source: the forms, and each beside an exact window."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         return replanned_tensors(opened, self._writes.copied, self._writes.plan, self.kept)
 
     def _writer(self, blocks: tuple[Blocks, ...], codes: tuple[Spans, ...] | None) -> OwnLowRank:
-        # Without a window sinks are of the codes.
+        # Without a window sinks are of the quantised cache.
         sinks, opened = self.asked.sinks if self.asked.window else 0, self.opened
         layers = opened.windows, opened.stateful
         return OwnLowRank(opened.first, blocks, self.earlier, sinks, self.asked.window, codes, *layers)
@@ -228,16 +228,16 @@ class LowRank(Structure[Source, LowRankSettings]):
         fits = work.fits(self.asked.method == "fisher")
         forms = (*((CLOSED,) if self.closed_ends or not fits else ()), *((FITTED,) if fits else ()))
         windowed = tuple(EXACT_WINDOW[form] for form in forms) if self.asked.window else ()
-        ladder = work.ladder((*forms, *windowed), steps=forms if windowed else ())
-        fit = work.fit(ladder, CLOSED, FITTED, *windowed[1:])
+        runs = work.stage_runs((*forms, *windowed), steps=forms if windowed else ())
+        fit = work.fit(runs, CLOSED, FITTED, *windowed[1:])
         reports = work.pass_layers(
-            lambda index, fit: self._convert(index, work, fit, ladder),
-            ladder,
+            lambda index, fit: self._convert(index, work, fit, runs),
+            runs,
             fit,
             LowRankLayerReport,
             settled=lambda index: _group_of(index, self.earlier)[1] == index + 1,
         )
-        scores = ladder.scores()
+        scores = runs.scores()
         result = least_loss(windowed or forms, scores)
         form = forms[(windowed or forms).index(result)]
         work.alternatives.write(form, opened.layers, writer)
@@ -259,17 +259,17 @@ class LowRank(Structure[Source, LowRankSettings]):
             kv_bytes=writes.kv_bytes,
             layers=[forms[form] for forms in reports],
             scores=scores,
-            simulated=ladder.hidden[result],
+            simulated=runs.hidden[result],
             own_class=True,
         )
 
     def _convert(
-        self, index: int, work: Work, fit: SequentialFit | None, ladder: Ladder
+        self, index: int, work: Work, fit: SequentialFit | None, runs: StageRuns
     ) -> dict[str, LowRankLayerReport]:
         """Converts, fits and measures one layer; reports by form."""
         if index in self.kept:
-            pass_kept(self.opened, index, fit, ladder, work.alternatives)
-            return dict.fromkeys(ladder.hidden, LowRankLayerReport(index))
+            pass_kept(self.opened, index, fit, runs, work.alternatives)
+            return dict.fromkeys(runs.hidden, LowRankLayerReport(index))
         stream, blocks = self.opened.stream, self._blocks[index]
         start, stop = _group_of(index, self.earlier)
         if index == start:
@@ -288,7 +288,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             energies = torch.cat([e[: b.rank] for e, b in zip(converted.energies, blocks, strict=True)])
             # What a method keeps in any case (ThinK's values) counts as its best: JSON knows no infinity.
             energies = energies.clamp_max(energies[energies.isfinite()].max())
-            forms = {CLOSED: (closed, energies)} if CLOSED in ladder.hidden else {}
+            forms = {CLOSED: (closed, energies)} if CLOSED in runs.hidden else {}
             if fit:
                 plain = SimulatedLowRank(closed.to(stream.device, stream.dtype), tuple(self._group.fit))
                 kept = fit.fit(index, layer, anatomy, plain, self._solver(index, closed, statistics))
@@ -297,7 +297,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             stages = {name: form for name, (form, _) in forms.items()}
             if self.asked.window:
                 stages |= {EXACT_WINDOW[name]: form for name, (form, _) in forms.items()}
-            errors = self._measure(layer, anatomy, stages, ladder)
+            errors = self._measure(layer, anatomy, stages, runs)
             if index + 1 < stop:
                 last, _ = list(forms.values())[-1]
                 self._group.latents.append(last.to(stream.device, stream.dtype).latents(inputs))
@@ -311,7 +311,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         }
 
     def _measure(
-        self, layer: StreamedLayer, anatomy: AttentionAnatomy, forms: dict[str, LowRankLayer], ladder: Ladder
+        self, layer: StreamedLayer, anatomy: AttentionAnatomy, forms: dict[str, LowRankLayer], runs: StageRuns
     ) -> dict[str, float]:
         """Carries all stages through the layer; the relative error of each."""
         stream, modules = self.opened.stream, {}
@@ -323,7 +323,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             modules[name] = SimulatedLowRank(form.to(stream.device, stream.dtype), tuple(earlier), **window)
             earlier.append(modules[name])
         makers = {name: lambda module=module: module for name, module in modules.items()}
-        return ladder.advance(layer, anatomy, makers, forms)
+        return runs.advance(layer, anatomy, makers, forms)
 
     def _solver(self, index: int, start: LowRankLayer, statistics: LayerStatistics) -> Solve:
         """The least-squares problem of one layer, from its closed form; orders the latents that it finds."""

@@ -76,7 +76,7 @@ class MixedSettings(FitSettings):
 
     @property
     def quantizes(self) -> bool:
-        """Whether the cache of some layers keeps codes."""
+        """Whether the cache of some layers is quantised."""
         return any(part.settings.quantizes for part in self.parts)
 
     def kv_cache(self) -> list[dict[str, int | str] | None]:

@@ -27,18 +27,18 @@ from surgery.structures.alternatives import least_loss
 from surgery.structures.base import LONG, Foreseen, Outcome, Structure, replanned_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_bytes import source_kv_bytes
-from surgery.structures.ladder import Ladder
 from surgery.structures.mixed.settings import MixedSettings
 from surgery.structures.passing import pass_kept
 from surgery.structures.registry import target_of
 from surgery.structures.sequential_fit import SequentialFit
+from surgery.structures.stages import StageRuns
 from surgery.structures.work import Work
 from surgery.verification.flow import predicted_flow
 
 T = TypeVar("T")
 REASON = "no stock class has layers of different kinds"
 CLOSED, FITTED = "closed form", "fitted"
-"""Stages of a conversion in the ladder of the report, after the source."""
+"""Stages of the report after the source."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Mixed(Structure[Source, MixedSettings]):
         sized, demands = all(each.sized for each in foreseen), [each.demand for each in foreseen]
         if sized:
             tokens = self.settings.context or LONG
-            held = skeleton(self._coded(config), opened.weight_dtype).kv_cache_bytes(1, tokens) / tokens
+            held = skeleton(self._with_bits(config), opened.weight_dtype).kv_cache_bytes(1, tokens) / tokens
         else:
             of_part = [each.kv_bytes_per_token / opened.layers for each in foreseen]
             held = sum(
@@ -133,12 +133,12 @@ class Mixed(Structure[Source, MixedSettings]):
         """The closed forms and the fitted ones, of which those of less held-out loss are written."""
         opened, settings = self.opened, self.settings
         fits = work.fits(any(structure.foresee().demand.fit_steps for structure in self._structures))
-        ladder = work.ladder((CLOSED, FITTED)[: 1 + fits])
-        fit = work.fit(ladder, CLOSED, FITTED)
+        runs = work.stage_runs((CLOSED, FITTED)[: 1 + fits])
+        fit = work.fit(runs, CLOSED, FITTED)
         reports = work.pass_layers(
-            lambda index, fit: self._convert(index, work, fit, ladder), ladder, fit, MixedLayerReport
+            lambda index, fit: self._convert(index, work, fit, runs), runs, fit, MixedLayerReport
         )
-        scores = ladder.scores()
+        scores = runs.scores()
         result = least_loss((CLOSED, FITTED), scores)
         work.alternatives.write(result, opened.layers, writer)
         config = self.foresee().config
@@ -158,27 +158,27 @@ class Mixed(Structure[Source, MixedSettings]):
             kv_bytes=lambda tokens: whole.kv_cache_bytes(1, tokens),
             layers=reports,
             scores=scores,
-            simulated=ladder.hidden[result],
+            simulated=runs.hidden[result],
             own_class=True,
             flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
         )
 
-    def _convert(self, index: int, work: Work, fit: SequentialFit | None, ladder: Ladder) -> MixedLayerReport:
+    def _convert(self, index: int, work: Work, fit: SequentialFit | None, runs: StageRuns) -> MixedLayerReport:
         """Converts, fits and measures one layer."""
         if index not in self._part_of:
-            pass_kept(self.opened, index, fit, ladder, work.alternatives)
+            pass_kept(self.opened, index, fit, runs, work.alternatives)
             return MixedLayerReport(index)
         structure = self._structures[self._part_of[index]]
         part = self.settings.parts[self._part_of[index]]
         anatomy = self.opened.anatomy(index).to(torch.float64)
-        stages = [stage for stage in ladder.hidden if stage != "source"]
+        stages = [stage for stage in runs.hidden if stage != "source"]
         with self.opened.stream.layer(index) as layer:
             forms = structure.layer_forms(_of_part(work, structure), index, layer, anatomy, fit)
             if fit and len(forms) == 1:
                 fit.go_past(layer, forms[0].attention)
             by_stage = {stage: forms[min(place, len(forms) - 1)] for place, stage in enumerate(stages)}
             makers = {stage: lambda form=form: form.attention for stage, form in by_stage.items()}
-            errors = ladder.advance(layer, anatomy, makers, stages)
+            errors = runs.advance(layer, anatomy, makers, stages)
         for stage, form in by_stage.items():
             work.alternatives.save(stage, index, form.tensors)
         return MixedLayerReport(index, part.to, dict(part.asked), errors)
@@ -201,7 +201,7 @@ class Mixed(Structure[Source, MixedSettings]):
         tensors = replanned_tensors(self.opened, lambda names: (), attention, kept)
         return {name: spec for name, spec in tensors.items() if "rotary_emb." not in name}
 
-    def _coded(self, config: dict[str, Any]) -> dict[str, Any]:
+    def _with_bits(self, config: dict[str, Any]) -> dict[str, Any]:
         return {**config, "kv_cache": self.settings.kv_cache()} if self.settings.quantizes else config
 
 

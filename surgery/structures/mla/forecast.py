@@ -29,7 +29,7 @@ class Forecast:
 
     Attributes:
         kv_bytes_per_token: of the result, all layers, at an infinite window; the most that it can be. Of a quantised
-            cache, once all tokens are codes.
+            cache, once all tokens are quantised.
         frequencies_known: whether the rotary frequencies are settled already.
         engines: what each will say of the result, :func:`surgery.engines.engine_table`.
     """

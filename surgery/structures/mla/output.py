@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from surgery.architectures.choose import Carrier, choose_carrier
-from surgery.architectures.deepseek_v3 import StockMLA
+from surgery.architectures.deepseek_v3 import StockMLA, obstacles
 from surgery.architectures.own import OwnMLA
 from surgery.architectures.spec import MLASpec
 from surgery.checkpoint import TensorSpec
@@ -73,12 +73,13 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         windows=opened.windows,
         stateful=opened.stateful,
     )
+    config, beside = opened.reader.config, "a vision tower" if opened.reader.stored_names else None
     return choose_carrier(
-        opened.reader.config,
+        config,
         spec,
-        experts=opened.family.experts,
-        mlp_bias=opened.mlp_bias,
-        beside=opened.family.beside or ("a vision tower" if opened.reader.stored_names else None),
+        obstacles(
+            config, spec, experts=opened.family.experts, mlp_bias=opened.mlp_bias, beside=opened.family.beside or beside
+        ),
         wanted=settings.carrier,
         latent_norm=settings.latent_norm,
         head_sizes=limits.head_sizes,

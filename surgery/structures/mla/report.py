@@ -11,7 +11,7 @@ from surgery.common.human import share
 from surgery.transforms.mla import ConvertedLayer
 
 EXACT_STAGES, LOSSY_STAGES = ("merged", "rotated"), ("partial RoPE", "truncated", "fitted")
-"""Stages of an MLA conversion in the ladder of the report, after the source."""
+"""Stages of the report after the source."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.errors import SurgeryError
@@ -20,7 +20,6 @@ from surgery.structures.settings import (
 )
 
 Method = Literal["fisher", "transmla", "mha2mla"]
-METHODS = get_args(Method)
 
 
 @dataclass(frozen=True)

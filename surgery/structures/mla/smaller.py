@@ -29,10 +29,10 @@ from surgery.running.source import Source
 from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import AUTO, NONE
-from surgery.structures.ladder import ERROR_SEQUENCES, Ladder
 from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.stages import ERROR_SEQUENCES, StageRuns
 from surgery.structures.work import Work
-from surgery.transforms.coded_reading import CodedAttention
+from surgery.transforms.quantized_reading import QuantizedAttention
 from surgery.transforms.smaller_latent import norm_error, smaller_latent
 
 EXACT, SMALLER = "rotated", "truncated"
@@ -42,7 +42,7 @@ TAKEN = {
     "method": (("fisher",), "latents are chosen by the loss"),
     "allocate": (("auto", "uniform"), "its class has one rank for all layers"),
     "keep_layers": ((AUTO, NONE), "its class has one rank for all layers"),
-    "carrier": (("auto", "stock"), "its own class holds it; ours is for codes alone, give bits"),
+    "carrier": (("auto", "stock"), "its own class holds it; ours is for quantised caches alone, give bits"),
     "latent_norm": (("auto",), "its latents keep their own norm"),
     "freqfold": ((None,), "its rotary dimensions stay"),
 }
@@ -117,9 +117,9 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Fewer latents in the source's class, and in codes of ours beside exact rotated keys."""
-        coded = [{"bits": bits, "rope_bits": 16, "sinks": 4} for bits in (8, 4)]
-        return [Candidate(each, mixes=False) for each in ({}, *coded)]
+        """Fewer latents in the source's class, and quantised in ours beside exact rotated keys."""
+        quantized = [{"bits": bits, "rope_bits": 16, "sinks": 4} for bits in (8, 4)]
+        return [Candidate(each, mixes=False) for each in ({}, *quantized)]
 
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but numbers."""
@@ -152,13 +152,13 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         smaller = smaller_latent(anatomy, work.library.load(layer)[0], self._writes.rank).layer
         smaller = smaller.to(stream.device, stream.dtype)
-        return CapturedAttention(smaller) if cache is None else CodedAttention(smaller, cache)
+        return CapturedAttention(smaller) if cache is None else QuantizedAttention(smaller, cache)
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """Keeps a subspace of every layer's latents."""
-        ladder = work.ladder((EXACT, SMALLER), exact=(EXACT,))
+        runs = work.stage_runs((EXACT, SMALLER), exact=(EXACT,))
         layers = work.pass_layers(
-            lambda index, _: self._convert(index, work, ladder, writer), ladder, None, SmallerLayerReport
+            lambda index, _: self._convert(index, work, runs, writer), runs, None, SmallerLayerReport
         )
         work.alternatives.write(SMALLER, self.opened.layers, writer)
         writes = self._writes
@@ -176,14 +176,14 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             },
             kv_bytes=writes.kv_bytes,
             layers=layers,
-            scores=ladder.scores(),
-            simulated=ladder.hidden[SMALLER],
+            scores=runs.scores(),
+            simulated=runs.hidden[SMALLER],
         )
 
     def _tensors(self) -> dict[str, TensorSpec]:
         return self._writes.plan(unchanged_tensors(self.opened.reader, self.opened.config))
 
-    def _convert(self, index: int, work: Work, ladder: Ladder, writer: CheckpointWriter) -> SmallerLayerReport:
+    def _convert(self, index: int, work: Work, runs: StageRuns, writer: CheckpointWriter) -> SmallerLayerReport:
         stream, anatomy = self.opened.stream, self.opened.anatomy(index).to(torch.float64)
         statistics, _ = work.library.load(index)
         found = smaller_latent(anatomy, statistics, self._writes.rank)
@@ -196,9 +196,9 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             SMALLER: lambda: run(found.layer),
         }
         with stream.layer(index) as layer:
-            inputs = layer.attention_inputs(ladder.hidden["source"][:ERROR_SEQUENCES].to(stream.device, stream.dtype))
+            inputs = layer.attention_inputs(runs.hidden["source"][:ERROR_SEQUENCES].to(stream.device, stream.dtype))
             off = norm_error(anatomy, found.layer, inputs.to("cpu", torch.float64))
-            errors = ladder.advance(layer, anatomy, forms, (SMALLER,))
+            errors = runs.advance(layer, anatomy, forms, (SMALLER,))
         work.alternatives.save(SMALLER, index, self._writes.tensors(index, found.layer))
         energy = max(float(found.energy.sum()), 1e-300)
         return SmallerLayerReport(

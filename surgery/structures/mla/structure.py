@@ -28,7 +28,6 @@ from surgery.structures.alternatives import least_loss
 from surgery.structures.base import Candidate, ConfigOf, Foreseen, LayerForm, Outcome, Request, Structure
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
-from surgery.structures.ladder import Form, Ladder
 from surgery.structures.mla import bench
 from surgery.structures.mla.budget import candidate_splits
 from surgery.structures.mla.forecast import Forecast, forecast
@@ -48,6 +47,7 @@ from surgery.structures.mla.smaller import SmallerMLA
 from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.sequential_fit import SequentialFit, solver_dtype
 from surgery.structures.shared_fits import SharedFits
+from surgery.structures.stages import Form, StageRuns
 from surgery.structures.work import Work
 from surgery.transforms import mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
@@ -193,10 +193,10 @@ class MLA(Structure[Source, ConvertSettings]):
         """The closed form and the fitted one, of which the one of less held-out loss is written."""
         opened, carrier = self.opened, self._carrier
         stages = LOSSY_STAGES[: 2 + work.fits(mla.METHODS[self.settings.method].gradients)]
-        ladder = work.ladder((*EXACT_STAGES, *stages), exact=EXACT_STAGES, steps=stages[:1])
-        fit = work.fit(ladder, *LOSSY_STAGES[1:])
-        reports = work.pass_layers(lambda index, fit: self._convert(index, work, fit, ladder), ladder, fit, LayerReport)
-        scores = ladder.scores()
+        runs = work.stage_runs((*EXACT_STAGES, *stages), exact=EXACT_STAGES, steps=stages[:1])
+        fit = work.fit(runs, *LOSSY_STAGES[1:])
+        reports = work.pass_layers(lambda index, fit: self._convert(index, work, fit, runs), runs, fit, LayerReport)
+        scores = runs.scores()
         result = least_loss(stages[1:], scores)
         work.alternatives.write(result, opened.layers, writer)
         layers = [forms[result] for forms in reports]
@@ -208,7 +208,7 @@ class MLA(Structure[Source, ConvertSettings]):
             kv_bytes=carrier.writer.kv_bytes,
             layers=layers,
             scores=scores,
-            simulated=ladder.hidden[result],
+            simulated=runs.hidden[result],
             factors=carrier.writer.rescaled(writer.missing()) if carrier.stock else {},
             own_class=not carrier.stock,
             splits=[{**plan.facts(), "held_out_loss": loss} for plan, loss in self._tried],
@@ -247,11 +247,11 @@ class MLA(Structure[Source, ConvertSettings]):
         cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": unlimited_loss}
         return plans[best], tried, {"engine_limits": {**cost, "free_split": [split.rope_dim, split.rank]}}
 
-    def _convert(self, index: int, work: Work, fit: SequentialFit | None, ladder: Ladder) -> dict[str, LayerReport]:
+    def _convert(self, index: int, work: Work, fit: SequentialFit | None, runs: StageRuns) -> dict[str, LayerReport]:
         """Converts and measures one layer, the closed form and the fitted one; reports on both."""
         if index in self.kept:
-            pass_kept(self.opened, index, fit, ladder, work.alternatives)
-            return dict.fromkeys(ladder.hidden, LayerReport(index))
+            pass_kept(self.opened, index, fit, runs, work.alternatives)
+            return dict.fromkeys(runs.hidden, LayerReport(index))
         stream = self.opened.stream
         anatomy = self.opened.anatomy(index).to(torch.float64)
         converted = self._plan.convert(anatomy, work.library, index)
@@ -265,7 +265,7 @@ class MLA(Structure[Source, ConvertSettings]):
                 kept = fit.fit(index, layer, anatomy, closed, solve)
                 stages["fitted"] = converted.truncated if kept is closed else kept.layer
                 energies["fitted"] = energies["truncated"] if kept is closed else solve.energies
-            errors = ladder.advance(layer, anatomy, _forms(anatomy, converted.basis, stages, stream), stages)
+            errors = runs.advance(layer, anatomy, _forms(anatomy, converted.basis, stages, stream), stages)
         for form in energies:
             tensors = self._carrier.writer.tensors(index, stages[form].to("cpu", torch.float64))
             work.alternatives.save(form, index, tensors)
@@ -304,7 +304,7 @@ class _Solver:
 def _forms(
     anatomy: AttentionAnatomy, basis: KeyBasis, lossy: dict[str, LatentLayer], stream: LayerStream
 ) -> dict[str, Form]:
-    """A layer's attention in every stage of the ladder."""
+    """A layer's attention in every stage."""
     every_component = torch.arange(basis.components)
     identity = identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
     forms = {

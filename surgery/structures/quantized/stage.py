@@ -1,4 +1,4 @@
-"""The last stage of a conversion: its KV cache kept as codes, measured and verified through that cache.
+"""The last stage of a conversion: its KV cache quantised, measured and verified through that cache.
 
 ``--to quantized`` is this stage alone. With ``bits`` any other conversion whose result can be quantised ends in it:
 what was written stays as it is, config.json gets ``kv_cache``, and the model is then run through its quantised cache.
@@ -47,7 +47,7 @@ class QuantizedLayerReport:
 
     Attributes:
         layer: the first of them.
-        keys_by: what shares a scale of keys, or of the latent in their place: channel or token; "exact" without codes.
+        keys_by: what shares a scale of keys, or of the latent in their place: channel or token; "exact" if neither.
         measured: difference of the output to that with an exact cache, relative to what the layer adds to its inputs,
             on the source's inputs.
     """
@@ -94,9 +94,9 @@ def measure_quantized(
     config = load_config(reader.path)
     new_layers = [config.quantized_layer(layer) for layer in range(exact.layers)]
     by_hand = not (config.exact_window or config.streams)
-    coded = stream
+    read_stream = stream
     if not by_hand:
-        coded = LayerStream(reader, config, single_layer_config, device=stream.device, dtype=stream.dtype)
+        read_stream = LayerStream(reader, config, single_layer_config, device=stream.device, dtype=stream.dtype)
     embedded = stream.embed(held_out.tokens)
     hidden, layers, batch = {stage: embedded.clone() for stage in (EXACT, QUANTIZED)}, [], settings.batch_size
     with progress.phase("measure", exact.layers) as advance:
@@ -109,9 +109,9 @@ def measure_quantized(
                 return Cache(layers=[QuantizedKVLayer(*each.settings()) if each else DynamicLayer() for each in held])
 
             inputs = hidden[EXACT][:ERROR_SEQUENCES].clone()
-            with coded.block(start, stop) as layer:
-                read = run_through_cache(coded, layer, inputs.clone(), batch, PIECE, new_cache)
-                run_through_cache(coded, layer, hidden[QUANTIZED], batch, PIECE, new_cache)
+            with read_stream.block(start, stop) as layer:
+                read = run_through_cache(read_stream, layer, inputs.clone(), batch, PIECE, new_cache)
+                run_through_cache(read_stream, layer, hidden[QUANTIZED], batch, PIECE, new_cache)
             with stream.block(start, stop) as layer:
                 stream.run_layer(layer, hidden[EXACT], batch)
             want = hidden[EXACT][:ERROR_SEQUENCES]
@@ -155,11 +155,11 @@ def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> 
     if not difference <= TOLERANCE[dtype] + CACHE_TOLERANCE[exact.stream.dtype]:
         raise SurgeryError(f"{writer.out}: logits as written differ from the simulation by {difference:.1e}")
     quantized = skeleton(config, dtype)
-    verification = verify_codes(writer.partial, opened, config, measured, held_out, settings, progress)
-    for coded in measured.layers:
+    verification = verify_quantized(writer.partial, opened, config, measured, held_out, settings, progress)
+    for found in measured.layers:
         for report in outcome.layers:
-            if report.layer == coded.layer:
-                report.measured.update(coded.measured)
+            if report.layer == found.layer:
+                report.measured.update(found.measured)
     at = verification.kv_tokens
     scores = {"hadamard": measured.scores[EXACT]} if settings.hadamard else {}
     outcome = replace(
@@ -178,7 +178,7 @@ def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> 
     return outcome, replace(verification, logit_difference=max(difference, verification.logit_difference))
 
 
-def verify_codes(
+def verify_quantized(
     folder: Path,
     opened: Source,
     config: dict[str, Any],
@@ -187,7 +187,7 @@ def verify_codes(
     settings: StructureSettings,
     progress: Progress,
 ) -> Verification:
-    """Loads a checkpoint that keeps its cache as codes and runs it, as `verify_by_running` does.
+    """Loads a checkpoint that keeps a quantised cache and runs it, as `verify_by_running` does.
 
     Args:
         folder: the checkpoint, whose config is ``config``.

@@ -1,4 +1,4 @@
-"""``surgery convert --to quantized``: a checkpoint whose KV cache keeps codes of a few bits.
+"""``surgery convert --to quantized``: a checkpoint whose KV cache has a few bits.
 
 Nothing is fitted. The result is the project's own class with the attention of the source, whichever that is; the last
 stage of every conversion with bits, :mod:`surgery.structures.quantized.stage`, is all that happens to it.
@@ -30,7 +30,7 @@ from surgery.verification.written import measured_tokens
 
 
 class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
-    """The attention stays as it is, its cache becomes codes."""
+    """The attention stays as it is, its cache is quantised."""
 
     beside_pictures = takes_latents = True
     requests = (Request(place=1),)
@@ -75,7 +75,7 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
         return kept_with_attention(self.opened.reader, self.opened.config)
 
     def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
-        """The source's attention over codes."""
+        """The source's attention over a quantised cache."""
         return source_attention(self.opened, layer, cache)
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:

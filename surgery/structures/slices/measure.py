@@ -13,10 +13,10 @@ from surgery.architectures.sliced import LatentModel, Ranks
 from surgery.calibration.held_out import HeldOut, Score
 from surgery.common.progress import Progress
 from surgery.running.layer_stream import LayerStream, StreamedLayer, blocks_of
-from surgery.structures.ladder import ERROR_SEQUENCES
+from surgery.structures.stages import ERROR_SEQUENCES
 
 BEFORE, SLICED = "before slicing", "sliced"
-"""Stages of a slice in the ladder of the report."""
+"""Stages of the report of a slice."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class FirstHeads(Structure):
         return tensors
 
     def convert_layers(self, work, writer):
-        stream, ladder, reports = self.opened.stream, work.ladder(("dropped",)), []
+        stream, runs, reports = self.opened.stream, work.stage_runs(("dropped",)), []
         for index in work.layers():
             source, kept = self.opened.anatomy(index), list(self._kept)
             biases = {name: getattr(source, name) for name in ("k_bias", "v_bias")}
@@ -92,7 +92,7 @@ class FirstHeads(Structure):
             attention = CapturedAttention(smaller.to(stream.device, stream.dtype))
             with stream.layer(index) as layer:
                 made = {"dropped": lambda attention=attention: attention}
-                errors = ladder.advance(layer, source, made, ("dropped",))
+                errors = runs.advance(layer, source, made, ("dropped",))
             for name, tensor in attention_tensors(smaller, index).items():
                 writer.write(name, tensor)
             reports.append(LayerReport(index, self._kept, errors))
@@ -106,7 +106,7 @@ class FirstHeads(Structure):
             },
             kv_bytes=lambda tokens: self._width * self.opened.layers * tokens,
             layers=reports,
-            scores=ladder.scores(),
-            simulated=ladder.hidden["dropped"],
+            scores=runs.scores(),
+            simulated=runs.hidden["dropped"],
             own_class=self._carrier.own_class,
         )

@@ -1,8 +1,8 @@
-"""What attention reads of a cache of codes while it decodes, simulated in one pass over a text.
+"""What attention reads of a quantised cache while it decodes, simulated in one pass over a text.
 
-Tokens become codes a group at a time (:class:`surgery.model.quantized_cache.QuantizedKVLayer`), so a query reads the
-codes of complete groups and the latest tokens, and the first, as they came. In one pass every query finds both forms
-side by side and a mask says which it reads: as if tokens came one by one.
+Tokens are quantised a group at a time (:class:`surgery.model.quantized_cache.QuantizedKVLayer`), so a query reads the
+quantised values of complete groups and the latest tokens, and the first, as they came. In one pass every query finds
+both forms side by side and a mask says which it reads: as if tokens came one by one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from surgery.families.softmax import Softmax
 from surgery.model.quantized_cache import QuantizedKVLayer
 
 
-def as_codes(cache: QuantizedKVLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, H, T, ·] of a text as an empty cache of such codes would give them back at its end."""
+def as_quantized(cache: QuantizedKVLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, H, T, ·] of a text as an empty cache of such a format would give them back at its end."""
     return QuantizedKVLayer(*cache.settings()).update(keys, values)
 
 
@@ -30,8 +30,8 @@ def seen_as_they_came(cache: QuantizedKVLayer, tokens: int, device: torch.device
     return (behind < 0) | (behind >= complete[:, None])
 
 
-class CodedAttention(nn.Module):
-    """Stands in for a transformers attention module that reads its keys and values from codes; prompts only.
+class QuantizedAttention(nn.Module):
+    """Stands in for a transformers attention module that reads its keys and values quantised; prompts only.
 
     Args:
         anatomy: without a sliding window.
@@ -46,30 +46,30 @@ class CodedAttention(nn.Module):
         anatomy, found = self.anatomy, self.anatomy.project(hidden_states)
         if isinstance(anatomy, LatentAnatomy):
             queries, *cached = latent_cache(anatomy, found)
-            exact, coded = (expanded_heads(anatomy, *form) for form in (cached, as_codes(self.cache, *cached)))
-            mixed = attend_coded(self.cache, anatomy.softmax, queries, exact, coded)
+            exact, quantized = (expanded_heads(anatomy, *form) for form in (cached, as_quantized(self.cache, *cached)))
+            mixed = attend_quantized(self.cache, anatomy.softmax, queries, exact, quantized)
             return output(anatomy, mixed.transpose(1, 2), hidden_states), None
         return output(
-            anatomy, read_coded(self.cache, anatomy.softmax, *cached_heads(anatomy, found)), hidden_states
+            anatomy, read_quantized(self.cache, anatomy.softmax, *cached_heads(anatomy, found)), hidden_states
         ), None
 
 
-def read_coded(cache: QuantizedKVLayer, softmax: Softmax, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def read_quantized(cache: QuantizedKVLayer, softmax: Softmax, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Mixed values [B, T, H, e] of queries [B, H, T, d] that read keys and values [B, G, T, ·] from such a cache."""
-    coded = as_codes(cache, keys, values)
-    return attend_coded(cache, softmax, queries, (keys, values), coded).transpose(1, 2)
+    quantized = as_quantized(cache, keys, values)
+    return attend_quantized(cache, softmax, queries, (keys, values), quantized).transpose(1, 2)
 
 
-def attend_coded(
+def attend_quantized(
     cache: QuantizedKVLayer,
     softmax: Softmax,
     queries: Tensor,
     exact: tuple[Tensor, Tensor],
-    coded: tuple[Tensor, Tensor],
+    quantized: tuple[Tensor, Tensor],
 ) -> Tensor:
     """Mixed values [B, H, T, e] of queries [B, H, T, d] that read keys and values [B, G, T, ·] in either form."""
     tokens, device = queries.shape[-2], queries.device
     place = torch.arange(tokens, device=device)
     seen, as_it_came = place[:, None] >= place, seen_as_they_came(cache, tokens, device)
-    keys, values = (torch.cat(both, dim=-2) for both in zip(coded, exact, strict=True))
+    keys, values = (torch.cat(both, dim=-2) for both in zip(quantized, exact, strict=True))
     return softmax.mix(queries, keys, values, torch.cat([seen & ~as_it_came, seen & as_it_came], dim=-1))

@@ -1,4 +1,4 @@
-"""The exactness ladder: every stage of a conversion carried through the model side by side on held-out text.
+"""Every stage of a conversion carried through the model side by side on held-out text.
 
 Of an MLA conversion: source → merged → rotated are exact, partial RoPE and truncation each lose something, a
 least-squares fit wins some of it back; what is written and loaded again must equal the last. One loss per stage says
@@ -28,7 +28,7 @@ Form = Callable[[], nn.Module]
 """Makes a stand-in for a layer's attention; called when it is needed, as exact forms are as wide as the whole cache."""
 
 
-class Ladder:
+class StageRuns:
     """Hidden states of every stage, advanced layer by layer.
 
     Args:

@@ -1,4 +1,4 @@
-"""Steps of decoding over quantised caches: codes are read as they are, and the exact tokens behind them beside them."""
+"""Steps of decoding over quantised caches: read as they are stored, the exact tokens behind them beside them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from surgery.kernels.merge_parts import merge_parts
 from surgery.model.cache_argument import CACHE
 from surgery.model.quantized_cache import QuantizedKVLayer
 
-CodedKeys = QuantizedKVLayer
+QuantizedKeys = QuantizedKVLayer
 """What a quantised layer hands on in the place of keys and of values: itself."""
 
 
-def ask_for_codes(module: nn.Module, args: tuple, call: dict[str, Any]) -> None:
-    """Forward pre-hook of an attention: its quantised cache layer hands on codes where kernels will read them."""
+def ask_for_quantized(module: nn.Module, args: tuple, call: dict[str, Any]) -> None:
+    """Forward pre-hook of an attention: its cache layer hands on quantised values where kernels will read them."""
     cache = call.get(CACHE)
     layer = None if cache is None or module.layer_idx >= len(cache.layers) else cache.layers[module.layer_idx]
     if isinstance(layer, QuantizedKVLayer):
@@ -28,7 +28,7 @@ def ask_for_codes(module: nn.Module, args: tuple, call: dict[str, Any]) -> None:
         layer.hands_on_codes = layer.of_one_format and is_step(module, states, states.shape[1])
 
 
-def coded_attention(query: Tensor, layer: QuantizedKVLayer, mask: Tensor | None, scale: float) -> Tensor:
+def quantized_attention(query: Tensor, layer: QuantizedKVLayer, mask: Tensor | None, scale: float) -> Tensor:
     """Attention of query [B, H, T, d] over all tokens of a layer, [B, T, H, v]; mask as `row_bounds` takes it."""
     layer.hands_on_codes = False
     query = query.transpose(1, 2)
@@ -39,7 +39,7 @@ def coded_attention(query: Tensor, layer: QuantizedKVLayer, mask: Tensor | None,
         behind = None if starts is None else (starts - keys.tokens).clamp(min=0)
         return gqa_decode(query, layer.keys, layer.values, scale, starts=behind)
 
-    def coded_part() -> tuple[Tensor, Tensor]:
+    def quantized_part() -> tuple[Tensor, Tensor]:
         return gqa_decode_quantized(
             query,
             keys.codes,
@@ -56,20 +56,20 @@ def coded_attention(query: Tensor, layer: QuantizedKVLayer, mask: Tensor | None,
             behind=exact,
         )
 
-    return of_both(layer, exact_part, coded_part)
+    return of_both(layer, exact_part, quantized_part)
 
 
 def of_both(
     layer: QuantizedKVLayer,
     exact_part: Callable[[], tuple[Tensor, Tensor]],
-    coded_part: Callable[[], tuple[Tensor, Tensor]],
+    quantized_part: Callable[[], tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """The out of a quantised layer's codes and of the exact tokens behind them, where it has either.
+    """The out of a layer's quantised tokens and of the exact ones behind them, where it has either.
 
     Args:
-        exact_part, coded_part: give (out, lse) of theirs, and are called if there are such tokens.
+        exact_part, quantized_part: give (out, lse) of theirs, and are called if there are such tokens.
     """
     parts = [exact_part()] if layer.keys.shape[-2] else []
-    parts += [coded_part()] if layer.key_codes.tokens else []
+    parts += [quantized_part()] if layer.key_codes.tokens else []
     outs, logs = zip(*parts, strict=True)
     return outs[0] if len(parts) == 1 else merge_parts(outs, logs)[0]

@@ -1,0 +1,67 @@
+"""What a recipe would take: the dry runs of its steps' verbs, one after the other. Nothing of it is run.
+
+A checkpoint that an earlier step would make is stood in for by its shapes alone, in a temporary folder. Where they are
+not enough, as for a slice, which needs the report, or where a pattern or a plan is still to be made, a step can be told
+only once the earlier one is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.common.temporary import TemporaryFolder
+from surgery.workflow.names import MAKE_CHECKPOINTS, MAKE_PATTERNS, MAKE_PLANS, used
+from surgery.workflow.recipe import Recipe
+from surgery.workflow.steps import Action, Expected, Finished
+
+ENDINGS = {**dict.fromkeys(MAKE_PATTERNS, ".safetensors"), **dict.fromkeys(MAKE_PLANS, ".yaml")}
+MOST = ("host", "device", "temporary")
+"""Of what the total is the most of any step; of all else it is the sum."""
+
+
+def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress: Progress) -> dict[str, Any]:
+    """Plain values: of each step its verb, name, target, whether it is there, and what it would take; and the total.
+
+    Raises:
+        SurgeryError: what a step would refuse before any work, of sources that are there.
+    """
+    made, known, steps = Finished(), {}, []
+    results = {
+        **dict.fromkeys(MAKE_CHECKPOINTS, made.checkpoints),
+        **dict.fromkeys(MAKE_PATTERNS, made.patterns),
+        **dict.fromkeys(MAKE_PLANS, made.plans),
+    }
+    with TemporaryFolder("recipe") as folder, progress.phase("foresee", len(recipe.steps), "step") as advance:
+        for step, action in zip(recipe.steps, actions, strict=True):
+            out, adds = work / f"{step.name}{ENDINGS.get(step.verb, '')}", results.get(step.verb, {})
+            earlier = [name for name in used(step) if name in known]
+            if (there := out.exists()) and step.verb in results:  # which a run keeps
+                adds[step.name], expected = out, Expected()
+            elif action.foresee is None:
+                expected = Expected(told="not estimated: has no dry run")
+            elif unknown := [name for name in earlier if not known[name]]:
+                expected = _after(unknown)
+            else:
+                try:
+                    expected = action.foresee(out, made, folder / step.name)
+                except SurgeryError:
+                    outlined = [name for name in earlier if folder in made.checkpoints.get(name, work).parents]
+                    if not outlined:
+                        raise
+                    expected = _after(outlined)  # it may be shapes alone that it refuses
+            known[step.name] = step.name in adds
+            to = step.settings.get("to")
+            steps.append({"verb": step.verb, "name": step.name, "to": to, "there": there, **asdict(expected)})
+            advance()
+    total = {name: [step[name] for step in steps if step[name]] for name in asdict(Expected()) if name != "told"}
+    total = {name: max(each, default=0) if name in MOST else sum(each) for name, each in total.items()}
+    return {"name": recipe.name, "work": str(work), "steps": steps, "total": total}
+
+
+def _after(names: Sequence[str]) -> Expected:
+    return Expected(told=f"can be told after {' and '.join(names)}")
