@@ -161,6 +161,7 @@ def test_unknown_entries_are_refused(tmp_path):
 WEIGHTS = {"calibration": "none", "device": "cpu"}
 LOW = {"to": "lowrank", "kv_ratio": 0.5, **WEIGHTS}
 TRAINING = {"data": [{"source": "builtin"}], "length": 32, "max_tokens": 640, "dtype": "fp32", "device": "cpu"}
+TRAINING |= {"batch_size": 1, "gradient_accumulation": 1}
 MEASURED = {"tasks": ["loss"], "variants": "none", "windows": 2, "length": 64, "device": "cpu"}
 
 
