@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from surgery.common.errors import SurgeryError
 from surgery.common.shipped import find_shipped
 
 INPUTS = "Inputs"
@@ -17,6 +18,13 @@ MACHINE = "Machine"
 def config_file(given: Path | None) -> Path | None:
     """The file of a ``--config``."""
     return None if given is None else find_shipped(given, "configs")
+
+
+def at_least_one(given: int | None) -> int | None:
+    """A number of processes; typer's own limit would stand in the help as [x>=1]."""
+    if given is not None and given < 1:
+        raise SurgeryError(f"--processes must be at least 1, not {given}")
+    return given
 
 
 CheckpointArgument = Annotated[
@@ -51,7 +59,7 @@ ProcessesOption = Annotated[
     typer.Option(
         "--processes",
         metavar="N",
-        min=1,
+        callback=at_least_one,
         help="Processes that share the work, each with a GPU where there are some. [a launcher's, or 1]",
         rich_help_panel=MACHINE,
     ),
