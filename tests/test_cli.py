@@ -45,6 +45,12 @@ def test_help_has_an_example_and_no_types(verb):
     assert not re.search(r"\[x|<\w+", shown)
 
 
+def test_help_is_a_verb_too():
+    for verb in ([], ["push"], ["heads", "compare"]):
+        shown, helped = (CliRunner().invoke(cli.app, args).output for args in (["help", *verb], [*verb, "--help"]))
+        assert shown == helped and "Usage" in shown
+
+
 def test_version():
     assert CliRunner().invoke(cli.app, ["--version"]).output.strip() == __version__
 
