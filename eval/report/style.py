@@ -82,6 +82,9 @@ def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure
     def inner(report: Report) -> Figure | None:
         with matplotlib.rc_context(_known_style()):
             figure = draw(report)
+        for ax in figure.axes if figure is not None else ():
+            if ax.lines and all(line.get_gid() == REST for line in ax.lines):
+                ax.set_gid(REST)  # or it would stand there empty
         for kind in (REST, FAINT) if figure is not None else ():
             for number, artist in enumerate(figure.findobj(lambda each, kind=kind: each.get_gid() == kind)):
                 artist.set_gid(f"{kind}-{number}")  # ids of a picture are of one element
