@@ -1,8 +1,8 @@
-"""Makes what the README shows of SmolLM2: the table in it and docs/smollm2/quality.svg.
+"""Makes what the README shows of SmolLM2, the table in it and docs/smollm2/quality.svg, and the pages of all reports.
 
 From docs/smollm2/report.json; MLA before and after healing, and how fast it decodes, from the report in healing/ there.
 
-python tools/readme.py            # writes both; tests/test_readme.py holds that they are current
+python tools/readme.py            # writes them; tests hold that they are current
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from surgery.eval.report import page
 from surgery.eval.report.document import read_report
 from surgery.eval.report.tables import columns
 
@@ -170,4 +171,6 @@ if __name__ == "__main__":
     PICTURE.write_text(picture(found), encoding="utf-8")
     parts = hook(found), table(found, read_report(HEALED))
     README.write_text(with_parts(README.read_text(encoding="utf-8"), *parts), encoding="utf-8")
-    print(PICTURE, README, sep="\n")
+    for folder in (path.parent for path in (ROOT / "docs").rglob("report.json")):
+        (folder / "report.html").write_text(page.render(read_report(folder)), encoding="utf-8")
+    print(PICTURE, README, "docs/**/report.html", sep="\n")
