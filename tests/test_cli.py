@@ -33,10 +33,22 @@ def test_help_answers_without_torch(verb):
     assert done.stderr.strip() == "[]"
 
 
-def test_every_verb_has_an_example():
-    for verb in ("convert", "inspect", "demo", "eval", "compare", "run"):
-        shown = CliRunner().invoke(cli.app, [verb, "--help"]).output
-        assert re.search(rf"surgery {verb}", shown), verb
+PARTS = {"bench": ("convert", "kernels", "decode", "all"), "heads": ("score", "compare")}
+VERBS = [[verb] for verbs in cli.PURPOSES.values() for verb in verbs if verb not in PARTS]
+VERBS += [[verb, part] for verb, parts in PARTS.items() for part in parts]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_help_has_an_example_and_no_types(verb):
+    shown = CliRunner().invoke(cli.app, [*verb, "--help"]).output
+    assert re.search(rf"Examples?:\s+surgery {' '.join(verb).removesuffix(' score')} ?", shown)
+    assert not re.search(r"\[x|<\w+", shown)
+
+
+def test_help_is_a_verb_too():
+    for verb in ([], ["push"], ["heads", "compare"]):
+        shown, helped = (CliRunner().invoke(cli.app, args).output for args in (["help", *verb], [*verb, "--help"]))
+        assert shown == helped and "Usage" in shown
 
 
 def test_version():
@@ -53,6 +65,7 @@ BAD = {
     "odd --rope-dim": (["convert", "{source}", "--rope-dim", "3"], "must be even"),
     "unknown method": (["convert", "{source}", "--method", "magic"], "unknown: choose"),
     "unknown setting": (["convert", "{source}", "--config", "{folder}/bad.yaml"], "did you mean kv_ratio?"),
+    "no processes": (["convert", "{source}", "--processes", "0"], "--processes must be at least 1"),
     "plot of nothing": (["inspect", "{source}", "--plot", "{folder}/x.png"], "give --calibration too"),
 }
 

@@ -4,18 +4,24 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
+
+from surgery.cli import program
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 HEAVY = re.compile(r"surgery (run |bench )")
 
 
@@ -118,6 +124,25 @@ def test_tutorials_run_as_printed(page, surgery_here, tmp_path):
 def test_tutorials_show_no_long_work_as_runnable():
     for page in TUTORIALS:
         assert not any(HEAVY.search(body) for _, body in BLOCK.findall(page.read_text(encoding="utf-8"))), page
+
+
+def read_as_the_verb_does(words: list[str]) -> None:
+    """Parses a command without running it; raises for a verb or an option that there is not."""
+    command: Any = get_command(program.app)
+    while hasattr(command, "commands"):
+        verb = words[0] if words[0] in command.commands else getattr(command, "default", None)
+        words = words[verb == words[0] :]
+        command = command.get_command(command.context_class(command), verb)
+    command.make_parser(command.context_class(command)).parse_args(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_have_verbs_and_options_that_there_are(page):
+    blocks = FENCE.findall(page.read_text(encoding="utf-8"))
+    lines = [line for block in blocks for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
+    for line in lines:
+        if command := re.match(r"(?:.*&& )?surgery (.*)", line):
+            read_as_the_verb_does(shlex.split(command[1], comments=True))
 
 
 @pytest.mark.parametrize("name", ["convert", "heads"])

@@ -31,26 +31,7 @@ def tool():
     return module
 
 
-# File, section, report, columns of the table, rows at least.
-TABLES = [
-    ("README.md", "## A real model", "smollm2", tuple(tool().SHOWN), 5),
-    (
-        "docs/results.md",
-        "# What it costs",
-        "testbed",
-        ("kv_bytes_per_token", "kv_ratio", "loss_change", "cached_loss", "recall", "needle", "ruler"),
-        10,
-    ),
-]
-REPORTS = [report for _, _, report, _, _ in TABLES]
-
-
-def table_of(file: str, section: str, shown: tuple[str, ...]) -> list[list[str]]:
-    text = (ROOT / file).read_text(encoding="utf-8")
-    text = text[text.index(section) + len(section) :].split("\n## ")[0].split("<!-- end -->")[0]
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row in rows[2:] if len(row) == 1 + len(shown)]
+REPORTS = ["smollm2", "smollm2/healing", "testbed"]
 
 
 def table_of_the_report(name: str, shown: tuple[str, ...]) -> dict[str, list[str]]:
@@ -59,12 +40,32 @@ def table_of_the_report(name: str, shown: tuple[str, ...]) -> dict[str, list[str
     return {row["name"]: [chosen[key].text(row, report) for key in shown] for row in report["rows"]}
 
 
-@pytest.mark.parametrize(("file", "section", "name", "shown", "least"), TABLES, ids=REPORTS)
-def test_the_table_is_the_report(file, section, name, shown, least):
-    found, report = table_of(file, section, shown), table_of_the_report(name, shown)
-    assert len(found) >= least
-    for row, *cells in found:
-        assert cells == report[row.strip("`")], row
+def rows_of(text: str, heading: str) -> dict[str, list[str]]:
+    """Cells of the first table behind a heading, by the first of a line; the head is under ""."""
+    lines = text[text.index(heading) :].partition("\n|")[2].partition("\n\n")[0].splitlines()
+    cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if not line.startswith("|--")]
+    return {name: rest for name, *rest in cells}
+
+
+def test_the_table_of_results_is_the_report():
+    page = rows_of((ROOT / "docs" / "results.md").read_text(encoding="utf-8"), "# What it costs")
+    shown = ("kv_bytes_per_token", "kv_ratio", "loss_change", "cached_loss", "recall", "needle", "ruler")
+    report, (_, *found) = table_of_the_report("testbed", shown), page.items()
+    assert len(found) >= 10
+    for name, cells in found:
+        assert cells == report[name], name
+
+
+def test_the_table_of_the_readme_is_the_reports():
+    _, *found = rows_of((ROOT / "README.md").read_text(encoding="utf-8"), "## A real model").items()
+    shown = tuple(tool().SHOWN)
+    report = table_of_the_report("smollm2", shown) | table_of_the_report("smollm2/healing", shown)
+    speeds = {row["name"]: row["results"].get("speed") for row in read_report(tool().HEALED)["rows"]}
+    assert len(found) >= 10 and any(speeds.values())
+    for name, cells in found:
+        timed = (speeds.get(name) or {}).get("points")
+        rates = [f"{point['decode_tokens_per_second']:.1f}" for point in timed] if timed else ["-", "-"]
+        assert cells == [*report[name], *rates], name
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -72,13 +73,6 @@ def test_the_table_is_the_report(file, section, name, shown, least):
 def test_the_report_is_whole(name, file):
     assert (ROOT / "docs" / name / file).stat().st_size > 1000
     assert not read_report(ROOT / "docs" / name)["settings"]["limit"]
-
-
-def rows_of(text: str, heading: str) -> dict[str, list[str]]:
-    """Cells of the first table behind a heading, by the first of a line; the head is under ""."""
-    lines = text[text.index(heading) :].partition("\n|")[2].partition("\n\n")[0].splitlines()
-    cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if not line.startswith("|--")]
-    return {name: rest for name, *rest in cells}
 
 
 def test_recall_by_heads_that_stream_is_the_comparisons():
@@ -97,26 +91,9 @@ def test_recall_by_heads_that_stream_is_the_comparisons():
 def test_table_and_picture_of_the_readme_are_current():
     readme = tool()
     report, text = read_report(readme.REPORT), (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme.made(report, read_report(readme.TIMED)) in text, "run python tools/readme.py"
+    parts = readme.hook(report), readme.table(report, read_report(readme.HEALED))
+    assert readme.with_parts(text, *parts) == text and all(part in text for part in parts), "run python tools/readme.py"
     assert readme.PICTURE.read_text(encoding="utf-8") == readme.picture(report), "run python tools/readme.py"
-
-
-def test_speeds_are_shown_once_they_were_measured():
-    def row(name, *rates):
-        points = [
-            {"context": context, "batch": batch, "decode_tokens_per_second": rate}
-            for (context, batch), rate in zip(((1024, 1), (4096, 1), (1024, 4)), rates, strict=False)
-        ]
-        return {
-            "name": name,
-            "results": {"speed": {"dtype": "bfloat16", "device": "cpu", "threads": 2, "points": points}},
-        }
-
-    rows = [row("source", 20.04, 10.0, 99.0), row("small", 30.0, 25.0), {"name": "untimed", "results": {}}]
-    first, second = tool().speed({"rows": rows}).strip().splitlines()
-    assert "behind 1,024 and 4,096 tokens, by transformers in bfloat16 on CPU, threads: 2 (" in first
-    assert second == "`source` 20.0 and 10.0, `small` 30.0 and 25.0."
-    assert tool().speed({"rows": [{"name": "source", "results": {}}]}) == ""
 
 
 def test_the_picture_shows_every_row_where_it_belongs():

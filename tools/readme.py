@@ -1,24 +1,26 @@
-"""Makes what the README shows of SmolLM2 from docs/smollm2/report.json: the table in it and docs/smollm2/quality.svg.
+"""Makes what the README shows of SmolLM2, the table in it and docs/smollm2/quality.svg, and the pages of all reports.
 
-How fast it decodes stands below the table where docs/smollm2/healing/report.json has it (`--tasks speed`).
+From docs/smollm2/report.json; MLA before and after healing, and how fast it decodes, from the report in healing/ there.
 
-python tools/readme.py            # writes both; tests/test_readme.py holds that they are current
+python tools/readme.py            # writes them; tests hold that they are current
 """
 
 from __future__ import annotations
 
 import math
 import re
+import textwrap
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from surgery.eval.report import page
 from surgery.eval.report.document import read_report
 from surgery.eval.report.tables import columns
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT, README = ROOT / "docs" / "smollm2", ROOT / "README.md"
-TIMED = REPORT / "healing"
+HEALED = REPORT / "healing"
 PICTURE = REPORT / "quality.svg"
 SHOWN = {
     "kv_bytes_per_token": "KV B/token",
@@ -27,8 +29,8 @@ SHOWN = {
     "perplexity": "perplexity",
     "recall": "recall",
 }
-LEFT_OUT = ("mla-2", "mla-4", "transmla-2", "transmla-4")
-"""Of the report and the picture, not of the table: MLA stands in the sentence about healing."""
+SHOWN_FIRST, LEFT_OUT = "bits-4", ("mla-2", "mla-4", "transmla-2", "transmla-4")
+"""What is told beneath the picture; of the first report and the picture, not of the table: MLA is the other's there."""
 BEGIN, END = "<!-- made by tools/readme.py -->\n", "<!-- end -->"
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 380, 64, 24, 40, 52
@@ -41,51 +43,54 @@ MEANINGS = {
 }
 
 
-def caption(report: dict[str, Any]) -> str:
-    """What was measured."""
-    settings = report["settings"]
-    return (
-        f"{report['title']}: loss in nats per token on {settings['windows']} x {settings['length']:,} tokens that no "
-        f"calibration saw,\nrecall of {settings['recall_prompts']} planted keys, bytes of the live cache "
-        f"({report['created'][:10]}). `bits-N` asks for an N-th of the bytes; the\nfirst tokens and groups that are "
-        "not full yet are exact and come on top. Intervals are in [the report](docs/smollm2/report.md).\n\n"
-    )
-
-
-def table(report: dict[str, Any]) -> str:
-    """In Markdown: the source, then what else is shown by its bytes."""
+def hook(report: dict[str, Any]) -> str:
+    """What stands beneath the picture."""
     chosen = {column.key: column for column in columns(report)}
-    shown = (row for row in report["rows"] if row["name"] not in LEFT_OUT)
-    rows = sorted(shown, key=lambda row: (row["role"] != "baseline", -row["kv"]["ratio"]))
-    lines = [f"| | {' | '.join(SHOWN.values())} |", "|---|" + "---:|" * len(SHOWN)]
-    for row in rows:
-        name = row["name"] if row["role"] == "variant" else f"`{row['name']}`"
-        lines.append(f"| {name} | {' | '.join(chosen[key].text(row, report) for key in SHOWN)} |")
-    return "\n".join(lines) + "\n"
-
-
-def speed(report: dict[str, Any]) -> str:
-    """Decoded tokens a second of one sequence, by tokens before them, in two lines; nothing where none were timed."""
-    timed = {row["name"]: row["results"]["speed"] for row in report["rows"] if "speed" in row["results"]}
-    if not timed:
-        return ""
-    rates = {
-        name: {p["context"]: p["decode_tokens_per_second"] for p in found["points"] if p["batch"] == 1}
-        for name, found in timed.items()
-    }
-    contexts = sorted(set.intersection(*map(set, rates.values())))
-    how = next(iter(timed.values()))
-    told = (f"`{name}` {' and '.join(f'{found[each]:.1f}' for each in contexts)}" for name, found in rates.items())
+    source, best = (next(row for row in report["rows"] if row["name"] == name) for name in ("source", SHOWN_FIRST))
+    share, source_perplexity, perplexity, recall = (
+        chosen[key].text(row, report)
+        for key, row in (("kv_ratio", best), ("perplexity", source), ("perplexity", best), ("recall", best))
+    )
     return (
-        f"\nDecoded tokens/s of one sequence behind {' and '.join(f'{each:,}' for each in contexts)} tokens, by "
-        f"transformers in {how['dtype']} on {how['device'].upper()}, threads: {how['threads']} "
-        f"([report](docs/smollm2/healing/report.html)):\n{', '.join(told)}.\n"
+        f"Nothing was trained here. `{SHOWN_FIRST}` (`--to lowrank --kv-ratio 0.25 --bits auto --sinks 4`) keeps "
+        f"{share} of the KV bytes: perplexity\n{source_perplexity} → {perplexity}, {recall} of planted keys found.\n"
     )
 
 
-def made(report: dict[str, Any], timed: dict[str, Any]) -> str:
-    """What stands between the marks of the README, of the report and of the one with speeds."""
-    return caption(report) + table(report) + speed(timed)
+def caption(report: dict[str, Any], healed: dict[str, Any]) -> str:
+    """How it was measured."""
+    settings, timed = report["settings"], healed["rows"][0]["results"]["speed"]
+    seconds = [row["conversion"]["healing"]["seconds"] for row in healed["rows"] if row["name"].endswith("-healed")]
+    contexts = " and ".join(f"{each:,}" for each in _rates(healed["rows"][0]))
+    told = (
+        f"How: loss in nats per token, and perplexity, on {settings['windows']} x {settings['length']:,} tokens that "
+        f"no calibration saw; recall of {settings['recall_prompts']} numbers that are planted in text and asked for at "
+        f"its end; bytes of the live cache ({report['created'][:10]}). Tokens/s: decoded, of one sequence behind "
+        f"{contexts} tokens, by transformers in {timed['dtype']} on {timed['device'].upper()}, threads: "
+        f"{timed['threads']}. The `-healed` were trained for {' and '.join(f'{each / 60:.0f}' for each in seconds)} "
+        "minutes on two cores. `bits-N` asks for an N-th of the bytes; first tokens and groups that are not full yet "
+        "are exact and come on top. Intervals: [conversions](docs/smollm2/report.md), "
+        "[healing](docs/smollm2/healing/report.md)."
+    )
+    return textwrap.fill(told, 130, break_long_words=False, break_on_hyphens=False)
+
+
+def table(report: dict[str, Any], healed: dict[str, Any]) -> str:
+    """In Markdown: the source, then what else is shown by its bytes; MLA, its healing and speeds are of the second."""
+    chosen = {column.key: column for column in columns(report)}
+    rows = [(row, report) for row in report["rows"] if row["name"] not in LEFT_OUT]
+    rows += [(row, healed) for row in healed["rows"] if row["role"] != "baseline"]
+    rows.sort(key=lambda each: (each[0]["role"] != "baseline", -each[0]["kv"]["ratio"]))
+    speeds = {row["name"]: _rates(row) for row in healed["rows"]}
+    heads = [*SHOWN.values(), *(f"tokens/s, {context:,}" for context in speeds["source"])]
+    lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    for row, found in rows:
+        name = row["name"] if row["role"] == "variant" else f"`{row['name']}`"
+        rates = speeds.get(row["name"]) or dict.fromkeys(speeds["source"])
+        cells = [chosen[key].text(row, found) for key in SHOWN]
+        cells += ["-" if rate is None else f"{rate:.1f}" for rate in rates.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", caption(report, healed), ""])
 
 
 def picture(report: dict[str, Any]) -> str:
@@ -124,9 +129,16 @@ def picture(report: dict[str, Any]) -> str:
     return f"{head} {style}>\n<title>{title}</title>\n" + "\n".join(drawn) + "\n</svg>\n"
 
 
-def with_table(readme: str, part: str) -> str:
-    """The README with that part between its marks."""
-    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: BEGIN + part + END, readme, flags=re.DOTALL)
+def with_parts(readme: str, *parts: str) -> str:
+    """The README with these between its marks, one after the other."""
+    left = iter(parts)
+    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: BEGIN + next(left) + END, readme, flags=re.DOTALL)
+
+
+def _rates(row: dict[str, Any]) -> dict[int, float]:
+    """Tokens a second of one sequence by the tokens before them; nothing where none were timed."""
+    points = row["results"].get("speed", {}).get("points", ())
+    return {each["context"]: each["decode_tokens_per_second"] for each in points if each["batch"] == 1}
 
 
 def _change(row: dict[str, Any]) -> float:
@@ -157,5 +169,8 @@ def _line(x1: float, y1: float, x2: float, y2: float) -> str:
 if __name__ == "__main__":
     found = read_report(REPORT)
     PICTURE.write_text(picture(found), encoding="utf-8")
-    README.write_text(with_table(README.read_text(encoding="utf-8"), made(found, read_report(TIMED))), encoding="utf-8")
-    print(PICTURE, README, sep="\n")
+    parts = hook(found), table(found, read_report(HEALED))
+    README.write_text(with_parts(README.read_text(encoding="utf-8"), *parts), encoding="utf-8")
+    for folder in (path.parent for path in (ROOT / "docs").rglob("report.json")):
+        (folder / "report.html").write_text(page.render(read_report(folder)), encoding="utf-8")
+    print(PICTURE, README, "docs/**/report.html", sep="\n")

@@ -37,8 +37,8 @@ def page() -> str:
     common = settings_of(ConversionSettings)
     parts += ["### Of every conversion\n", _table(common)]
     for target in TARGETS.working().values():
-        if target.fixed or target.name not in BUILT_IN:
-            continue
+        if target.fixed or not target.home.startswith("surgery."):
+            continue  # another name of one, or an installed package's
         own = {name: each for name, each in settings_of(target.settings_class).items() if each != common.get(name)}
         parts += [f"### `convert --to {target.name}`\n", _table(own)]
     verbs = {
@@ -52,9 +52,6 @@ def page() -> str:
         parts += [f"### `{name}`\n", _table(own)]
     parts += ["## Functions\n", *(_function(name) for name in FUNCTIONS)]
     return "\n".join(parts)
-
-
-BUILT_IN = ("mla", "gqa", "lowrank", "crosslayer", "hybrid", "quantized")
 
 
 def _verbs() -> str:

@@ -56,20 +56,20 @@ def decades_axis(ax: Axes, values: list[float]) -> None:
     _ticks(ax.yaxis, [step * 10.0**power for power in powers for step in steps], _plain)
 
 
-def change_axis(ax: Axes, values: list[float]) -> None:
-    """Changes up, zero marked. Linear, unless a bad row would press all others onto zero: then log far from zero."""
+def change_axis(ax: Axes, values: list[float], *, linear: bool = False) -> None:
+    """Changes up, zero marked. Log far from zero where bad rows would press good ones onto it, unless it is linear."""
     sizes = sorted(abs(value) for value in values if value)
     ax.axhline(0, color=MUTED, linewidth=0.7, zorder=0)
     if not sizes:
         return
-    middle = sizes[len(sizes) // 2]
-    if sizes[-1] > 12 * middle:
-        ax.set_yscale("symlog", linthresh=middle, linscale=1.2)
+    small = sizes[len(sizes) // 4]
+    if sizes[-1] > 12 * small and not linear:
+        ax.set_yscale("symlog", linthresh=small, linscale=1.2)
         steps = [m * 10.0**power for power in range(-7, 5) for m in (1, 3)]
-        shown = [step for step in steps if middle / 2.5 <= step <= sizes[-1] * 1.3]
+        shown = [step for step in steps if small / 2.5 <= step <= sizes[-1] * 1.3]
         ax.yaxis.set_major_locator(FixedLocator([*(-step for step in shown), 0, *shown]))
         low, high = min(0, *values), max(0, *values)
-        ax.set_ylim(1.3 * low - middle / 3, 1.3 * high + middle / 3)
+        ax.set_ylim(1.3 * low - small / 3, 1.3 * high + small / 3)
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if abs(value) < 1e-12 else _signed(value)))
 

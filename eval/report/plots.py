@@ -133,6 +133,11 @@ def layer_errors(report: Report) -> Figure | None:
         panels["Rank"] = lambda layer: layer.get("rank")
     if not panels:
         return None
+
+    def is_hidden(value: Callable[[dict], float | None]) -> bool:
+        return all(look.beaten for _, look, layers in rows if any(positive(value(layer)) for layer in layers))
+
+    panels = dict(sorted(panels.items(), key=lambda each: is_hidden(each[1])))
     figure, axes = _panels(len(panels), height=3.4)
     for ax, (title, value) in zip(axes, panels.items(), strict=True):
         for row, look, layers in rows:
@@ -176,8 +181,9 @@ def _heights(ax: Axes) -> list[float]:
 
 
 def _with_legend(figure: Figure, axes: list[Axes]) -> Figure:
-    """One legend below all panels, of every line that is in any of them."""
+    """One legend below all panels, of every line that is in any of them; those that can be turned off come last."""
     found = {text: handle for ax in axes for handle, text in zip(*ax.get_legend_handles_labels(), strict=True)}
+    found = dict(sorted(found.items(), key=lambda each: each[1].get_gid() == REST))
     style = {"ncols": 5, "handlelength": 2.6, "labelcolor": INK}
     legend = figure.legend(found.values(), found.keys(), loc="outside lower left", **style)
     for line, handle, text in zip(found.values(), legend.legend_handles, legend.get_texts(), strict=True):

@@ -20,8 +20,10 @@ from surgery.eval.report.verdict import compared_rows, frontier
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5d6670", "#dfe3e8", "#fefefd"
 """Text, axes, lines behind the data, ground. Used for nothing else, so that a page can put its own in their place."""
 
-# Okabe and Ito's colour-blind safe set (https://jfly.uni-koeln.de/color/) without its black and its faint yellow.
+# Okabe and Ito's colour-blind safe set (https://jfly.uni-koeln.de/color/) without its black and its faint yellow, and
+# five that are told from them by most and have a contrast of 2.5 to the light and the dark ground.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+PALETTE += ("#7a5bd0", "#8a5a34", "#8a8a12", "#a3265f", "#14a0a8")
 BASELINE_COLOUR = "#767d86"
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 MARKERS = {"baseline": "D", "variant": "s", "checkpoint": "o"}
@@ -80,6 +82,9 @@ def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure
     def inner(report: Report) -> Figure | None:
         with matplotlib.rc_context(_known_style()):
             figure = draw(report)
+        for ax in figure.axes if figure is not None else ():
+            if ax.lines and all(line.get_gid() == REST for line in ax.lines):
+                ax.set_gid(REST)  # or it would stand there empty
         for kind in (REST, FAINT) if figure is not None else ():
             for number, artist in enumerate(figure.findobj(lambda each, kind=kind: each.get_gid() == kind)):
                 artist.set_gid(f"{kind}-{number}")  # ids of a picture are of one element
@@ -89,14 +94,20 @@ def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure
 
 
 def looks(report: Report) -> list[Look]:
-    """The look of each row. Colours repeat after six rows, then with other dashes; the baseline is grey."""
-    styles = cycle((colour, dashes) for dashes in DASHES for colour in PALETTE)
+    """The look of each row; the baseline is grey.
+
+    Rows that no other beats come first, so that what is shown together unasked differs in colour; behind eleven rows
+    colours come again with other dashes.
+    """
     compared = [row for role in ("checkpoint", "variant") for row in compared_rows(report, role)]
     beaten = set(map(id, compared)) - set(map(id, frontier(compared)))
+    drawn = sorted((row for row in report["rows"] if row.get("role") != "baseline"), key=lambda row: id(row) in beaten)
+    styles = cycle((colour, dashes) for dashes in DASHES for colour in PALETTE)
+    style = dict(zip(map(id, drawn), styles, strict=False))
     return [
         Look(BASELINE_COLOUR, "-", MARKERS["baseline"])
         if row.get("role") == "baseline"
-        else Look(*next(styles), MARKERS.get(row.get("role"), "o"), id(row) in beaten)
+        else Look(*style[id(row)], MARKERS.get(row.get("role"), "o"), id(row) in beaten)
         for row in report["rows"]
     ]
 

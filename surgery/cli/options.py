@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from surgery.common.errors import SurgeryError
 from surgery.common.shipped import find_shipped
 
 INPUTS = "Inputs"
@@ -27,6 +28,13 @@ def option(name: str, metavar: str, help: str, panel: str | None = None, **more:
 def flag(name: str, help: str, panel: str | None = None, **more: Any) -> Any:
     """An option without one, or whose values follow from its type."""
     return typer.Option(name, help=help, rich_help_panel=panel, **more)
+
+
+def at_least_one(given: int | None) -> int | None:
+    """A number of processes; typer's own limit would stand in the help as [x>=1]."""
+    if given is not None and given < 1:
+        raise SurgeryError(f"--processes must be at least 1, not {given}")
+    return given
 
 
 CheckpointArgument = Annotated[
@@ -58,7 +66,7 @@ ProcessesOption = Annotated[
         "N",
         "Processes that share the work, each with a GPU where there are some. [a launcher's, or 1]",
         MACHINE,
-        min=1,
+        callback=at_least_one,
     ),
 ]
 DryRunOption = Annotated[bool, flag("--dry-run", "Check everything, print what it would do and take; write nothing.")]

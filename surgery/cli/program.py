@@ -44,6 +44,10 @@ PURPOSES = {
 class Program(Verbs):
     """The program, whose verbs are told by what they are for."""
 
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """``surgery help VERB`` is ``surgery VERB --help``, as people expect of programs with verbs."""
+        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
+
     def list_commands(self, ctx: typer.Context) -> list[str]:
         return [verb for verbs in PURPOSES.values() for verb in verbs]
 

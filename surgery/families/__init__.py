@@ -7,6 +7,7 @@ from surgery.common.plugins import Registry
 from surgery.families.base import Family, head_shape
 from surgery.families.cohere import COHERE, COHERE2
 from surgery.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from surgery.families.gemma import GEMMA
 from surgery.families.gemma2 import GEMMA2
 from surgery.families.gemma3 import GEMMA3_TEXT
 from surgery.families.glm import GLM, GLM4
@@ -40,7 +41,7 @@ BUILT_IN = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
     *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GPT_OSS),
     *(QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, MINISTRAL3, LLAMA4_TEXT),
-    *(GPT_NEOX, GPT2, GLM4_MOE, GRANITE_HYBRID, STARCODER2),
+    *(GPT_NEOX, GPT2, GLM4_MOE, GRANITE_HYBRID, STARCODER2, GEMMA),
     *(QWEN2_5_VL_TEXT, QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT),
 )
 

@@ -278,7 +278,9 @@ class Family:
 
 
 def check_layers(config) -> None:
-    """Raises SurgeryError where a field of an entry a layer has more or fewer."""
+    """Raises SurgeryError where a field of an entry a layer has more or fewer, or layers see later tokens."""
+    if getattr(config, "use_bidirectional_attention", None) is True:  # of Gemma's embedding models
+        raise SurgeryError("config.json: use_bidirectional_attention: a model that sees later tokens keeps no KV cache")
     for name in PER_LAYER:
         entries = getattr(config, name, None)
         if entries is None:

@@ -1,20 +1,12 @@
 """Gemma 2: logits of attention and of the vocabulary below a cap, norms of 1 + w, windows on every other layer."""
 
-from surgery.common.errors import SurgeryError
 from surgery.families.base import Family, layer_types_window
-
-
-def _softcap(config) -> float | None:
-    if config.use_bidirectional_attention:
-        raise SurgeryError("config.json: use_bidirectional_attention: a model that sees later tokens keeps no KV cache")
-    return config.attn_logit_softcapping
-
 
 GEMMA2 = Family(
     model_type="gemma2",
     norm_offset=1.0,
     scale=lambda config: config.query_pre_attn_scalar**-0.5,
-    softcap=_softcap,
+    softcap=lambda config: config.attn_logit_softcapping,
     eager=True,  # transformers 5.19 takes SDPA, which has no cap
     embedding_scale=lambda config: config.hidden_size**0.5,
     window=layer_types_window,

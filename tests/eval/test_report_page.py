@@ -215,7 +215,7 @@ def test_pages_in_the_docs_are_what_their_reports_give(folder):
         return re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL)
 
     page = (folder / "report.html").read_text(encoding="utf-8")
-    assert words(page) == words(render(read_report(folder)))
+    assert words(page) == words(render(read_report(folder))), "run python tools/readme.py"
 
 
 def test_completions_are_folded(text):

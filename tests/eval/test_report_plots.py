@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import matplotlib
 import pytest
@@ -7,10 +8,13 @@ from sample_report import LIMIT, sample_report
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.report import heat_maps, pareto, plots
+from surgery.eval.report.document import read_report
 from surgery.eval.report.figures import PLOTS, save_needle_png, save_pngs
 from surgery.eval.report.style import label, looks, to_svg
 
 PNG = b"\x89PNG"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+REPORTS = sorted(path.parent for path in DOCS.rglob("report.json"))
 
 
 @pytest.mark.parametrize("key", PLOTS)
@@ -153,6 +157,17 @@ def test_one_look_a_row():
     mine = looks(report)
     assert len(set(mine)) == len(mine) == 13
     assert all(to_hex(look.colour) == look.colour for look in mine)
+
+
+@pytest.mark.parametrize("folder", REPORTS, ids=lambda path: path.relative_to(DOCS).as_posix())
+def test_rows_that_are_shown_together_differ_in_colour(folder):
+    report = read_report(folder)
+    together = [[look.colour for look in looks(report) if not look.beaten or len(report["rows"]) <= 12]]
+    for figure in filter(None, (pareto.loss(report), pareto.recall(report))):
+        marks = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 1 and not line.get_gid()]
+        together.append([mark.get_markeredgecolor() for mark in marks])
+    for colours in together:
+        assert len(set(colours)) == len(colours) > 1
 
 
 def test_labels_are_short_and_printable():

@@ -68,6 +68,7 @@ FIRST = {
     "gpt_neox_sequential": (),
     "gpt2": ("lowrank",),
     "phi4_mini": (),
+    "gemma": ("mla",),
     "granite4": (),
     "granite4_state": ("mla",),
     "glm4_moe": (),
@@ -180,6 +181,15 @@ def test_texts_over_what_is_simulated_are_refused(checkpoints, tmp_path, name, r
     with pytest.raises(SurgeryError, match=f"texts of 256 tokens: .*{reason}"):
         converter.convert(checkpoints(name), tmp_path / "out", settings)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma3_window"])
+def test_a_model_that_sees_later_tokens_is_refused(checkpoints, tmp_path, name):
+    source = shutil.copytree(checkpoints(name), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"use_bidirectional_attention": True}))
+    with pytest.raises(SurgeryError, match="sees later tokens"):
+        converter.convert(source, tmp_path / "out", STRUCTURES["hybrid"]())
 
 
 def test_layers_that_predict_further_tokens_are_left_out(checkpoints, tmp_path):

@@ -15,6 +15,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -203,6 +204,7 @@ CONFIGS |= {
         **{**SHAPE, **MULTIPLIERS, **EXPERTS, "num_local_experts": 4, "shared_intermediate_size": 48, **MAMBA},
         layer_types=["linear_attention", "full_attention"],
     ),
+    "gemma": lambda: GemmaConfig(**{**SHAPE, "num_key_value_heads": 4}, head_dim=16),
     "glm4_moe": lambda: Glm4MoeConfig(
         **{**SHAPE, **LATENT_EXPERTS, "head_dim": 16, "attention_bias": True},
         **{"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_mtp_layers": 0},

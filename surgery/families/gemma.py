@@ -1,0 +1,10 @@
+"""Gemma 1 and CodeGemma: Llama's attention; norms of 1 + w and scaled embeddings around it."""
+
+from surgery.families.base import Family
+
+GEMMA = Family(
+    model_type="gemma",
+    norm_offset=1.0,
+    embedding_scale=lambda config: config.hidden_size**0.5,
+    beside="norms of 1 + w and scaled embeddings",
+)
