@@ -10,7 +10,7 @@ from gguf_files import CONFIGS, make_model, write_gguf
 from tiny_models import DEMO
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from surgery.checkpoint import CheckpointReader, gguf_store
+from surgery.checkpoint import CheckpointReader, stores
 from surgery.common.errors import SurgeryError
 
 TOKENS = torch.arange(3, 67)[None] * 61 % 4096
@@ -50,7 +50,7 @@ def test_logits_are_those_of_transformers_own_loader(tmp_path, name, kind):
 def test_every_way_to_read_gives_the_same(tmp_path, monkeypatch):
     reader = CheckpointReader.open(write_gguf(tmp_path / "tiny.gguf", make_model("llama_bias"), "Q8_0"))
     whole = reader.tensors("")
-    monkeypatch.setattr(gguf_store, "CHUNK_BYTES", 4 * 64 * 5)  # five rows: pieces end within heads
+    monkeypatch.setattr(stores, "CHUNK_BYTES", 4 * 64 * 5)  # five rows: pieces end within heads
     for name, tensor in whole.items():
         assert torch.equal(reader.tensor(name), tensor), name
         assert torch.equal(torch.cat(list(reader.chunks(name))), tensor.flatten()), name
@@ -80,7 +80,7 @@ def test_no_more_is_dequantised_than_asked_for(tmp_path, monkeypatch):
     reader.rows("model.embed_tokens.weight", torch.tensor([5, 6, 4000]))
     assert rows == [2, 1]
     rows.clear()
-    monkeypatch.setattr(gguf_store, "CHUNK_BYTES", 4 * 64 * 100)
+    monkeypatch.setattr(stores, "CHUNK_BYTES", 4 * 64 * 100)
     reader.tensor("model.embed_tokens.weight")
     assert max(rows) == 100 and sum(rows) == 4096
 
