@@ -12,6 +12,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel
 
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.output_place import kept_apart
 from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
@@ -90,13 +92,12 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     processes.from_main(lambda: _staging(settings, student_reader, teacher_reader) and None)
     run = Path(settings.out).expanduser().resolve()
     run = run.with_name(f"{run.name}.run")
-    processes.from_main(lambda: _make(run, anew=not settings.resume))
-    # A tracker that refuses does so before anything large is read.
-    log = _open_log(settings, accelerator, run, processes, progress)
-    try:
+    with ExitStack() as alone:
+        processes.from_main(lambda: _make(run, alone, anew=not settings.resume))
+        # A tracker that refuses does so before anything large is read.
+        log = _open_log(settings, accelerator, run, processes, progress)
+        alone.callback(log.close)
         return _heal(settings, accelerator, student_reader, teacher_reader, run, log, processes, progress)
-    finally:
-        log.close()
 
 
 def _heal(
@@ -285,11 +286,14 @@ def _open_log(
     return RunLog(run / LOG, writes=processes.is_main, tracker=started[0] if started else None)
 
 
-def _make(run: Path, *, anew: bool) -> None:
+def _make(run: Path, alone: ExitStack, *, anew: bool) -> None:
     with disk_errors(run):
+        run.mkdir(parents=True, exist_ok=True)
+        # Also of a training whose `surgery heal` was killed, and which goes on without it.
+        alone.enter_context(kept_apart(run))
         if anew and (run / "checkpoints").exists():
             shutil.rmtree(run / "checkpoints")
-        (run / "data").mkdir(parents=True, exist_ok=True)
+        (run / "data").mkdir(exist_ok=True)
 
 
 def _summary(loop: Loop, settings: HealSettings, processes: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from surgery.cli.options import (
     OverwriteOption,
     PickleOption,
     ProcessesOption,
+    RestartOption,
 )
 from surgery.cli.push import HUB, BaseModelOption, PublicOption
 from surgery.cli.verbs import Verb, equip
@@ -83,9 +84,7 @@ def convert(
     ] = None,
     processes: ProcessesOption = None,
     dry_run: DryRunOption = False,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew where an interrupted conversion would go on.")
-    ] = False,
+    restart: RestartOption = False,
     push_to_hub: Annotated[
         str | None,
         typer.Option(

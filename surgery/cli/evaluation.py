@@ -10,7 +10,15 @@ from typing import Annotated
 import typer
 
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import OUTPUT, ConfigOption, DryRunOption, JsonOption, PickleOption, ProcessesOption
+from surgery.cli.options import (
+    OUTPUT,
+    ConfigOption,
+    DryRunOption,
+    JsonOption,
+    PickleOption,
+    ProcessesOption,
+    RestartOption,
+)
 from surgery.evaluation.settings import EvalSettings
 
 
@@ -40,6 +48,7 @@ def evaluate(
     ] = False,
     allow_pickle: PickleOption = False,
     processes: ProcessesOption = None,
+    restart: RestartOption = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -74,7 +83,7 @@ def evaluate(
 
     from surgery.common.progress import Progress
     from surgery.console.conversion import show_evaluation
-    from surgery.evaluation.output import track, write_report
+    from surgery.evaluation.output import track
     from surgery.evaluation.run import Request, evaluate
     from surgery.running.workers import sharing_threads, workers
 
@@ -84,6 +93,8 @@ def evaluate(
         out,
         settings,
         command=shlex.join(["surgery", *sys.argv[1:]]),
+        writes=True,
+        restart=restart,
         overwrite=overwrite,
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
@@ -99,10 +110,9 @@ def evaluate(
         evaluation = evaluate(request, Progress())
     if not evaluation.is_main:
         return
-    written = write_report(evaluation.report, evaluation.folder)
     if settings.wandb:
         track(evaluation.report, evaluation.folder, settings.wandb, settings.wandb_mode)
-    show_evaluation(evaluation.report, written, as_json=as_json)
+    show_evaluation(evaluation.report, evaluation.written, as_json=as_json)
 
 
 def compare(
@@ -118,6 +128,7 @@ def compare(
 
         surgery compare monday-eval/ tuesday-eval/report.json --out both/
     """
+    from surgery.checkpoint.output_place import kept_apart
     from surgery.console.conversion import show_evaluation
     from surgery.eval.report.document import merge, read_report, undamaged
     from surgery.evaluation.output import write_report
@@ -129,7 +140,8 @@ def compare(
         written = []
         if out is not None:
             ResultStore.open(out)
-            written = write_report(merged, out)
+            with kept_apart(out):
+                written = write_report(merged, out)
         show_evaluation(merged, written, as_json=as_json)
 
 
@@ -141,6 +153,7 @@ def run(
     work: Annotated[
         Path | None, typer.Option("--work", metavar="DIR", help="Where the steps' outputs go. [RECIPE's name]")
     ] = None,
+    restart: RestartOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check every step's settings and names, list the steps; write nothing.")
     ] = False,
@@ -166,7 +179,7 @@ def run(
     if dry_run:
         show_steps(checked_recipe(path)[0], work, as_json=as_json)
         return
-    finished = run_recipe(path, work, Progress())
+    finished = run_recipe(path, work, Progress(), restart=restart)
     if not as_json:
         show_made(finished)
     if finished.report is not None:

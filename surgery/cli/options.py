@@ -59,6 +59,7 @@ ProcessesOption = Annotated[
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Check everything, print what it would do and take; write nothing.")
 ]
+RestartOption = Annotated[bool, typer.Option("--restart", help="Begin anew where what was interrupted would go on.")]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing checkpoint.", rich_help_panel=OUTPUT)
 ]

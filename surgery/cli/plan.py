@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import OUTPUT, CheckpointArgument, ConfigOption, JsonOption, PickleOption
+from surgery.cli.options import OUTPUT, CheckpointArgument, ConfigOption, JsonOption, PickleOption, RestartOption
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
 from surgery.planning.settings import PlanSettings
@@ -36,9 +36,7 @@ def plan_(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing plan.", rich_help_panel=OUTPUT)
     ] = False,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew where an interrupted plan with --out would go on.")
-    ] = False,
+    restart: RestartOption = False,
     config: ConfigOption = None,
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,

@@ -10,7 +10,15 @@ from typing import Annotated
 import typer
 
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import OUTPUT, CheckpointArgument, ConfigOption, DryRunOption, JsonOption, OverwriteOption
+from surgery.cli.options import (
+    OUTPUT,
+    CheckpointArgument,
+    ConfigOption,
+    DryRunOption,
+    JsonOption,
+    OverwriteOption,
+    RestartOption,
+)
 from surgery.structures.registry import SLICE
 
 
@@ -28,6 +36,7 @@ def slice_(
     ] = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
+    restart: RestartOption = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -58,6 +67,7 @@ def slice_(
         settings,
         overwrite=overwrite,
         command=shlex.join(["surgery", *sys.argv[1:]]),
+        restart=restart,
         progress=Progress(),
     )
     show_conversion(conversion, as_json=as_json)

@@ -20,6 +20,7 @@ kept.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,29 +79,42 @@ def checked_recipe(path: Path) -> tuple[Recipe, list[Action]]:
     return recipe, ready
 
 
-def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
+def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bool = False) -> Finished:
     """Runs all steps.
 
     Args:
         work: folder for their outputs; None for the recipe's name, in the current folder.
+        restart: whether steps that were interrupted begin anew; those that are done are kept.
 
     Raises:
-        SurgeryError: the recipe is wrong (before anything runs), or a step's own.
+        SurgeryError: the recipe is wrong (before anything runs), another process is at work in the folder, or a step's
+            own.
     """
     recipe, ready = checked_recipe(path)
     work = work or Path(recipe.name)
-    finished = Finished()
+    finished = Finished(restart=restart)
 
     from surgery.running.processes import Processes
 
     processes = Processes()
-    for number, (step, do) in enumerate(zip(recipe.steps, ready, strict=True), 1):
-        if processes.is_main:
-            progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
-        # Each step's report states the seconds of its own phases.
-        with progress.at(f"step {number} of {len(recipe.steps)}"):
-            do(work / step.name, finished, progress.fresh(), processes)
+    with ExitStack() as alone:
+        processes.from_main(lambda: _begin(work, alone))
+        for number, (step, do) in enumerate(zip(recipe.steps, ready, strict=True), 1):
+            if processes.is_main:
+                progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
+            # Each step's report states the seconds of its own phases.
+            with progress.at(f"step {number} of {len(recipe.steps)}"):
+                do(work / step.name, finished, progress.fresh(), processes)
     return finished
+
+
+def _begin(work: Path, alone: ExitStack) -> None:
+    from surgery.checkpoint.disk import disk_errors
+    from surgery.checkpoint.output_place import kept_apart
+
+    with disk_errors(work):
+        work.mkdir(parents=True, exist_ok=True)
+    alone.enter_context(kept_apart(work, "--work"))
 
 
 def _evaluate(step: Step, where: str) -> Action:
@@ -125,13 +139,15 @@ def _evaluate(step: Step, where: str) -> Action:
             settings,
             command=f"surgery run {where}",
             title=title,
+            writes=True,
+            restart=finished.restart,
             overwrite=True,
         )
         evaluation = evaluate(request, progress)
         if not evaluation.is_main:
             return
         finished.report = evaluation.report
-        finished.written = write_report(evaluation.report, out)
+        finished.written = evaluation.written
         if publish is not None:
             Path(publish).mkdir(parents=True, exist_ok=True)
             finished.written += write_report(evaluation.report, Path(publish))
@@ -156,7 +172,7 @@ def _score_heads(step: Step, where: str) -> Action:
         if processes.from_main(lambda: _scored_already(path, checkpoint, settings)):
             progress.note(f"{path}: is there already")
             return
-        score_heads(checkpoint, path, settings, progress=progress)
+        score_heads(checkpoint, path, settings, restart=finished.restart, progress=progress)
 
     return do
 
@@ -219,6 +235,7 @@ def _heal(step: Step, where: str) -> Action:
             processes=processes,
             launcher=launcher,
             measure=measure,
+            restart=finished.restart,
             command=f"surgery run {where}",
         )
         finished.checkpoints[step.name] = out
