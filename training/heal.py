@@ -29,6 +29,7 @@ from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.output_place import kept_apart
 from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
+from surgery.common.interruption import stop_with_starter
 from surgery.common.progress import Progress
 from surgery.model import register
 from surgery.running.loading import load_tokenizer
@@ -235,6 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m surgery.training.heal", description=heal.__doc__.splitlines()[0])
     parser.add_argument("--config", required=True, help="YAML file of settings; configs/heal.yaml has all of them")
     given = parser.parse_args(arguments)
+    stop_with_starter()
     code = 0
     try:
         heal(HealSettings.from_file(given.config))
@@ -289,7 +291,7 @@ def _open_log(
 def _make(run: Path, alone: ExitStack, *, anew: bool) -> None:
     with disk_errors(run):
         run.mkdir(parents=True, exist_ok=True)
-        # Also of a training whose `surgery heal` was killed, and which goes on without it.
+        # Also of a training whose `surgery heal` was killed, and which saves what it has.
         alone.enter_context(kept_apart(run))
         if anew and (run / "checkpoints").exists():
             shutil.rmtree(run / "checkpoints")
