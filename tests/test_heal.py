@@ -149,7 +149,7 @@ def test_a_failed_training_leaves_no_checkpoint_and_the_next_one_goes_on(made, t
     assert heal_checkpoint(request(source, student, tmp_path / "out")).path.is_dir()
 
 
-def test_a_finished_training_is_not_repeated(made, tmp_path, monkeypatch):
+def test_a_finished_training_is_not_repeated_unless_it_is_restarted(made, tmp_path, monkeypatch):
     source, student = made("gqa")
     refuse = pytest.MonkeyPatch()
 
@@ -163,6 +163,16 @@ def test_a_finished_training_is_not_repeated(made, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained again"))
     assert heal_checkpoint(request(source, student, tmp_path / "out")).path.is_dir()
+
+    monkeypatch.setattr(healing, "run_to_its_end", forked)
+    refuse.setattr(healing, "verify_healed", broken)
+    with pytest.raises(SurgeryError, match="verification failed"):
+        heal_checkpoint(request(source, student, tmp_path / "other"))
+    refuse.undo()
+    trained = []
+    monkeypatch.setattr(healing, "run_to_its_end", lambda *asked: trained.append(1) or forked(*asked))
+    asked = vars(request(source, student, tmp_path / "other")) | {"restart": True}
+    assert heal_checkpoint(HealRequest(**asked)).path.is_dir() and trained
 
 
 def test_a_recipe_heals_once(made, tmp_path, monkeypatch):

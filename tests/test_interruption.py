@@ -9,6 +9,7 @@ import time
 
 import pytest
 from command_line import run_main
+from processes import Fork
 
 from surgery.cli import program as cli
 from surgery.common.interruption import interruptible
@@ -88,23 +89,47 @@ def test_a_training_saves_undisturbed_by_a_second_sigterm():
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+CHILD = """
+import pathlib, signal, sys, time
+from surgery.common.interruption import stop_with_starter
+def save(*_): pathlib.Path(sys.argv[1]).write_text('saved'); sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+stop_with_starter()
+pathlib.Path(sys.argv[2]).touch()
+time.sleep(60)
+"""
+STARTER = f"""
+import os, sys
+from surgery.healing.launchers import run_to_its_end
+run_to_its_end([sys.executable, "-c", {CHILD!r}, *sys.argv[1:]], dict(os.environ))
+"""
+
+
+def test_the_training_of_a_killed_healing_saves_and_ends(tmp_path):
+    saved, ready = tmp_path / "saved", tmp_path / "ready"
+    starter = Fork(saved, ready, code=STARTER)
+    _wait_for(ready)
+    os.kill(starter.pid, signal.SIGKILL)
+    assert starter.wait() == -signal.SIGKILL
+    _wait_for(saved)
+
+
+def _wait_for(path, seconds=30):
+    began = time.monotonic()
+    while not path.exists():
+        assert time.monotonic() - began < seconds
+        time.sleep(0.05)
+
+
 def test_an_interrupted_healing_has_its_training_save_first(tmp_path):
     """The child, in a process group of its own, gets SIGTERM and the time to do something about it."""
-    child = (
-        "import pathlib, signal, sys, time\n"
-        "def save(*_): pathlib.Path(sys.argv[1]).write_text('saved'); sys.exit(143)\n"
-        "signal.signal(signal.SIGTERM, save)\n"
-        "pathlib.Path(sys.argv[2]).touch()\n"
-        "time.sleep(60)"
-    )
     saved, ready = tmp_path / "saved", tmp_path / "ready"
 
     def interrupt():
-        while not ready.exists():
-            time.sleep(0.01)
+        _wait_for(ready)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt).start()
     with interruptible() as interruption, pytest.raises(KeyboardInterrupt):
-        run_to_its_end([sys.executable, "-c", child, str(saved), str(ready)], dict(os.environ))
+        run_to_its_end([sys.executable, "-c", CHILD, str(saved), str(ready)], dict(os.environ))
     assert interruption.exit_code == 143 and saved.read_text() == "saved"

@@ -193,6 +193,15 @@ def test_an_interrupted_scoring_goes_on(source, tmp_path, stopping, error):
     assert not kept & set(listing(tmp_path))
 
 
+def test_a_restarted_scoring_begins_anew(source, tmp_path, stopping):
+    stopping(PASSES)
+    with pytest.raises(KeyboardInterrupt):
+        scored(source, tmp_path / "a.safetensors")
+    calls = stopping()
+    score_heads(source, tmp_path / "a.safetensors", quick(), restart=True)
+    assert len(calls) == PASSES and listing(tmp_path) == ["a.png", "a.safetensors"]
+
+
 def test_the_seconds_before_an_interruption_count(source, tmp_path, stopping, monkeypatch):
     from surgery.heads import scoring as module
 
@@ -246,10 +255,10 @@ def test_a_killed_scoring_goes_on(source, tmp_path, stopping):
     out = tmp_path / "a.safetensors"
     done = Fork(source, out, code=KILLED)
     assert done.wait() == -signal.SIGKILL, done.stderr[-2000:]
-    assert listing(tmp_path) == [".a.safetensors.seed0.journal"]
+    assert listing(tmp_path) == [".a.safetensors.seed0.journal", ".a.safetensors.surgery-lock"]
     calls = stopping()
     resumed = scored(source, out)
-    assert len(calls) == PASSES - 6
+    assert len(calls) == PASSES - 6 and not list(tmp_path.glob(".*"))
     assert torch.equal(resumed.scores, scored(source, tmp_path / "whole.safetensors").scores)
 
 

@@ -12,6 +12,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from transformers import PreTrainedModel
 
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.output_place import kept_apart
 from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
+from surgery.common.interruption import stop_with_starter
 from surgery.common.progress import Progress
 from surgery.model import register
 from surgery.running.loading import load_tokenizer
@@ -90,13 +93,12 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     processes.from_main(lambda: _staging(settings, student_reader, teacher_reader) and None)
     run = Path(settings.out).expanduser().resolve()
     run = run.with_name(f"{run.name}.run")
-    processes.from_main(lambda: _make(run, anew=not settings.resume))
-    # A tracker that refuses does so before anything large is read.
-    log = _open_log(settings, accelerator, run, processes, progress)
-    try:
+    with ExitStack() as alone:
+        processes.from_main(lambda: _make(run, alone, anew=not settings.resume))
+        # A tracker that refuses does so before anything large is read.
+        log = _open_log(settings, accelerator, run, processes, progress)
+        alone.callback(log.close)
         return _heal(settings, accelerator, student_reader, teacher_reader, run, log, processes, progress)
-    finally:
-        log.close()
 
 
 def _heal(
@@ -234,6 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m surgery.training.heal", description=heal.__doc__.splitlines()[0])
     parser.add_argument("--config", required=True, help="YAML file of settings; configs/heal.yaml has all of them")
     given = parser.parse_args(arguments)
+    stop_with_starter()
     code = 0
     try:
         heal(HealSettings.from_file(given.config))
@@ -285,11 +288,14 @@ def _open_log(
     return RunLog(run / LOG, writes=processes.is_main, tracker=started[0] if started else None)
 
 
-def _make(run: Path, *, anew: bool) -> None:
+def _make(run: Path, alone: ExitStack, *, anew: bool) -> None:
     with disk_errors(run):
+        run.mkdir(parents=True, exist_ok=True)
+        # Also of a training whose `surgery heal` was killed, and which saves what it has.
+        alone.enter_context(kept_apart(run))
         if anew and (run / "checkpoints").exists():
             shutil.rmtree(run / "checkpoints")
-        (run / "data").mkdir(parents=True, exist_ok=True)
+        (run / "data").mkdir(exist_ok=True)
 
 
 def _summary(loop: Loop, settings: HealSettings, processes: int) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def evaluate(
         given = _rows(models, tokenizer, opened)
         compared = None if baseline is None else opened.enter_context(on_disk(baseline, tokenizer))
         folder = Path(opened.enter_context(TemporaryFolder("eval")) if out is None else out)
-        from surgery.evaluation.output import track, write_report
+        from surgery.evaluation.output import track
         from surgery.evaluation.run import Request
         from surgery.evaluation.run import evaluate as run
 
@@ -188,13 +188,12 @@ def evaluate(
             asked,
             command="surgery.evaluate",
             title=title,
+            writes=out is not None,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
         found = run(request, Progress(silent=not progress))
-        if out is not None and found.is_main:
-            write_report(found.report, folder)
         if asked.wandb and found.is_main:
             track(found.report, folder, asked.wandb, asked.wandb_mode)
         return Evaluated.of(found.report, None if out is None else folder)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from surgery.common.errors import SurgeryError
+from surgery.common.temporary import is_temporary
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -55,7 +56,8 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         # numpy writes what it can and has no number for the rest: "360448 requested and 197216 written".
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or " requested and " in str(error):
-            raise SurgeryError(f"{path}: no space left on the disk; free some or choose another --out") from error
+            other = "set TMPDIR to a folder of another" if is_temporary(path) else "choose another --out"
+            raise SurgeryError(f"{path}: no space left on the disk; free some or {other}") from error
         raise SurgeryError(f"{error.filename or path}: {error.strerror or error}") from error
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.staging import check_output
 from surgery.common.errors import SurgeryError
+from surgery.common.file_lock import hold, is_at
+
+LOCK = ".surgery-lock"
 
 
 def default_output(source: str | Path, target: str) -> Path:
@@ -42,3 +48,27 @@ def settle_output(
 def is_empty_folder(path: Path) -> bool:
     """Whether there is a folder with nothing in it."""
     return path.is_dir() and not any(path.iterdir())
+
+
+@contextmanager
+def kept_apart(place: Path, option: str = "--out") -> Iterator[None]:
+    """Refuses other processes the same output while the block runs, by a locked file that goes with it.
+
+    What SIGKILL leaves of that file is locked by nobody, and goes with the next block.
+
+    Args:
+        place: a folder, in which the file lies, or the name of a file, beside which it does.
+        option: that names it.
+
+    Raises:
+        SurgeryError: another process is writing there, or nobody can.
+    """
+    path = place / LOCK if place.is_dir() else place.with_name(f".{place.name}{LOCK}")
+    with disk_errors(path):
+        file = hold(path, place, option)
+    try:
+        yield
+    finally:
+        with file, suppress(OSError):  # Windows removes no open file
+            if is_at(file, path):
+                path.unlink()

@@ -18,13 +18,15 @@ from typing import TextIO
 from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, sync_folder, sync_tree, tree_bytes
 from surgery.checkpoint.layout import CONFIG
 from surgery.common.errors import SurgeryError
-from surgery.common.file_lock import Lock, try_lock
+from surgery.common.file_lock import hold
 
 MARKER = ".surgery-partial"
 UNFINISHED = ".surgery-unfinished"
 _REPLACED = ".replaced-"
 # For what is not planned to the byte: tokenizer, report, plots.
 _SPARE_BYTES = 64 * 10**6
+# Windows neither renames nor removes a folder with an open file in it, and has none of these locks.
+_CLOSED_FIRST = os.name == "nt"
 
 
 def check_output(source: Path, out: Path) -> None:
@@ -86,15 +88,18 @@ class Staging:
         try:
             with disk_errors(self.partial):
                 self._check_leftover()
-                _remove_partial(self.partial, keep_unfinished=keep_unfinished)
                 for parent in reversed([p for p in self.partial.parents if not p.exists()]):
                     parent.mkdir()
                     self._made_parents.insert(0, parent)
-                self.partial.mkdir(exist_ok=keep_unfinished)
+                self.partial.mkdir(exist_ok=True)
+                # Locked before anything goes: another process may have looked as soon as this one.
+                self._lock = hold(self.partial / MARKER, self.partial)
                 self._created = True
-                self._lock = open(self.partial / MARKER, "w")  # noqa: SIM115 held until commit or discard
-                try_lock(self._lock)
+                _empty(self.partial, keep_unfinished=keep_unfinished)
         except BaseException:
+            if not self._created:
+                with contextlib.suppress(OSError):
+                    self.partial.rmdir()  # refused where somebody else has put something in
             self.discard()
             raise
 
@@ -109,7 +114,8 @@ class Staging:
             self._check_out()  # again: the conversion may have taken hours
             shutil.rmtree(self.partial / UNFINISHED, ignore_errors=True)
             self.sync()  # again: files may have been added
-            self._unlock()
+            if _CLOSED_FIRST:
+                self._unlock()
             if self.out.exists() and any(self.out.iterdir()):
                 self._replace()
             else:
@@ -120,15 +126,21 @@ class Staging:
             with contextlib.suppress(OSError):
                 (self.out / MARKER).unlink()
             self._created = False
+            self._unlock()
             sync_folder(self.out.parent)
 
     def discard(self, *, keep_unfinished: bool = False) -> None:
         """Removes what `create` made and nothing else, also after an interruption half-way; nothing after a commit."""
-        self._unlock()
+        if _CLOSED_FIRST:
+            self._unlock()
         # Errors are not worth hiding the one that led here: the marker lets the next run clear the rest.
         with contextlib.suppress(OSError):
             if self._created:
-                _remove_partial(self.partial, keep_unfinished=keep_unfinished)
+                _empty(self.partial, keep_unfinished=keep_unfinished)
+                if not keep_unfinished:
+                    shutil.rmtree(self.partial)
+        self._unlock()
+        with contextlib.suppress(OSError):
             for parent in self._made_parents:
                 parent.rmdir()  # refused, as it should be, once others put something in
 
@@ -156,11 +168,7 @@ class Staging:
             if any(self.partial.iterdir()):
                 raise SurgeryError(f"{self.partial}: is in the way and not ours; remove it or choose another --out")
             return
-        with open(marker) as handle:
-            if try_lock(handle) is Lock.HELD:
-                raise SurgeryError(
-                    f"{self.partial}: another surgery is writing it; wait for it or choose another --out"
-                )
+        hold(marker, self.partial).close()
 
     def _replace(self) -> None:
         """Swaps the old output for the new one; the old one is back where it was if that fails."""
@@ -194,10 +202,8 @@ def _partial_of(out: Path) -> Path:
     return out.with_name(out.name + ".partial") if out.name else out
 
 
-def _remove_partial(partial: Path, *, keep_unfinished: bool = False) -> None:
-    """Removes a partial folder, its marker last, so that an interrupted removal still leaves it marked."""
-    if not partial.is_dir():
-        return
+def _empty(partial: Path, *, keep_unfinished: bool) -> None:
+    """Removes what a partial folder holds but its marker, so that an interrupted removal still leaves it marked."""
     for path in partial.iterdir():
         if keep_unfinished and path.name == UNFINISHED:
             continue
@@ -205,5 +211,3 @@ def _remove_partial(partial: Path, *, keep_unfinished: bool = False) -> None:
             shutil.rmtree(path)
         elif path.name != MARKER:
             path.unlink()
-    if not keep_unfinished:
-        shutil.rmtree(partial)

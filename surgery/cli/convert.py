@@ -22,7 +22,7 @@ from surgery.cli.options import (
     OverwriteOption,
     PickleOption,
     ProcessesOption,
-    flag,
+    RestartOption,
     option,
 )
 from surgery.cli.push import HUB, BaseModelOption, PublicOption
@@ -80,7 +80,7 @@ def convert(
     plan: Annotated[Path | None, option("--plan", "FILE", "What surgery plan chose; flags win over it.")] = None,
     processes: ProcessesOption = None,
     dry_run: DryRunOption = False,
-    restart: Annotated[bool, flag("--restart", "Begin anew where an interrupted conversion would go on.")] = False,
+    restart: RestartOption = False,
     push_to_hub: Annotated[
         str | None,
         option(

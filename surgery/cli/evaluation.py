@@ -17,6 +17,7 @@ from surgery.cli.options import (
     JsonOption,
     PickleOption,
     ProcessesOption,
+    RestartOption,
     flag,
     option,
 )
@@ -42,6 +43,7 @@ def evaluate(
     trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run code that lies beside the weights.")] = False,
     allow_pickle: PickleOption = False,
     processes: ProcessesOption = None,
+    restart: RestartOption = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -76,7 +78,7 @@ def evaluate(
 
     from surgery.common.progress import Progress
     from surgery.console.conversion import show_evaluation
-    from surgery.evaluation.output import track, write_report
+    from surgery.evaluation.output import track
     from surgery.evaluation.run import Request, evaluate
     from surgery.running.workers import sharing_threads, workers
 
@@ -86,6 +88,8 @@ def evaluate(
         out,
         settings,
         command=shlex.join(["surgery", *sys.argv[1:]]),
+        writes=True,
+        restart=restart,
         overwrite=overwrite,
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
@@ -101,10 +105,9 @@ def evaluate(
         evaluation = evaluate(request, Progress())
     if not evaluation.is_main:
         return
-    written = write_report(evaluation.report, evaluation.folder)
     if settings.wandb:
         track(evaluation.report, evaluation.folder, settings.wandb, settings.wandb_mode)
-    show_evaluation(evaluation.report, written, as_json=as_json)
+    show_evaluation(evaluation.report, evaluation.written, as_json=as_json)
 
 
 def compare(
@@ -118,6 +121,7 @@ def compare(
 
         surgery compare monday-eval/ tuesday-eval/report.json --out both/
     """
+    from surgery.checkpoint.output_place import kept_apart
     from surgery.console.conversion import show_evaluation
     from surgery.eval.report.document import merge, read_report, undamaged
     from surgery.evaluation.output import write_report
@@ -129,7 +133,8 @@ def compare(
         written = []
         if out is not None:
             ResultStore.open(out)
-            written = write_report(merged, out)
+            with kept_apart(out):
+                written = write_report(merged, out)
         show_evaluation(merged, written, as_json=as_json)
 
 
@@ -139,6 +144,7 @@ def run(
         typer.Argument(metavar="RECIPE", help="YAML file of steps, or the name of one of `surgery recipes`."),
     ],
     work: Annotated[Path | None, option("--work", "DIR", "Where the steps' outputs go. [RECIPE's name]")] = None,
+    restart: RestartOption = False,
     dry_run: Annotated[
         bool, flag("--dry-run", "Check all settings and names, say what each step would take; write nothing.")
     ] = False,
@@ -167,7 +173,7 @@ def run(
         checked, actions = checked_recipe(path)
         show_plan(plan_recipe(checked, actions, work or Path(checked.name), Progress()), as_json=as_json)
         return
-    finished = run_recipe(path, work, Progress())
+    finished = run_recipe(path, work, Progress(), restart=restart)
     if not as_json:
         show_made(finished)
     if finished.report is not None:

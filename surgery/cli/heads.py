@@ -17,6 +17,7 @@ from surgery.cli.options import (
     JsonOption,
     PickleOption,
     ProcessesOption,
+    RestartOption,
     flag,
     option,
 )
@@ -47,6 +48,7 @@ def score(
     overwrite: Annotated[bool, flag("--overwrite", "Replace an existing file.", OUTPUT)] = False,
     allow_pickle: PickleOption = False,
     processes: ProcessesOption = None,
+    restart: RestartOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Score every KV head of a checkpoint: the higher, the more it needs its whole context.
@@ -78,7 +80,7 @@ def score(
     from surgery.running.workers import sharing_threads, workers
 
     request = {"source": checkpoint, "out": out, "settings": settings}
-    request |= {"overwrite": overwrite, "allow_pickle": allow_pickle}
+    request |= {"overwrite": overwrite, "allow_pickle": allow_pickle, "restart": restart}
     with workers(processes, score_heads, request), sharing_threads(processes):
         scored = score_heads(**request, progress=Progress())
     if scored.is_main:

@@ -10,7 +10,16 @@ from typing import Annotated
 import typer
 
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import MACHINE, OUTPUT, CheckpointArgument, JsonOption, config_file, flag, option
+from surgery.cli.options import (
+    MACHINE,
+    OUTPUT,
+    CheckpointArgument,
+    JsonOption,
+    RestartOption,
+    config_file,
+    flag,
+    option,
+)
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
 from surgery.training.settings import HealSettings
@@ -55,6 +64,7 @@ def heal(
             show_default=False,
         ),
     ] = True,
+    restart: RestartOption = False,
     dry_run: Annotated[
         bool, flag("--dry-run", "Only say what it would take, from shapes; write nothing.", OUTPUT)
     ] = False,
@@ -111,6 +121,7 @@ def heal(
         launcher=None if launcher is None else find_launcher(launcher),
         measure={} if measure else None,
         overwrite=overwrite,
+        restart=restart,
         command=shlex.join(["surgery", *sys.argv[1:]]),
     )
     if dry_run:

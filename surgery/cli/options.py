@@ -70,4 +70,5 @@ ProcessesOption = Annotated[
     ),
 ]
 DryRunOption = Annotated[bool, flag("--dry-run", "Check everything, print what it would do and take; write nothing.")]
+RestartOption = Annotated[bool, flag("--restart", "Begin anew where what was interrupted would go on.")]
 OverwriteOption = Annotated[bool, flag("--overwrite", "Replace an existing checkpoint.", OUTPUT)]

@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import OUTPUT, CheckpointArgument, ConfigOption, JsonOption, PickleOption, flag, option
+from surgery.cli.options import (
+    OUTPUT,
+    CheckpointArgument,
+    ConfigOption,
+    JsonOption,
+    PickleOption,
+    RestartOption,
+    flag,
+    option,
+)
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
 from surgery.planning.settings import PlanSettings
@@ -28,7 +37,7 @@ def plan_(
     ] = None,
     plot: Annotated[Path | None, option("--plot", "FILE", "Draw loss against bytes (png, svg, pdf).", OUTPUT)] = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace an existing plan.", OUTPUT)] = False,
-    restart: Annotated[bool, flag("--restart", "Begin anew where an interrupted plan with --out would go on.")] = False,
+    restart: RestartOption = False,
     config: ConfigOption = None,
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,

@@ -17,6 +17,7 @@ from surgery.cli.options import (
     DryRunOption,
     JsonOption,
     OverwriteOption,
+    RestartOption,
     option,
 )
 from surgery.structures.registry import SLICE
@@ -33,6 +34,7 @@ def slice_(
     out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-sliced, beside it]", OUTPUT)] = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
+    restart: RestartOption = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -63,6 +65,7 @@ def slice_(
         settings,
         overwrite=overwrite,
         command=shlex.join(["surgery", *sys.argv[1:]]),
+        restart=restart,
         progress=Progress(),
     )
     show_conversion(conversion, as_json=as_json)

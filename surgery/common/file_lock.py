@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
+from pathlib import Path
 from typing import IO
+
+from surgery.common.errors import SurgeryError
 
 try:
     import fcntl
@@ -30,3 +34,31 @@ def try_lock(file: IO | int) -> Lock:
     except OSError:  # some network disks have no locks
         return Lock.NONE
     return Lock.TAKEN
+
+
+def hold(path: Path, place: Path, option: str = "--out") -> IO:
+    """Opens and locks a file, which is made where there is none; who closes it gives the lock up.
+
+    Args:
+        place, option: what the lock is for and what names another, in the refusal.
+
+    Raises:
+        SurgeryError: another process has it.
+        OSError: the file cannot be made.
+    """
+    while True:
+        file = open(path, "a")  # noqa: SIM115 the caller's
+        if try_lock(file) is Lock.HELD:
+            file.close()
+            raise SurgeryError(f"{place}: another surgery is writing it; wait for it or choose another {option}")
+        if is_at(file, path):
+            return file
+        file.close()  # removed by the process that had it, after it was opened here
+
+
+def is_at(file: IO, path: Path) -> bool:
+    """Whether an open file is the one that has this name now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False

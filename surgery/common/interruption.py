@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 ASKED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 """Signals by which others ask a process to end; Windows lacks the second."""
+
+STARTED_BY = "SURGERY_STARTED_BY"
+"""In the environment of a process: the one without which it is to stop."""
 
 
 class Interruption:
@@ -51,6 +56,22 @@ def interruptible() -> Iterator[Interruption]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def stop_with_starter() -> None:
+    """Has this process get SIGTERM, and so save what it has, once the one that `STARTED_BY` names is gone."""
+    if os.name == "posix" and (starter := os.environ.get(STARTED_BY)):
+        threading.Thread(target=_stop_with, args=(int(starter),), daemon=True).start()
+
+
+def _stop_with(starter: int) -> None:
+    while True:
+        time.sleep(1)
+        try:
+            os.kill(starter, 0)  # sends nothing
+        except ProcessLookupError:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
 
 
 def _ignored(number: int) -> bool:

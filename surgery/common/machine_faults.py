@@ -7,7 +7,7 @@ import errno
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # torch has no kinds of errors of its own for these.
 _TOO_LARGE = ("can't allocate memory", "out of memory", "not enough memory", "Storage size calculation overflowed")
-_FREE = "free some, or choose another --out, beside which conversions keep theirs, or TMPDIR"
+_FREE = "free some, or choose another --out, beside which those of an output lie, or else another TMPDIR"
 _UNWRITTEN = ("PytorchStreamWriter", "unexpected pos", "No space left on device")
 
 

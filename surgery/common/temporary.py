@@ -38,6 +38,15 @@ class TemporaryFolder:
         self.remove()
 
 
+def is_temporary(path: Path) -> bool:
+    """Whether a path lies in a folder of this kind."""
+    return any(each.name.startswith(PREFIX) for each in (path, *path.parents) if each.parent == _place())
+
+
+def _place() -> Path:
+    return Path(tempfile.gettempdir())
+
+
 def _lock_of(folder: Path) -> Path:
     return folder.with_name(folder.name + LOCK)
 
@@ -68,7 +77,7 @@ def _remove(folder: Path, lock: TextIO | None, process: int) -> None:
 
 def _remove_abandoned() -> None:
     """Removes folders of this user whose process is no more."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*{LOCK}"):
+    for path in _place().glob(f"{PREFIX}*{LOCK}"):
         folder = path.with_name(path.name.removesuffix(LOCK))
         if (handle := _taken(path)) is not None:
             if not os.path.lexists(folder) or folder.lstat().st_uid == os.getuid():

@@ -35,6 +35,8 @@ class Request:
         settings: what to measure and how.
         command: as it was called, for the report.
         title: of the report; None for the names of the checkpoints.
+        writes: whether the report is written, too.
+        restart: whether results that the folder has are measured anew.
     """
 
     checkpoints: tuple[str, ...]
@@ -43,6 +45,8 @@ class Request:
     settings: EvalSettings
     command: str = ""
     title: str | None = None
+    writes: bool = False
+    restart: bool = False
     overwrite: bool = False
     allow_pickle: bool = False
     trust_remote_code: bool = False

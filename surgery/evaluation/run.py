@@ -8,6 +8,7 @@ import json
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.calibration.conversations import HELD_OUT_PROMPTS, sample_conversations
+from surgery.checkpoint.output_place import kept_apart
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.report.document import SCHEMA, Report, finish
@@ -36,26 +38,46 @@ from surgery.version import __version__
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A finished evaluation: its report and the folder for it; `is_main` on the process that writes and prints."""
+    """A finished evaluation: its report, folder and files written there; `is_main` on the process that prints."""
 
     report: Report
     folder: Path
     is_main: bool
+    written: list[Path]
 
 
 def evaluate(request: Request, progress: Progress) -> Evaluation:
-    """Measures everything asked for. Every process returns the same report; nothing but results is written yet.
+    """Measures everything asked for. Every process returns the same report, which the main one writes if asked to.
 
     Raises:
-        SurgeryError: something asked for cannot be measured, found before anything is measured where that can be.
+        SurgeryError: something asked for cannot be measured, found before anything is measured where that can be; or
+            another evaluation is at work in the folder.
     """
     processes = Processes(cpu=request.settings.device == "cpu")
     if not processes.is_main:
         progress = Progress(silent=True)
     device = process_device(request.settings.device, processes)
     prepared = prepare(request, progress, lambda *of: processes.from_main(lambda: _conversations(*of, device)))
+    with ExitStack() as alone:
+        store = processes.from_main(lambda: _opened_store(prepared, request, alone))
+        report = _measured(prepared, request, store, processes, progress, device)
+        written = []
+        if request.writes and processes.is_main:
+            from surgery.evaluation.output import write_report  # brings matplotlib
+
+            written = write_report(report, prepared.out)
+    return Evaluation(report, prepared.out, processes.is_main, written)
+
+
+def _measured(
+    prepared: Prepared,
+    request: Request,
+    store: ResultStore,
+    processes: Processes,
+    progress: Progress,
+    device: torch.device,
+) -> Report:
     settings, rows, tasks, baseline = prepared.settings, prepared.rows, prepared.tasks, prepared.baseline
-    store = processes.from_main(lambda: _opened_store(prepared, request))
     session = Session(
         prepared.tokenizer,
         processes,
@@ -101,7 +123,7 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
         "rows": measured,
     }
     # Through JSON, so that what is returned is what a reader of the file gets.
-    return Evaluation(finish(json.loads(json.dumps(report, allow_nan=False))), prepared.out, processes.is_main)
+    return finish(json.loads(json.dumps(report, allow_nan=False)))
 
 
 class _Work:
@@ -219,8 +241,11 @@ class _Work:
         return key_of(facts)
 
 
-def _opened_store(prepared: Prepared, request: Request) -> ResultStore:
+def _opened_store(prepared: Prepared, request: Request, alone: ExitStack) -> ResultStore:
     store = ResultStore.open(prepared.out)
+    alone.enter_context(kept_apart(prepared.out))
+    if request.restart:
+        store.clear()
     if not request.overwrite:
         prepared.check_report()
     return store

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.disk import disk_errors
 from surgery.common.errors import SurgeryError
 
 MARKER = "surgery-eval.json"
@@ -78,6 +79,13 @@ class ResultStore:
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # there are others
             folder.parent.rmdir()
+
+    def clear(self) -> None:
+        """Removes all results and parts of them."""
+        with disk_errors(self.folder):
+            shutil.rmtree(self.folder / "unfinished", ignore_errors=True)
+            shutil.rmtree(self._results)
+            self._results.mkdir()
 
 
 def write_whole(path: Path, text: str) -> None:

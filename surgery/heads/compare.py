@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.calibration.held_out_documents import default_names
 from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.output_place import kept_apart
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.session import Session
@@ -67,25 +69,26 @@ def compare_patterns(request: CompareRequest, progress: Progress | None = None) 
 
     Raises:
         SurgeryError: a pattern cannot be read, they are of different shapes, the model is not theirs, or the output
-            exists.
+            exists or is being written.
     """
     processes = Processes(cpu=request.device == "cpu")
     progress = (progress if processes.is_main else None) or Progress(silent=True)
     named = _named(request.patterns)
     agreement = compare(named)
     measuring = None if request.measure is None else _Measuring.of(request, named)
-    store = processes.from_main(lambda: _settle_output(request))
-    content: dict[str, Any] = {
-        "title": request.title,
-        "surgery_version": __version__,
-        "command": request.command,
-        "agreement": agreement,
-        "scoring": {name: _scoring(pattern) for name, pattern in named.items()},
-        "measured": None if measuring is None else _measure(request, named, measuring, store, processes, progress),
-        "environment": environment(),
-    }
-    content = json.loads(json.dumps(content, allow_nan=False))
-    written = processes.from_main(lambda: _write(content, named, request.out))
+    with ExitStack() as alone:
+        store = processes.from_main(lambda: _settle_output(request, alone))
+        content: dict[str, Any] = {
+            "title": request.title,
+            "surgery_version": __version__,
+            "command": request.command,
+            "agreement": agreement,
+            "scoring": {name: _scoring(pattern) for name, pattern in named.items()},
+            "measured": None if measuring is None else _measure(request, named, measuring, store, processes, progress),
+            "environment": environment(),
+        }
+        content = json.loads(json.dumps(content, allow_nan=False))
+        written = processes.from_main(lambda: _write(content, named, request.out))
     return Comparison(content, written, processes.is_main)
 
 
@@ -106,11 +109,13 @@ def random_pattern(layers: int, kv_heads: int, seed: int) -> HeadPattern:
     return HeadPattern(scores, RANDOM, seeds=(seed,))
 
 
-def _settle_output(request: CompareRequest) -> ResultStore:
+def _settle_output(request: CompareRequest, alone: ExitStack) -> ResultStore:
     document = request.out / "comparison.json"
     if document.exists() and not request.overwrite:
         raise SurgeryError(f"{document}: exists; choose another --out or pass --overwrite")
-    return ResultStore.open(request.out)
+    store = ResultStore.open(request.out)
+    alone.enter_context(kept_apart(request.out))
+    return store
 
 
 def _write(content: dict[str, Any], named: dict[str, HeadPattern], folder: Path) -> list[Path]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from surgery.architectures.hybrid import StreamableModel
 from surgery.calibration.mixture import TEXTS, named_text
 from surgery.calibration.sequences import SequenceRequest, build_calibration, token_hash
 from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.output_place import kept_apart
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
@@ -72,6 +72,7 @@ def score_heads(
     *,
     overwrite: bool = False,
     allow_pickle: bool = False,
+    restart: bool = False,
     progress: Progress | None = None,
 ) -> ScoredHeads:
     """Scores every KV head of a checkpoint and writes the pattern file, with a heat map beside it.
@@ -86,18 +87,38 @@ def score_heads(
         settings: default :class:`HeadSettings`.
         overwrite: replace existing files.
         allow_pickle: read pickled weights if there are no others.
+        restart: begin anew where an interrupted scoring could go on.
         progress: bars; silent if None.
 
     Raises:
-        SurgeryError: the model cannot be scored, the text cannot be read, or the output exists or cannot be written.
+        SurgeryError: the model cannot be scored, the text cannot be read, or the output exists, cannot be written or is
+            being written.
     """
     settings, progress = settings or HeadSettings(), progress or Progress(silent=True)
     processes = Processes(cpu=settings.device == "cpu")
     progress = progress if processes.is_main else Progress(silent=True)
     device = process_device(settings.device, processes)
     out = Path(out).expanduser() if out else default_pattern(source, settings.method)
-    heat_map = processes.from_main(lambda: _settle_output(out, overwrite))
-    checkpoint = Checkpoint.open(str(source), allow_pickle=allow_pickle)
+    asked = {"overwrite": overwrite, "restart": restart}
+    with ExitStack() as alone:
+        heat_map = processes.from_main(lambda: _settle_output(out, overwrite, alone))
+        checkpoint = Checkpoint.open(str(source), allow_pickle=allow_pickle)
+        pattern = _scored(checkpoint, out, heat_map, settings, processes, progress, device, **asked)
+    return ScoredHeads(out, heat_map, pattern, processes.is_main)
+
+
+def _scored(
+    checkpoint: Checkpoint,
+    out: Path,
+    heat_map: Path,
+    settings: HeadSettings,
+    processes: Processes,
+    progress: Progress,
+    device: torch.device,
+    *,
+    overwrite: bool,
+    restart: bool,
+) -> HeadPattern:
     check_scorable(checkpoint)
     settings = replace(settings, length=sequence_length(settings, checkpoint.reader.config))
     score = scorer(settings.method)
@@ -117,6 +138,8 @@ def score_heads(
     seconds = 0.0
     for seed in range(settings.seed, settings.seed + settings.seeds):
         path = out.with_name(f".{out.name}.seed{seed}.journal")
+        if restart:
+            processes.from_main(partial(path.unlink, missing_ok=True))
         journal = TimedJournal(path, {**identity, "seed": seed}, processes, progress.note)
         session = ScoringSession(
             model, tokenizer, settings, texts.text(seed), texts.needles(seed), seed, processes, progress, journal
@@ -134,7 +157,7 @@ def score_heads(
     processes.from_main(write)
     for journal in journals:
         journal.remove()
-    return ScoredHeads(out, heat_map, pattern, processes.is_main)
+    return pattern
 
 
 def sequence_length(settings: HeadSettings, config: dict) -> int:
@@ -272,16 +295,16 @@ class Texts:
         return tokens
 
 
-def _settle_output(out: Path, overwrite: bool) -> Path:
+def _settle_output(out: Path, overwrite: bool, alone: ExitStack) -> Path:
     """Path of the heat map beside a pattern, once it is clear that both can be written: before hours of scoring.
 
     Raises:
-        SurgeryError: they cannot, or are there.
+        SurgeryError: they cannot, are there, or another process is about to.
     """
     heat_map = check_pattern(out, overwrite)
     with disk_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out.parent).close()
+    alone.enter_context(kept_apart(out))
     return heat_map
 
 

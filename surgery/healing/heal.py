@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +26,7 @@ from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.carry_over import CARD, REPORT
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.file_hashes import hash_files
-from surgery.checkpoint.output_place import default_output
+from surgery.checkpoint.output_place import LOCK, default_output, kept_apart
 from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
@@ -70,6 +70,7 @@ class HealRequest:
         processes: to start; None for the ``launcher``'s number, or for one without it.
         launcher: accelerate configuration file (`surgery.healing.launchers.find_launcher`).
         measure: evaluation settings by name for the source, the student and the healed checkpoint; None measures none.
+        restart: begin anew where an interrupted healing could go on.
         command: as it was called, for the report.
     """
 
@@ -81,6 +82,7 @@ class HealRequest:
     launcher: Path | None = None
     measure: Mapping[str, Any] | None = field(default_factory=dict)
     overwrite: bool = False
+    restart: bool = False
     command: str = ""
 
 
@@ -103,7 +105,8 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
     What the training needs lies in ``<out>.healing`` until it is done.
 
     Raises:
-        SurgeryError: the request is impossible, the training failed, or what it made does not pass verification.
+        SurgeryError: the request is impossible, another healing is at work on the output, the training failed, or what
+            it made does not pass verification.
     """
     progress = progress or Progress(silent=True)
     if find_spec("accelerate") is None:
@@ -118,6 +121,21 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
     check_tracker(settings)
     with disk_errors(work):
         work.mkdir(parents=True, exist_ok=True)
+    with kept_apart(work):
+        if request.restart:
+            _clear(work)
+        healing = _healed(request, settings, student, staging, work, progress)
+    return Healed(staging.out, healing, settings.teacher)
+
+
+def _healed(
+    request: HealRequest,
+    settings: HealSettings,
+    student: CheckpointReader,
+    staging: Staging,
+    work: Path,
+    progress: Progress,
+) -> dict[str, Any]:
     steps = 2 if request.measure is None else 3
     if not _trained_already(work, settings):
         with progress.step(1, steps):
@@ -156,7 +174,17 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
         raise
     with disk_errors(work):
         shutil.rmtree(work)
-    return Healed(staging.out, healing, settings.teacher)
+    return healing
+
+
+def _clear(work: Path) -> None:
+    run = work / f"{TRAINED}.run"
+    with kept_apart(run) if run.is_dir() else nullcontext(), disk_errors(work):
+        for path in work.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != LOCK:
+                path.unlink()
 
 
 @dataclass(frozen=True)

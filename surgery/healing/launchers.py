@@ -13,6 +13,7 @@ from pathlib import Path
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean, read_mapping
+from surgery.common.interruption import STARTED_BY
 
 SHIPPED = Path(__file__).parent.parent / "configs" / "accelerate"
 SHARDED = ("FSDP", "DEEPSPEED")
@@ -71,8 +72,9 @@ def run_to_its_end(command: list[str], environment: dict[str, str]) -> int:
     """Runs a command and gives its exit code; where this process is interrupted, the command gets time to save.
 
     It has a process group of its own, launchers' children with it: all are asked to stop at once, whoever was
-    interrupted, and a second interruption ends them.
+    interrupted, and a second interruption ends them. Where SIGKILL ends this process, they stop by themselves.
     """
+    environment = environment | {STARTED_BY: str(os.getpid())}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         return process.wait()

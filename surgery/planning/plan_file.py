@@ -11,6 +11,7 @@ import yaml
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
+from surgery.evaluation.store import write_whole
 from surgery.structures.registry import Target, find_target
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class PlannedConversion:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Writes the choice as YAML."""
+    """Writes the choice as YAML, whole or not at all. Raises SurgeryError where it cannot be written."""
     row, budget = plan.chosen, plan.budget
     predicted = {
         "loss_increase": row.loss_increase,
@@ -49,7 +50,7 @@ def write_plan(plan: Plan, path: Path) -> None:
     kept = {name: plan.settings[name] for name in OF_TEXT}
     said = {"to": row.to, "settings": {**kept, **row.asked}, "predicted": predicted}
     head = f"# surgery convert {plan.source['path']} --plan {path}\n# Before a fit, which the conversion tries too.\n"
-    path.write_text(head + yaml.safe_dump(said, sort_keys=False), encoding="utf-8")
+    write_whole(path, head + yaml.safe_dump(said, sort_keys=False))
 
 
 def read_plan(path: Path) -> PlannedConversion:

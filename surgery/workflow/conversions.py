@@ -82,7 +82,8 @@ def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
 
         def make() -> None:
             settings, predicted = asked(finished)
-            _convert_unless_there(checkpoint, out, settings, f"surgery run {where}", progress, predicted)
+            further = {"command": f"surgery run {where}", "predicted": predicted, "restart": finished.restart}
+            _convert_unless_there(checkpoint, out, settings, progress, **further)
 
         # A conversion is not shared: the other processes wait for it.
         processes.from_main(make)
@@ -119,7 +120,8 @@ def plan(step: Step, where: str) -> Action:
         asked = settings
         if (pattern := finished.patterns.get(settings.heads)) is not None:
             asked = replace(settings, heads=str(pattern))
-        processes.from_main(lambda: _plan_unless_there(path, checkpoint_of(source, finished), asked, progress))
+        at, restart = checkpoint_of(source, finished), finished.restart
+        processes.from_main(lambda: _plan_unless_there(path, at, asked, progress, restart=restart))
 
     return Action(do)
 
@@ -128,9 +130,8 @@ def _convert_unless_there(
     source: str,
     out: Path,
     settings: ConversionSettings,
-    command: str,
     progress: Progress,
-    predicted: Mapping[str, Any] | None,
+    **asked: Any,
 ) -> None:
     if out.exists():
         _check_kept(out, source, settings)
@@ -138,10 +139,10 @@ def _convert_unless_there(
         return
     from surgery.structures import converter
 
-    converter.convert(source, out, settings, command=command, progress=progress, predicted=predicted)
+    converter.convert(source, out, settings, progress=progress, **asked)
 
 
-def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress: Progress) -> None:
+def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress: Progress, *, restart: bool) -> None:
     """Writes the plan, with all that it tried beside it, by which a later run knows it again.
 
     Raises:
@@ -162,7 +163,7 @@ def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress
             )
         progress.note(f"{path}: is there already")
         return
-    made = make_plan(source, settings, out=path, progress=progress)
+    made = make_plan(source, settings, out=path, restart=restart, progress=progress)
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(json.dumps({**made.to_dict(), **wanted}, indent=1) + "\n", encoding="utf-8")

@@ -20,6 +20,7 @@ kept.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,29 +82,42 @@ def checked_recipe(path: Path) -> tuple[Recipe, list[Action]]:
     return recipe, ready
 
 
-def run_recipe(path: Path, work: Path | None, progress: Progress) -> Finished:
+def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bool = False) -> Finished:
     """Runs all steps.
 
     Args:
         work: folder for their outputs; None for the recipe's name, in the current folder.
+        restart: whether steps that were interrupted begin anew; those that are done are kept.
 
     Raises:
-        SurgeryError: the recipe is wrong (before anything runs), or a step's own.
+        SurgeryError: the recipe is wrong (before anything runs), another process is at work in the folder, or a step's
+            own.
     """
     recipe, ready = checked_recipe(path)
     work = work or Path(recipe.name)
-    finished = Finished()
+    finished = Finished(restart=restart)
 
     from surgery.running.processes import Processes
 
     processes = Processes()
-    for number, (step, action) in enumerate(zip(recipe.steps, ready, strict=True), 1):
-        if processes.is_main:
-            progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
-        # Each step's report states the seconds of its own phases.
-        with progress.at(f"step {number} of {len(recipe.steps)}"):
-            action.do(work / step.name, finished, progress.fresh(), processes)
+    with ExitStack() as alone:
+        processes.from_main(lambda: _begin(work, alone))
+        for number, (step, action) in enumerate(zip(recipe.steps, ready, strict=True), 1):
+            if processes.is_main:
+                progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
+            # Each step's report states the seconds of its own phases.
+            with progress.at(f"step {number} of {len(recipe.steps)}"):
+                action.do(work / step.name, finished, progress.fresh(), processes)
     return finished
+
+
+def _begin(work: Path, alone: ExitStack) -> None:
+    from surgery.checkpoint.disk import disk_errors
+    from surgery.checkpoint.output_place import kept_apart
+
+    with disk_errors(work):
+        work.mkdir(parents=True, exist_ok=True)
+    alone.enter_context(kept_apart(work, "--work"))
 
 
 def _evaluate(step: Step, where: str) -> Action:
@@ -121,7 +135,8 @@ def _evaluate(step: Step, where: str) -> Action:
 
         named = tuple(_row(name, finished) for name in checkpoints)
         compared = None if baseline is None else _row(baseline, finished)
-        return Request(named, compared, out, settings, command=f"surgery run {where}", title=title, overwrite=True)
+        further = {"writes": True, "restart": finished.restart, "overwrite": True}
+        return Request(named, compared, out, settings, command=f"surgery run {where}", title=title, **further)
 
     def foresee(out: Path, made: Finished, outline: Path) -> Expected:
         from surgery.forecast.evaluation import plan_evaluation
@@ -139,7 +154,7 @@ def _evaluate(step: Step, where: str) -> Action:
         if not evaluation.is_main:
             return
         finished.report = evaluation.report
-        finished.written = write_report(evaluation.report, out)
+        finished.written = evaluation.written
         if publish is not None:
             Path(publish).mkdir(parents=True, exist_ok=True)
             finished.written += write_report(evaluation.report, Path(publish))
@@ -164,7 +179,7 @@ def _score_heads(step: Step, where: str) -> Action:
         if processes.from_main(lambda: _scored_already(path, checkpoint, settings)):
             progress.note(f"{path}: is there already")
             return
-        score_heads(checkpoint, path, settings, progress=progress)
+        score_heads(checkpoint, path, settings, restart=finished.restart, progress=progress)
 
     return Action(do)
 
@@ -226,6 +241,7 @@ def _heal(step: Step, where: str) -> Action:
             processes=processes,
             launcher=launcher,
             measure=measure,
+            restart=finished.restart,
             command=f"surgery run {where}",
         )
 

@@ -25,13 +25,17 @@ class Step:
 
 @dataclass
 class Finished:
-    """What a recipe made: checkpoints, patterns and plans by step, and the last report with its files."""
+    """What a recipe made: checkpoints, patterns and plans by step, and the last report with its files.
+
+    ``restart`` is of `surgery.workflow.recipe.run_recipe`.
+    """
 
     checkpoints: dict[str, Path] = field(default_factory=dict)
     patterns: dict[str, Path] = field(default_factory=dict)
     plans: dict[str, Path] = field(default_factory=dict)
     report: dict[str, Any] | None = None
     written: list[Path] = field(default_factory=list)
+    restart: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from surgery.checkpoint import CheckpointWriter, TensorSpec, check_output, parse_size
 from surgery.checkpoint.disk import format_size
 from surgery.checkpoint.output_place import default_output
-from surgery.checkpoint.staging import MARKER
+from surgery.checkpoint.staging import MARKER, Staging
 from surgery.common.errors import SurgeryError
 
 PLAN = {"a": TensorSpec(torch.float32, (2,))}
@@ -174,6 +174,19 @@ class TestLeftovers:
             writer.write("a", torch.ones(2))
             writer.commit()
         assert (tmp_path / "out" / "model.safetensors").exists()
+
+    def test_two_that_saw_no_other(self, tmp_path, monkeypatch, disk):
+        """Both looked before either began: the later leaves what the earlier has written."""
+        early, late = (Staging(tmp_path / "out", overwrite=False) for _ in range(2))
+        early.create()
+        (early.partial / "config.json").write_text("{}")
+        before = disk()
+        monkeypatch.setattr(late, "_check_leftover", lambda: None)
+        with pytest.raises(SurgeryError, match="another surgery"):
+            late.create()
+        assert disk() == before
+        early.commit()
+        assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["config.json"]
 
     def test_killed_process(self, tmp_path):
         """A lock dies with its process, so what SIGKILL leaves is cleared by the next run."""

@@ -25,7 +25,7 @@ SMALL = {"windows": 4, "length": 64, "decoded": 8, "recall_prompts": 2, "batch_s
 CHEAP = {"tasks": "loss,generate,memory", "contexts": "16,32", "new_tokens": 4, "variants": "int8,mean-pool,window"}
 
 
-def run(checkpoints, baseline, out, *, overwrite=False, **settings):
+def run(checkpoints, baseline, out, *, overwrite=False, restart=False, **settings):
     request = Request(
         tuple(map(str, checkpoints)),
         None if baseline is None else str(baseline),
@@ -33,6 +33,7 @@ def run(checkpoints, baseline, out, *, overwrite=False, **settings):
         EvalSettings(**{**SMALL, "tasks": "loss", **settings}),
         command="surgery eval ...",
         overwrite=overwrite,
+        restart=restart,
     )
     return evaluate(request, Progress(silent=True)).report
 
@@ -134,11 +135,11 @@ def test_a_report_of_other_settings_is_not_replaced_unasked(whole, models, tmp_p
     assert (tmp_path / "report.json").read_bytes() == before
 
 
-def test_an_interrupted_evaluation_goes_on(models, tmp_path, monkeypatch):
-    measured, real = [], LossTask.run
+def test_an_interrupted_evaluation_goes_on_unless_it_is_restarted(models, tmp_path, monkeypatch):
+    measured, real, last = [], LossTask.run, 1
 
     def counted(self, model, session, kept):
-        if len(measured) == 1:
+        if len(measured) == last:
             raise KeyboardInterrupt
         measured.append(model)
         return real(self, model, session, kept)
@@ -152,6 +153,11 @@ def test_an_interrupted_evaluation_goes_on(models, tmp_path, monkeypatch):
     assert not (tmp_path / "out" / "unfinished").exists()
     for left, right in zip(resumed["rows"], straight["rows"], strict=True):
         assert left["results"] == right["results"] and left["comparison"] == right["comparison"]
+    last = None
+    monkeypatch.setattr(LossTask, "run", counted)
+    for restart, count in ((False, 1), (True, 3)):
+        run([models[1]], models[0], tmp_path / "out", variants="none", restart=restart)
+        assert len(measured) == count
 
 
 def test_losses_of_mla_are_those_of_its_own_attention(models, tmp_path, monkeypatch):

@@ -1,0 +1,107 @@
+"""Two processes on one output: the second is refused in one line, and the first ends as if it had been alone."""
+
+import hashlib
+import pkgutil
+
+import pytest
+import yaml
+from command_line import run_main
+from healing import forked, heal_settings, settings_file
+from processes import Fork
+from tiny_models import HELD_OUT
+
+from surgery.checkpoint.output_place import LOCK, kept_apart
+from surgery.common.errors import SurgeryError
+from surgery.heads.compare import random_pattern
+from surgery.healing import heal as healing
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+CONVERT = ("--calibration", "none", "--kv-ratio", "0.5")
+EVAL = ("--windows", "2", "--length", "64", "--tasks", "loss", "--decoded", "4", "--variants", "none")
+HEADS = ("--method", "ablation", "--sinks", "4", "--window", "16", "--length", "200", "--facts", "1", "--samples", "1")
+HEAL = ("--teacher", "{source}", "--data", str(HELD_OUT), "--max-steps", "1", "--length", "32", "--held-out", "2")
+PLAN = ("--kv-ratio", "0.5", "--allow", "quantized", "--calibration-tokens", "512", "--calibration-length", "64")
+VERBS = {
+    "convert": (("convert", "{source}", *CONVERT, "--out", "{out}"), "surgery.structures.stages.StageRuns.advance"),
+    "eval": (("eval", "{source}", *EVAL, "--out", "{out}"), "surgery.evaluation.run._Work.measure"),
+    "heads": (
+        ("heads", "{source}", *HEADS, "--text", str(HELD_OUT), "--out", "{out}.safetensors"),
+        "surgery.heads.ablation.mean_loss",
+    ),
+    "heads compare": (
+        ("heads", "compare", "{patterns[0]}", "{patterns[1]}", "--out", "{out}"),
+        "surgery.heads.compare._write",
+    ),
+    "heal": (("heal", "{source}", *HEAL, "--no-measure", "--out", "{out}"), "surgery.healing.heal._train"),
+    "plan": (
+        ("plan", "{source}", *PLAN, "--held-out", "2", "--recall", "0", "--context", "256", "--out", "{out}.yaml"),
+        "surgery.planning.plan.measure",
+    ),
+    "run": (("run", "{recipe}", "--work", "{out}"), "surgery.workflow.conversions._convert_unless_there"),
+}
+
+
+def content(folder):
+    return {path: hashlib.sha256(path.read_bytes()).digest() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def places(checkpoints, tmp_path):
+    """What commands name: all but the output is there."""
+    source = checkpoints("llama")
+    patterns = [random_pattern(2, 2, seed).save(tmp_path / f"{seed}.safetensors") for seed in (0, 1)]
+    recipe = tmp_path / "recipe.yaml"
+    step = {"name": "half", "source": str(source), "kv_ratio": 0.5, "calibration": "none"}
+    recipe.write_text(yaml.safe_dump({"steps": [{"convert": step}]}))
+    (tmp_path / "outputs").mkdir()
+    return {"source": source, "patterns": patterns, "recipe": recipe, "out": tmp_path / "outputs" / "out"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_second_is_refused_and_the_first_ends_well(verb, places, tmp_path, monkeypatch, capsys):
+    command, meanwhile = VERBS[verb]
+    command, outputs, seconds = [part.format(**places) for part in command], tmp_path / "outputs", []
+
+    def second_first(*arguments, **named):
+        if not seconds:
+            before = content(outputs)
+            seconds.append(Fork(*command, module="surgery"))
+            seconds[0].wait()
+            assert content(outputs) == before
+        return at_work(*arguments, **named)
+
+    at_work = pkgutil.resolve_name(meanwhile)
+    monkeypatch.setattr(meanwhile, second_first)
+    monkeypatch.setattr(healing, "run_to_its_end", forked)
+    code, _, told = run_main(monkeypatch, capsys, *command)
+    assert code == 0, told
+    (second,) = seconds
+    assert second.returncode == 1 and second.stdout == ""
+    *_, line = second.stderr.splitlines()
+    option = "--work" if verb == "run" else "--out"
+    assert line.startswith("surgery: error: ") and str(places["out"]) in line
+    assert line.endswith(f"another surgery is writing it; wait for it or choose another {option}")
+    assert "Traceback" not in second.stderr
+    assert not list(outputs.rglob(f"*{LOCK}"))
+
+
+def test_a_training_that_goes_on_by_itself_keeps_its_folder(checkpoints, tmp_path):
+    """That of a `surgery heal` which was killed, or one that was started without it."""
+    source = checkpoints("llama")
+    values = heal_settings(tmp_path, source, source)
+    run = tmp_path / "healed.run"
+    run.mkdir()
+    with kept_apart(run):
+        second = Fork("--config", settings_file(values), module="surgery.training.heal")
+        assert second.wait() == 1
+    *_, line = second.stderr.splitlines()
+    assert line == f"surgery: {run}: another surgery is writing it; wait for it or choose another --out"
+    assert not list(run.iterdir())
+
+
+def test_what_sigkill_leaves_of_a_lock_is_locked_by_nobody(tmp_path):
+    (tmp_path / LOCK).touch()
+    with kept_apart(tmp_path), pytest.raises(SurgeryError, match="another surgery"), kept_apart(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
