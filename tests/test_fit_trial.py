@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 import surgery
 from surgery.checkpoint.named_models import demo_model
+from surgery.common.human import with_perplexity
 from surgery.console.verdicts import of_conversion
 from surgery.reporting.quality import fit_told
 from surgery.structures import converter
@@ -63,7 +64,7 @@ def test_no_layer_is_fitted_further_where_the_model_loses_by_it(tmp_path, fits, 
     assert fit["given_up"]["fitted"] > fit["given_up"]["closed"]
     assert "fitted" not in losses_of(report) and report["target"]["result"] == "truncated"
     assert "given up at layer 0" in of_conversion(report) and "--fit-steps" not in of_conversion(report)
-    assert f"{fit['given_up']['fitted']:.4f} with layers fitted" in fit_told(fit)
+    assert f"{with_perplexity(fit['given_up']['fitted'])} with layers fitted" in fit_told(fit)
     report_of(source, tmp_path / "closed", rope_dim=8, fit_steps=0)
     written, closed = (load_file(tmp_path / name / "model.safetensors") for name in ("given-up", "closed"))
     assert all(torch.equal(written[name], closed[name]) for name in closed)

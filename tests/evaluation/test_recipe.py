@@ -187,7 +187,8 @@ def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):
     assert steps["sliced"]["told"] == "can be told after low" and steps["mixed"]["told"] == "can be told after pattern"
     assert "no dry run" in steps["pattern"]["told"] and "640 tokens" in steps["healed"]["told"]
     alone = plan_conversion(source, work / "low", TARGETS["lowrank"].settings({n: LOW[n] for n in LOW if n != "to"}))
-    assert (steps["low"]["host"], steps["low"]["disk"]) == (alone.memory["host_bytes"], alone.disk["output_bytes"])
+    assert steps["low"]["disk"] == alone.disk["output_bytes"]
+    assert steps["low"]["host"] == pytest.approx(alone.memory["host_bytes"], rel=0.2)  # with what this process holds
     told = [step for step in steps.values() if step["host"]]
     assert [step["name"] for step in told] == ["low", "bits", "healed", "report"]
     assert total["seconds"] == sum(step["seconds"] or 0 for step in told) > steps["low"]["seconds"] > 0
@@ -200,8 +201,12 @@ def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):
     )
     after, _ = planned()
     assert after["low"]["there"] and after["low"]["host"] is None and after["sliced"]["host"] > 0
-    for name in ("bits", "healed", "report"):
-        assert after[name]["host"] == steps[name]["host"], name
+    assert [after[name]["host"] for name in ("healed", "report")] == [
+        steps[name]["host"] for name in ("healed", "report")
+    ]
+    beside = [file for file in (work / "low").rglob("*") if file.is_file() and file.suffix != ".safetensors"]
+    more = after["bits"]["disk"] - steps["bits"]["disk"]  # a report and a card, which shapes do not foresee
+    assert 0 <= more <= sum(file.stat().st_size for file in beside)
 
 
 def test_a_dry_run_refuses_what_a_step_would_refuse(finished, tmp_path):
