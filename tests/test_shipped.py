@@ -53,7 +53,7 @@ def test_listed_and_copied(tmp_path, monkeypatch, capsys):
 def test_run_and_config_take_names(checkpoints, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     asked = []
-    monkeypatch.setattr(recipe, "run_recipe", lambda path, *_: asked.append(path) or recipe.Finished())
+    monkeypatch.setattr(recipe, "run_recipe", lambda path, *_, **restart: asked.append(path) or recipe.Finished())
     assert run_main(monkeypatch, capsys, "run", "testbed-mla")[0] == 0
     assert [path.resolve() for path in asked] == [ROOT / "recipes" / "testbed-mla.yaml"]
     code, _, err = run_main(monkeypatch, capsys, "run", "testbed-mlx")

@@ -50,7 +50,7 @@ class HeadSettings(FileSettings):
         more="builtin is the standard library's source; or prose, code or docstrings as in other verbs, a .txt, .jsonl "
         "or .parquet file, or the name of a dataset.",
         section="Inputs",
-        metavar="FILE|DATASET|builtin|prose|code",
+        metavar="FILE|DATASET|builtin",
         old=("--calibration", "--data"),
     )
     text_field: str = setting("text", "Column that holds the text.", metavar="NAME")
