@@ -31,7 +31,7 @@ def tool():
     return module
 
 
-REPORTS = ["smollm2", "smollm2/healing", "testbed"]
+REPORTS = ["smollm2", "smollm2/healing", "smollm2/structures", "testbed"]
 
 
 def table_of_the_report(name: str, shown: tuple[str, ...]) -> dict[str, list[str]]:
@@ -54,6 +54,13 @@ def test_the_table_of_results_is_the_report():
     assert len(found) >= 10
     for name, cells in found:
         assert cells == report[name], name
+
+
+def test_other_structures_of_the_real_model_are_the_reports():
+    page = rows_of((ROOT / "docs" / "results.md").read_text(encoding="utf-8"), "### Other structures")
+    report = table_of_the_report("smollm2/structures", ("kv_ratio", "loss_change", "perplexity", "recall"))
+    assert len(page) > 10
+    assert page == {"": ["KV share", "Δ loss", "perplexity", "recall"]} | {name: report[name] for name in page if name}
 
 
 def test_the_table_of_the_readme_is_the_reports():
