@@ -2,14 +2,16 @@
 
 python tools/llama_cpp_speed.py source.gguf small.gguf --contexts 512 2048 8192 --threads 1 2
 
-Runs in an environment with xllamacpp (`python tests/engines/environments.py llama.cpp` makes one). Files take turns,
-and each number is the best of three: what else a machine does only slows it down.
+Runs in an environment with xllamacpp (`python tests/engines/environments.py llama.cpp` makes one). Seconds are those
+that processors worked, divided by the threads, so that one thread is measured beside other programs too. Files take
+turns, and each number is the best of three: the first reads the prompt, and what else a machine does slows it down.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import time
 from pathlib import Path
 
 import xllamacpp
@@ -26,10 +28,12 @@ def opened(path: str, context: int, threads: int) -> xllamacpp.Server:
     return xllamacpp.Server(params)
 
 
-def tokens_a_second(server: xllamacpp.Server, prompt: list[int]) -> float:
+def tokens_a_second(server: xllamacpp.Server, prompt: list[int], threads: int) -> float:
     """Of new tokens behind the prompt, which stays in the cache from one call to the next."""
     asked = {"prompt": prompt, "n_predict": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True, "cache_prompt": True}
-    return server.handle_completions(asked)["timings"]["predicted_per_second"]
+    began = time.process_time()
+    server.handle_completions(asked)
+    return NEW_TOKENS * threads / (time.process_time() - began)
 
 
 def main() -> None:
@@ -46,7 +50,7 @@ def main() -> None:
         prompt = [drawn.randrange(100, 4000) for _ in range(context)]
         for threads in asked.threads:
             servers = [opened(path, context, threads) for path in asked.files]
-            turns = [[tokens_a_second(server, prompt) for server in servers] for _ in range(TURNS)]
+            turns = [[tokens_a_second(server, prompt, threads) for server in servers] for _ in range(TURNS)]
             best = [max(column) for column in zip(*turns, strict=True)]
             print(f"| {context} | {threads} | " + " | ".join(f"{each:.1f}" for each in best) + " |", flush=True)
 

