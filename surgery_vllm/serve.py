@@ -70,7 +70,7 @@ def _check_plugin() -> None:
     if allowed is not None and PLUGIN not in allowed.split(","):
         raise Refused(f"VLLM_PLUGINS={allowed} leaves out {PLUGIN}, which serves this checkpoint")
     if PLUGIN not in entry_points(group=GROUP).names:
-        raise Refused("vLLM does not find the plugin of model-surgery: pip install model-surgery in this environment")
+        raise Refused("vLLM does not find the plugin of model-surgery: install model-surgery in this environment")
 
 
 def run(command: list[str]) -> int:

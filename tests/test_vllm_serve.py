@@ -58,7 +58,7 @@ def test_a_plugin_that_vllm_does_not_find(found, model, monkeypatch):
     assert "leaves out model_surgery" in refusal(model())
     monkeypatch.delenv("VLLM_PLUGINS")
     monkeypatch.setattr(serve, "entry_points", lambda group: type("Found", (), {"names": set()}))
-    assert "pip install" in refusal(model())
+    assert "install model-surgery in this environment" in refusal(model())
 
 
 def test_a_port_in_use(found, model):

@@ -76,8 +76,8 @@ class ConvertedModel:
             ValueError: always.
         """
         raise ValueError(
-            "engines cannot run this model by transformers' classes, which would not use its smaller cache: vLLM does "
-            "by the plugin of model-surgery, pip install model-surgery in vLLM's environment"
+            "engines cannot run this model by transformers' classes, which would not use its smaller cache; vLLM "
+            "runs it by the plugin of model-surgery: install model-surgery in vLLM's environment"
         )
 
     @torch.no_grad()

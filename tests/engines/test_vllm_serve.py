@@ -87,4 +87,4 @@ def test_vllm_alone_is_told_of_the_plugin(model, tmp_path):
     """It would run the class beside the weights, and cache keys and values."""
     server = "vllm.entrypoints.openai.api_server"
     status, out, err = ended(tmp_path, server, "--model", model, *QUICK, "--trust-remote-code", PYTHONPATH="")
-    assert status and "pip install model-surgery in vLLM's environment" in out + err
+    assert status and "install model-surgery in vLLM's environment" in out + err

@@ -51,5 +51,5 @@ def test_the_own_class_refuses_at_once(kind):
 @pytest.mark.parametrize("kind", ["mla-own", "gqa-by-layer"])
 def test_engines_that_bring_an_attention_of_their_own_are_refused(kind):
     """vLLM asks so where the plugin is missing."""
-    with pytest.raises(ValueError, match="pip install model-surgery in vLLM's environment"):
+    with pytest.raises(ValueError, match="install model-surgery in vLLM's environment"):
         type(loaded(kind)).is_backend_compatible()
