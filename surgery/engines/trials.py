@@ -59,6 +59,7 @@ TRANSFORMERS = Trial(
             "stablelm",
             "starcoder2",
             "starcoder2 with a window",
+            "gemma",
             "gemma2",
             "gemma2 with a window",
             "gpt_oss",
