@@ -57,7 +57,9 @@ def test_a_port_in_use(model, port, tmp_path):
 
 
 def test_no_plugin(model, tmp_path):
-    assert "does not find the plugin" in refused(tmp_path, model, PYTHONPATH=str(ROOT))
+    (tmp_path / "alone").mkdir()  # what lies beside it in a checkout has entry points, once that was installed
+    (tmp_path / "alone" / "surgery_vllm").symlink_to(ROOT / "surgery_vllm")
+    assert "does not find the plugin" in refused(tmp_path, model, PYTHONPATH=str(tmp_path / "alone"))
 
 
 def test_another_version(model, tmp_path):
