@@ -233,6 +233,8 @@ def test_weights_alone(checkpoints, tmp_path, name):
     result = converter.convert(checkpoints(name), tmp_path / "out", settings)
     assert result.report.kv["measured_bytes_per_token"] <= 0.5 * result.report.kv["source_bytes_per_token"]
     assert result.report.ladder[-1]["loss"] is None
+    card = (result.path / "README.md").read_text()
+    assert "from the weights alone" in card and "Without text no loss was measured" in card and "calibrated" not in card
 
 
 def test_own_class_on_request_equals_stock(converted, tmp_path):

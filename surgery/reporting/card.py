@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.human import formats_of, in_code, in_markdown, origin
 from surgery.common.tables import markdown
 from surgery.common.tables.table import Column, Table
@@ -58,7 +59,7 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
 # {in_markdown(name)}
 
 {in_markdown(made_from)} with its attention rewritten to
-{in_markdown(called)} by model-surgery {report.to_dict()["surgery_version"]}. {_training(report.healing)}
+{in_markdown(called)} by model-surgery {report.to_dict()["surgery_version"]}. {_training(report)}
 
 {markdown.render(before_and_after(held, report.ladder))}
 
@@ -74,8 +75,7 @@ Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"
 
 {markdown.render(stages_table(report.ladder))}
 
-Losses are nats per token on held-out calibration text ({in_markdown(report.calibration.get("source"))}), recall is the
-share of planted five-digit keys that the model finds again. {_planted(report.calibration)}{_fit(target)}
+{_measured(report.calibration)}{_fit(target)}
 
 {_healing(report.healing)}## Engines
 
@@ -89,17 +89,27 @@ versions and per-layer errors are in `surgery_report.json`. The licence of the s
 """
 
 
-def _training(healing: dict | None) -> str:
-    if healing is None:
-        return "It was calibrated, not trained."
-    return f"It was healed by distillation: {sum(stage['tokens'] for stage in stages(healing)):,} tokens."
+def _training(report) -> str:
+    if report.healing is not None:
+        tokens = sum(stage["tokens"] for stage in stages(report.healing))
+        return f"It was healed by distillation: {tokens:,} tokens."
+    if report.calibration.get("source") == NO_CALIBRATION:
+        return "It was made from the weights alone, without text and without training."
+    return "It was calibrated, not trained."
 
 
-def _planted(calibration: dict) -> str:
-    share = calibration.get("recall")
-    if not isinstance(share, float) or not share:
-        return ""
-    return f"{share:.0%} of the text has facts planted and asked for; `surgery eval` measures text alone."
+def _measured(calibration: dict) -> str:
+    """What the losses of the stages are of."""
+    source, share = calibration.get("source"), calibration.get("recall")
+    if source == NO_CALIBRATION:
+        return "Without text no loss was measured; `surgery eval` measures it."
+    told = (
+        f"Losses are nats per token on held-out calibration text ({in_markdown(source)}), recall is the\n"
+        "share of planted five-digit keys that the model finds again. "
+    )
+    if isinstance(share, float) and share:
+        told += f"{share:.0%} of the text has facts planted and asked for; `surgery eval` measures text alone."
+    return told
 
 
 def _fit(target: dict) -> str:
