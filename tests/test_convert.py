@@ -6,18 +6,15 @@ import pytest
 import torch
 from loading import run_elsewhere
 from tiny_models import CONFIGS, FAMILIES, HELD_OUT, SHAPE, STOCK, make_checkpoint
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.common.human import loss_of_stage
 from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED
 from surgery.structures import converter
 from surgery.structures.converter import Conversion
 from surgery.structures.ladder import Ladder
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.verification.again import open_written
 
 QUICK = {
     "kv_ratio": 0.5,
@@ -116,31 +113,6 @@ def test_exact_stages_lose_nothing(converted, name):
     result = report.target["result"]
     assert ladder["reloaded"]["loss"] == pytest.approx(ladder[result]["loss"], abs=1e-4)
     assert ladder[result]["loss"] == min(ladder[form]["loss"] for form in ("truncated", "fitted") if form in ladder)
-
-
-def test_a_stage_between_which_nothing_is_chosen_passes_two_texts(converted):
-    result, ladder = converted("llama", calibration_tokens=256, calibration_length=64, held_out=4, fit_steps=0)
-    rows, stream = {row["stage"]: row for row in result.report.ladder}, ladder._stream
-    tokens = ladder._held_out.tokens
-    source = [stream.loss(ladder.hidden["source"][:count], tokens[:count]) for count in (4, 2)]
-    for stage in ("partial RoPE", "truncated"):
-        assert (len(ladder.hidden[stage]), rows[stage]["sequences"]) == (2, 2)
-        lost = stream.loss(ladder.hidden[stage], tokens[:2]) - source[1]
-        assert rows[stage]["loss"] == pytest.approx(source[0] + lost, abs=1e-6)
-        assert loss_of_stage(rows[stage]).endswith(", from 2 texts")
-    assert rows["source"]["loss"] == pytest.approx(source[0], abs=1e-9)
-    assert rows["source"]["sequences"] is rows["reloaded"]["sequences"] is None
-
-
-@pytest.mark.parametrize("settings", [{}, {"carrier": "own"}], ids=["stock", "own"])
-def test_results_are_verified_by_fused_attention(converted, settings):
-    """Whose kernels want keys and values of one width, as those of MLA are not."""
-    stream = open_written(CheckpointReader.open(converted("llama", **settings)[0].path), "cpu").stream
-    with stream.layer(0) as layer, profile(activities=[ProfilerActivity.CPU]) as seen:
-        layer(torch.zeros(1, 16, stream.config.hidden_size))
-    names = {event.key for event in seen.key_averages()}
-    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
-    assert "aten::_scaled_dot_product_attention_math" not in names
 
 
 def test_stock_frequencies_are_the_sources_bit_for_bit(converted, tmp_path):

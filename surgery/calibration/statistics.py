@@ -126,15 +126,14 @@ class MomentAccumulator:
         _add(sums, "key_norm", (to_complex(k.float()).abs() * gain).double().sum((0, 1)).cpu())
         if self._gradients:
             k_grad, v_grad = projection.k.grad, projection.v.grad
-            half = slice(-(-len(output) // 2))  # of a batch is enough for a metric that fits weigh errors by
             met = {
                 "rows": rows,
                 "gradients": _rows(k_grad, v_grad),
-                "outputs": _wide(output.detach()[half].flatten(0, 1)),
-                "output_gradients": _wide(output.grad[half].flatten(0, 1)),
+                "outputs": _wide(output.detach().flatten(0, 1)),
+                "output_gradients": _wide(output.grad.flatten(0, 1)),
             }
             _add(sums, "gradient", _gram(met["gradients"]))
-            _add(sums, "output_gradient", _gram(_wide(output.grad.flatten(0, 1))))
+            _add(sums, "output_gradient", _gram(met["output_gradients"]))
             if self._key_norm is not None:
                 raw = raw_key_gradient(k, k_grad, projection.key_gain.detach(), self._key_norm.weight)
                 met["raw_gradients"] = _rows(raw, v_grad)

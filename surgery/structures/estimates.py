@@ -168,7 +168,7 @@ class Workload:
     @property
     def spilled_bytes(self) -> int:
         """Temporary disk of activations past the limit."""
-        met = 2 * self.kv_width + self.hidden if self.demand.gradients else 0
+        met = 2 * (self.kv_width + self.hidden) if self.demand.gradients else 0
         swept = max((2 * self.hidden + met), 3 * self.hidden * bool(self.demand.fit_steps))
         return int(max(0, swept * self.calibration * self.length * self.compute - self.limit))
 
@@ -188,7 +188,7 @@ class Workload:
         ======================= =====================================================================================
         one layer               P (s + c): its tensors as stored, and the module that runs
         activations             calibration: 2 N T D c (a boundary's gradient, the attention's inputs), and
-                                N T (2 n + D) c with gradients (a layer's keys, values, outputs, theirs);
+                                2 N T (n + D) c with gradients (a layer's keys, values, outputs and theirs);
                                 conversion: 3 N T D c for the fit; both up to the limit, if there is one
         held-out text           conversion: one M T D c per stage of the ladder
         one batch               calibration: B T (16 D + 6 H d + 6 I) c for autograd; conversion: 3 B T H n c, queries
@@ -269,7 +269,7 @@ class Workload:
         if not tokens:
             return {"statistics": self._algebra_bytes()}, {}
         width = 16 * self.hidden + 6 * self.heads * self.head_dim + 6 * self.intermediate
-        met = 2 * self.kv_width + self.hidden if self.demand.gradients else 0
+        met = 2 * (self.kv_width + self.hidden) if self.demand.gradients else 0
         host = {
             "activations": min((2 * self.hidden + met) * tokens * self.compute, self.limit),
             "statistics": max(self._algebra_bytes(), self._sums_bytes()),
@@ -370,8 +370,7 @@ class Workload:
             return 2 * self.kv_width**2
         # Two matrices each are fitted to the others' weights: by sweeps a sum and a form.
         fitted = 4 * SWEEPS
-        # Those of outputs to half of the tokens.
-        return int(2 * ((2 + fitted) * self.kv_width**2 + (1 + fitted / 2) * self.hidden**2))
+        return 2 * ((2 + fitted) * self.kv_width**2 + (1 + fitted) * self.hidden**2)
 
     def _algebra_flops(self) -> int:
         forms = self.demand.splits + 1 + self.demand.spectra / 2  # eigenvalues without eigenvectors

@@ -24,7 +24,8 @@ from surgery.transforms.algebra import relative
 EXACT_TOKENS = 128
 # Sequences on which a layer's own output error is measured; it settles long before the loss does.
 ERROR_SEQUENCES = 2
-# Held-out texts that a stage passes on whose loss no choice hangs: what it loses on them settles long before the loss.
+# Held-out texts that a stage passes on whose loss no choice hangs. What it loses on them tells its share of the loss,
+# not its digits: SmolLM2-135M with partial RoPE lost 0.60 nats on two texts and 0.50 on four.
 STEP_SEQUENCES = 2
 
 Form = Callable[[], nn.Module]
