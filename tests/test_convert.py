@@ -72,7 +72,8 @@ def simulated_logits(result: Conversion, runs: StageRuns) -> torch.Tensor:
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max())
+    """Of the sequences that b has: a form that nothing is chosen of is simulated on a few texts."""
+    return float((a[: len(b)] - b).abs().max() / b.abs().max())
 
 
 @pytest.mark.parametrize("name", TRIED)
@@ -160,7 +161,8 @@ def test_low_precision_weights_stay_within_their_own_floor(converted, dtype, tmp
         full = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(tokens).logits
         low = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)(tokens).logits
     floor = divergence(low, full)
-    assert divergence(logits, simulated_logits(result, runs)) < 4 * floor
+    simulated = simulated_logits(result, runs)
+    assert divergence(logits[: len(simulated)], simulated) < 4 * floor
     dtypes = {CheckpointReader.open(result.path).info(n).dtype for n in CheckpointReader.open(result.path).names()}
     assert dtypes == {dtype}
 

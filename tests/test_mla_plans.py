@@ -2,9 +2,11 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from surgery.structures.mla.plans import Planner
+from surgery.structures.mla import plans
+from surgery.structures.mla.plans import Planner, most_tried, search_plans
 from surgery.transforms import mla
 
 KV_HEADS, HEAD_DIM = 2, 8
@@ -29,3 +31,19 @@ def test_layers_keep_the_frequencies_that_they_need():
 
 def test_one_list_is_of_the_largest_shares_of_all_layers():
     assert plan(one_list=True) == [[1, 1, 0, 1]] * 3
+
+
+@pytest.mark.parametrize("count", range(1, 7))
+@pytest.mark.parametrize("folds", [False, True])
+def test_the_least_of_a_valley_is_found_by_trying_few(count, folds, monkeypatch):
+    def losses(tried, *_):
+        asked.extend(plan.place for plan in tried)
+        return [abs(plan.place - least) for plan in tried]
+
+    monkeypatch.setattr(plans, "try_plans", losses)
+    every = [SimpleNamespace(place=place, method=SimpleNamespace(folds=folds)) for place in range(count)]
+    for least in range(count):
+        asked = []
+        found = search_plans(every, None, None, None, 1, None)
+        assert min(found, key=found.__getitem__) == least and sorted(found) == sorted(asked)
+        assert len(asked) == count if folds else len(asked) <= most_tried(count)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from surgery.running.layer_stream import LayerStream
+
+COMPARED = 16
+"""Positions at which logits are compared, at least, where sequences are as long."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +21,13 @@ class Score:
     Attributes:
         logit_difference: of a form that must equal the source, the largest difference of logits on a short text,
             relative to the largest logit.
+        sequences: texts from which the loss is known, where they are not all.
     """
 
     loss: float | None
     recall: float | None
     logit_difference: float | None = None
+    sequences: int | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,9 @@ class HeldOut:
 
 
 def logit_difference(stream: LayerStream, hidden: Tensor, other_stream: LayerStream, other: Tensor) -> float:
-    """Largest logit difference at the last position of every sequence, relative to the largest logit."""
-    logits = stream.logits(hidden[:, -1].to(stream.device, stream.dtype))
-    others = other_stream.logits(other[:, -1].to(other_stream.device, other_stream.dtype))
+    """Largest difference of logits at the last positions of all sequences that both have, relative to the largest."""
+    count = min(len(hidden), len(other))
+    last = slice(-math.ceil(COMPARED / count), None)
+    logits = stream.logits(hidden[:count, last].to(stream.device, stream.dtype))
+    others = other_stream.logits(other[:count, last].to(other_stream.device, other_stream.dtype))
     return float((logits - others).abs().max() / logits.abs().max())

@@ -26,7 +26,7 @@ from surgery.common.layer_files import LayerFiles
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
 from surgery.running.activations import ActivationMemory, give_back, map_file
-from surgery.running.layer_stream import LayerStream
+from surgery.running.layer_stream import LayerStream, sampling_numbers
 from surgery.running.processes import ALONE, Processes
 from surgery.running.source import Source
 
@@ -251,7 +251,7 @@ def _upstream(stream: LayerStream, final: Tensor, parts: Parts, seed: int) -> Te
     for part in range(parts.count):
         if part not in parts.own:
             rows = parts.rows(part)
-            torch.rand((rows.stop - rows.start) * length, generator=generator, dtype=torch.float64)
+            sampling_numbers((rows.stop - rows.start) * length, generator)
             continue
         for _, own in parts.batches(part):
             final[own] = stream.sampled_loss_gradient(final[own], generator)

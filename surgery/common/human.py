@@ -67,7 +67,8 @@ def loss_of_stage(row: dict) -> str:
     """The loss of a stage of a conversion; of one that must equal the source, how far its logits are off."""
     if row.get("logit_difference") is not None:
         return f"the source's (logits: {row['logit_difference']:.0e})"
-    return with_perplexity(row["loss"])
+    texts = f", from {row['sequences']} texts" if row.get("sequences") else ""
+    return f"{with_perplexity(row['loss'])}{texts}"
 
 
 def share(value: float | None) -> str:

@@ -86,12 +86,12 @@ class DuoObjective:
     def backward(self, step: int, sequence: int) -> Tensor:
         """Of the mean squared difference of hidden states, relative to the teacher's mean square."""
         tokens = self._needles.tokens[sequence][None]
-        predicting = self._needles.answers[sequence][None, 1:]
+        places = self._needles.answers[sequence, 1:].nonzero()[:, 0]
         # The same attention kernel as under gates, so that gates of 1 lose nothing.
-        with torch.no_grad(), tapped(self._model, AttentionCall.output):
-            wanted = self._states(tokens, predicting)
-        with gated_heads(self._model, self.gates, self._settings.sinks, self._settings.recent):
-            found = self._states(tokens, predicting)
+        with torch.no_grad(), tapped(self._model, AttentionCall.output, places):
+            wanted = self._states(tokens, places)
+        with gated_heads(self._model, self.gates, self._settings.sinks, self._settings.recent, places):
+            found = self._states(tokens, places)
             loss = (found - wanted).square().mean() / wanted.square().mean()
             loss.backward()
         return loss
@@ -116,8 +116,7 @@ class DuoObjective:
         """Of all heads."""
         return self.gates.detach().mean().item()
 
-    def _states(self, tokens: LongTensor, predicting: Tensor) -> Tensor:
-        """Hidden states [n, hidden size] float32 after the last norm, at places [1, T - 1] that predict answers."""
+    def _states(self, tokens: LongTensor, places: LongTensor) -> Tensor:
+        """Hidden states [n, hidden size] float32 after the last norm, at some places of one sequence."""
         output = self._model.base_model(input_ids=tokens.to(self._device), use_cache=False)
-        states = output.last_hidden_state[:, :-1]
-        return states[predicting.to(states.device)].float()
+        return output.last_hidden_state[0, places.to(output.last_hidden_state.device)].float()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 
 import torch
 from torch import LongTensor, Tensor
@@ -27,24 +28,37 @@ def gated_output(call: AttentionCall, gates: Tensor, sinks: int, recent: int) ->
     """What attention gives [B, T, H, v], in the call's dtype, under the gates [G] of its KV heads.
 
     The mixture and the gates' gradient are float32. Both outputs are computed also where a gate is 0 or 1: its
-    gradient is their difference.
+    gradient is their difference. But there one of them has a factor of 0, and no gradient goes back through it.
     """
-    full, streaming = call.output(), streaming_output(call, sinks, recent)
-    share = gates.to(full.device).repeat_interleave(full.shape[2] // call.kv_heads)[:, None]
-    return torch.lerp(streaming.float(), full.float(), share).to(full.dtype)
+    parts, start, differentiates = [], 0, torch.is_grad_enabled()
+    for (opens, closes), run in groupby(gates.tolist(), lambda gate: (gate > 0, gate < 1)):
+        heads = slice(start, start + len(list(run)))
+        own, start = call.of_heads(heads.start, heads.stop), heads.stop
+        with torch.set_grad_enabled(opens and differentiates):
+            full = own.output()
+        with torch.set_grad_enabled(closes and differentiates):
+            streaming = streaming_output(own, sinks, recent)
+        share = gates[heads].to(full.device).repeat_interleave(full.shape[2] // own.kv_heads)
+        parts.append(torch.lerp(streaming.float(), full.float(), share[:, None]).to(full.dtype))
+    return torch.cat(parts, dim=2)
 
 
 @contextmanager
-def gated_heads(model: PreTrainedModel, gates: Tensor, sinks: int, recent: int) -> Iterator[None]:
+def gated_heads(
+    model: PreTrainedModel, gates: Tensor, sinks: int, recent: int, places: LongTensor | None = None
+) -> Iterator[None]:
     """Puts the KV heads of ``model`` under ``gates`` [L, G] float32 for the length of a ``with`` block.
 
     A backward pass that computes layers again belongs inside of the block.
+
+    Args:
+        places: as in `tapped`.
     """
 
     def attention(call: AttentionCall) -> Tensor:
         return gated_output(call, gates[call.layer], sinks, recent)
 
-    with tapped(model, attention):
+    with tapped(model, attention, places):
         yield
 
 

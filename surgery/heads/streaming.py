@@ -22,18 +22,22 @@ from surgery.model.token_codes import TokenCodes
 from surgery.running.attention_tap import AttentionCall, tapped
 from surgery.transforms.quantized_reading import read_quantized
 
-PIECE = 256
+PIECE = 128
 """Queries at a time: a sequence of any length takes memory for this many times those that they see."""
 
 
 def streaming_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
-    """What attention gives [B, T, H, v] if all heads of a causal call with T = S stream.
+    """What attention gives [B, T, H, v] if all heads of a causal call with T = S, or of some places of one, stream.
 
     A mask of the call, such as a sliding window's, holds besides. Queries go in pieces, each with the keys that any of
     its queries sees, so that the work grows with T, not T².
     """
+    if call.places is not None:
+        keys = torch.arange(call.key.shape[2], device=call.places.device)
+        streams = (call.places[:, None] - keys < recent) | (keys < sinks)
+        return replace(call, mask=call.mask & streams).output()
     length, parts = call.query.shape[2], []
-    piece = max(PIECE, sinks + recent)
+    piece = max(PIECE, (sinks + recent) // 2)  # longer ones see more that they mask, shorter ones are many
     for start in range(0, length, piece):
         stop = min(start + piece, length)
         first = max(0, start - recent + 1)

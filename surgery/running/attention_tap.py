@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import BoolTensor, Tensor, nn
+from torch import BoolTensor, LongTensor, Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
@@ -33,6 +35,7 @@ class AttentionCall:
         mask: which keys each query sees, bool [B or 1, 1, T, S]; None for causal attention with T = S.
         scaling: factor of the scores before the softmax.
         softcap, sinks: as in :class:`surgery.families.softmax.Softmax`.
+        places: of the queries among the keys, [T]; None where they are the last T.
     """
 
     layer: int
@@ -43,6 +46,7 @@ class AttentionCall:
     scaling: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    places: LongTensor | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -74,6 +78,15 @@ class AttentionCall:
             sinks=None if self.sinks is None else self.sinks[queries],
         )
 
+    def at(self, places: LongTensor) -> AttentionCall:
+        """The same call for the queries at some places, of a call with T = S."""
+        places = places.to(self.query.device)
+        if self.mask is None:
+            mask = (torch.arange(self.key.shape[2], device=places.device) <= places[:, None])[None, None]
+        else:
+            mask = self.mask[:, :, places]
+        return replace(self, query=self.query[:, :, places], mask=mask, places=places)
+
     def output(self) -> Tensor:
         """What attention gives, [B, T, H, v]."""
         return self.softmax.mix(self.query, self.key, self.value, self.mask).transpose(1, 2)
@@ -84,10 +97,14 @@ AttentionFunction = Callable[[AttentionCall], Tensor]
 
 
 @contextmanager
-def tapped(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None]:
+def tapped(model: PreTrainedModel, function: AttentionFunction, places: LongTensor | None = None) -> Iterator[None]:
     """Has ``function`` compute every attention of ``model`` for the length of a ``with`` block.
 
     It is called again where gradient checkpointing computes a layer again. Dropout is left out.
+
+    Args:
+        places: of the tokens at which what the model puts out is read, in calls with T = S: the last layer computes
+            nothing else. None for all.
 
     Raises:
         SurgeryError: the model takes no attention function.
@@ -106,13 +123,49 @@ def tapped(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None
     for attention in attentions:
         attention.config._attn_implementation = NAME
         attention.surgery_tap = function
+    hooks = []
+    if places is not None:
+        attentions[-1].surgery_tap = partial(_at_places, function, places)
+        hooks = _at_places_alone(getattr(model.base_model.layers[-1], "mlp", None), places)
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for attention in attentions:
             del attention.surgery_tap
         for config, implementation in before:  # those of models inside of others come later, and have the last word
             config._attn_implementation = implementation
+
+
+def _at_places(function: AttentionFunction, places: LongTensor, call: AttentionCall) -> Tensor:
+    """The output of ``function`` for the queries at some places, zeros for the others."""
+    return _spread(function(call.at(places)), places, call.query.shape[2])
+
+
+def _at_places_alone(module: nn.Module | None, places: LongTensor) -> list[RemovableHandle]:
+    """Has a module that takes tokens one by one, [B, T, D], take some places alone, and give zeros for the others."""
+    if module is None:
+        return []
+    length = 0
+
+    def pick(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        nonlocal length
+        length = args[0].shape[1]
+        return args[0][:, places.to(args[0].device)], *args[1:]
+
+    def spread(module: nn.Module, args: tuple[Tensor, ...], found: Tensor | tuple) -> Tensor | tuple:
+        if isinstance(found, tuple):  # gpt-oss gives scores of its experts too
+            return _spread(found[0], places, length), *found[1:]
+        return _spread(found, places, length)
+
+    return [module.register_forward_pre_hook(pick), module.register_forward_hook(spread)]
+
+
+def _spread(found: Tensor, places: LongTensor, length: int) -> Tensor:
+    """[B, n, ...] at their places among [B, length, ...], zeros elsewhere."""
+    everywhere = found.new_zeros(len(found), length, *found.shape[2:])
+    return everywhere.index_copy(1, places.to(found.device), found)
 
 
 def _attention(

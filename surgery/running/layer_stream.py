@@ -24,6 +24,7 @@ from surgery.model.attention_functions import own_softmax
 from surgery.model.cache_argument import CACHE
 from surgery.model.logit_factor import logit_cap, logit_factor
 from surgery.running.activations import give_back, give_back_freed
+from surgery.running.equal_widths import use_equal_widths
 from surgery.running.loading import causal_class, loading, with_standard_names
 
 SMALL = 2**26
@@ -148,7 +149,10 @@ class LayerStream:
             state[POSITIONS] = torch.zeros(self.reader.info(POSITIONS).shape)
         state["lm_head.weight"] = torch.zeros(1, hidden)
         config = _joined([self._single_layer_config(self.config, index) for index in range(start, stop)])
-        model = _model_from_state(config, state, self.dtype).to(self.device)
+        causal = _model_from_state(config, state, self.dtype)
+        if self.device.type == "cpu":
+            use_equal_widths(causal)
+        model = causal.model.to(self.device)
         state.clear()  # what was cast to another dtype would stay in memory twice
         return model
 
@@ -233,38 +237,46 @@ class LayerStream:
         """Gradient of the summed cross-entropy at ``hidden`` [N, T, D], labels drawn from the model itself.
 
         With such labels the second moment of gradients is the true Fisher information, not the empirical one.
-        Two passes over the vocabulary keep the logits from ever existing whole: the first gives the probability of
-        each slice of it, by which a token's slice is drawn; the second draws the label within and sums the gradient.
-        One uniform number a token, put through the inverse of the cumulative distribution, decides both.
+        One pass over the vocabulary in slices, so that logits never exist whole and are computed once: the softmax of
+        what was seen so far grows with every slice, as in FlashAttention (arXiv:2205.14135), and a slice takes the
+        label over from those before with the chance of its share of that.
         """
         with torch.enable_grad():
             leaf = hidden.to(self.device, self.dtype).detach().requires_grad_()
             normed = self.final_norm(leaf)
-        flat = normed.detach().flatten(0, 1)
-        places = torch.arange(len(flat), device=self.device).split(TOKEN_SLICE)
-        slices = [
-            torch.cat([self._slice_logits(flat[rows], weight).float().logsumexp(-1) for rows in places])
-            for _, weight in self.output_slices()
-        ]
-        normaliser = torch.stack(slices).logsumexp(0)
-        below = torch.stack([(part - normaliser).double().exp() for part in slices]).cumsum(0)  # up to a slice's end
-        drawn = torch.rand(len(flat), generator=generator, dtype=torch.float64).to(self.device)
-        chosen = (drawn >= below).sum(0).clamp_max(len(slices) - 1)
-        gradient, cap = torch.zeros_like(flat), logit_cap(self.config)
-        for place, (_, weight) in enumerate(self.output_slices()):
-            for rows in places:
+        flat, cap = normed.detach().flatten(0, 1), logit_cap(self.config)
+        chance, place = sampling_numbers(len(flat), generator).to(self.device)
+        expected = torch.zeros_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
+        drawn, seen = torch.zeros_like(expected), torch.full((len(flat),), -torch.inf, device=self.device)
+        for _, weight in self.output_slices():
+            for rows in torch.arange(len(flat), device=self.device).split(TOKEN_SLICE):
                 logits = self._slice_logits(flat[rows], weight).float()
-                probability = (logits - normaliser[rows, None]).exp()
-                own = (chosen[rows] == place).nonzero()[:, 0]
-                rest = drawn[rows[own]] - (below[place - 1, rows[own]] if place else 0)
-                cumulative = probability[own].double().cumsum(-1)
-                label = torch.searchsorted(cumulative, rest[:, None], right=True)[:, 0].clamp_max(len(weight) - 1)
-                probability[own, label] -= 1
+                before, own = seen[rows], logits.logsumexp(-1)
+                seen[rows] = torch.logaddexp(before, own)
+                probability = (logits - seen[rows, None]).exp_()
+                share = (own - seen[rows]).double().exp()
+                takes = chance[rows] < share
+                # What decided is uniform again between the bounds that it lay in.
+                low, width = torch.where(takes, 0, share), torch.where(takes, share, 1 - share)
+                chance[rows] = (chance[rows] - low) / width
+                cumulative = probability.cumsum(-1)
+                wanted = place[rows, None].to(cumulative) * cumulative[:, -1:]
+                label = torch.searchsorted(cumulative, wanted, right=True).clamp_max(len(weight) - 1)
+                row = weight[label[:, 0]].to(drawn)
                 if cap is not None:
-                    probability *= 1 - (logits / cap).square()
-                gradient[rows] += probability.to(weight) @ weight
-        normed.backward(gradient.view_as(normed))
+                    slope = 1 - (logits / cap).square()
+                    row *= slope.gather(1, label)
+                    probability *= slope
+                drawn[rows] = torch.where(takes[:, None], row, drawn[rows])
+                kept = (before - seen[rows]).exp()[:, None]
+                expected[rows] = expected[rows] * kept + (probability.to(weight) @ weight).to(expected)
+        normed.backward((expected - drawn).to(normed).view_as(normed))
         return leaf.grad
+
+
+def sampling_numbers(count: int, generator: torch.Generator) -> Tensor:
+    """Two uniform numbers for each of so many tokens whose labels are drawn, [2, count] float64."""
+    return torch.rand(2, count, generator=generator, dtype=torch.float64)
 
 
 @dataclass
@@ -347,7 +359,7 @@ def single_layer_config(config, layer: int):
 
 
 def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
-    """A one-layer decoder without final norm, its weights taken from ``state`` by transformers' own loading rules."""
+    """A one-layer model without final norm, its weights taken from ``state`` by transformers' own loading rules."""
     from transformers.utils import logging
 
     # Loading through transformers applies its checkpoint conversions (fused experts), which a plain
@@ -373,9 +385,8 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
         told = "; ".join(f"{kind.replace('_', ' ')} {', '.join(found)}" for kind, found in problems.items())
         why = "a family whose layers have more around the attention than Llama's says so in Family.beside"
         raise SurgeryError(f"a layer does not load into {type(causal).__name__}: {told}; {why}")
-    decoder = causal.model
-    decoder.norm = nn.Identity()
-    return decoder.eval().requires_grad_(False)
+    causal.model.norm = nn.Identity()
+    return causal.eval().requires_grad_(False)
 
 
 def blocks_of(config) -> list[tuple[int, int]]:

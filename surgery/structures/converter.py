@@ -132,8 +132,9 @@ def _convert(
             with progress.step(4, STEPS):
                 outcome = asked.convert_layers(work, writer)
             work.shared_fits.end()
-            if fit := outcome.target.get("fit"):  # which may have been given up
-                progress.expect(workload.phase_flops(len(fit["tried"])))
+            fit = outcome.target.get("fit") or {}  # what it and the splits came to is known now
+            fits = len(fit["tried"]) if fit.get("given_up") else None
+            progress.expect(workload.phase_flops(fits, len(outcome.splits) or None))
             with progress.step(5, STEPS):
                 outcome, verification = _finish(asked, work, writer, tensors, outcome)
             if request.predicted is not None:

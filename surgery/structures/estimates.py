@@ -21,7 +21,7 @@ from surgery.model.attention_functions import own_softmax
 from surgery.running.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
 from surgery.running.source import OwnSource, Source
 from surgery.structures.fit_trial import TRIAL_SEQUENCES, asked_after
-from surgery.structures.stages import ERROR_SEQUENCES, EXACT_TOKENS
+from surgery.structures.stages import ERROR_SEQUENCES, EXACT_TOKENS, STEP_SEQUENCES
 from surgery.transforms.fit_blocks import BLOCKS
 
 # What a layer reaches of the rate of one large matrix product: norms, softmax and small products take the rest.
@@ -55,8 +55,9 @@ class Demand:
             attention over lags too.
         fit_steps, fit_iterations, fit_queries: of the least-squares fit of each layer.
         results: forms of a layer that are carried through all held-out text, the source's not among them.
-        steps: forms that pass its texts only, nearly as wide as the whole cache; ``exact``: that pass a few tokens.
-        splits, split_sequences: how many splits of the budget are tried, each on so many held-out sequences.
+        chosen: whether a result passes a few texts only where it is the last that is left to choose.
+        steps: forms that pass a few texts, nearly as wide as the whole cache; ``exact``: that pass a few tokens.
+        splits, split_sequences: how many splits of the budget are tried at most, each on so many held-out sequences.
         spectra: of a layer's latents that the budget is spread by.
         rescales: whether the residual stream is rescaled, and with it the embeddings.
         quantizes: whether the held-out text is then read through a quantised cache.
@@ -70,6 +71,7 @@ class Demand:
     fit_iterations: int = 0
     fit_queries: int = 0
     results: int = 1
+    chosen: bool = False
     steps: int = 0
     exact: int = 0
     splits: int = 1
@@ -232,14 +234,16 @@ class Workload:
             "estimated_seconds": seconds,
         }
 
-    def phase_flops(self, fits: int | None = None) -> dict[str, int]:
+    def phase_flops(self, fits: int | None = None, splits: int | None = None) -> dict[str, int]:
         """Operations of the model's runs by the names of a conversion's phases, in their order.
 
         Args:
-            fits: layers that were fitted, once that is known; None for all.
+            fits: layers after which the fit was given up, once that is known; None where it was not.
+            splits: splits of the budget that were tried, likewise.
         """
         found: dict[str, int] = {}
-        for part, flops in self._model_flops(self.layers if fits is None else fits).items():
+        work = self if splits is None else replace(self, demand=replace(self.demand, splits=splits))
+        for part, flops in work._model_flops(self.layers if fits is None else fits).items():
             name = PHASE_OF.get(part, part)
             found[name] = found.get(name, 0) + flops
         return found
@@ -254,14 +258,11 @@ class Workload:
     def _layer_bytes(self) -> int:
         return self.layer_parameters * (self.stored + self.compute)
 
-    def _vocabulary_bytes(self, *, draws: bool = False) -> int:
-        """Of one slice of the vocabulary and of logits over it, from which labels may be drawn."""
+    def _vocabulary_bytes(self) -> int:
+        """Of one slice of the vocabulary and of logits over it: these, what is less the normaliser, and their sums."""
         rows = min(self.vocabulary, VOCABULARY_SLICE)
         tokens = min(self.batch * self.length, TOKEN_SLICE)
-        # Logits, what is less the normaliser, probabilities; later, of tokens whose label is in the slice, these once
-        # more and twice in float64.
-        copies = max(3, 2 + 5 * rows / self.vocabulary) if draws else 3
-        return rows * self.hidden * (self.stored + self.compute) + int(4 * copies * rows * tokens)
+        return rows * self.hidden * (self.stored + self.compute) + 4 * 3 * rows * tokens
 
     def _calibration_memory(self) -> tuple[dict[str, int], dict[str, int]]:
         tokens, batch = self.calibration * self.length, min(self.batch, self.calibration) * self.length
@@ -273,7 +274,7 @@ class Workload:
             "activations": min((2 * self.hidden + met) * tokens * self.compute, self.limit),
             "statistics": max(self._algebra_bytes(), self._sums_bytes()),
         }
-        one_batch = max(batch * width * self.compute, self._vocabulary_bytes(draws=self.demand.gradients))
+        one_batch = max(batch * width * self.compute, self._vocabulary_bytes())
         device = {"one layer": self._layer_bytes(), "one batch": one_batch}
         weights = max(4 * self.demand.lags, 5 * self.own_softmax * min(self.batch, self.calibration))
         if weights:
@@ -320,7 +321,7 @@ class Workload:
             # Weights have no gradients: behind a product of one comes one for what entered it, of two matrices two.
             backward = 2 * self.active_parameters + 4 * self.length * self.heads * self.head_dim
             backward = forward + backward * self.demand.gradients
-            sampling = 3 * self.demand.gradients * vocabulary
+            sampling = 2 * self.demand.gradients * vocabulary
             found["calibrate: backward"] = tokens * (self.layers * backward + sampling)
             found["moments"] = tokens * self.layers * self._moment_flops()
             if self.demand.lags:
@@ -335,16 +336,22 @@ class Workload:
             found["try splits"] = self.demand.splits * tried * (small + vocabulary)
         exact = self.demand.exact * (forward + absorbed) * min(EXACT_TOKENS, held_out)
         lossy = forward + self._absorbed_flops(self.demand.cached)
-        # Steps cache nearly all, and pass the text only; the source and the results all sequences.
-        steps = self.demand.steps * texts * (forward + absorbed)
-        results = self.demand.results
-        found["convert"] = self.layers * (exact + steps + held_out * (forward + results * lossy))
-        found["convert"] += (results + 1 + self.demand.steps) * texts * vocabulary
+        few = min(STEP_SEQUENCES, self.held_out) * self.length
+        # Steps cache nearly all, and pass a few texts; the source and the results all sequences, as long as there are
+        # several to choose from.
+        steps = self.demand.steps * few * (forward + absorbed)
+        results, compared = self.demand.results, self.layers
+        if self.demand.chosen:
+            compared = 0 if results == 1 else fits
+        passed = results * compared * held_out + (self.layers - compared) * few
+        found["convert"] = self.layers * (exact + steps + held_out * forward) + passed * lossy
+        ends = results * texts if compared == self.layers else few
+        found["convert"] += (texts + self.demand.steps * few + ends) * vocabulary
         if self.demand.fit_steps:
             # A product with J or its transpose takes four products of the size of the attention matrix.
             product = 8 * self.heads * self.demand.fit_queries * self.length * self.demand.cached
             steps = self.demand.fit_steps * (2 * self.demand.fit_iterations + 3) * product
-            found["fit"] = self.calibration * fits * (steps + 3 * self.length * forward)
+            found["fit"] = self.calibration * fits * (steps + 2 * self.length * forward)
             behind = sum(self.layers - count for count in asked_after(self.layers) if count <= fits)
             asked = 3 * fits * ERROR_SEQUENCES + 3 * behind * min(TRIAL_SEQUENCES, self.held_out)
             found["fit"] += asked * self.length * forward

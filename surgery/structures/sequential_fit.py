@@ -122,7 +122,7 @@ class SequentialFit:
             rows = slice(start, start + self._batch_size)
             hidden = source_hidden[rows].to(self._stream.device, self._stream.dtype)
             captured = CapturedAttention(anatomy)
-            layer(hidden, captured)
+            captured(layer.attention_inputs(hidden))
             out = captured.outputs if anatomy.o_bias is None else captured.outputs - anatomy.o_bias
             converted_hidden = self.hidden[rows].to(hidden)
             inputs[rows] = layer.attention_inputs(converted_hidden).to(inputs)

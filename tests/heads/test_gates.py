@@ -58,6 +58,36 @@ def test_the_mixture_is_float32_whatever_the_model_is():
     assert torch.allclose(gate.grad, difference.reshape(2, 2, -1).transpose(0, 1).reshape(2, -1).sum(1), rtol=1e-5)
 
 
+@pytest.mark.parametrize("values", [(1.0, 0.0), (0.0, 0.3), (1.0, 1.0), (0.3, 0.7)])
+def test_gradients_are_those_of_the_whole_mixture(values):
+    """Also where a gate of 0 or 1 lets none back through one of the outputs."""
+    signal, found = torch.randn(2, 40, 4, 8, generator=torch.Generator().manual_seed(1)), []
+    for direct in (False, True):
+        attention, gate = call(), torch.tensor(values, requires_grad=True)
+        leaves = [part.requires_grad_() for part in (attention.query, attention.key, attention.value)]
+        out = gated_output(attention, gate, 2, 5)
+        if direct:
+            share = gate.repeat_interleave(2)[:, None]
+            out = share * attention.output() + (1 - share) * streaming_output(attention, 2, 5)
+        (out * signal).sum().backward()
+        found.append([leaf.grad for leaf in (*leaves, gate)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_no_gradient_goes_back_through_an_output_that_counts_for_nothing(monkeypatch):
+    passed = []
+
+    def streamed(attention, *settings):
+        passed.append((attention.kv_heads, torch.is_grad_enabled()))
+        return streaming_output(attention, *settings)
+
+    monkeypatch.setattr(gates, "streaming_output", streamed)
+    gated_output(call(), torch.tensor([1.0, 0.0], requires_grad=True), 2, 5)
+    gated_output(call(), torch.tensor([0.5, 0.0], requires_grad=True), 2, 5)
+    assert passed == [(1, False), (1, True), (1, True), (1, True)]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
 def test_gates_of_1_and_0_are_full_and_streaming_heads(checkpoints, family):
     session = scoring_session(checkpoints(family))
@@ -151,6 +181,28 @@ def test_gradients_are_those_of_the_loss(checkpoints, method):
                 with torch.no_grad():
                     parameter.view(-1)[index] -= move
             assert (ends[0] - ends[1]) / 0.02 == pytest.approx(gradient.view(-1)[index].item(), rel=0.05, abs=2e-4)
+
+
+@pytest.mark.parametrize("values", [[[0.3, 0.6], [0.8, 0.5]], [[1.0, 0.0], [0.0, 1.0]]])
+def test_the_last_layer_is_computed_where_it_is_read(checkpoints, values, monkeypatch):
+    session, output = scoring_session(checkpoints("llama"), steps=1), AttentionCall.output
+    found, computed = [], []
+    for everywhere in (False, True):
+        if everywhere:
+            for module in (duo, gates):
+                monkeypatch.setattr(module, "tapped", lambda model, function, places: tapped(model, function))
+        objective, queries = duo.DuoObjective(session), []
+        with torch.no_grad():
+            objective.gates.copy_(torch.tensor(values))
+        monkeypatch.setattr(
+            AttentionCall, "output", lambda call, q=queries: q.append(call.query.shape[2]) or output(call)
+        )
+        loss = objective.backward(0, 0)
+        found.append((loss.detach(), objective.gates.grad))
+        computed.append(set(queries))
+    places = int(objective._needles.answers[0].sum())
+    assert computed == [{session.settings.length, places}, {session.settings.length}]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_full_gates_lose_nothing_to_their_teacher(checkpoints):

@@ -162,6 +162,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
                 fit_iterations=settings.fit_iterations,
                 fit_queries=settings.fit_queries,
                 results=2 if fits and settings.fit_steps else 1,
+                chosen=True,
                 quantizes=settings.quantizes,
             ),
         )
@@ -206,7 +207,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         """The merged form and the fitted one, of which the one of less held-out loss is written."""
         carrier, kv_heads, first = self._carrier, self._plan.kv_heads, self.opened.first
         stages = STAGES[: 1 + work.fits(self.settings.method == "fisher")]
-        runs = work.stage_runs(stages)
+        runs = work.stage_runs(stages, steps=stages if len(stages) == 1 else ())
         fit = work.fit(runs, *STAGES)
         reports = work.pass_layers(lambda i, fit: self._merge(i, work, fit, runs), runs, fit, HeadsLayerReport)
         scores = runs.scores()

@@ -170,6 +170,7 @@ class LowRank(Structure[Source, LowRankSettings]):
                 fit_iterations=asked.fit_iterations,
                 fit_queries=asked.fit_queries,
                 results=forms,
+                chosen=True,
                 steps=forms if asked.window else 0,
                 quantizes=asked.quantizes,
             ),
@@ -228,7 +229,8 @@ class LowRank(Structure[Source, LowRankSettings]):
         fits = work.fits(self.asked.method == "fisher")
         forms = (*((CLOSED,) if self.closed_ends or not fits else ()), *((FITTED,) if fits else ()))
         windowed = tuple(EXACT_WINDOW[form] for form in forms) if self.asked.window else ()
-        runs = work.stage_runs((*forms, *windowed), steps=forms if windowed else ())
+        steps = (*forms, *windowed) if len(forms) == 1 else forms if windowed else ()
+        runs = work.stage_runs((*forms, *windowed), steps=steps)
         fit = work.fit(runs, CLOSED, FITTED, *windowed[1:])
         reports = work.pass_layers(
             lambda index, fit: self._convert(index, work, fit, runs),

@@ -133,7 +133,7 @@ class Mixed(Structure[Source, MixedSettings]):
         """The closed forms and the fitted ones, of which those of less held-out loss are written."""
         opened, settings = self.opened, self.settings
         fits = work.fits(any(structure.foresee().demand.fit_steps for structure in self._structures))
-        runs = work.stage_runs((CLOSED, FITTED)[: 1 + fits])
+        runs = work.stage_runs((CLOSED, FITTED)[: 1 + fits], steps=() if fits else (CLOSED,))
         fit = work.fit(runs, CLOSED, FITTED)
         reports = work.pass_layers(
             lambda index, fit: self._convert(index, work, fit, runs), runs, fit, MixedLayerReport

@@ -39,7 +39,8 @@ from surgery.structures.mla.plans import (
     UNTRIED_WEIGHT,
     MLAPlan,
     Planner,
-    try_plans,
+    most_tried,
+    search_plans,
 )
 from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerReport, mla_target
 from surgery.structures.mla.settings import ConvertSettings
@@ -116,6 +117,7 @@ class MLA(Structure[Source, ConvertSettings]):
         chosen = max(forecasts, key=lambda found: found.kv_bytes_per_token)
         carrier, steps = self._carrier or chosen.carrier, settings.fit_steps if method.gradients else 0
         spreads = settings.spreads and not self.stock
+        plans = len(ROTATION_WEIGHTS) if spreads and len(self.splits) > 1 else len(self.splits)
         return Foreseen(
             config=carrier.writer.config(opened.reader.config),
             tensors=all_tensors(opened, carrier.writer, self.kept),
@@ -131,9 +133,10 @@ class MLA(Structure[Source, ConvertSettings]):
                 fit_iterations=settings.fit_iterations,
                 fit_queries=settings.fit_queries,
                 results=2 if steps else 1,
+                chosen=True,
                 steps=1,
                 exact=len(EXACT_STAGES),
-                splits=len(ROTATION_WEIGHTS) if spreads and len(self.splits) > 1 else len(self.splits),
+                splits=plans if method.folds else most_tried(plans),
                 spectra=ROTATED_CHOICES * spreads,
                 split_sequences=SPLIT_SEQUENCES,
                 rescales=carrier.stock and carrier.writer.rescale != 1.0,
@@ -193,7 +196,8 @@ class MLA(Structure[Source, ConvertSettings]):
         """The closed form and the fitted one, of which the one of less held-out loss is written."""
         opened, carrier = self.opened, self._carrier
         stages = LOSSY_STAGES[: 2 + work.fits(mla.METHODS[self.settings.method].gradients)]
-        runs = work.stage_runs((*EXACT_STAGES, *stages), exact=EXACT_STAGES, steps=stages[:1])
+        steps = stages[: 1 if len(stages) > 2 else 2]
+        runs = work.stage_runs((*EXACT_STAGES, *stages), exact=EXACT_STAGES, steps=steps)
         fit = work.fit(runs, *LOSSY_STAGES[1:])
         reports = work.pass_layers(lambda index, fit: self._convert(index, work, fit, runs), runs, fit, LayerReport)
         scores = runs.scores()
@@ -215,7 +219,7 @@ class MLA(Structure[Source, ConvertSettings]):
         )
 
     def _choose(self, work: Work) -> tuple[MLAPlan, list[tuple[MLAPlan, float | None]], dict]:
-        """The plan of least held-out loss, that of every candidate, and what an engine's limits cost, for the report.
+        """The plan of least held-out loss, that of all that were tried, and what an engine's limits cost, to report.
 
         The free choice that an engine's is compared with is that of the same budget without limits.
         """
@@ -235,17 +239,16 @@ class MLA(Structure[Source, ConvertSettings]):
             # Nothing to try them on: a third for rotary dimensions, the middle of what calibrated conversions choose.
             untried = min(plans, key=_unlikely)
             return untried, [(untried, None)], {}
-        unlimited_plans = [replace(planner, frequencies="free").alike(split, one_list=True) for split in free]
-        losses = try_plans(
-            [*plans, *unlimited_plans], opened, work.library, held_out, settings.batch_size, work.progress
-        )
-        best = min(range(len(plans)), key=losses.__getitem__)
-        tried = list(zip(plans, losses[: len(plans)], strict=True))
+        losses = search_plans(plans, opened, work.library, held_out, settings.batch_size, work.progress)
+        best = min(losses, key=losses.__getitem__)
+        tried = [(plans[place], loss) for place, loss in sorted(losses.items())]
         if not free:
             return plans[best], tried, {}
-        unlimited_loss, split = min(zip(losses[len(plans) :], free, strict=True), key=lambda found: found[0])
-        cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": unlimited_loss}
-        return plans[best], tried, {"engine_limits": {**cost, "free_split": [split.rope_dim, split.rank]}}
+        unlimited = [replace(planner, frequencies="free").alike(split, one_list=True) for split in free]
+        others = search_plans(unlimited, opened, work.library, held_out, settings.batch_size, work.progress)
+        place = min(others, key=others.__getitem__)
+        cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": others[place]}
+        return plans[best], tried, {"engine_limits": {**cost, "free_split": [free[place].rope_dim, free[place].rank]}}
 
     def _convert(self, index: int, work: Work, fit: SequentialFit | None, runs: StageRuns) -> dict[str, LayerReport]:
         """Converts and measures one layer, the closed form and the fitted one; reports on both."""
