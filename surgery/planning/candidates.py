@@ -112,7 +112,8 @@ class Candidates:
             coded = self._settings.allows(BITS) or all("bits" in each.settings for each in named)
             for candidate in named:
                 asked = {**candidate.settings, **self._own_of(target)}
-                if coded or "bits" not in asked:
+                at_context = candidate.context is None or self._settings.tokens <= candidate.context
+                if at_context and (coded or "bits" not in asked):
                     yield target, asked, candidate
 
     def sized(self, target: Target, asked: dict[str, Any], share: float | None, *, mixes: bool = True) -> Sized | None:
