@@ -164,7 +164,8 @@ def contenders(rows: Sequence[Row], share: float | None, max_loss: float | None)
     met = [row.kv_bytes for row in rows if row.high is not None and row.high <= max_loss]
     largest = min(met, default=math.inf)
     doubtful = [place for place, row in enumerate(rows) if row.low is not None and row.low <= max_loss < row.high]
-    return [place for place in doubtful if rows[place].kv_bytes < largest][:CONTENDERS]
+    smaller = [place for place in doubtful if rows[place].kv_bytes < largest]
+    return sorted(smaller, key=lambda place: rows[place].kv_bytes)[:CONTENDERS]
 
 
 def choose(rows: Sequence[Row], share: float | None, max_loss: float | None) -> int:
