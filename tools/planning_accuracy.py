@@ -45,11 +45,11 @@ TEXT = {"calibration_length": LENGTH, "context": str(LENGTH)}
 PAIRS = (("lowrank", {"bits": 8, "sinks": 4}), ("lowrank", {"bits": 4, "sinks": 4}))
 """Structures with as many bits for everything: what plans have bits chosen for each latent in the place of."""
 NAMES = ("model", "command", "weighed", "kv_ratio", "predicted", "low", "high", "divergence")
-NAMES += ("measured", "measured_low", "measured_high", "recall", "carried", "chosen", "by_text")
+NAMES += ("measured", "measured_low", "measured_high", "recall", "carried", "chosen", "by_text", "diverged")
 TEXTS = ("model", "command", "chosen", "by_text")
 """Columns that are no numbers. ``weighed``: 1 of what plans choose among; ``carried``: 1 of what was carried through
 the model on other text, 0 of written conversions; ``chosen``: the shares at which a plan does; ``by_text``: the
-measured increase on each text."""
+measured increase on each text; ``diverged``: what ``divergence`` is there."""
 
 
 def candidates_of(model: str, work: Path, *, carried: bool) -> list[tuple[Sized, dict[str, Any]]]:
@@ -81,6 +81,7 @@ def candidates_of(model: str, work: Path, *, carried: bool) -> list[tuple[Sized,
         if other:
             expected |= beyond(other.scored[place].losses, other.source.losses)
             expected |= {"recall": other.scored[place].recall, "carried": 1}
+            expected |= {"diverged": other.scored[place].divergence}
         found.append((each, expected))
     return found
 
@@ -165,7 +166,7 @@ def of_recipe(recipe: Path, work: Path) -> list[dict[str, Any]]:
         increase, found = score.beyond(carried.source), rows[name]["comparison"]["loss"]
         values = 1, rows[name]["kv"]["ratio"], increase.mean, increase.low, increase.high, score.divergence
         values += found["difference"], found["low"], found["high"], rows[name]["results"]["recall"]["accuracy"]
-        values += 0, "", ""
+        values += 0, "", "", None
         lines.append(dict(zip(NAMES, (source["source"], f"surgery convert {each.name}", *values), strict=True)))
     return lines
 
