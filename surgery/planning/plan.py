@@ -49,6 +49,8 @@ SHOWN = 3
 DEFAULT_SHARE = 0.25
 
 
+AIM = 0.9
+"""Of the loss that is allowed, where it is looked for: half of those that should lose all of it would lose more."""
 STEPS = 3
 """Of every plan: texts, statistics, candidates."""
 
@@ -147,7 +149,7 @@ def make_plan(
                 rounds = Rounds(texts.held_out, lambda some, part: measure(some, work, part), told)
                 rounds.add(tried)
                 if settings.max_loss is not None:
-                    rounds.add(_nearer(rounds.tried, rounds.scores, candidates, settings))
+                    _look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
                 rounds.decide(share, settings.max_loss)
                 rows, scores = rounds.rows(), rounds.scores
     rows, source = by_bytes(rows), max((source for _, source in scores), key=lambda source: len(source.losses))
@@ -186,9 +188,16 @@ def _with_mixtures(
     seen, unseen = held_out.split(-(-held_out.texts // 2))
     carried = measure(tried, work, seen, weighs=True)
     scores = [(score, carried.source) for score in carried.scored]
-    if settings.max_loss is not None and (more := _nearer(tried, scores, candidates, settings)):
-        tried = [*tried, *more]
-        carried = carried.with_more(measure(more, work, seen, weighs=True))
+
+    def add(more: Sequence[Sized]) -> None:
+        nonlocal carried
+        found = measure(more, work, seen, weighs=True)
+        carried = carried.with_more(found)
+        tried.extend(more)
+        scores.extend((score, found.source) for score in found.scored)
+
+    if settings.max_loss is not None:
+        _look_for_loss(tried, scores, candidates, settings.max_loss, add)
     mixer = Mixer(candidates, tried, carried, work, seen, settings)
     held = None if share is None else share * candidates.source_bytes
     if held is None:
@@ -293,26 +302,54 @@ def _lag_basis(opened: Source, settings: PlanSettings) -> BasisOf | None:
     return None
 
 
-def _nearer(tried: Sequence[Sized], scores: Scores, candidates: Candidates, settings: PlanSettings) -> list[Sized]:
-    """Of structures whose size can be chosen, one more each, where its loss should be what is allowed."""
+def _look_for_loss(
+    tried: list[Sized],
+    scores: Scores,
+    candidates: Candidates,
+    max_loss: float,
+    add: Callable[[Sequence[Sized]], None],
+) -> None:
+    """Adds of structures whose size can be chosen halves of the smallest, as long as these lose less than is allowed,
+    and then one each where its loss should be just less.
+
+    Args:
+        tried, scores: what was measured; ``add`` measures more and puts it there.
+    """
+
+    def at(sized: Sized, share: float) -> Sized | None:
+        return candidates.sized(sized.target, _but_size(sized), share, mixes=sized.mixes, told=False)
+
+    while more := [
+        smaller
+        for (share, loss, sized), *_ in _curves(tried, scores, candidates)
+        if loss < max_loss and (smaller := at(sized, share / 2))
+    ]:
+        add(more)
+    found = []
+    for points in _curves(tried, scores, candidates):
+        for (share, loss, sized), (next_share, next_loss, _) in pairwise(points):
+            if 0 < next_loss < AIM * max_loss and loss > max_loss:
+                # Losses are near powers of the share between two that were measured.
+                place = math.log(AIM * max_loss / loss) / math.log(next_loss / loss)
+                wanted = share * (next_share / share) ** place
+                found.append(at(sized, wanted))
+    if more := list(filter(None, found)):
+        add(more)
+
+
+def _curves(tried: Sequence[Sized], scores: Scores, candidates: Candidates) -> list[list[tuple[float, float, Sized]]]:
+    """Shares of the source's bytes, increases of the loss and candidates of one way of asking each, by share."""
     curves: dict[tuple, list[tuple[float, float, Sized]]] = {}
     for sized, (score, source) in zip(tried, scores, strict=True):
         if "kv_ratio" in sized.asked:
-            fixed = {name: value for name, value in sized.asked.items() if name != "kv_ratio"}
             point = (sized.kv_bytes / candidates.source_bytes, score.beyond(source).mean, sized)
-            curves.setdefault((sized.target.name, *sorted(fixed.items(), key=str)), []).append(point)
-    found = []
-    for points in curves.values():
-        points.sort(key=lambda point: point[0])
-        for (share, loss, sized), (next_share, next_loss, _) in pairwise(points):
-            if next_loss < settings.max_loss < loss and next_loss > 0:
-                # Losses are near powers of the share between two that were measured.
-                place = math.log(settings.max_loss / loss) / math.log(next_loss / loss)
-                wanted = share * (next_share / share) ** place
-                asked = {name: value for name, value in sized.asked.items() if name != "kv_ratio"}
-                if more := candidates.sized(sized.target, asked, wanted):
-                    found.append(more)
-    return found
+            curves.setdefault((sized.target.name, *sorted(_but_size(sized).items(), key=str)), []).append(point)
+    return [sorted(points, key=lambda point: point[0]) for points in curves.values()]
+
+
+def _but_size(sized: Sized) -> dict[str, Any]:
+    """What is asked for, without the ratio."""
+    return {name: value for name, value in sized.asked.items() if name != "kv_ratio"}
 
 
 def _nothing(refused: dict[str, str]) -> str:

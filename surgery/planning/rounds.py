@@ -52,8 +52,7 @@ class Rounds:
 
     def decide(self, share: float | None, max_loss: float | None) -> None:
         """Measures those between which the choice lies in the last round."""
-        if len(places := contenders(self.rows(), share, max_loss)) > 1:
-            self._go_on(places, self._last)
+        self._go_on(contenders(self.rows(), share, max_loss), self._last)
 
     def _go_on(self, places: Sequence[int], part: HeldOut) -> None:
         if not places or not part.texts:

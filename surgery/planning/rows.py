@@ -160,7 +160,8 @@ def _costs_more(row: Row, other: Row) -> bool:
 def contenders(rows: Sequence[Row], share: float | None, max_loss: float | None) -> list[int]:
     """Places of the rows between which more text would decide."""
     if share is not None:
-        return alike(rows, share)[:CONTENDERS]
+        level = alike(rows, share)[:CONTENDERS]
+        return level if len(level) > 1 else []
     met = [row.kv_bytes for row in rows if row.high is not None and row.high <= max_loss]
     largest = min(met, default=math.inf)
     doubtful = [place for place, row in enumerate(rows) if row.low is not None and row.low <= max_loss < row.high]

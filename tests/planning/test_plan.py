@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from surgery.kernels.gpus import GPUS
 from surgery.kernels.planner import compare
 from surgery.planning.candidates import Candidates
 from surgery.planning.measure import Carried, Increase, Scored, carry, measure, student_t
-from surgery.planning.plan import make_plan, opened_work
+from surgery.planning.plan import _look_for_loss, make_plan, opened_work
 from surgery.planning.plan_file import read_plan, write_plan
 from surgery.planning.rounds import Rounds
 from surgery.planning.rows import alike, choose, contenders, far_behind
@@ -151,8 +152,29 @@ def test_a_loss_is_met_by_the_fewest_bytes(checkpoints):
     asked = {"allow": ("lowrank", "gqa", "quantized"), **TEXT, **CONTEXT}
     found = make_plan(checkpoints("llama"), PlanSettings(max_loss=9.0, mixtures=0, **asked))
     assert found.choice == 0 and {row.to for row in found.rows} == {"lowrank", "gqa", "quantized"}
+    assert not found.refused  # of sizes that nobody asked for
     # Bits were not allowed beside other structures, and a quantised cache is nothing without.
     assert all(("bits" in row.asked) == (row.to == "quantized") for row in found.rows)
+
+
+@pytest.mark.parametrize(("least", "looked_at"), [(0.0, [1 / 32, 1 / 64, 0.02108]), (1 / 32, [1 / 32])])
+def test_a_loss_is_looked_for_below_the_sizes_that_every_plan_weighs(least, looked_at):
+    """Losses of 0.001 over the square of the share, and 2.5 allowed: nine tenths of that at a share of 0.02108."""
+    target, scores, asked = SimpleNamespace(name="lowrank"), [], []
+
+    def sized(target, said, share, **kwargs):
+        of = {"target": target, "asked": {**said, "kv_ratio": share}, "kv_bytes": share, "mixes": True}
+        return SimpleNamespace(**of) if share >= least else None
+
+    def add(more):
+        asked.extend(each.kv_bytes for each in more)
+        tried.extend(more)
+        scores.extend((Scored([1 + 0.001 / each.kv_bytes**2], None, None), Scored([1.0], None, None)) for each in more)
+
+    tried = []
+    add([sized(target, {"bits": 8}, share) for share in (0.125, 0.0625)])
+    _look_for_loss(tried, scores, SimpleNamespace(source_bytes=1.0, sized=sized), 2.5, add)
+    assert asked[2:] == pytest.approx(looked_at, abs=1e-5)
 
 
 def row_of(plan, by_text, divergence, *, kv_ratio=0.3, answers=0.0):
@@ -204,7 +226,8 @@ def test_more_text_is_for_what_it_may_decide(plan):
         1,
         2,
     ]  # one is too far off, and of one that surely meets it the rest is larger
-    assert contenders(rows, 0.1, None) == []
+    assert contenders(rows, 0.1, None) == [] and contenders(rows, 0.2, None) == []  # nothing fits, or one row alone
+    assert contenders(rows[2:3], None, 0.02) == [0]  # which may meet the loss or not
     assert len(contenders([rows[0]] * 9, 0.5, None)) == 6
 
 
