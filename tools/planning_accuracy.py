@@ -176,7 +176,10 @@ def write(path: Path, lines: list[dict[str, Any]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, NAMES)
         writer.writeheader()
-        writer.writerows(lines)
+        for line in lines:
+            writer.writerow(
+                {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in line.items()}
+            )
 
 
 def main() -> None:
