@@ -24,55 +24,78 @@ from typing import Any
 import yaml
 
 import surgery
+from surgery.calibration.held_out import HeldOut
 from surgery.calibration.texts import load_texts
 from surgery.checkpoint.named_models import model_named
 from surgery.common.progress import Progress
 from surgery.planning.candidates import Candidates, Sized
-from surgery.planning.cost import Cost
 from surgery.planning.measure import measure
-from surgery.planning.plan import SHARES, opened_work
+from surgery.planning.plan import SHARES, opened_work, shares_around
+from surgery.planning.rounds import Rounds, Scores
+from surgery.planning.rows import Row, choose, rows_of
 from surgery.planning.settings import PlanSettings
 from surgery.running.source import Source
 from surgery.structures.registry import find_target
+from surgery.structures.work import Work
 
 LENGTH, WINDOWS, PROMPTS = 512, 16, 24
+SEEN, UNSEEN = 8, 16
+"""Texts of a plan, half of which are for those that the others cannot tell apart, and others to measure on."""
 TEXT = {"calibration_length": LENGTH, "context": str(LENGTH)}
 PAIRS = (("lowrank", {"bits": 8, "sinks": 4}), ("lowrank", {"bits": 4, "sinks": 4}))
 """Structures with as many bits for everything: what plans have bits chosen for each latent in the place of."""
-NAMES = ("model", "command", "weighed", "kv_ratio", "predicted", "low", "high", "cost")
-NAMES += ("measured", "measured_low", "measured_high", "recall", "carried")
-TEXTS = ("model", "command")
-"""Columns that are no numbers. ``weighed``: 1 of what plans choose among; ``cost``: what they choose by; ``carried``: 1
-of what was carried through the model on other text, 0 of written conversions."""
+NAMES = ("model", "command", "weighed", "kv_ratio", "predicted", "low", "high", "divergence")
+NAMES += ("measured", "measured_low", "measured_high", "recall", "carried", "chosen", "by_text", "diverged")
+TEXTS = ("model", "command", "chosen", "by_text")
+"""Columns that are no numbers. ``weighed``: 1 of what plans choose among; ``carried``: 1 of what was carried through
+the model on other text, 0 of written conversions; ``chosen``: the shares at which a plan does; ``by_text``: the
+measured increase on each text; ``diverged``: what ``divergence`` is there."""
 
 
 def candidates_of(model: str, work: Path, *, carried: bool) -> list[tuple[Sized, dict[str, Any]]]:
     """What plans weigh at all shares, and the pairs, with what is expected of them.
 
     Args:
-        carried: measure them too, as plans do, on as many other texts and prompts, and write nothing.
+        carried: measure them too, as plans do, on other texts and prompts, and write nothing.
     """
-    settings = PlanSettings(**TEXT, held_out=4 * (1 + carried), keep_statistics=str(work / "statistics"))
+    settings = PlanSettings(**TEXT, held_out=SEEN + UNSEEN * carried, keep_statistics=str(work / "statistics"))
     progress = Progress()
     opened = Source.open(model_named(model), settings)
     texts = load_texts(opened, settings, progress, planted=False)
-    held_out, unseen = texts.held_out.halves() if carried else (texts.held_out, None)
+    of_plan, unseen = texts.held_out.split(SEEN)
+    half, _ = of_plan.split(SEEN // 2)
     with opened_work(opened, settings, texts, progress) as made:
         candidates = Candidates(opened, made, settings)
         weighed = list(candidates.at(SHARES))
         pairs = [candidates.sized(find_target(to), asked, share) for to, asked in PAIRS for share in SHARES]
         sized = [*weighed, *{each.name: each for each in pairs if each}.values()]
-        seen, other = measure(sized, made, held_out), measure(sized, made, unseen) if carried else None
-    cost, found = Cost(seen.source), []
+        seen, other = measure(sized, made, half), measure(sized, made, unseen) if carried else None
+        chosen = {share: _chosen(candidates, made, of_plan, share) for share in SHARES}
+    found = []
     for place, (each, score) in enumerate(zip(sized, seen.scored, strict=True)):
         increase = score.beyond(seen.source)
         expected = {"weighed": int(place < len(weighed)), "kv_ratio": each.kv_bytes / candidates.source_bytes}
-        expected |= {"predicted": increase.mean, "low": increase.low, "high": increase.high, "cost": cost(score)}
+        expected |= {"predicted": increase.mean, "low": increase.low, "high": increase.high}
+        expected |= {"divergence": score.divergence}
+        expected["chosen"] = " ".join(f"{share:g}" for share, name in chosen.items() if name == each.name)
         if other:
             expected |= beyond(other.scored[place].losses, other.source.losses)
             expected |= {"recall": other.scored[place].recall, "carried": 1}
+            expected |= {"diverged": other.scored[place].divergence}
         found.append((each, expected))
     return found
+
+
+def _chosen(candidates: Candidates, made: Work, held_out: HeldOut, share: float) -> str:
+    """The name of what a plan chooses at a share."""
+
+    def told(weighed: Sequence[Sized], scores: Scores) -> list[Row]:
+        return rows_of(weighed, scores, candidates.source_bytes, "", lambda sized: None)
+
+    rounds = Rounds(held_out, lambda some, part: measure(some, made, part), told)
+    rounds.add(list(candidates.at(shares_around(share))))
+    rounds.decide(share, None)
+    return rounds.tried[choose(rounds.rows(), share, None)].name
 
 
 def converted(model: str, sized: Sized, work: Path) -> Path:
@@ -113,7 +136,8 @@ def beyond(losses: Sequence[float], source: Sequence[float]) -> dict[str, float]
     differences = [own - other for own, other in zip(losses, source, strict=True)]
     mean = sum(differences) / len(differences)
     spread = 1.96 * math.sqrt(sum((d - mean) ** 2 for d in differences) / (len(differences) - 1) / len(differences))
-    return {"measured": mean, "measured_low": mean - spread, "measured_high": mean + spread}
+    found = {"measured": mean, "measured_low": mean - spread, "measured_high": mean + spread}
+    return {**found, "by_text": " ".join(f"{difference:.6f}" for difference in differences)}
 
 
 def of_recipe(recipe: Path, work: Path) -> list[dict[str, Any]]:
@@ -140,8 +164,9 @@ def of_recipe(recipe: Path, work: Path) -> list[dict[str, Any]]:
     lines = []
     for (name, each), score in zip(sized.items(), carried.scored, strict=True):
         increase, found = score.beyond(carried.source), rows[name]["comparison"]["loss"]
-        values = 1, rows[name]["kv"]["ratio"], increase.mean, increase.low, increase.high, None
-        values += found["difference"], found["low"], found["high"], rows[name]["results"]["recall"]["accuracy"], 0
+        values = 1, rows[name]["kv"]["ratio"], increase.mean, increase.low, increase.high, score.divergence
+        values += found["difference"], found["low"], found["high"], rows[name]["results"]["recall"]["accuracy"]
+        values += 0, "", "", None
         lines.append(dict(zip(NAMES, (source["source"], f"surgery convert {each.name}", *values), strict=True)))
     return lines
 
@@ -151,7 +176,10 @@ def write(path: Path, lines: list[dict[str, Any]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, NAMES)
         writer.writeheader()
-        writer.writerows(lines)
+        for line in lines:
+            writer.writerow(
+                {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in line.items()}
+            )
 
 
 def main() -> None:
@@ -165,7 +193,7 @@ def main() -> None:
     if asked.draw:
         lines = [line for path in asked.given for line in read(Path(path))]
         draw(lines, asked.draw)
-        print(table([line for line in lines if line["cost"] is not None]))
+        print(table([line for line in lines if line["by_text"]]))
         return
     work = Path(asked.given[-1])
     work.mkdir(parents=True, exist_ok=True)
@@ -219,13 +247,17 @@ def kind(line: dict[str, Any]) -> str:
     return "pair" if "--bits" in line["command"] else "structure"
 
 
+KINDS = ("structure", "pair", "plain")
+"""Of what a plan's choice is compared with."""
+
+
 def choices(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At every budget what a plan chooses of what it weighs, and what lost least of each other kind that fits it."""
+    """At every budget what a plan chooses, and of what else fits what lost least of each kind."""
     found = []
     for share in SHARES:
         fitting = [line for line in lines if line["kv_ratio"] <= share * (1 + 1e-9)]
-        choice = min((line for line in fitting if line["weighed"]), key=lambda line: line["cost"])
-        others = {each: [line for line in fitting if kind(line) == each] for each in ("structure", "pair", "plain")}
+        choice = next(line for line in fitting if f"{share:g}" in line["chosen"].split())
+        others = {each: [line for line in fitting if kind(line) == each] for each in KINDS}
         best = {each: min(of, key=lambda line: line["measured"]) for each, of in others.items() if of}
         found.append({"share": share, "choice": choice, **best})
     return found
@@ -240,10 +272,20 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         name = line["command"].partition("--to ")[2]
         return f"`{name}` {line['measured']:+.4f}, {line['recall']:.2f}"
 
+    def lead(found: dict[str, Any]) -> str:
+        """What the choice loses less the best of the others, with a 95% interval of the same texts."""
+        others = [found[each] for each in KINDS if each in found]
+        best = min(others, key=lambda line: line["measured"])
+        if best is found["choice"]:
+            return "it is the choice"
+        own, other = ([float(part) for part in line["by_text"].split()] for line in (found["choice"], best))
+        less = beyond(own, other)
+        return f"{less['measured']:+.4f} ± {(less['measured_high'] - less['measured_low']) / 2:.4f}"
+
     rows = []
     for model in dict.fromkeys(line["model"] for line in lines):
         for found in choices([line for line in lines if line["model"] == model]):
-            cells = [cell(found.get(each)) for each in ("choice", "structure", "pair", "plain")]
+            cells = [*(cell(found.get(each)) for each in ("choice", *KINDS)), lead(found)]
             rows.append(f"| {model} | {found['share']:g} | {' | '.join(cells)} |")
     return "\n".join(rows)
 

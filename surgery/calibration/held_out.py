@@ -52,9 +52,9 @@ class HeldOut:
         generator = torch.Generator().manual_seed(seed)
         return cls(torch.randint(vocabulary, (count, length), generator=generator), 0, torch.zeros(count, length) > 0)
 
-    def halves(self) -> tuple[HeldOut, HeldOut]:
-        """Half of the texts and of the recall prompts, and the others."""
-        texts, prompts = self.texts // 2, len(self.answers) // 2
+    def split(self, texts: int) -> tuple[HeldOut, HeldOut]:
+        """The first texts and as many of the recall prompts, and the others."""
+        prompts = min(texts, len(self.answers))
         first, second = self.tokens[: self.texts].split([texts, self.texts - texts])
         asked, others = self.tokens[self.texts :].split([prompts, len(self.answers) - prompts])
         return (

@@ -53,8 +53,8 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
     recall = "" if plan.source["recall"] is None else f"; the source's recall {decimal(plan.source['recall'], 2)}"
     page.print(
         f"[dim]Δ loss in nats per token over the source's {with_perplexity(plan.source['loss'])}, before a fit, on "
-        f"{plan.settings['held_out']} texts (±: half of the 80% interval for other text){recall}; · beats everything "
-        "smaller; beside transformers: other engines that load it[/dim]",
+        f"{_texts(plan)} texts (±: half of the 80% interval for other text){recall}; · beats everything smaller; "
+        "beside transformers: other engines that load it[/dim]",
         soft_wrap=True,
     )
     if beyond := beyond_positions(budget["context"], plan.source["max_positions"]):
@@ -67,7 +67,7 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
             soft_wrap=True,
         )
     page.print(
-        f"[bold]{plain(chosen.to)}[/bold] loses least of all that {_keeps(plan)}: {lost}, recall "
+        f"[bold]{plain(chosen.to)}[/bold] {_reason(plan)}: {lost}, recall "
         f"{decimal(chosen.recall, 2)}, {size(chosen.kv_bytes)} at {budget['context']:,} tokens and batch "
         f"{budget['batch']}{_next_best(plan)}.",
         soft_wrap=True,
@@ -100,5 +100,17 @@ def _next_best(plan) -> str:
     return f"; {plain(other.name)} {cost(other.loss_increase)}, {size(other.kv_bytes)}"
 
 
-def _keeps(plan) -> str:
-    return "keeps to the bytes" if plan.budget["kv_bytes"] is not None else "keeps to the loss, and is the smallest"
+def _texts(plan) -> str:
+    """How many texts rows were measured on: all on as many, or some on more."""
+    return " or ".join(map(str, sorted({len(row.by_text) for row in plan.rows})))
+
+
+def _reason(plan) -> str:
+    if plan.budget["kv_bytes"] is None:
+        return "is the smallest that keeps to the loss"
+    if plan.alike == 1:
+        return "loses least of all that keeps to the bytes"
+    return (
+        f"moves predictions least, by {plan.chosen.divergence:.4f} nats (KL), of {plan.alike} that keep to the bytes "
+        "and whose losses the texts cannot tell apart"
+    )

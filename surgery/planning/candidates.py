@@ -112,11 +112,18 @@ class Candidates:
             coded = self._settings.allows(BITS) or all("bits" in each.settings for each in named)
             for candidate in named:
                 asked = {**candidate.settings, **self._own_of(target)}
-                if coded or "bits" not in asked:
+                at_context = candidate.context is None or self._settings.tokens <= candidate.context
+                if at_context and (coded or "bits" not in asked):
                     yield target, asked, candidate
 
-    def sized(self, target: Target, asked: dict[str, Any], share: float | None, *, mixes: bool = True) -> Sized | None:
-        """The candidate with at most that share of the source's bytes, its own if None; None where it is refused."""
+    def sized(
+        self, target: Target, asked: dict[str, Any], share: float | None, *, mixes: bool = True, told: bool = True
+    ) -> Sized | None:
+        """The candidate with at most that share of the source's bytes, its own if None; None where it is refused.
+
+        Args:
+            told: whether :attr:`refused` is to have it.
+        """
         try:
             found = self._made(target, asked) if share is None else self._fitting(target, asked, share)
             if found is None:
@@ -125,7 +132,8 @@ class Candidates:
                 found.structure.plan(self._work)
             return replace(found, config=final_config(found.structure.foresee(), found.settings), mixes=mixes)
         except SurgeryError as error:
-            self.refused[_named(target, asked)] = str(error)
+            if told:
+                self.refused[_named(target, asked)] = str(error)
             return None
 
     def part(self, sized: Sized) -> Sized | None:

@@ -67,4 +67,5 @@ def save(plan: Plan, path: Path) -> None:
 
 def _kind(row) -> str:
     bits, usual = row.asked.get("bits"), getattr(find_target(row.to).settings_class, "bits", None)
-    return row.to if bits is None or usual is not None else f"{row.to}, bits {bits}"  # else all have some
+    group = f", groups of {row.asked['group']}" if "group" in row.asked else ""
+    return row.to if bits is None or usual is not None else f"{row.to}, bits {bits}{group}"  # else all have some

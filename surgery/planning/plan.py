@@ -11,9 +11,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from surgery.calibration.held_out import HeldOut
@@ -21,17 +22,18 @@ from surgery.calibration.texts import Texts, load_texts
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.common.errors import SurgeryError
-from surgery.common.human import cost, size
+from surgery.common.human import size
 from surgery.common.progress import Progress
 from surgery.families import any_family_of
 from surgery.forecast.attention_structures import of_config
 from surgery.forecast.speed import find_gpu
 from surgery.kernels.planner import compare
 from surgery.planning.candidates import Candidates, Sized, held_bytes, named_candidates
-from surgery.planning.cost import Cost
-from surgery.planning.measure import Carried, Scored, carry, measure
+from surgery.planning.measure import carry, measure
 from surgery.planning.mixing import Mixer
 from surgery.planning.mixture import Mixture
+from surgery.planning.rounds import Rounds, Scores
+from surgery.planning.rows import Row, alike, by_bytes, choose, rows_of
 from surgery.planning.settings import PlanSettings, beyond_positions
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
@@ -47,40 +49,8 @@ SHOWN = 3
 DEFAULT_SHARE = 0.25
 
 
-@dataclass(frozen=True)
-class Row:
-    """A candidate as it was measured.
-
-    Attributes:
-        name: for people; of a mixture, how many layers become what.
-        command: what asks for it; of a mixture, with the plan's file.
-        kv_bytes: of all sequences at the plan's context; ``kv_ratio`` the share of the source's.
-        loss_increase: nats per token over the source's; ``low`` and ``high`` what it should be within
-            on other text, in 80% of the cases.
-        answer_increase: nats per token of the answers in recall prompts; ``recall`` the share answered right.
-        cost: what is compared, the loss with the answers' increase in it.
-        speedup: of the attention of a decoding step over the source's, predicted for the GPU; None without one.
-        best: whether no other candidate costs less with no more bytes.
-    """
-
-    to: str
-    asked: dict[str, Any]
-    name: str
-    command: str
-    kv_bytes: float
-    kv_ratio: float
-    loss_increase: float
-    low: float | None
-    high: float | None
-    answer_increase: float | None
-    recall: float | None
-    cost: float
-    model_type: str
-    engines: dict[str, dict] = field(repr=False)
-    speedup: float | None = None
-    best: bool = False
-
-
+AIM = 0.9
+"""Of the loss that is allowed, where it is looked for: half of those that should lose all of it would lose more."""
 STEPS = 3
 """Of every plan: texts, statistics, candidates."""
 
@@ -108,6 +78,12 @@ class Plan:
     def chosen(self) -> Row:
         """What to convert to."""
         return self.rows[self.choice]
+
+    @property
+    def alike(self) -> int:
+        """How many rows keep to the bytes that the texts cannot tell from the one that costs least; 0 of a loss."""
+        share = self.budget["kv_ratio"]
+        return 0 if share is None else len(alike(self.rows, share))
 
     @property
     def next_best(self) -> Row | None:
@@ -150,38 +126,33 @@ def make_plan(
     reader = open_model(source, allow_pickle=allow_pickle)
     opened = Source.of(reader, settings, any_family_of(reader.config))
     share, gain = _share_of(settings, opened), _forecast(settings, opened)
-    # The best of many mixtures owes part of its lead to the texts that it was found on: all rows are of others then.
-    twice = replace(settings, held_out=2 * settings.held_out) if settings.mixtures else settings
     if beyond := beyond_positions(settings.tokens, opened.config.max_position_embeddings):
         progress.note(beyond)
     with progress.step(1, STEPS):
-        texts = load_texts(opened, twice, progress, planted=False)
-    held_out, unseen = texts.held_out.halves() if settings.mixtures else (texts.held_out, None)
+        texts = load_texts(opened, settings, progress, planted=False)
     with opened_work(opened, settings, texts, progress, out, restart=restart) as work:
         candidates = Candidates(opened, work, settings)
-        tried = list(candidates.at(_shares_around(share)))
+        tried = list(candidates.at(shares_around(share)))
         if not tried:
             raise SurgeryError(_nothing(candidates.refused))
         if share is not None and min(each.kv_bytes for each in tried) > share * candidates.source_bytes:
             tried += candidates.smallest()  # the nearest that can be had, and its price
         with progress.step(3, STEPS):
-            weighs = settings.mixtures > 0
-            carried = measure(tried, work, held_out, weighs=weighs)
-            if settings.max_loss is not None and (more := _nearer(tried, carried, candidates, settings)):
-                tried += more
-                carried = carried.with_more(measure(more, work, held_out, weighs=weighs))
-            weighed: list[Sized | Mixture] = [*tried]
+
+            def told(weighed: Sequence[Sized | Mixture], scores: Scores) -> list[Row]:
+                return rows_of(weighed, scores, candidates.source_bytes, called, gain)
+
             if settings.mixtures:
-                mixer = Mixer(candidates, tried, carried, work, held_out, settings)
-                held = None if share is None else share * candidates.source_bytes
-                if held is None:
-                    mixer.for_loss(settings.max_loss)
-                else:
-                    mixer.within(held)
-                weighed += mixer.best(SHOWN, held)
-                carried = carry([each.over(opened.layers) for each in weighed], work, unseen)
-    scored_source = carried.source
-    rows = _rows(list(zip(weighed, carried.scored, strict=True)), scored_source, candidates.source_bytes, called, gain)
+                weighed, scores = _with_mixtures(tried, candidates, work, texts.held_out, settings, share)
+                rows = told(weighed, scores)
+            else:
+                rounds = Rounds(texts.held_out, lambda some, part: measure(some, work, part), told)
+                rounds.add(tried)
+                if settings.max_loss is not None:
+                    _look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
+                rounds.decide(share, settings.max_loss)
+                rows, scores = rounds.rows(), rounds.scores
+    rows, source = by_bytes(rows), max((source for _, source in scores), key=lambda source: len(source.losses))
     budget = {"kv_ratio": share, "max_loss": settings.max_loss, "context": settings.tokens, "batch": settings.batch}
     budget["kv_bytes"] = None if share is None else share * candidates.source_bytes
     return Plan(
@@ -189,8 +160,8 @@ def make_plan(
             "path": called,
             "max_positions": opened.config.max_position_embeddings,
             "kv_bytes": candidates.source_bytes,
-            "loss": sum(scored_source.losses) / len(scored_source.losses),
-            "recall": scored_source.recall,
+            "loss": fmean(source.losses),
+            "recall": source.recall,
         },
         budget=budget,
         rows=rows,
@@ -200,6 +171,42 @@ def make_plan(
         text=texts.description,
         seconds=time.monotonic() - began,
     )
+
+
+def _with_mixtures(
+    tried: list[Sized],
+    candidates: Candidates,
+    work: Work,
+    held_out: HeldOut,
+    settings: PlanSettings,
+    share: float | None,
+) -> tuple[list[Sized | Mixture], Scores]:
+    """Candidates and the best mixtures of them, which are looked for on half of the text, and scores on the other half.
+
+    The best of many mixtures owes part of its lead to the texts that it was found on.
+    """
+    seen, unseen = held_out.split(-(-held_out.texts // 2))
+    carried = measure(tried, work, seen, weighs=True)
+    scores = [(score, carried.source) for score in carried.scored]
+
+    def add(more: Sequence[Sized]) -> None:
+        nonlocal carried
+        found = measure(more, work, seen, weighs=True)
+        carried = carried.with_more(found)
+        tried.extend(more)
+        scores.extend((score, found.source) for score in found.scored)
+
+    if settings.max_loss is not None:
+        _look_for_loss(tried, scores, candidates, settings.max_loss, add)
+    mixer = Mixer(candidates, tried, carried, work, seen, settings)
+    held = None if share is None else share * candidates.source_bytes
+    if held is None:
+        mixer.for_loss(settings.max_loss)
+    else:
+        mixer.within(held)
+    weighed = [*tried, *mixer.best(SHOWN, held)]
+    carried = carry([each.over(work.opened.layers) for each in weighed], work, unseen)
+    return weighed, [(score, carried.source) for score in carried.scored]
 
 
 @contextmanager
@@ -271,7 +278,7 @@ def _forecast(settings: PlanSettings, opened: Source) -> Callable[[Sized | Mixtu
     return gain
 
 
-def _shares_around(share: float | None) -> list[float]:
+def shares_around(share: float | None) -> list[float]:
     """The budget and those to either side of it, or the whole picture."""
     if share is None:
         return list(SHARES)
@@ -295,92 +302,54 @@ def _lag_basis(opened: Source, settings: PlanSettings) -> BasisOf | None:
     return None
 
 
-def _nearer(tried: Sequence[Sized], carried: Carried, candidates: Candidates, settings: PlanSettings) -> list[Sized]:
-    """Of structures whose size can be chosen, one more each, where its loss should be what is allowed."""
-    curves: dict[tuple, list[tuple[float, float, Sized]]] = {}
-    for sized, score in zip(tried, carried.scored, strict=True):
-        if "kv_ratio" in sized.asked:
-            fixed = {name: value for name, value in sized.asked.items() if name != "kv_ratio"}
-            point = (sized.kv_bytes / candidates.source_bytes, score.beyond(carried.source).mean, sized)
-            curves.setdefault((sized.target.name, *sorted(fixed.items(), key=str)), []).append(point)
-    found = []
-    for points in curves.values():
-        points.sort(key=lambda point: point[0])
-        for (share, loss, sized), (next_share, next_loss, _) in pairwise(points):
-            if next_loss < settings.max_loss < loss and next_loss > 0:
-                # Losses are near powers of the share between two that were measured.
-                place = math.log(settings.max_loss / loss) / math.log(next_loss / loss)
-                wanted = share * (next_share / share) ** place
-                asked = {name: value for name, value in sized.asked.items() if name != "kv_ratio"}
-                if more := candidates.sized(sized.target, asked, wanted):
-                    found.append(more)
-    return found
+def _look_for_loss(
+    tried: list[Sized],
+    scores: Scores,
+    candidates: Candidates,
+    max_loss: float,
+    add: Callable[[Sequence[Sized]], None],
+) -> None:
+    """Adds of structures whose size can be chosen halves of the smallest, as long as these lose less than is allowed,
+    and then one each where its loss should be just less.
 
-
-def _rows(
-    weighed: Sequence[tuple[Sized | Mixture, Scored]],
-    source: Scored,
-    source_bytes: float,
-    called: str,
-    gain: Callable[[Sized | Mixture], float | None],
-) -> list[Row]:
-    rows, price = [], Cost(source)
-    for sized, score in weighed:
-        increase = price.increase(score)
-        command = f"surgery convert {called} {sized.name}"
-        if isinstance(sized, Mixture):
-            command = f"surgery convert {called} --plan plan.yaml  # {sized.name}"
-        rows.append(
-            Row(
-                to=sized.target.name,
-                asked=sized.asked,
-                name=sized.name.removeprefix("--to "),
-                command=command,
-                kv_bytes=sized.kv_bytes,
-                kv_ratio=sized.kv_bytes / source_bytes,
-                loss_increase=increase.mean,
-                low=increase.low,
-                high=increase.high,
-                answer_increase=price.answers(score),
-                recall=score.recall,
-                cost=price(score),
-                model_type=sized.config["model_type"],
-                engines=sized.engines,
-                speedup=gain(sized),
-            )
-        )
-    rows.sort(key=lambda row: (row.kv_bytes, row.cost))
-    least, marked = math.inf, []
-    for row in rows:
-        marked.append(replace(row, best=row.cost < least))
-        least = min(least, row.cost)
-    return marked
-
-
-def choose(rows: Sequence[Row], share: float | None, max_loss: float | None) -> int:
-    """The place of what costs least within the budget, or of what is smallest within the loss.
-
-    Raises:
-        SurgeryError: nothing meets it; says what comes nearest, and its price.
+    Args:
+        tried, scores: what was measured; ``add`` measures more and puts it there.
     """
-    places = range(len(rows))
-    if share is not None:
-        fitting = [place for place in places if rows[place].kv_ratio <= share * (1 + 1e-9)]
-        if not fitting:
-            least = rows[0]
-            raise SurgeryError(
-                f"nothing keeps to {share:.1%} of the KV bytes; the smallest is {least.kv_ratio:.1%}, for "
-                f"{cost(least.loss_increase)}: {least.command}"
-            )
-        return min(fitting, key=lambda place: rows[place].cost)
-    fitting = [place for place in places if rows[place].loss_increase <= max_loss]
-    if not fitting:
-        least = min(rows, key=lambda row: row.loss_increase)
-        raise SurgeryError(
-            f"nothing loses at most {max_loss:g} nats per token; the least is {cost(least.loss_increase)}, at "
-            f"{least.kv_ratio:.1%} of the KV bytes: {least.command}"
-        )
-    return min(fitting, key=lambda place: rows[place].kv_bytes)
+
+    def at(sized: Sized, share: float) -> Sized | None:
+        return candidates.sized(sized.target, _but_size(sized), share, mixes=sized.mixes, told=False)
+
+    while more := [
+        smaller
+        for (share, loss, sized), *_ in _curves(tried, scores, candidates)
+        if loss < max_loss and (smaller := at(sized, share / 2))
+    ]:
+        add(more)
+    found = []
+    for points in _curves(tried, scores, candidates):
+        for (share, loss, sized), (next_share, next_loss, _) in pairwise(points):
+            if 0 < next_loss < AIM * max_loss and loss > max_loss:
+                # Losses are near powers of the share between two that were measured.
+                place = math.log(AIM * max_loss / loss) / math.log(next_loss / loss)
+                wanted = share * (next_share / share) ** place
+                found.append(at(sized, wanted))
+    if more := list(filter(None, found)):
+        add(more)
+
+
+def _curves(tried: Sequence[Sized], scores: Scores, candidates: Candidates) -> list[list[tuple[float, float, Sized]]]:
+    """Shares of the source's bytes, increases of the loss and candidates of one way of asking each, by share."""
+    curves: dict[tuple, list[tuple[float, float, Sized]]] = {}
+    for sized, (score, source) in zip(tried, scores, strict=True):
+        if "kv_ratio" in sized.asked:
+            point = (sized.kv_bytes / candidates.source_bytes, score.beyond(source).mean, sized)
+            curves.setdefault((sized.target.name, *sorted(_but_size(sized).items(), key=str)), []).append(point)
+    return [sorted(points, key=lambda point: point[0]) for points in curves.values()]
+
+
+def _but_size(sized: Sized) -> dict[str, Any]:
+    """What is asked for, without the ratio."""
+    return {name: value for name, value in sized.asked.items() if name != "kv_ratio"}
 
 
 def _nothing(refused: dict[str, str]) -> str:

@@ -52,7 +52,13 @@ class PlanSettings(ConversionSettings):
         "Mixtures of structures by layer that may be simulated, such as 24; 0: one structure for all layers.",
         least=0,
     )
-    held_out: int = setting(4, "Held-out sequences on which candidates are compared.")
+    held_out: int = setting(
+        8,
+        "Held-out sequences on which candidates are compared, and as many recall prompts.",
+        more="All on a quarter of them, those that are not far behind on a half, those that this cannot tell apart on "
+        "all.",
+        least=2,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -141,11 +141,13 @@ class Candidate:
         settings: by name.
         scales: whether a ``kv_ratio`` beside them says how small the result is.
         mixes: whether its layers are the same in the own class, where they can stand beside those of other structures.
+        context: of most tokens at which it is worth weighing; None at any.
     """
 
     settings: Mapping[str, Any]
     scales: bool = True
     mixes: bool = True
+    context: int | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from decoded_losses import decoded
 from tiny_models import HELD_OUT
 from transformers import AutoModelForCausalLM
 
+from surgery.calibration.held_out import HeldOut
 from surgery.calibration.texts import load_texts
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
@@ -21,15 +23,17 @@ from surgery.heads.pattern import HeadPattern
 from surgery.kernels.gpus import GPUS
 from surgery.kernels.planner import compare
 from surgery.planning.candidates import Candidates
-from surgery.planning.measure import Increase, measure, student_t
-from surgery.planning.plan import choose, make_plan, opened_work
+from surgery.planning.measure import Carried, Increase, Scored, carry, measure, student_t
+from surgery.planning.plan import _look_for_loss, make_plan, opened_work
 from surgery.planning.plan_file import read_plan, write_plan
+from surgery.planning.rounds import Rounds
+from surgery.planning.rows import alike, choose, contenders, far_behind
 from surgery.planning.settings import PlanSettings
 from surgery.running.source import Source
 from surgery.structures import converter
 from surgery.structures.registry import find_target
 
-TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 2, "recall": 0.0}
+TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 4, "recall": 0.0}
 CONTEXT = {"context": "64", "batch": 2}
 CASES = {
     "mla": {"kv_lora_rank": 20, "rope_dim": 4},
@@ -76,7 +80,8 @@ def test_candidates_lose_what_the_written_model_loses_as_it_decodes(checkpoints,
     if "heads" in asked:
         asked["heads"] = str(tmp_path / "pattern.safetensors")
         HeadPattern(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), "needle", 3, 20).save(Path(asked["heads"]))
-    source, settings, quiet = checkpoints(family), PlanSettings(**TEXT, **CONTEXT), Progress(silent=True)
+    settings, quiet = PlanSettings(**{**TEXT, "held_out": CONTEXT["batch"]}, **CONTEXT), Progress(silent=True)
+    source = checkpoints(family)
     opened = Source.open(source, settings)
     texts = load_texts(opened, settings, quiet)
     with opened_work(opened, settings, texts, quiet) as work:
@@ -120,8 +125,10 @@ def test_intervals_are_students():
 def test_rows_are_told_by_bytes_and_the_choice_costs_least_within_them(plan):
     sizes = [row.kv_bytes for row in plan.rows]
     assert sizes == sorted(sizes) and len({row.command for row in plan.rows}) == len(sizes)
-    fitting = [row for row in plan.rows if row.kv_ratio <= 0.4]
-    assert plan.chosen in fitting and plan.chosen.cost == min(row.cost for row in fitting) and plan.chosen.best
+    fitting, level = [row for row in plan.rows if row.kv_ratio <= 0.4], alike(plan.rows, 0.4)
+    assert plan.chosen in fitting and plan.alike == len(level)
+    assert min(fitting, key=lambda row: row.cost) in [plan.rows[place] for place in level]
+    assert plan.chosen.drift == min(plan.rows[place].drift for place in level)
     for place, row in enumerate(plan.rows):
         assert row.best == all(row.cost < other.cost for other in plan.rows[:place])
         assert row.low <= row.loss_increase <= row.high
@@ -145,8 +152,138 @@ def test_a_loss_is_met_by_the_fewest_bytes(checkpoints):
     asked = {"allow": ("lowrank", "gqa", "quantized"), **TEXT, **CONTEXT}
     found = make_plan(checkpoints("llama"), PlanSettings(max_loss=9.0, mixtures=0, **asked))
     assert found.choice == 0 and {row.to for row in found.rows} == {"lowrank", "gqa", "quantized"}
+    assert not found.refused  # of sizes that nobody asked for
     # Bits were not allowed beside other structures, and a quantised cache is nothing without.
     assert all(("bits" in row.asked) == (row.to == "quantized") for row in found.rows)
+
+
+@pytest.mark.parametrize(("least", "looked_at"), [(0.0, [1 / 32, 1 / 64, 0.02108]), (1 / 32, [1 / 32])])
+def test_a_loss_is_looked_for_below_the_sizes_that_every_plan_weighs(least, looked_at):
+    """Losses of 0.001 over the square of the share, and 2.5 allowed: nine tenths of that at a share of 0.02108."""
+    target, scores, asked = SimpleNamespace(name="lowrank"), [], []
+
+    def sized(target, said, share, **kwargs):
+        of = {"target": target, "asked": {**said, "kv_ratio": share}, "kv_bytes": share, "mixes": True}
+        return SimpleNamespace(**of) if share >= least else None
+
+    def add(more):
+        asked.extend(each.kv_bytes for each in more)
+        tried.extend(more)
+        scores.extend((Scored([1 + 0.001 / each.kv_bytes**2], None, None), Scored([1.0], None, None)) for each in more)
+
+    tried = []
+    add([sized(target, {"bits": 8}, share) for share in (0.125, 0.0625)])
+    _look_for_loss(tried, scores, SimpleNamespace(source_bytes=1.0, sized=sized), 2.5, add)
+    assert asked[2:] == pytest.approx(looked_at, abs=1e-5)
+
+
+def row_of(plan, by_text, divergence, *, kv_ratio=0.3, answers=0.0):
+    loss = sum(by_text) / len(by_text)
+    increase = Increase.of(by_text)
+    return replace(
+        plan.rows[0],
+        kv_ratio=kv_ratio,
+        kv_bytes=kv_ratio,
+        by_text=by_text,
+        loss_increase=loss,
+        low=increase.low,
+        high=increase.high,
+        divergence=divergence,
+        cost=loss + answers,
+    )
+
+
+def test_of_what_texts_cannot_tell_apart_the_one_that_moved_least_is_chosen(plan):
+    lucky = row_of(plan, [-0.03, 0.01, -0.02, 0.02], 0.004)
+    near = row_of(plan, [0.001, 0.0, 0.001, 0.0], 0.0001)
+    far = row_of(plan, [0.05, 0.06, 0.04, 0.05], 0.00001)
+    forgets = row_of(plan, [0.0, 0.001, 0.0, 0.001], 0.00005, answers=0.0002)
+    large = row_of(plan, [0.0, 0.0, 0.0, 0.0], 0.0, kv_ratio=0.6)
+    rows = [lucky, near, far, forgets, large]
+    assert lucky.cost == min(row.cost for row in rows)
+    assert alike(rows, 0.5) == [1, 3, 0]
+    assert choose(rows, 0.5, None) == 1 and choose(rows, 1.0, None) == 4
+    # A lead that all texts agree on is one, however little another moved.
+    ahead = row_of(plan, [-0.011, -0.009, -0.01, -0.01], 0.004)
+    assert choose([ahead, near], 0.5, None) == 0
+    # A row of more texts is compared on those that both saw; of one text the least cost is all there is.
+    assert alike([replace(near, by_text=[*near.by_text, 9.0]), lucky], 0.5) == [0, 1]
+    assert choose([row_of(plan, [0.1], 0.0), row_of(plan, [0.09], 0.1)], 0.5, None) == 1
+
+
+def test_what_moves_much_and_costs_more_than_something_no_larger_is_far_behind(plan):
+    least, most = (row_of(plan, [0.001, 0.002], 0.001), row_of(plan, [0.01, 0.02], 0.005))
+    assert far_behind([least, most]) == {1} and far_behind([least, replace(most, divergence=0.004)]) == set()
+    assert far_behind([replace(least, kv_bytes=0.4), most]) == set()  # it is larger
+    assert far_behind([replace(least, cost=0.1), replace(most, cost=0.09)]) == set()  # it costs more
+    assert far_behind([least, replace(most, cost=most.cost + 0.05, divergence=0.001)]) == {1}  # by its answers
+
+
+def test_more_text_is_for_what_it_may_decide(plan):
+    sizes = {0.2: [0.05, 0.051], 0.3: [0.015, 0.035], 0.4: [0.005, 0.02], 0.5: [0.001, 0.001], 0.6: [0.01, 0.025]}
+    rows = [row_of(plan, by_text, 0.0, kv_ratio=ratio) for ratio, by_text in sizes.items()]
+    assert contenders(rows, None, 0.02) == [
+        1,
+        2,
+    ]  # one is too far off, and of one that surely meets it the rest is larger
+    assert contenders(rows, 0.1, None) == [] and contenders(rows, 0.2, None) == []  # nothing fits, or one row alone
+    assert contenders(rows[2:3], None, 0.02) == [0]  # which may meet the loss or not
+    assert len(contenders([rows[0]] * 9, 0.5, None)) == 6
+
+
+def test_text_is_spent_where_it_decides(plan):
+    """Candidates are their losses on eight texts, a source that loses 1 on all, and how far they move predictions."""
+    sure, close, other = ([1 + each] * 8 for each in (0.0, 0.001, 0.02))
+    close[1] = 0.99
+    tried = [(sure, 1e-5), (close, 2e-5), ([2.0] * 8, 0.7), (other, 3e-5)]
+    held_out, asked = HeldOut.of_text(torch.arange(8)[:, None]), []
+
+    def measure(some, part):
+        texts = part.tokens[:, 0].tolist()
+        asked.append(([tried.index(each) for each in some], texts))
+        scored = [Scored([losses[text] for text in texts], None, None, moved) for losses, moved in some]
+        return Carried(Scored([1.0] * len(texts), None, None), scored, [])
+
+    def told(some, scores):
+        differences = ([a - b for a, b in zip(own.losses, its.losses, strict=True)] for own, its in scores)
+        return [row_of(plan, by_text, moved) for by_text, (_, moved) in zip(differences, some, strict=True)]
+
+    rounds = Rounds(held_out, measure, told)
+    rounds.add(tried)
+    rounds.decide(0.5, None)
+    assert asked == [([0, 1, 2, 3], [0, 1]), ([0, 1, 3], [2, 3]), ([0, 1], [4, 5, 6, 7])]
+    assert [len(row.by_text) for row in rounds.rows()] == [8, 8, 2, 4] and choose(rounds.rows(), 0.5, None) == 0
+    tried.append((sure, 0.0))
+    rounds.add(tried[-1:])
+    assert [texts for _, texts in asked[3:]] == [[0, 1], [2, 3]]
+
+
+def test_scores_of_more_text_are_means_over_all_of_it():
+    more = Scored([1.0], 0.5, 1.0, 0.1).with_more(Scored([2.0, 3.0], 2.0, 0.25, 0.4))
+    assert more == Scored([1.0, 2.0, 3.0], pytest.approx(1.5), pytest.approx(0.5), pytest.approx(0.3))
+    assert Scored([1.0], None, None).with_more(Scored([2.0], None, None)) == Scored([1.0, 2.0], None, None)
+
+
+def test_divergence_is_half_the_mean_square_of_what_tokens_lose(checkpoints):
+    settings, quiet = PlanSettings(**TEXT, **CONTEXT), Progress(silent=True)
+    opened = Source.open(checkpoints("llama"), settings)
+    texts = load_texts(opened, settings, quiet)
+    with opened_work(opened, settings, texts, quiet) as work:
+        sized = Candidates(opened, work, settings).sized(find_target("lowrank"), {"kv_ratio": 0.3}, None)
+        found = carry([[None] * opened.layers, [sized] * opened.layers], work, texts.held_out)
+        hidden, stream = opened.stream.embed(texts.held_out.tokens), opened.stream
+        own = hidden.clone()
+        for index in range(opened.layers):
+            with stream.layer(index) as layer:
+                hidden = stream.run_layer(layer, hidden, 4)
+                own = stream.run_layer(layer, own, 4, sized.structure.closed_form(work, index, None))
+        losses = (stream.token_losses(each[:4], texts.held_out.tokens[:4]) for each in (own, hidden))
+    own, source = losses
+    assert found.scored[0].divergence == 0
+    assert (
+        found.scored[1].divergence == pytest.approx(float((own - source).square().mean()) / 2)
+        and found.scored[1].divergence > 0
+    )
 
 
 def test_what_cannot_be_met_says_what_comes_nearest_and_its_price(plan):
@@ -181,7 +318,7 @@ def test_ways_of_asking_that_come_to_one_result_are_weighed_once(checkpoints):
     """Norms of queries and keys are the own class's, asked for or not."""
     asked = {"allow": ("mla",), **TEXT, **CONTEXT}
     stock, own = (make_plan(checkpoints(name), PlanSettings(kv_ratio=0.4, **asked)) for name in ("llama", "qwen3"))
-    assert [row.asked.get("carrier") for row in stock.rows if 0.3 < row.kv_ratio < 0.4] == [None, "own"]
+    assert {row.asked.get("carrier") for row in stock.rows if 0.3 < row.kv_ratio < 0.4} == {None, "own"}
     assert not any("carrier" in row.asked for row in own.rows)
 
 
@@ -259,7 +396,8 @@ def test_the_verb_prints_a_table_and_writes_plan_and_picture(checkpoints, tmp_pa
         monkeypatch, capsys, *asked, "--out", tmp_path / "plan.yaml", "--plot", tmp_path / "plan.svg"
     )
     assert code == 0, error
-    assert "loses least of all that keeps to the bytes" in out and "--bits auto" in " ".join(out.split())
+    assert "keep to the bytes" in out or "keeps to the bytes" in out
+    assert "--bits auto" in " ".join(out.split())
     assert yaml.safe_load((tmp_path / "plan.yaml").read_text())["to"] in ("lowrank", "quantized")
     assert "lowrank, bits auto" in (tmp_path / "plan.svg").read_text()
     assert "decoding" in out and "not timed" in " ".join(out.split())

@@ -56,6 +56,8 @@ from surgery.transforms.low_rank_methods import blocks_for
 
 CLOSED, FITTED = "low rank", "fitted"
 BITS_CHOSEN = {"bits": "auto", "sinks": 4}
+SHORT = 1024
+"""Tokens up to which groups of 32 may be better than of 64: exact latest tokens then cost more than scales."""
 EXACT_WINDOW = {CLOSED: "exact window", FITTED: "fitted, exact window"}
 """Stages of the report after the source: the forms, and each beside an exact window."""
 
@@ -138,8 +140,13 @@ class LowRank(Structure[Source, LowRankSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Alone, and with bits chosen for every latent beside exact first tokens, which want more bits than others."""
-        return [Candidate({}), Candidate(BITS_CHOSEN)] if cls is LowRank else []
+        """Alone, and with bits chosen for every latent beside exact first tokens, which want more bits than others.
+
+        One number of bits for all latents is not among them: it never moved predictions less in the same bytes.
+        """
+        if cls is not LowRank:
+            return []
+        return [Candidate({}), Candidate(BITS_CHOSEN), Candidate({**BITS_CHOSEN, "group": 32}, context=SHORT)]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:

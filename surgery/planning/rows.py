@@ -1,0 +1,197 @@
+"""What was measured, a row a candidate, and which of the rows to take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, stdev
+from typing import Any
+
+from surgery.common.errors import SurgeryError
+from surgery.common.human import cost
+from surgery.planning.candidates import Sized
+from surgery.planning.cost import Cost
+from surgery.planning.measure import Scored, student_t
+from surgery.planning.mixture import Mixture
+
+CONTENDERS = 6
+"""Rows that are worth more text, at most."""
+FAR = 4
+"""Times the drift of another row from which on one is not looked at further."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate as it was measured.
+
+    Attributes:
+        name: for people; of a mixture, how many layers become what.
+        command: what asks for it; of a mixture, with the plan's file.
+        kv_bytes: of all sequences at the plan's context; ``kv_ratio`` the share of the source's.
+        loss_increase: nats per token over the source's; ``low`` and ``high`` what it should be within
+            on other text, in 80% of the cases.
+        by_text: the increase on each text; a row that was measured on fewer has seen the first ones.
+        divergence: from the source's predictions, see :class:`surgery.planning.measure.Scored`.
+        answer_increase: nats per token of the answers in recall prompts; ``recall`` the share answered right.
+        cost: what is compared, the loss with the answers' increase in it.
+        speedup: of the attention of a decoding step over the source's, predicted for the GPU; None without one.
+        best: whether no other candidate costs less with no more bytes.
+    """
+
+    to: str
+    asked: dict[str, Any]
+    name: str
+    command: str
+    kv_bytes: float
+    kv_ratio: float
+    loss_increase: float
+    low: float | None
+    high: float | None
+    by_text: list[float] = field(repr=False)
+    divergence: float
+    answer_increase: float | None
+    recall: float | None
+    cost: float
+    model_type: str
+    engines: dict[str, dict] = field(repr=False)
+    speedup: float | None = None
+    best: bool = False
+
+    @property
+    def drift(self) -> float:
+        """The cost with the divergence in the place of the loss."""
+        return self.divergence + self.cost - self.loss_increase
+
+
+def rows_of(
+    weighed: Sequence[Sized | Mixture],
+    scores: Sequence[tuple[Scored, Scored]],
+    source_bytes: float,
+    called: str,
+    gain: Callable[[Sized | Mixture], float | None],
+) -> list[Row]:
+    """In the order given.
+
+    Args:
+        scores: of each, and of the source on the same texts.
+        called: the source, in commands.
+        gain: the speedup of a candidate.
+    """
+    rows = []
+    for sized, (score, source) in zip(weighed, scores, strict=True):
+        price = Cost(source)
+        increase = price.increase(score)
+        command = f"surgery convert {called} {sized.name}"
+        if isinstance(sized, Mixture):
+            command = f"surgery convert {called} --plan plan.yaml  # {sized.name}"
+        rows.append(
+            Row(
+                to=sized.target.name,
+                asked=sized.asked,
+                name=sized.name.removeprefix("--to "),
+                command=command,
+                kv_bytes=sized.kv_bytes,
+                kv_ratio=sized.kv_bytes / source_bytes,
+                loss_increase=increase.mean,
+                low=increase.low,
+                high=increase.high,
+                by_text=[own - other for own, other in zip(score.losses, source.losses, strict=True)],
+                divergence=score.divergence,
+                answer_increase=price.answers(score),
+                recall=score.recall,
+                cost=price(score),
+                model_type=sized.config["model_type"],
+                engines=sized.engines,
+                speedup=gain(sized),
+            )
+        )
+    return rows
+
+
+def by_bytes(rows: Iterable[Row]) -> list[Row]:
+    """The rows in their order, those marked that cost less than everything smaller."""
+    least, marked = math.inf, []
+    for row in sorted(rows, key=lambda row: (row.kv_bytes, row.cost)):
+        marked.append(replace(row, best=row.cost < least))
+        least = min(least, row.cost)
+    return marked
+
+
+def far_behind(rows: Sequence[Row]) -> set[int]:
+    """Places of the rows that cost more, and have moved predictions `FAR` times as much, as one that is no larger."""
+    return {
+        place
+        for place, row in enumerate(rows)
+        if any(
+            other.kv_bytes <= row.kv_bytes and other.cost < row.cost and FAR * other.drift < row.drift for other in rows
+        )
+    }
+
+
+def alike(rows: Sequence[Row], share: float) -> list[int]:
+    """Places of the rows within a share of the bytes that their texts cannot tell from the one that costs least.
+
+    The one of least drift, which is to be chosen, comes first. Of many candidates that differ by less than the noise of
+    the texts the least cost is luck, which other text does not repeat; how far predictions moved is measured with far
+    less noise, and is what any text pays for. Not the fewest bytes: who names a budget has it, and who wants less
+    names less.
+    """
+    fitting = [place for place, row in enumerate(rows) if row.kv_ratio <= share * (1 + 1e-9)]
+    if not fitting:
+        return []
+    behind = far_behind(rows)  # of fewer texts, which tell less
+    fitting = [place for place in fitting if place not in behind]
+    best = rows[min(fitting, key=lambda place: rows[place].cost)]
+    level = [place for place in fitting if rows[place] is best or not _costs_more(rows[place], best)]
+    return sorted(level, key=lambda place: rows[place].drift)
+
+
+def _costs_more(row: Row, other: Row) -> bool:
+    """Whether the difference by text shows it, by Student's t of one side at 90%."""
+    differences = [own - others for own, others in zip(row.by_text, other.by_text, strict=False)]
+    if len(differences) == 1:
+        return row.cost > other.cost
+    answers = row.cost - row.loss_increase - (other.cost - other.loss_increase)
+    spread = stdev(differences) / math.sqrt(len(differences))
+    return fmean(differences) + answers > student_t(len(differences) - 1) * spread
+
+
+def contenders(rows: Sequence[Row], share: float | None, max_loss: float | None) -> list[int]:
+    """Places of the rows between which more text would decide."""
+    if share is not None:
+        level = alike(rows, share)[:CONTENDERS]
+        return level if len(level) > 1 else []
+    met = [row.kv_bytes for row in rows if row.high is not None and row.high <= max_loss]
+    largest = min(met, default=math.inf)
+    doubtful = [place for place, row in enumerate(rows) if row.low is not None and row.low <= max_loss < row.high]
+    smaller = [place for place in doubtful if rows[place].kv_bytes < largest]
+    return sorted(smaller, key=lambda place: rows[place].kv_bytes)[:CONTENDERS]
+
+
+def choose(rows: Sequence[Row], share: float | None, max_loss: float | None) -> int:
+    """The place of what costs least within the budget, as far as texts tell, or of what is smallest within the loss.
+
+    Args:
+        rows: by bytes.
+
+    Raises:
+        SurgeryError: nothing meets it; says what comes nearest, and its price.
+    """
+    if share is not None:
+        fitting = alike(rows, share)
+        if not fitting:
+            least = rows[0]
+            raise SurgeryError(
+                f"nothing keeps to {share:.1%} of the KV bytes; the smallest is {least.kv_ratio:.1%}, for "
+                f"{cost(least.loss_increase)}: {least.command}"
+            )
+        return fitting[0]
+    meeting = [place for place, row in enumerate(rows) if row.loss_increase <= max_loss]
+    if not meeting:
+        least = min(rows, key=lambda row: row.loss_increase)
+        raise SurgeryError(
+            f"nothing loses at most {max_loss:g} nats per token; the least is {cost(least.loss_increase)}, at "
+            f"{least.kv_ratio:.1%} of the KV bytes: {least.command}"
+        )
+    return min(meeting, key=lambda place: rows[place].kv_bytes)
