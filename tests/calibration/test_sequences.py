@@ -154,11 +154,12 @@ def test_impossible_requests(tokenizer, source, request_, message):
         build(tokenizer, **arguments)
 
 
-def test_halves_of_held_out_text_share_no_row():
+def test_parts_of_held_out_text_share_no_row():
     answers = torch.eye(3, 6, dtype=torch.bool)
     whole = HeldOut(torch.arange(48).view(8, 6), 5, answers)
-    first, second = whole.halves()
-    assert (first.texts, second.texts) == (2, 3) and torch.equal(torch.cat([first.answers, second.answers]), answers)
+    first, second = whole.split(2)
+    assert [(part.texts, len(part.answers)) for part in (first, second)] == [(2, 2), (3, 1)]
+    assert torch.equal(torch.cat([first.answers, second.answers]), answers)
     rows = [part.tokens.split([part.texts, len(part.answers)]) for part in (first, second)]
     texts, prompts = (torch.cat(parts) for parts in zip(*rows, strict=True))
     assert torch.equal(torch.cat([texts, prompts]), whole.tokens)
