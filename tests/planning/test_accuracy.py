@@ -12,7 +12,7 @@ ROWS = {
     "builtin": "demo model",
     "mha": "MHA model",
     "builtin, written": "demo model's written conversions",
-    "smollm2": "SmolLM2-135M-Instruct",
+    "smollm2, written": "SmolLM2-135M-Instruct's written conversions",
     None: "together",
 }
 
