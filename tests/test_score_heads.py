@@ -333,7 +333,10 @@ def test_sliding_windows_and_unknown_families_are_refused(checkpoints, source, t
 def test_lengths():
     settings = HeadSettings()
     assert sequence_length(settings, {"max_position_embeddings": 131_072}) == 4096
-    assert sequence_length(settings, {"max_position_embeddings": 1024}) == 1024
+    assert sequence_length(settings, {}) == 4096
+    assert sequence_length(settings, {"max_position_embeddings": 2048}) == 1024
+    assert sequence_length(settings, {"max_position_embeddings": 1024}) == 3 * (64 + 256)
+    assert sequence_length(settings, {"max_position_embeddings": 512}) == 512
     assert sequence_length(quick(length=21), {}) == 21
     with pytest.raises(SurgeryError, match="no head would miss anything"):
         sequence_length(quick(length=20), {})

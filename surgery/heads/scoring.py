@@ -40,7 +40,11 @@ from surgery.running.source import process_device
 from surgery.version import __version__
 
 LENGTH = 4_096
-"""Tokens of a sequence where nobody says, if the model can take them."""
+"""Tokens of a sequence where nobody says, if they are half of what the model can take or less. A head that looks up
+what stood far back does so at a half of the limit, where attention costs a quarter."""
+
+MISSED = 3
+"""Such a sequence has at least so many times the tokens that a streaming head sees, where the model can take them."""
 
 OUTLINED = 0.25
 """Share of the heads, those with the highest scores, that heat maps outline."""
@@ -166,11 +170,12 @@ def sequence_length(settings: HeadSettings, config: dict) -> int:
     Raises:
         SurgeryError: the model cannot take so many, or every token is a sink or recent.
     """
-    limit = config.get("max_position_embeddings") or LENGTH
-    length = settings.length or min(limit, LENGTH)
+    limit = config.get("max_position_embeddings") or settings.length or 2 * LENGTH
+    seen = settings.sinks + settings.recent
+    length = settings.length or min(limit, max(min(limit // 2, LENGTH), MISSED * seen))
     if length > limit:
         raise SurgeryError(f"--length {length}: the model takes {limit} tokens")
-    if length <= settings.sinks + settings.recent:
+    if length <= seen:
         raise SurgeryError(
             f"sequences of {length} tokens are no longer than {settings.sinks} sinks and {settings.recent} recent "
             "tokens: no head would miss anything; raise --length or lower --sinks and --window"

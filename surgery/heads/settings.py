@@ -36,7 +36,7 @@ class HeadSettings(FileSettings):
     target: float = setting(
         0.25, "Share of heads to stay full.", least=0, most=1, section="Training of gates (duo, prulong)"
     )
-    steps: int = setting(150, "Sequences that each process trains on.", least=1)
+    steps: int = setting(120, "Sequences that each process trains on.", least=1)
     learning_rate: float | None = setting(None, "Learning rate of the gates.", above=0, unset="duo 0.02, prulong 0.15")
     penalty: float = setting(
         0.05,
@@ -58,7 +58,7 @@ class HeadSettings(FileSettings):
         0.0, "Share of the text's sequences that carry planted facts with questions.", least=0, most=1
     )
     length: int | None = setting(
-        None, "Tokens of a sequence.", least=1, unset="4096, or the model's limit if that is less"
+        None, "Tokens of a sequence.", least=1, unset="4096, or half of the model's limit if that is less"
     )
     samples: int | None = setting(
         None, "Sequences, of methods without training.", least=1, unset="the method's own number"
