@@ -110,7 +110,9 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
     except SurgeryError:
         raise
     except Exception as error:  # a damaged or hostile pickle can raise anything
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # What torch says before it names the code in there is how to have it run.
+        reason = next((line for line in lines if "GLOBAL" in line), lines[0]).rpartition("error: ")[2].strip()
         raise SurgeryError(f"{path}: torch.load(weights_only=True) refuses it: {reason}") from error
     if not isinstance(state, dict):
         raise SurgeryError(
