@@ -115,6 +115,8 @@ def _settle_output(request: CompareRequest, alone: ExitStack) -> ResultStore:
         raise SurgeryError(f"{document}: exists; choose another --out or pass --overwrite")
     store = ResultStore.open(request.out)
     alone.enter_context(kept_apart(request.out))
+    if request.restart:
+        store.clear()
     return store
 
 
