@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint.disk import disk_errors, read_exactly
+from surgery.checkpoint.read_ahead import Place
 from surgery.checkpoint.safetensors_format import read_header
 from surgery.checkpoint.tensors import CHUNK_BYTES, NAME_OF_DTYPE, TensorInfo, as_bytes, describe
 from surgery.common.errors import SurgeryError
@@ -29,6 +30,10 @@ class Store(Protocol):
 
     def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
         """Fills ``out``, uint8, with the bytes [start, stop) of a tensor for each of ``ranges``, in turn."""
+        ...
+
+    def places(self, name: str) -> list[Place]:
+        """Where the bytes lie that a tensor is read from; nothing where they are not asked for beforehand."""
         ...
 
 
@@ -69,6 +74,9 @@ class SafetensorsStore:
                     raise SurgeryError(f"{path}: became shorter while it was read ({name}); start again")
                 view = view[stop - start :]
 
+    def places(self, name: str) -> list[Place]:
+        return [Place(self._folder / self.infos[name].file, self._offsets[name], self.infos[name].nbytes)]
+
 
 class PickleStore:
     """Reads ``torch.save`` files with ``weights_only``, one shard in (mapped) memory at a time."""
@@ -89,6 +97,9 @@ class PickleStore:
         for start, stop in ranges:
             out[: stop - start] = flat[start:stop]
             out = out[stop - start :]
+
+    def places(self, name: str) -> list[Place]:
+        return []
 
     def _shard(self, file: str) -> dict[str, Tensor]:
         loaded, state = self._loaded
