@@ -152,6 +152,8 @@ def test_measuring_goes_on(measured, tmp_path, monkeypatch):
         compare_patterns(again)
     compare_patterns(CompareRequest(**{**vars(again), "overwrite": True}))
     assert not none
+    compare_patterns(CompareRequest(**{**vars(again), "overwrite": True, "restart": True}))
+    assert len(none) == calls
 
 
 def test_a_model_that_takes_less_is_measured_at_what_it_takes(measured, tmp_path):

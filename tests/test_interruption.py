@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -9,7 +10,7 @@ import time
 
 import pytest
 from command_line import run_main
-from processes import Fork
+from processes import Fork, kill_and_leave
 
 from surgery.cli import program as cli
 from surgery.common.interruption import interruptible
@@ -112,6 +113,18 @@ def test_the_training_of_a_killed_healing_saves_and_ends(tmp_path):
     os.kill(starter.pid, signal.SIGKILL)
     assert starter.wait() == -signal.SIGKILL
     _wait_for(saved)
+
+
+def test_it_does_so_where_nobody_asked_how_the_healing_ended(tmp_path):
+    """What started it lives on and reaps nothing, as the first process of a container may do: it stays a zombie."""
+    saved, ready = tmp_path / "saved", tmp_path / "ready"
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, str(saved), str(ready)])
+    try:
+        _wait_for(ready)
+        kill_and_leave(starter)
+        _wait_for(saved)
+    finally:
+        starter.wait()
 
 
 def _wait_for(path, seconds=30):

@@ -2,15 +2,18 @@
 
 import hashlib
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 import yaml
 from command_line import run_main
 from healing import forked, heal_settings, settings_file
-from processes import Fork
+from processes import Fork, kill_and_leave
 from tiny_models import HELD_OUT
 
 from surgery.checkpoint.output_place import LOCK, kept_apart
+from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
 from surgery.heads.compare import random_pattern
 from surgery.healing import heal as healing
@@ -98,6 +101,36 @@ def test_a_training_that_goes_on_by_itself_keeps_its_folder(checkpoints, tmp_pat
     *_, line = second.stderr.splitlines()
     assert line == f"surgery: {run}: another surgery is writing it; wait for it or choose another --out"
     assert not list(run.iterdir())
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from surgery.checkpoint.output_place import kept_apart
+from surgery.checkpoint.staging import Staging
+folder = Path(sys.argv[1])
+staging = Staging(folder / "out", overwrite=False)
+staging.create()
+with kept_apart(folder):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_process_that_nobody_waited_for_holds_nothing(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(SurgeryError, match="another surgery"), kept_apart(tmp_path):
+            pass
+        with pytest.raises(SurgeryError, match="another surgery"):
+            Staging(tmp_path / "out", overwrite=False)
+        kill_and_leave(process)
+        with kept_apart(tmp_path):
+            Staging(tmp_path / "out", overwrite=False).create()
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_what_sigkill_leaves_of_a_lock_is_locked_by_nobody(tmp_path):

@@ -2,14 +2,9 @@
 
 import json
 import os
-import random
-import shutil
-import signal
-import time
 
 import pytest
 import torch
-from processes import AT_ONCE, Fork
 
 from surgery.checkpoint import snapshots
 from surgery.checkpoint.staging import MARKER, UNFINISHED
@@ -147,30 +142,3 @@ def test_an_error_leaves_nothing(checkpoints, tmp_path, stops, monkeypatch):
     with pytest.raises(SurgeryError, match="the disk is full"):
         converter.convert(checkpoints("llama"), tmp_path / "small", settings_of("gqa"))
     assert not list(tmp_path.iterdir())
-
-
-KILLS = 50
-
-
-@pytest.mark.slow
-def test_killed_at_random(checkpoints, tmp_path):
-    """SIGKILL at moments spread over the length of a run, then once more without."""
-    verb = ["convert", checkpoints("llama"), "--to", "lowrank", "--kv-ratio", "0.5", "--fit-steps", "2"]
-    verb += ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "2", "--out"]
-    Fork(code="").wait()  # what forks are of has to begin first, and is not in the length
-    began = time.monotonic()
-    assert Fork(*verb, tmp_path / "whole" / "small", code=AT_ONCE).wait() == 0
-    length, drawn, killed = time.monotonic() - began, random.Random(0), 0
-    while killed < KILLS:
-        process = Fork(*verb, tmp_path / "again" / "small", code=AT_ONCE)
-        time.sleep(drawn.uniform(0, length))
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-            killed += process.wait() == -signal.SIGKILL
-        if (tmp_path / "again" / "small").exists():  # it went on from so late that it was done
-            assert results(tmp_path / "again" / "small") == results(tmp_path / "whole" / "small")
-            shutil.rmtree(tmp_path / "again" / "small")
-    ended = Fork(*verb, tmp_path / "again" / "small", code=AT_ONCE)
-    assert ended.wait() == 0, ended.stderr[-2000:]
-    assert results(tmp_path / "again" / "small") == results(tmp_path / "whole" / "small")
-    assert os.listdir(tmp_path / "again") == ["small"]

@@ -2,13 +2,13 @@
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from processes import kill_and_leave
 
 from surgery.common.temporary import TemporaryFolder
 
@@ -48,14 +48,14 @@ def test_what_a_killed_process_left_goes_with_the_next_and_what_others_use_stays
     folders = [Path(other.stdout.readline().strip()) for other in others]
     (place / "surgery-mine").mkdir()
     try:
-        others[0].send_signal(signal.SIGKILL)
-        others[0].wait()
+        kill_and_leave(others[0])
         assert (folders[0] / "file").exists()
         with TemporaryFolder("test"):
             assert not folders[0].exists() and (folders[1] / "file").exists()
     finally:
         others[1].terminate()
-        others[1].communicate()
+        for other in others:
+            other.communicate()
     with TemporaryFolder("test"):
         pass
     assert os.listdir(place) == ["surgery-mine"]  # no folder without a lock is touched

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from surgery.common.errors import SurgeryError
 from surgery.common.human import count, decimal, duration, size, with_perplexity
+from surgery.common.other_threads import other_threads
 from surgery.common.progress import Progress
 from surgery.training.checkpoints import BEST, Checkpoints
 from surgery.training.data import Row, Sequences, collate, dealt
@@ -112,6 +113,8 @@ class Loop:
         self._t.sequences.restore(self.at.data)
         self._t.accelerator.step = 0  # accelerate's own count of batches, which is between two steps here
         self._t.progress.note(f"resuming after step {self.at.step} from {path}")
+        if said := other_threads(state.get("threads"), torch.get_num_threads()):
+            self._t.progress.note(f"{path}: {said}")
         self._t.log.write("resume", step=self.at.step, checkpoint=str(path.name))
         return True
 
@@ -340,7 +343,8 @@ class Loop:
 
     def _save(self, name: str | None = None) -> None:
         at = self.at
-        path = self._t.checkpoints.save({"step": at.step, "position": asdict(at), "identity": self._t.identity}, name)
+        state = {"step": at.step, "position": asdict(at), "identity": self._t.identity}
+        path = self._t.checkpoints.save({**state, "threads": torch.get_num_threads()}, name)
         self._t.log.write("checkpoint", step=at.step, name=path.name)
         if name is None:
             self._saved, self._saved_step = at.seconds, at.step

@@ -105,7 +105,8 @@ def _path(folder: Path, shard: int) -> Path:
 
 
 def _write(path: Path, tokens: LongTensor) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    # One name for all processes, of which one makes a shard: what is killed here is written over by the next.
+    partial = path.with_name(f"{path.name}.partial")
     try:
         with disk_errors(path):
             with open(partial, "wb") as file:

@@ -57,7 +57,8 @@ class SequenceRequest:
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.length < 2:
             raise SurgeryError(
-                f"{self.tokens} calibration tokens in sequences of {self.length}: at least 1, in at least 2, needed"
+                f"{self.tokens} calibration tokens in sequences of {self.length}: ask for at least one token, "
+                "in sequences of at least two"
             )
         if not 0 <= self.recall <= 1:
             raise SurgeryError(f"share of sequences with planted recalls {self.recall}: it must lie between 0 and 1")

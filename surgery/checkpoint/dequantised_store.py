@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from surgery.checkpoint.read_ahead import Place
 from surgery.checkpoint.stores import ByteRanges, Store, read_rows
 from surgery.checkpoint.tensors import TensorInfo
 
@@ -68,6 +69,11 @@ class DequantisedStore:
             return matrix.rows(self._rows, first, after).to(matrix.dtype)
 
         read_rows(ranges, matrix.shape[1], matrix.dtype.itemsize, rows, out)
+
+    def places(self, name: str) -> list[Place]:
+        """As :meth:`Store.places`."""
+        parts = self._matrices[name].parts if name in self._matrices else (name,)
+        return [place for part in parts for place in self._store.places(part)]
 
     def _rows(self, name: str, first: int, after: int) -> Tensor:
         info = self._store.infos[name]

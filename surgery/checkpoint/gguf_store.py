@@ -15,6 +15,7 @@ from torch import Tensor
 
 from surgery.checkpoint.disk import disk_errors, read_exactly
 from surgery.checkpoint.gguf_header import GgufTensor
+from surgery.checkpoint.read_ahead import Place
 from surgery.checkpoint.stores import ByteRanges, read_rows
 from surgery.checkpoint.tensors import TensorInfo
 from surgery.common.errors import SurgeryError
@@ -54,6 +55,11 @@ class GgufStore:
         with disk_errors(self._path), open(self._path, "rb", buffering=0) as file:
             rows = partial(self._rows, file, mapped)
             read_rows(ranges, mapped.stored.columns, info.dtype.itemsize, rows, out)
+
+    def places(self, name: str) -> list[Place]:
+        """As :meth:`Store.places`."""
+        stored = self._tensors[name].stored
+        return [Place(self._path, stored.offset, stored.nbytes)]
 
     def _rows(self, file: BinaryIO, mapped: Mapped, first: int, after: int) -> Tensor:
         """Rows [first, after) of a tensor, [after - first, columns], in the store's dtype."""

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.staging import check_output
 from surgery.common.errors import SurgeryError
 from surgery.common.file_lock import hold, is_at
@@ -64,8 +63,10 @@ def kept_apart(place: Path, option: str = "--out") -> Iterator[None]:
         SurgeryError: another process is writing there, or nobody can.
     """
     path = place / LOCK if place.is_dir() else place.with_name(f".{place.name}{LOCK}")
-    with disk_errors(path):
+    try:
         file = hold(path, place, option)
+    except OSError as error:
+        raise SurgeryError(f"{place}: {error.strerror or error}; choose another {option}") from error
     try:
         yield
     finally:

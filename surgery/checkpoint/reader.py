@@ -20,6 +20,7 @@ from surgery.checkpoint.gguf_store import GgufStore
 from surgery.checkpoint.layout import CONFIG, check_index, check_links, find_sidecars, find_weights
 from surgery.checkpoint.location import find_gguf, locate
 from surgery.checkpoint.quantised import quantisation_of
+from surgery.checkpoint.read_ahead import ReadAhead
 from surgery.checkpoint.row_slices import RowSliceStore
 from surgery.checkpoint.stores import PickleStore, SafetensorsStore, Store
 from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes, describe
@@ -62,6 +63,7 @@ class CheckpointReader:
         self._store = store
         self._sidecars = sidecars
         self._behind = behind
+        self._ahead = ReadAhead()
         self.stored_names: dict[str, str] = {}
         self.left_out: tuple[str, ...] = ()
 
@@ -228,8 +230,15 @@ class CheckpointReader:
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Loads the tensors of a module by their full names; ``model.layers.1`` leaves out ``model.layers.10``."""
+        return {name: self.tensor(name) for name in self._names_of(prefix)}
+
+    def read_ahead(self, prefix: str) -> None:
+        """Has the system read the tensors of a module while this process does something else; returns at once."""
+        self._ahead.ask(place for name in self._names_of(prefix) for place in self._store.places(name))
+
+    def _names_of(self, prefix: str) -> list[str]:
         module = prefix.rstrip(".") + "." if prefix else ""
-        return {name: self.tensor(name) for name in self.names() if name.startswith(module)}
+        return [name for name in self.names() if name.startswith(module)]
 
     def rows(self, name: str, index: Tensor) -> Tensor:
         """Rows of a matrix [R, C] as [*index.shape, C]; only they are read, each once.

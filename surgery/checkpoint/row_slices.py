@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from surgery.checkpoint.read_ahead import Place
 from surgery.checkpoint.stores import ByteRanges, Store
 from surgery.checkpoint.tensors import TensorInfo, as_bytes
 from surgery.common.errors import SurgeryError
@@ -69,6 +70,10 @@ class RowSliceStore:
             out[: len(found)] = found
         else:
             self._store.read(part.stored, list(_within(part.rows, row, ranges)), out)
+
+    def places(self, name: str) -> list[Place]:
+        """As :meth:`Store.places`: the whole of the tensor that it is rows of."""
+        return self._store.places(self._slices[name].stored if name in self._slices else name)
 
     def _transposed(self, stored: str) -> Tensor:
         info = self._store.infos[stored]

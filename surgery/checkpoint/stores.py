@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint.disk import disk_errors, read_exactly
+from surgery.checkpoint.read_ahead import Place
 from surgery.checkpoint.safetensors_format import read_header
 from surgery.checkpoint.tensors import CHUNK_BYTES, NAME_OF_DTYPE, TensorInfo, as_bytes, describe
 from surgery.common.errors import SurgeryError
@@ -29,6 +30,10 @@ class Store(Protocol):
 
     def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
         """Fills ``out``, uint8, with the bytes [start, stop) of a tensor for each of ``ranges``, in turn."""
+        ...
+
+    def places(self, name: str) -> list[Place]:
+        """Where the bytes lie that a tensor is read from; nothing where they are not asked for beforehand."""
         ...
 
 
@@ -69,6 +74,9 @@ class SafetensorsStore:
                     raise SurgeryError(f"{path}: became shorter while it was read ({name}); start again")
                 view = view[stop - start :]
 
+    def places(self, name: str) -> list[Place]:
+        return [Place(self._folder / self.infos[name].file, self._offsets[name], self.infos[name].nbytes)]
+
 
 class PickleStore:
     """Reads ``torch.save`` files with ``weights_only``, one shard in (mapped) memory at a time."""
@@ -90,6 +98,9 @@ class PickleStore:
             out[: stop - start] = flat[start:stop]
             out = out[stop - start :]
 
+    def places(self, name: str) -> list[Place]:
+        return []
+
     def _shard(self, file: str) -> dict[str, Tensor]:
         loaded, state = self._loaded
         if loaded != file:
@@ -110,7 +121,9 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
     except SurgeryError:
         raise
     except Exception as error:  # a damaged or hostile pickle can raise anything
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # What torch says before it names the code in there is how to have it run.
+        reason = next((line for line in lines if "GLOBAL" in line), lines[0]).rpartition("error: ")[2].strip()
         raise SurgeryError(f"{path}: torch.load(weights_only=True) refuses it: {reason}") from error
     if not isinstance(state, dict):
         raise SurgeryError(

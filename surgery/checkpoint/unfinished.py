@@ -18,6 +18,7 @@ from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.staging import UNFINISHED, Staging
 from surgery.common.errors import ProcessLost
+from surgery.common.other_threads import other_threads
 
 _FACTS = "facts.json"
 
@@ -94,9 +95,6 @@ class Unfinished:
         if facts != self._facts:
             self._note(f"{self.staging.partial}: was begun from another source, text, settings or version; begins anew")
             return False
-        if threads != self._threads:
-            self._note(
-                f"{self.staging.partial}: was begun with {threads} threads and goes on with {self._threads}: "
-                "last digits may differ from those of one run"
-            )
+        if said := other_threads(threads, self._threads):
+            self._note(f"{self.staging.partial}: {said}")
         return True

@@ -100,6 +100,7 @@ def compare(
     given: Given,
     out: Annotated[Path, option("--out", "DIR", "Folder for tables and pictures.", OUTPUT)] = Path("heads-compare"),
     overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier comparison.", OUTPUT)] = False,
+    restart: RestartOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compare patterns: overlap at several budgets, rank correlation, ties, a heat map of each.
@@ -124,7 +125,7 @@ def compare(
         asked["measure"] = model_named(measure)
         find_local(asked["measure"])
     command = shlex.join(["surgery", *sys.argv[1:]])
-    request = CompareRequest(tuple(patterns), out, overwrite=overwrite, command=command, **asked)
+    request = CompareRequest(tuple(patterns), out, overwrite=overwrite, restart=restart, command=command, **asked)
 
     from surgery.common.progress import Progress
     from surgery.console.heads import show_comparison

@@ -7,8 +7,10 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+import psutil
 
 ASKED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 """Signals by which others ask a process to end; Windows lacks the second."""
@@ -59,19 +61,18 @@ def interruptible() -> Iterator[Interruption]:
 
 
 def stop_with_starter() -> None:
-    """Has this process get SIGTERM, and so save what it has, once the one that `STARTED_BY` names is gone."""
+    """Has this process get SIGTERM, and so save what it has, once the one that `STARTED_BY` names has ended."""
     if os.name == "posix" and (starter := os.environ.get(STARTED_BY)):
         threading.Thread(target=_stop_with, args=(int(starter),), daemon=True).start()
 
 
 def _stop_with(starter: int) -> None:
-    while True:
-        time.sleep(1)
-        try:
-            os.kill(starter, 0)  # sends nothing
-        except ProcessLookupError:
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(starter)
+        # A zombie has ended, though nobody asked how: in a container it may stay one for good.
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _ignored(number: int) -> bool:

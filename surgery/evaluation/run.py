@@ -7,7 +7,7 @@ import gc
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,7 +59,7 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
     device = process_device(request.settings.device, processes)
     prepared = prepare(request, progress, lambda *of: processes.from_main(lambda: _conversations(*of, device)))
     with ExitStack() as alone:
-        store = processes.from_main(lambda: _opened_store(prepared, request, alone))
+        store = processes.from_main(lambda: _opened_store(prepared, request, alone, progress.note))
         report = _measured(prepared, request, store, processes, progress, device)
         written = []
         if request.writes and processes.is_main:
@@ -241,11 +241,13 @@ class _Work:
         return key_of(facts)
 
 
-def _opened_store(prepared: Prepared, request: Request, alone: ExitStack) -> ResultStore:
+def _opened_store(prepared: Prepared, request: Request, alone: ExitStack, note: Callable[[str], None]) -> ResultStore:
     store = ResultStore.open(prepared.out)
     alone.enter_context(kept_apart(prepared.out))
     if request.restart:
         store.clear()
+    if said := store.go_on(torch.get_num_threads()):
+        note(f"{prepared.out}: {said}")
     if not request.overwrite:
         prepared.check_report()
     return store

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.disk import disk_errors
 from surgery.common.errors import SurgeryError
+from surgery.common.other_threads import other_threads
 
 MARKER = "surgery-eval.json"
 
@@ -38,8 +38,9 @@ class ResultStore:
         cls.check(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / MARKER).write_text('{"what": "an evaluation by surgery eval"}\n', encoding="utf-8")
             store = cls(folder)
+            if not (folder / MARKER).exists():
+                store._mark()
             store._results.mkdir(exist_ok=True)
         except OSError as error:
             raise SurgeryError(f"--out {folder}: {error.strerror or error}") from None
@@ -53,6 +54,19 @@ class ResultStore:
                 raise SurgeryError(f"{folder}: holds other things than an evaluation; choose another --out")
         except OSError as error:
             raise SurgeryError(f"--out {folder}: {error.strerror or error}") from None
+
+    def go_on(self, threads: int) -> str | None:
+        """Says, for people, where this goes on with other threads than it was begun with; for who is alone here."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            said = other_threads(json.loads((self.folder / MARKER).read_text(encoding="utf-8")).get("threads"), threads)
+            if any(self._results.iterdir()) or (self.folder / "unfinished").exists():
+                return said
+        self._mark(threads=threads)
+        return None
+
+    def _mark(self, **facts: int) -> None:
+        content = {"what": "an evaluation by surgery eval", **facts}
+        (self.folder / MARKER).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
     def get(self, key: str) -> dict[str, Any] | None:
         """The result under a key; None if there is none."""
@@ -94,7 +108,8 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         SurgeryError: it cannot be written.
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    # One name for all processes, of which one is at work: what is killed here is written over by the next.
+    part = path.with_name(f"{path.name}.partial")
     try:
         part.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate, which JSON can hold
         part.replace(path)

@@ -77,7 +77,7 @@ def compare_patterns(request: CompareRequest, progress: Progress | None = None) 
     agreement = compare(named)
     measuring = None if request.measure is None else _Measuring.of(request, named)
     with ExitStack() as alone:
-        store = processes.from_main(lambda: _settle_output(request, alone))
+        store = processes.from_main(lambda: _settle_output(request, alone, progress))
         content: dict[str, Any] = {
             "title": request.title,
             "surgery_version": __version__,
@@ -109,12 +109,16 @@ def random_pattern(layers: int, kv_heads: int, seed: int) -> HeadPattern:
     return HeadPattern(scores, RANDOM, seeds=(seed,))
 
 
-def _settle_output(request: CompareRequest, alone: ExitStack) -> ResultStore:
+def _settle_output(request: CompareRequest, alone: ExitStack, progress: Progress) -> ResultStore:
     document = request.out / "comparison.json"
     if document.exists() and not request.overwrite:
         raise SurgeryError(f"{document}: exists; choose another --out or pass --overwrite")
     store = ResultStore.open(request.out)
     alone.enter_context(kept_apart(request.out))
+    if request.restart:
+        store.clear()
+    if said := store.go_on(torch.get_num_threads()):
+        progress.note(f"{request.out}: {said}")
     return store
 
 

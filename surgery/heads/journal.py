@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from surgery.checkpoint.disk import disk_errors
 from surgery.common.errors import SurgeryError
+from surgery.common.other_threads import other_threads
 from surgery.running.processes import Processes
 
 HEADER = "surgery-heads-journal"
@@ -57,6 +59,8 @@ class Journal:
         if found["identity"] != self._identity:
             note(f"{path}: was kept for another model, data or settings; starting anew")
             return
+        if said := other_threads(found.get("threads"), torch.get_num_threads()):
+            note(f"{path}: {said}")
         self._entries, self._facts = found["entries"], found["facts"]
 
     def get(self, key: str) -> dict[str, Tensor] | None:
@@ -98,7 +102,8 @@ class Journal:
                         key: {name: file.get_tensor(f"{key}/{name}") for name in names}
                         for key, names in header["tensors"].items()
                     }
-                return {"identity": header["identity"], "facts": header["facts"], "entries": entries}
+                kept = {"identity": header["identity"], "facts": header["facts"], "entries": entries}
+                return {**kept, "threads": header.get("threads")}
             except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
                 # Written whole or not at all, so this is not what a stopped run leaves: it may be somebody's file.
                 raise SurgeryError(
@@ -109,10 +114,12 @@ class Journal:
         header = {
             "identity": self._identity,
             "facts": self._facts,
+            "threads": torch.get_num_threads(),
             "tensors": {key: list(tensors) for key, tensors in self._entries.items()},
         }
         tensors = {f"{key}/{name}": tensor for key, named in self._entries.items() for name, tensor in named.items()}
-        part = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
+        # One name for all processes, of which one is at work: what is killed here is written over by the next.
+        part = self._path.with_name(f"{self._path.name}.partial")
         try:
             with disk_errors(self._path):
                 with open(part, "wb") as file:

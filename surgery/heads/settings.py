@@ -88,6 +88,7 @@ class CompareRequest(FileSettings):
         patterns: files, or ``name=file``.
         out: folder for tables and pictures.
         overwrite: replace an earlier comparison; what it measured is kept.
+        restart: measure anew what an earlier or interrupted comparison had measured.
         command: what the user typed, for the record.
         title: of the written comparison.
 
@@ -116,6 +117,7 @@ class CompareRequest(FileSettings):
         "auto", "Where the model runs: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME"
     )
     overwrite: bool = setting(False, in_file=True)
+    restart: bool = setting(False, in_file=True)
     command: str = setting("", in_file=True)
     title: str = setting("Patterns of heads", in_file=True)
 

@@ -191,7 +191,7 @@ def _compare_heads(step: Step, where: str) -> Action:
     patterns, publish = taken(given, "patterns", where), given.pop("publish", None)
     if not isinstance(patterns, list):
         raise SurgeryError(f"{where}: patterns must be a list")
-    known = {field.name for field in fields(CompareRequest)} - {"patterns", "out", "overwrite", "command"}
+    known = {field.name for field in fields(CompareRequest)} - {"patterns", "out", "overwrite", "restart", "command"}
     for name in given:
         if name not in known:
             raise SurgeryError(f"{where}: unknown setting {name!r}{did_you_mean(str(name), sorted(known))}")
@@ -205,7 +205,8 @@ def _compare_heads(step: Step, where: str) -> Action:
 
         named = tuple(f"{name}={finished.patterns.get(name, name)}" for name in patterns)
         measure = None if asked.measure is None else checkpoint_of(asked.measure, finished)
-        comparison = compare_patterns(replace(asked, patterns=named, out=out, measure=measure), progress)
+        request = replace(asked, patterns=named, out=out, measure=measure, restart=finished.restart)
+        comparison = compare_patterns(request, progress)
         if processes.is_main:
             finished.written += comparison.written
             if publish is not None:

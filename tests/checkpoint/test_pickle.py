@@ -96,7 +96,7 @@ def test_safetensors_are_preferred(single):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (Hostile(), "weights_only=True"),
+        (Hostile(), "GLOBAL posix.system"),
         ([torch.ones(1)], "holds a list"),
         ({"model": {"w": torch.ones(1)}}, "'model' is a dict, not a tensor"),
         ({"w": torch.ones(2, dtype=torch.complex64)}, "cannot be stored"),

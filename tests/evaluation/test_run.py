@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import signal
 import sys
 
 import pytest
 import torch
+from processes import Fork
 from tiny_models import DEMO, make_checkpoint
 
 from surgery.calibration.held_out_documents import default_names
@@ -158,6 +160,32 @@ def test_an_interrupted_evaluation_goes_on_unless_it_is_restarted(models, tmp_pa
     for restart, count in ((False, 1), (True, 3)):
         run([models[1]], models[0], tmp_path / "out", variants="none", restart=restart)
         assert len(measured) == count
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from surgery.evaluation.store import ResultStore
+Path.replace = lambda self, other: os.kill(os.getpid(), signal.SIGKILL)
+ResultStore.open(Path(sys.argv[1])).put("a", {})
+"""
+
+
+def test_what_a_killed_write_left_goes_with_the_next(tmp_path):
+    assert Fork(tmp_path, code=KILLED).wait() == -signal.SIGKILL
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["a.json.partial"]
+    ResultStore.open(tmp_path).put("a", {})
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["a.json"]
+
+
+def test_another_number_of_threads_is_said(tmp_path):
+    store = ResultStore.open(tmp_path)
+    assert store.go_on(2) is None
+    store.put("a", {})
+    assert ResultStore.open(tmp_path).go_on(2) is None
+    assert "was begun with 2 threads and goes on with 3" in ResultStore.open(tmp_path).go_on(3)
+    store.clear()
+    assert store.go_on(3) is None
 
 
 def test_losses_of_mla_are_those_of_its_own_attention(models, tmp_path, monkeypatch):

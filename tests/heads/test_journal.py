@@ -1,15 +1,22 @@
 """What is put in a journal is there when it is opened again, and nothing else is."""
 
 import json
+import signal
 
 import pytest
 import torch
+from processes import Fork
 from safetensors.torch import save_file
 
 from surgery.common.errors import SurgeryError
 from surgery.heads.journal import Journal
 
 IDENTITY = {"model": "a", "seed": 3, "sizes": (1, 2)}
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+Path.replace = lambda self, other: os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def test_goes_on_where_it_stopped(tmp_path):
@@ -26,6 +33,14 @@ def test_goes_on_where_it_stopped(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     again.remove()
     assert again.get("a") is None and not path.exists()
+
+
+def test_what_a_killed_write_left_goes_with_the_next(tmp_path):
+    write = f"{KILLED}\nfrom surgery.heads.journal import Journal\nJournal(Path(sys.argv[1]), {{}}).put('a', {{}})"
+    assert Fork(tmp_path / "journal", code=write).wait() == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1
+    Journal(tmp_path / "journal", {}).put("a", {})
+    assert [file.name for file in tmp_path.iterdir()] == ["journal"]
 
 
 def test_keeps_copies(tmp_path):

@@ -11,9 +11,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 from typing import IO
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -128,6 +131,13 @@ def two_forks(*arguments, module: str = "surgery") -> list[Fork]:
     for fork in forks:
         assert fork.wait() == 0, fork.stderr[-3000:]
     return forks
+
+
+def kill_and_leave(process: subprocess.Popen) -> None:
+    """Ends a process by SIGKILL and does not ask for its exit code: it stays a zombie, as some containers have them."""
+    process.kill()
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
 
 
 def _ask(request: dict) -> int | None:

@@ -67,7 +67,7 @@ def test_equal_seeds_give_equal_runs(settings):
     assert losses_of(runs[0]) == losses_of(runs[1]) != losses_of(runs[2])
 
 
-def test_a_resumed_run_goes_on_exactly(settings):
+def test_a_resumed_run_goes_on_exactly(settings, capsys):
     whole, parts = settings(name="whole"), settings(name="parts")
     heal_here(whole)
     message = r"signal 15 after step 3; saved in .*run the same command"
@@ -78,9 +78,20 @@ def test_a_resumed_run_goes_on_exactly(settings):
     assert not Path(parts["out"]).exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     facts = heal_here(parts)
-    assert facts["steps"] == 6
+    assert facts["steps"] == 6 and "last digits may differ" not in capsys.readouterr().err
     assert losses_of(parts) == losses_of(whole)
     assert all(torch.equal(each, tensors(whole["out"])[name]) for name, each in tensors(parts["out"]).items())
+
+
+def test_another_number_of_threads_is_said(settings, capsys, monkeypatch):
+    values, threads = settings(), torch.get_num_threads()
+    with stopped_after(3), pytest.raises(Interrupted):
+        heal_here(values)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    capsys.readouterr()
+    heal_here(values)
+    said = f"was begun with {threads} threads and goes on with {threads + 1}: last digits may differ"
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_ends_with_one_line_and_a_code(settings, tmp_path, monkeypatch, capsys):

@@ -1,0 +1,10 @@
+"""What is told where work goes on with other threads than it was begun with: they add numbers in another order."""
+
+from __future__ import annotations
+
+
+def other_threads(begun: object, now: int) -> str | None:
+    """A line for people; None with as many threads, and where nobody knows how many there were."""
+    if not isinstance(begun, int) or begun == now:
+        return None
+    return f"was begun with {begun} threads and goes on with {now}: last digits may differ from those of one run"
