@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import LongTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.calibration.self_samples import sample_from_model
-from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.disk import disk_errors, written_whole
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.running.processes import Processes
@@ -105,16 +104,8 @@ def _path(folder: Path, shard: int) -> Path:
 
 
 def _write(path: Path, tokens: LongTensor) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with disk_errors(path):
-            with open(partial, "wb") as file:
-                file.write(save({"tokens": tokens.to(torch.int32)}))
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with written_whole(path) as part:
+        part.write_bytes(save({"tokens": tokens.to(torch.int32)}))
 
 
 def _read(path: Path) -> Any:
