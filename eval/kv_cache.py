@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import LongTensor, nn
-from transformers.cache_utils import DynamicLayer
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.logits import evaluation_mode
@@ -94,36 +93,6 @@ def measure_kv(
     return KVUse(context, batch, held, held / (context * batch), growth, dtype_name(model))
 
 
-@torch.no_grad()
-def kv_bytes_per_token(model: nn.Module, prompt_length: int = 64, steps: int = 8) -> float:
-    """Bytes by which the cache of one sequence grows with every decoded token.
-
-    Random tokens are prefilled and decoded, batch 1, with the cache that the model makes for itself (a `DynamicCache`
-    for stock models). A layer with a sliding window counts until its window is full: choose a `prompt_length` beyond
-    the window to see what is left then.
-
-    Raises:
-        SurgeryError: the arguments are not positive, the model returns no cache, or a cache of nothing but growing
-            layers holds another number of bytes than its growth times its tokens.
-    """
-    if prompt_length < 1 or steps < 1:
-        raise SurgeryError(f"cannot decode {steps} tokens after {prompt_length}: at least 1 of each is needed")
-    tokens = random_tokens(model, 1, prompt_length + steps)
-    with evaluation_mode(model):
-        _, past = forward_with_cache(model, tokens[:, :prompt_length], None)
-        prefilled = cache_bytes(past)
-        for token in tokens[:, prompt_length:].split(1, dim=1):
-            _, past = forward_with_cache(model, token, past)
-    total = cache_bytes(past)
-    growth = (total - prefilled) / steps
-    if _only_grows(past) and total != growth * tokens.shape[1]:
-        raise SurgeryError(
-            f"the cache holds {total} bytes after {tokens.shape[1]} tokens but grows by {growth:g} per token: "
-            "it keeps something that does not belong to a token"
-        )
-    return growth
-
-
 def random_tokens(model: nn.Module, batch: int, length: int, seed: int = 0) -> LongTensor:
     """Uniformly random token ids [batch, length], int64, where the model's inputs go; equal seeds give equal ones."""
     embedding = model.get_input_embeddings().weight
@@ -168,9 +137,3 @@ def dtype_name(model: nn.Module) -> str:
 @cache
 def _takes_logits_to_keep(model_class: type[nn.Module]) -> bool:
     return "logits_to_keep" in inspect.signature(model_class.forward).parameters
-
-
-def _only_grows(cache: Any) -> bool:
-    """Whether every layer keeps all tokens: no windows, no fixed buffers, no recurrent states."""
-    layers = getattr(cache, "layers", None) or []
-    return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)

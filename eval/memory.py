@@ -27,13 +27,17 @@ def unless_out_of_memory(function: Callable[[], Result]) -> Result | OutOfMemory
     try:
         return function()
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
-    # Only here is the traceback gone, and with it the tensors of its frames.
+    free_memory()  # only here is the traceback gone, and with it the tensors of its frames
+    return OutOfMemory()
+
+
+def free_memory() -> None:
+    """Gives back what nothing refers to any more, on an accelerator too."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return OutOfMemory()
 
 
 def measure_memory(model: nn.Module, context: int, batch: int, meter: PeakMemory) -> tuple[KVUse, dict[str, Any]]:
@@ -64,8 +68,9 @@ def beyond_trained_context(model: nn.Module, context: int) -> str | None:
     return f"beyond the model's {positions} positions"
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an accelerator or the CPU refused an allocation."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     # The CPU's allocator has no exception of its own; these are its words on Linux and macOS, and on Windows.
-    return any(words in str(error) for words in ("can't allocate memory", "not enough memory", "out of memory"))
+    return any(words in str(error).lower() for words in ("can't allocate memory", "not enough memory", "out of memory"))

@@ -31,6 +31,7 @@ from surgery.eval.tensor_bytes import plain_tensors, storage_bytes, weight_tenso
 
 BUFFER_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 """What is copied for the bandwidth: much more than a last-level cache holds, on most machines."""
+REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def bytes_read(model: nn.Module, tokens: int) -> float:
         storage = _storage(tensor)
         if storage not in skipped:
             (routed if storage in in_experts else dense).append(tensor)
-    return storage_bytes(dense) + storage_bytes(routed) * _share_of_experts(getattr(model, "config", None), tokens)
+    return storage_bytes(dense) + storage_bytes(routed) * share_of_experts(getattr(model, "config", None), tokens)
 
 
 class FlopCount:
@@ -143,10 +144,10 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     return best
 
 
-def _median_seconds(function: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
+def _median_seconds(function: Callable[[], Any], device: torch.device) -> float:
     function()
     seconds = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         synchronize(device)
         start = time.perf_counter()
         function()
@@ -168,7 +169,7 @@ def _storages(module: nn.Module) -> set[tuple[torch.device, int]]:
     return {_storage(tensor) for tensor in plain_tensors(list(module.parameters()))}
 
 
-def _share_of_experts(config: Any, tokens: int) -> float:
+def share_of_experts(config: Any, tokens: int = 1) -> float:
     """The expected share of experts that `tokens` tokens reach: a token misses any one with probability 1 - k / n."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     count = next((getattr(config, name) for name in names if getattr(config, name, None)), None)

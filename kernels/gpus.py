@@ -18,7 +18,7 @@ class GPU:
             against the same rate.
         flops_per_second: of dense bf16 matrix products.
         processors: multiprocessors.
-        memory_bytes, l2_bytes: sizes.
+        memory_bytes: of all.
         source: where the two rates come from, in words for a report.
     """
 
@@ -27,7 +27,6 @@ class GPU:
     flops_per_second: float
     processors: int
     memory_bytes: float
-    l2_bytes: float
     source: str
     launch_seconds: float = LAUNCH_SECONDS
 
@@ -45,9 +44,8 @@ GPUS = {
         790e12,
         132,
         141e9,
-        60e6,
         "published measurements: device-to-device copy, read + write; bf16 product of 8192 x 8192",
     ),
-    "h100": GPU("NVIDIA H100 SXM", 3.35e12, 989e12, 132, 80e9, 50e6, _SHEET),
-    "a100": GPU("NVIDIA A100 SXM 80GB", 2.039e12, 312e12, 108, 80e9, 40e6, _SHEET),
+    "h100": GPU("NVIDIA H100 SXM", 3.35e12, 989e12, 132, 80e9, _SHEET),
+    "a100": GPU("NVIDIA A100 SXM 80GB", 2.039e12, 312e12, 108, 80e9, _SHEET),
 }

@@ -23,7 +23,7 @@ class Config:
         block_tokens: cached tokens of one step of its loop.
         chunk: elements of a token that one product takes at once, where a row is wider than a tile should be.
         splits: programs that share the tokens of one row and are merged afterwards; None leaves it to
-            `split_kv.split_count`.
+            `split_count`.
         warps, stages: of the program, and of its software pipeline.
     """
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from surgery.kernels.gpus import GPU
+from surgery.kernels.split_count import split_count
 
 LEAST_GAIN = 1.1
 """A conversion is called faster from this ratio on: less is lost in what is left out here."""
@@ -333,12 +334,6 @@ def compare(
     faster = speedup >= LEAST_GAIN
     reason = None if faster else _why_not(converted, before, after, sizes, context * batch, gpu)
     return Comparison(before, after, speedup, sizes[0] / sizes[1], faster, reason)
-
-
-def split_count(programs: int, tokens: int, processors: int) -> int:
-    """Programs that share a row's tokens: the rule of `split_kv.split_count`, which needs torch to import."""
-    wanted = min(2 * processors // max(programs, 1), tokens // 512, 128)
-    return 1 << (max(wanted, 1).bit_length() - 1)
 
 
 def _parts(batch: int, programs: int, context: int, numbers: int, gpu: GPU) -> tuple[float, int]:

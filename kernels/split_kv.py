@@ -22,26 +22,7 @@ from torch import Tensor
 
 from surgery.kernels.launch import Config, Launch
 from surgery.kernels.online_softmax import LN2, LOG2E
-
-LEAST_TOKENS = 512
-"""Tokens of a split below which merging costs more than the split saves: its fp32 part is written and read again."""
-
-MOST_SPLITS = 128
-
-
-def split_count(programs: int, tokens: int, processors: int, *, least: int = LEAST_TOKENS) -> int:
-    """Splits for a launch: enough for two waves of programs, none shorter than `least` tokens at full length.
-
-    Args:
-        programs: of the launch without splits.
-        tokens: the most tokens that a row can have (the cache's capacity, not its length).
-        processors: multiprocessors of the GPU.
-
-    Returns:
-        A power of two from 1 to `MOST_SPLITS`, so that few kernels are compiled.
-    """
-    wanted = min(2 * processors // max(programs, 1), tokens // least, MOST_SPLITS)
-    return 1 << (max(wanted, 1).bit_length() - 1)
+from surgery.kernels.split_count import split_count
 
 
 def processors(device: torch.device) -> int:

@@ -5,9 +5,11 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
+from config_files import edit_config
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, make_checkpoint
 
@@ -24,15 +26,6 @@ QUICK = {
     "rope_dim": 4,
     "kv_ratio": 0.5,
 }
-
-
-def edit_config(**changes):
-    def edit(folder):
-        config = json.loads((folder / "config.json").read_text())
-        config.update(changes)
-        (folder / "config.json").write_text(json.dumps(config))
-
-    return edit
 
 
 def poison(name):
@@ -79,21 +72,21 @@ CASES = {
     "outside path": (index({"x": "../../etc/passwd"}), {}, "passwd"),
     "NaN in attention": (poison("model.layers.1.self_attn.k_proj.weight"), {}, "NaN or infinity in k_proj of layer 1"),
     "NaN elsewhere": (poison("model.layers.0.mlp.up_proj.weight"), {}, "up_proj|layer 0|not finite|NaN"),
-    "unknown model_type": (edit_config(model_type="gemma4"), {}, "model_type 'gemma4' is not supported"),
-    "quantised": (edit_config(quantization_config={"quant_method": "awq"}), {}, "quantised .awq."),
-    "RoPE type": (edit_config(rope_parameters=YARN_DYNAMIC), {}, "RoPE type 'dynamic' is not supported"),
+    "unknown model_type": (partial(edit_config, model_type="gemma4"), {}, "model_type 'gemma4' is not supported"),
+    "quantised": (partial(edit_config, quantization_config={"quant_method": "awq"}), {}, "quantised .awq."),
+    "RoPE type": (partial(edit_config, rope_parameters=YARN_DYNAMIC), {}, "RoPE type 'dynamic' is not supported"),
     "partial rotary": (
-        edit_config(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        partial(edit_config, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
         {},
         "partial_rotary_factor",
     ),
     "layers of no known number": (
-        edit_config(layer_types=["full_attention"] * 3),
+        partial(edit_config, layer_types=["full_attention"] * 3),
         {},
         r"config\.json: transformers cannot load it .*num_hidden_layers",
     ),
     "text where a number belongs": (
-        edit_config(hidden_size="wide"),
+        partial(edit_config, hidden_size="wide"),
         {},
         r"config\.json: hidden_size must be a whole number from 1 to 1,048,576, not 'wide'",
     ),

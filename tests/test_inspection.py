@@ -7,6 +7,7 @@ from pathlib import Path
 import own_models
 import pytest
 import torch
+from config_files import edit_config
 from tiny_models import HELD_OUT, SHAPE, make_checkpoint
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -147,9 +148,7 @@ def test_stock_targets(checkpoints):
 
 def test_a_rope_that_no_target_takes_is_a_reason_and_not_a_failure(tmp_path):
     path = make_checkpoint(tmp_path / "src", "llama")
-    config = json.loads((path / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    (path / "config.json").write_text(json.dumps(config))
+    edit_config(path, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     inspection = inspect_checkpoint(path)
     assert inspection.kv["bytes_per_token"] == 256
     for target in inspection.targets:

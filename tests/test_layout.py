@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import surgery
 from surgery.common.file_settings import read_mapping
 from surgery.evaluation.settings import EvalSettings
 from surgery.heads.settings import HeadSettings
@@ -77,6 +78,11 @@ FILES = {
 def imported(file: Path) -> frozenset[str]:
     """Modules of the package that a file imports, wherever in it, but for those that only its annotations name."""
     package = module_name(file) if file.name == "__init__.py" else module_name(file).rpartition(".")[0]
+    return imports_of(file.read_text(encoding="utf-8"), package)
+
+
+def imports_of(source: str, package: str) -> frozenset[str]:
+    """The same of the text of a module of a package."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
@@ -88,14 +94,18 @@ def imported(file: Path) -> frozenset[str]:
             elif isinstance(child, ast.ImportFrom):
                 above = package.split(".")[: len(package.split(".")) - child.level + 1] if child.level else []
                 base = ".".join([*above, *([child.module] if child.module else [])])
-                # A name is a module of its own, or something in one.
-                found.update(
-                    f"{base}.{alias.name}" if f"{base}.{alias.name}" in FILES else base for alias in child.names
-                )
+                found.update(home(base, alias.name) for alias in child.names)
             visit(child)
 
-    visit(ast.parse(file.read_text(encoding="utf-8")))
+    visit(ast.parse(source))
     return frozenset(name for name in found if name.startswith("surgery."))
+
+
+def home(base: str, name: str) -> str:
+    """What ``from base import name`` loads: a module or folder of that name, or the module that has it."""
+    if any(module == f"{base}.{name}" or module.startswith(f"{base}.{name}.") for module in FILES):
+        return f"{base}.{name}"
+    return surgery._HOMES.get(name, base) if base == "surgery" else base
 
 
 def package_of(name: str) -> str:
@@ -129,6 +139,25 @@ def circles() -> list[list[str]]:
         if name not in order:
             follow(name)
     return found
+
+
+@pytest.mark.parametrize(
+    ("line", "module"),
+    [
+        ("import surgery.heads.plan", "surgery.heads.plan"),
+        ("from surgery import heads", "surgery.heads"),
+        ("from surgery import training", "surgery.training"),  # a folder without an __init__.py
+        ("from surgery import convert", "surgery.api.rewriting"),
+        ("from surgery.heads import plan", "surgery.heads.plan"),
+        ("from surgery.heads.plan import compile_plan", "surgery.heads.plan"),
+        ("from . import disk", "surgery.checkpoint.disk"),
+        ("from .disk import free_bytes", "surgery.checkpoint.disk"),
+        ("from ..heads import plan", "surgery.heads.plan"),
+        ("from .. import heads", "surgery.heads"),
+    ],
+)
+def test_every_way_to_import_is_seen(line, module):
+    assert imports_of(f"def inside():\n    {line}\n", "surgery.checkpoint") == {module}
 
 
 def test_no_module_imports_itself_through_others():

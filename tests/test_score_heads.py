@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from command_line import imports_of, listing, run_main, two_processes
+from config_files import edit_config
 from processes import Fork
 from safetensors import safe_open
 from tiny_models import DEMO, HELD_OUT, make_checkpoint
@@ -94,8 +95,7 @@ def test_the_pattern_says_where_it_came_from(source, tmp_path):
 
 def test_another_config_is_another_model(source, tmp_path):
     shutil.copytree(source, tmp_path / "other")
-    config = json.loads((source / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
+    edit_config(tmp_path / "other", rms_norm_eps=1e-5)
     one, two = (scored(path, tmp_path / f"{path.name}.safetensors") for path in (source, tmp_path / "other"))
     assert all(one.model[name] != two.model[name] for name in ("sha256", "config_sha256"))
 
@@ -338,8 +338,7 @@ def test_sliding_windows_and_unknown_families_are_refused(checkpoints, source, t
     with pytest.raises(SurgeryError, match="full attention in every layer"):
         scored(checkpoints("mistral_window"), tmp_path / "a.safetensors")
     shutil.copytree(source, tmp_path / "other")
-    config = json.loads((source / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "model_type": "gemma4"}))
+    edit_config(tmp_path / "other", model_type="gemma4")
     with pytest.raises(SurgeryError, match="model_type 'gemma4' is not supported"):
         scored(tmp_path / "other", tmp_path / "a.safetensors")
 

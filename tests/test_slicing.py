@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from config_files import edit_config
 from tiny_models import HELD_OUT, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -336,9 +337,7 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
     joint, constant = converted("joint").path, converted("mla constant").path
     in_bits = converter.convert(joint, tmp_path / "in_bits", quantized).path
     plain = converter.convert(checkpoints("llama"), tmp_path / "plain", quantized).path
-    config = json.loads((plain / "config.json").read_text())
-    del config["kv_cache"]
-    (plain / "config.json").write_text(json.dumps(config))
+    edit_config(plain, "kv_cache")
     lost, old, real = (tmp_path / name for name in ("lost", "old", "real"))
     shutil.copytree(joint, lost)
     (lost / REPORT).unlink()
@@ -378,9 +377,7 @@ def test_a_rotated_latent_has_no_order(converted, tmp_path):
     """Even where the quantised cache itself has been taken out of the config."""
     settings = QuantizedSettings(calibration="none", group=16, hadamard=True)
     path = converter.convert(converted("joint").path, tmp_path / "rotated", settings).path
-    config = json.loads((path / "config.json").read_text())
-    del config["kv_cache"]
-    (path / "config.json").write_text(json.dumps(config))
+    edit_config(path, "kv_cache")
     with pytest.raises(SurgeryError, match="Hadamard rotation mixed its latents"):
         converter.convert(path, tmp_path / "out", slice_settings())
 

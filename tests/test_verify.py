@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 from command_line import run_main
+from config_files import edit_config
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT
 
@@ -126,14 +128,6 @@ def swap(path):
     save_file(tensors, file, {"format": "pt"})
 
 
-def edit(**changes):
-    def change(path):
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**config, **changes}))
-
-    return change
-
-
 def forget_hashes(path):
     """Whoever changes files can change the report too; logits remain."""
     file = path / "surgery_report.json"
@@ -145,8 +139,12 @@ def forget_hashes(path):
     [
         (flip, "files", "model.safetensors is not the file that was written"),
         (swap, "logits", "differ from those on record"),
-        (edit(rope_parameters={"rope_type": "default", "rope_theta": 500.0}), "logits", "differ from those on record"),
-        (edit(num_key_value_heads=2), "caches", "num_key_value_heads|k_proj|size|shape"),
+        (
+            partial(edit_config, rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+            "logits",
+            "differ from those on record",
+        ),
+        (partial(edit_config, num_key_value_heads=2), "caches", "num_key_value_heads|k_proj|size|shape"),
     ],
 )
 def test_damage_is_found(copy, damage, caught, words, monkeypatch, capsys):

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from surgery.calibration.text import jsonl_records, parquet_records
 from surgery.checkpoint.disk import disk_errors
 from surgery.common.errors import SurgeryError
 from surgery.training.token_file import Document
@@ -113,39 +114,13 @@ def read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     if path.suffix.lower() not in READABLE:
         raise SurgeryError(f"cannot read conversations from {path}: known are {', '.join(READABLE)}")
     with disk_errors(path):
-        yield from (_parquet if path.suffix.lower() == ".parquet" else _jsonl)(path)
-
-
-def _jsonl(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise SurgeryError(f"{where} is not valid JSON: {error}") from error
+        if path.suffix.lower() == ".parquet":
+            yield from ((without_nulls(row), where) for row, where in parquet_records(path, MESSAGES, "tools"))
+            return
+        for record, where in jsonl_records(path):
             if not isinstance(record, dict):
                 raise SurgeryError(f"{where} holds a {type(record).__name__}, not an object with {MESSAGES!r}")
             yield record, where
-
-
-def _parquet(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    import pyarrow.parquet as pq
-    from pyarrow import ArrowInvalid
-
-    try:
-        file = pq.ParquetFile(path)
-    except ArrowInvalid as error:
-        raise SurgeryError(f"{path} is not a parquet file: {error}") from error
-    with file:
-        columns = [name for name in (MESSAGES, "tools") if name in file.schema_arrow.names]
-        number = 0
-        for batch in file.iter_batches(batch_size=256, columns=columns):
-            for record in batch.to_pylist():
-                yield without_nulls(record), f"{path}, row {number}"
-                number += 1
 
 
 def without_nulls(record: Any) -> Any:

@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.common.errors import SurgeryError
+from surgery.eval.roofline import share_of_experts
 from surgery.training.chunks import LOGIT_BYTES, chunk_count
 from surgery.training.kept import Kept, follow
 from surgery.training.objectives import ObjectiveWeights
@@ -274,9 +275,7 @@ def _flops(
 def _matrices(model: PreTrainedModel) -> dict[str, int]:
     """Parameters of matrices that one token passes, by name, without embeddings and head."""
     vocabulary = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
-    config = model.config
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
-    share = getattr(config, "num_experts_per_tok", 0) / experts if experts else 1.0
+    share = share_of_experts(model.config)
     return {
         name: round(each.numel() * (share if ".experts." in name else 1.0))
         for name, each in model.named_parameters()

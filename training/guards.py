@@ -10,9 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from surgery.common.errors import SurgeryError
+from surgery.eval.memory import is_out_of_memory
 from surgery.training.settings import HealSettings
 
 WINDOW = 50
@@ -120,8 +119,8 @@ def memory_errors(settings: HealSettings, doing: Callable[[], str]) -> Iterator[
     """
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _is_out_of_memory(error):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
         raise SurgeryError(f"out of memory at {doing()}: {'; or '.join(knobs(settings))}") from error
 
@@ -143,11 +142,6 @@ def knobs(settings: HealSettings) -> list[str]:
     found.append(f"a length below {settings.length}")
     found.append("more processes with configs/accelerate/fsdp2.yaml")
     return found
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text
 
 
 def _advice(last_good: Path | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from surgery.common.memory import peak_memory as resident_peak
 from surgery.eval.logits import evaluation_mode
 from surgery.training.data import IGNORED, Batch, Row, collate
 
@@ -50,16 +50,9 @@ def summed(accelerator: Accelerator, values: Sequence[float]) -> list[float]:
     return accelerator.reduce(tensor, "sum").tolist()
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """The most bytes that this process has held: handed out by PyTorch on CUDA, resident on a CPU; None if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held: handed out by PyTorch on CUDA, resident on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_peak()
 
 
 def _measured(accelerator: Accelerator, module: nn.Module, batch: Batch) -> dict[str, float]:

@@ -76,9 +76,9 @@ class Recording:
         for kind in self._pieces:
             self._pieces[kind] = [[] for _ in range(self.count)]
 
-    def _seen(self, kind: str, layer: int) -> int:
+    def _seen(self, layer: int) -> int:
         """Tokens of this pass that are recorded already."""
-        return sum(piece.shape[1] for piece in self._pieces[kind][layer])
+        return sum(piece.shape[1] for piece in self._pieces["attention"][layer])
 
     def _add(self, kind: str, layer: int, tensor: Tensor) -> None:
         # Layers that run outside of the decoder's own pass do so in the backward pass, which computes them again.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.disk import disk_errors, written_whole
 from surgery.training.trackers import Tracker
 
 
@@ -78,9 +78,8 @@ def drop_later_lines(path: Path, step: int) -> None:
                 continue
             if entry.get("step", 0) <= step:
                 kept.append(line + "\n")
-        part = path.with_name(f"{path.name}.partial")
-        part.write_text("".join(kept), encoding="utf-8")
-        part.replace(path)
+        with written_whole(path) as part:
+            part.write_text("".join(kept), encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

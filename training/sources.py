@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import sys
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.calibration.mixture import DEFAULT, SMALL_VOCABULARY, TEXTS, without_chat
 from surgery.calibration.planted import Wording, in_code
-from surgery.calibration.text import BUILTIN, DATASET, iter_documents
+from surgery.calibration.text import BUILTIN, dataset_records, iter_documents
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
 from surgery.training.chat import ChatEncoder, holds_conversations, read_records, without_nulls
@@ -118,48 +117,12 @@ class TextSource(FileSettings):
             return encode_texts(TEXTS[self.source][0](0), tokenizer)
         if not self.is_chat:
             return encode_texts(iter_documents(self.source, text_field=self.text_field), tokenizer)
-        records = read_records(self._path) if self._is_file else self._dataset_records()
+        if self._is_file:
+            records = read_records(self._path)
+        else:
+            records = ((without_nulls(row), where) for row, where in dataset_records(self.source))
         encode = ChatEncoder(tokenizer, note)
         return (document for record, where in records if (document := encode(record, where)) is not None)
-
-    def open_dataset(self) -> Any:
-        """The dataset, streamed: a `datasets.IterableDataset` at its beginning.
-
-        Raises:
-            SurgeryError: there is no such dataset, or no `datasets` library.
-        """
-        try:
-            import datasets
-        except ImportError as error:
-            raise SurgeryError(f"{self.source}: no such file, and for datasets: pip install datasets") from error
-        parts = DATASET.fullmatch(self.source)
-        if parts is None or self._path.suffix in (".txt", ".json", ".jsonl", ".parquet"):
-            raise SurgeryError(f"{self.source}: no such file, and no dataset has such a name")
-        folder = Path(parts["name"]).expanduser()
-        name, config, split = str(folder) if folder.is_dir() else parts["name"], parts["config"], parts["split"]
-        with self.dataset_errors():
-            return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-
-    @contextlib.contextmanager
-    def dataset_errors(self) -> Iterator[None]:
-        """Turns what `datasets` raises, its own errors and those of HTTP and file libraries, into one line."""
-        try:
-            yield
-        except SurgeryError:
-            raise
-        except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise SurgeryError(f"the dataset {self.source} could not be read: {reason}") from error
-
-    def _dataset_records(self) -> Iterator[tuple[dict[str, Any], str]]:
-        print(f"surgery: streaming the dataset {self.source}", file=sys.stderr)
-        rows = iter(self.open_dataset())
-        for number in range(sys.maxsize):
-            with self.dataset_errors():
-                row = next(rows, None)
-            if row is None:
-                return
-            yield without_nulls(row), f"dataset {self.source}, row {number}"
 
 
 def parse_sources(data: Sequence[str | dict[str, Any]]) -> list[TextSource]:

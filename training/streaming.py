@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from surgery.calibration.text import dataset_errors, open_dataset
 from surgery.common.errors import SurgeryError
 from surgery.training.chat import ChatEncoder, without_nulls
 from surgery.training.data import Row
@@ -103,7 +104,7 @@ class StreamedSequences:
 
     def _begin(self, state: dict[str, Any] | None = None) -> None:
         """Opens the dataset, anew for every epoch: one that was told where to begin begins there every time."""
-        self._dataset = self._source.open_dataset()
+        self._dataset = open_dataset(self._source.source)
         if state is not None:
             self._dataset.load_state_dict(state)
         self._records = iter(self._dataset)
@@ -140,7 +141,7 @@ class StreamedSequences:
 
     def _rest_of_epoch(self) -> Iterator[Document]:
         while True:
-            with self._source.dataset_errors():
+            with dataset_errors(self._source.source):
                 record = next(self._records, None)
             if record is None:
                 return

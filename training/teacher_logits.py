@@ -14,8 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from transformers import PreTrainedModel
 
-from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, read_json, sync_folder
+from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, read_json, written_whole
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.running.processes import Processes
@@ -104,7 +103,7 @@ class TeacherLogits:
         rows = max(1, min(SHARD_BYTES // identity.sequence_bytes, identity.sequences))
         header = {"format": _FORMAT, **asdict(identity), "sequences_per_shard": rows}
         if not (self.folder / HEADER).exists():
-            with _replaced(self.folder / HEADER, f".{uuid4().hex}") as part:
+            with written_whole(self.folder / HEADER, f".{uuid4().hex}") as part:
                 part.write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
         self._rows = _checked(self.folder / HEADER, header)
 
@@ -125,7 +124,7 @@ class TeacherLogits:
             raise SurgeryError(f"{self.folder}: sequences {numbers.start} to {numbers.stop - 1} are no shard of it")
         self._check(top, len(numbers))
         tensors = {name: getattr(top, name).cpu().contiguous() for name in ("values", "ids", "rest")}
-        with _replaced(self._path(shard)) as part:
+        with written_whole(self._path(shard)) as part:
             part.write_bytes(save(tensors))
 
     def read(self, number: int) -> TopK:
@@ -258,24 +257,6 @@ def _checked(path: Path, wanted: dict[str, Any]) -> int:
     if not isinstance(rows, int) or rows < 1:
         raise SurgeryError(f"{path}: damaged, sequences_per_shard is {rows!r}; choose another folder")
     return rows
-
-
-@contextmanager
-def _replaced(path: Path, suffix: str = "") -> Iterator[Path]:
-    """A path to write to; it becomes ``path`` at the end of the block, flushed, and goes if the block fails.
-
-    A ``suffix`` keeps apart what several processes write at once.
-    """
-    part = path.with_name(f"{path.name}{suffix}.partial")
-    try:
-        with disk_errors(path):
-            yield part
-            with part.open("r+b") as file:
-                os.fsync(file.fileno())
-            part.replace(path)
-            sync_folder(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def open_logits(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import LongTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.calibration.self_samples import sample_from_model
-from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.disk import disk_errors, written_whole
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.running.processes import Processes
@@ -43,7 +41,6 @@ def sample_teacher(
     tokens: int,
     length: int,
     seed: int = 0,
-    temperature: float = 1.0,
     processes: Processes | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Document]:
@@ -64,7 +61,7 @@ def sample_teacher(
     if tokens < 1:
         raise SurgeryError(f"{tokens} tokens of the teacher: at least 1 is needed")
     shards = list(range(-(-tokens // (SHARD * length))))
-    identity = {"model": fingerprint(teacher), "length": length, "seed": seed, "temperature": temperature}
+    identity = {"model": fingerprint(teacher), "length": length, "seed": seed, "temperature": 1.0}
     folder = folder / f"teacher-text-{digest(identity)[:16]}"
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,10 +70,9 @@ def sample_teacher(
         path = _path(folder, shard)
         if path.exists():
             return
-        drawn = sample_from_model(
-            teacher, tokenizer, SHARD * length, length, BATCH, temperature, _seed_of_shard(seed, shard)
-        )
-        _write(path, drawn)
+        drawn = sample_from_model(teacher, tokenizer, SHARD * length, length, BATCH, seed=_seed_of_shard(seed, shard))
+        with written_whole(path) as part:
+            part.write_bytes(save({"tokens": drawn.to(torch.int32)}))
 
     with progress.phase("sampling the teacher", len(shards), "shard") as advance:
         processes.map(make, shards, advance)
@@ -102,20 +98,6 @@ def _seed_of_shard(seed: int, shard: int) -> int:
 
 def _path(folder: Path, shard: int) -> Path:
     return folder / f"{shard:05d}.safetensors"
-
-
-def _write(path: Path, tokens: LongTensor) -> None:
-    # One name for all processes, of which one makes a shard: what is killed here is written over by the next.
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with disk_errors(path):
-            with open(partial, "wb") as file:
-                file.write(save({"tokens": tokens.to(torch.int32)}))
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> Any:

@@ -127,7 +127,7 @@ def to_svg(figure: Figure) -> str:
     return buffer.getvalue()
 
 
-def save_png(figure: Figure, path: Path, dpi: int = 144) -> Path:
+def save_png(figure: Figure, path: Path) -> Path:
     """Writes the figure as PNG, without a date or a version inside.
 
     Raises:
@@ -135,7 +135,7 @@ def save_png(figure: Figure, path: Path, dpi: int = 144) -> Path:
     """
     try:
         with matplotlib.rc_context(_known_style()):
-            figure.savefig(path, format="png", dpi=dpi, metadata={"Software": None})
+            figure.savefig(path, format="png", dpi=144, metadata={"Software": None})
     except OSError as error:
         raise SurgeryError(f"cannot write {path}: {error.strerror}") from None
     return path

@@ -31,13 +31,13 @@ def document_bounds(documents: Tensor) -> Tensor:
 def visible_positions(
     tokens: int,
     positions: int,
-    *,
     causal: bool = True,
     window: int | None = None,
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
     bounds: Tensor | None = None,
     offsets: Tensor | None = None,
+    *,
     device: torch.device | None = None,
 ) -> Tensor:
     """Which positions each query sees: bool [B or 1, T, S]; arguments as those of `mla_prefill.operator.mla_prefill`.
@@ -92,15 +92,7 @@ def prefill_attention(
     batch, heads, tokens, _ = query.shape
     kv_heads, positions = key.shape[1:3]
     visible = visible_positions(
-        tokens,
-        positions,
-        causal=causal,
-        window=window,
-        starts=starts,
-        lengths=lengths,
-        bounds=bounds,
-        offsets=offsets,
-        device=query.device,
+        tokens, positions, causal, window, starts, lengths, bounds, offsets, device=query.device
     )
     sees = visible.any(-1)[:, None, None]  # [B or 1, 1, 1, T]
     seen = visible.any(-2)[:, None, :, None]  # [B or 1, 1, S, 1]
@@ -135,20 +127,9 @@ def prefill_gradients(
         grad_lse: [B, H, T]; None for zeros.
         masks: as those of `prefill_attention`, in order.
     """
-    causal, window, starts, lengths, bounds, offsets = masks
     given, dtype = query.dtype, torch.float32 if query.dtype in DTYPES else query.dtype
     kv_heads, positions = key.shape[1:3]
-    visible = visible_positions(
-        query.shape[2],
-        positions,
-        causal=causal,
-        window=window,
-        starts=starts,
-        lengths=lengths,
-        bounds=bounds,
-        offsets=offsets,
-        device=query.device,
-    )
+    visible = visible_positions(query.shape[2], positions, *masks, device=query.device)
     sees, seen = visible.any(-1)[:, None, None, :, None], visible.any(-2)[:, None, :, None]
     visible = visible[:, None, None]
     query = query.to(dtype).unflatten(1, (kv_heads, -1)).masked_fill(~sees, 0)

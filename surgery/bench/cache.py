@@ -41,7 +41,7 @@ class SteadyLayer(DynamicLayer):
 
 
 @torch.no_grad()
-def steady_cache(model, batch: int, context: int, device: torch.device, seed: int = 0) -> DynamicCache:
+def steady_cache(model, batch: int, context: int, device: torch.device) -> DynamicCache:
     """A cache as the model fills it, with random tokens in place of a prompt: reading 128k tokens takes too long.
 
     Raises:
@@ -52,7 +52,7 @@ def steady_cache(model, batch: int, context: int, device: torch.device, seed: in
     if not layers or any(type(layer) is not DynamicLayer for layer in layers):
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or type(probe).__name__
         raise SurgeryError(f"bench decode fills plain caches only, this model keeps {kinds}")
-    generator = torch.Generator(device=device).manual_seed(seed)
+    generator = torch.Generator(device=device).manual_seed(0)
     cache = DynamicCache()
     cache.layers = [
         SteadyLayer(*(_random(part, context + 1, generator) for part in (layer.keys, layer.values))) for layer in layers

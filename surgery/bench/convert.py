@@ -64,10 +64,10 @@ def measure_conversion(shape: str, folder: Path, arguments: list[str], progress:
     )
 
 
-def make_random_checkpoint(out: Path, config: dict, progress: Progress, seed: int = 0) -> None:
+def make_random_checkpoint(out: Path, config: dict, progress: Progress) -> None:
     """Writes a checkpoint of random bf16 weights, tensor by tensor, with the tokenizer of the demo model."""
     plan = {name: TensorSpec(torch.bfloat16, shape) for name, shape in weight_shapes(config)}
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with CheckpointWriter(out, plan) as writer:
         with progress.phase("random weights", sum(spec.nbytes for spec in plan.values()), "B") as advance:
             for name, spec in plan.items():

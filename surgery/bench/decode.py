@@ -7,7 +7,6 @@ GPU, as a CUDA graph of the step that is replayed, which leaves out what Python 
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,8 @@ from surgery.bench.cache import held_bytes, steady_cache
 from surgery.bench.shapes import is_shape
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.eval.memory import OutOfMemory, unless_out_of_memory
+from surgery.eval.memory import OutOfMemory, free_memory, unless_out_of_memory
+from surgery.eval.roofline import synchronize
 from surgery.eval.tensor_bytes import weight_bytes
 from surgery.kernels.bench.measure import device_facts
 from surgery.kernels.bench.run import versions
@@ -170,7 +170,7 @@ def _rows(
         yield {**place, "skipped": " ".join(str(error).split())[:200]}
     finally:
         del model
-        _free(device)
+        free_memory()
 
 
 def _row(model: Any, place: dict, wanted: int | None, device: torch.device, tried: set[int]) -> dict | None:
@@ -179,7 +179,7 @@ def _row(model: Any, place: dict, wanted: int | None, device: torch.device, trie
     while batch not in tried:
         tried.add(batch)
         found = unless_out_of_memory(lambda batch=batch: _measure(model, batch, place["context"], device))
-        _free(device)
+        free_memory()
         if not isinstance(found, OutOfMemory):
             return {**place, "batch": batch, "largest": wanted is None, **found}
         if wanted is not None or batch == 1:
@@ -190,7 +190,7 @@ def _row(model: Any, place: dict, wanted: int | None, device: torch.device, trie
 
 def _largest(model: Any, context: int, device: torch.device) -> int:
     """Rows whose caches fit beside the weights, to begin with."""
-    _free(device)
+    free_memory()
     row = held_bytes(steady_cache(model, 1, 1, device)) / 2 * context
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
     return int(min(max(USABLE * free / row, 1), MOST_ROWS))
@@ -226,11 +226,11 @@ def _seconds(step: Callable[[], Any], device: torch.device) -> float:
     """Median seconds of a step over some runs of `STEPS`, no longer than needed on a CPU."""
     found = []
     for _ in range(REPEATS):
-        _wait(device)
+        synchronize(device)
         start = time.perf_counter()
         for _ in range(STEPS if device.type == "cuda" else 2):
             step()
-        _wait(device)
+        synchronize(device)
         found.append((time.perf_counter() - start) / (STEPS if device.type == "cuda" else 2))
     return statistics.median(found)
 
@@ -251,7 +251,7 @@ def _graph_seconds(step: Callable[[], Any], device: torch.device) -> tuple[float
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        _wait(device)
+        synchronize(device)
         return None, " ".join(str(error).split())[:120]
     graph.replay()
     return _seconds(graph.replay, device), None
@@ -269,17 +269,6 @@ def _against_source(rows: list[dict]) -> None:
         source = sources.get((row["model"], row["context"], "largest" if row["largest"] else row["batch"]))
         if source:
             row["times_source"] = row["tokens_per_second"] / source
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _transformers() -> str:

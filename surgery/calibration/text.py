@@ -11,6 +11,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +150,20 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _jsonl(path: Path, text_field: str) -> Iterator[str]:
+    return (_field(record, text_field, where) for record, where in jsonl_records(path))
+
+
+def jsonl_records(path: Path) -> Iterator[tuple[Any, str]]:
+    """The records of a file with one a line, and what to call each in an error.
+
+    Raises:
+        SurgeryError: a line is not JSON.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{path}, line {number}"
-                yield _field(_parse(line, where), text_field, where)
+                yield _parse(line, where), where
 
 
 def _json(path: Path, text_field: str) -> Iterator[str]:
@@ -172,6 +182,15 @@ def _parse(data: bytes, where: str) -> Any:
 
 
 def _parquet(path: Path, text_field: str) -> Iterator[str]:
+    return (_field(row, text_field, where) for row, where in parquet_records(path, text_field))
+
+
+def parquet_records(path: Path, column: str, *others: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The rows of a file, of a column and of those others that it has, and what to call each in an error.
+
+    Raises:
+        SurgeryError: the file is damaged or has no such column.
+    """
     import pyarrow.parquet as pq  # a tenth of a second that other sources need not pay
     from pyarrow import ArrowInvalid
 
@@ -180,17 +199,70 @@ def _parquet(path: Path, text_field: str) -> Iterator[str]:
     except ArrowInvalid as error:
         raise SurgeryError(f"{path} is not a parquet file: {error}") from error
     with file:
-        if text_field not in file.schema_arrow.names:
-            raise SurgeryError(f"{path} has no column {text_field!r}, only {', '.join(file.schema_arrow.names)}")
-        for batch in file.iter_batches(batch_size=256, columns=[text_field]):
-            for row in batch.to_pylist():
-                yield _field(row, text_field, str(path))
+        names = file.schema_arrow.names
+        if column not in names:
+            raise SurgeryError(f"{path} has no column {column!r}, only {', '.join(names)}")
+        wanted = [column, *(name for name in others if name in names)]
+        batches = file.iter_batches(batch_size=256, columns=wanted)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from ((row, f"{path}, row {number}") for number, row in enumerate(rows))
 
 
 READERS = {".txt": _txt, ".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
 
 
 def _dataset(source: str, text_field: str) -> Iterator[str]:
+    _dataset_parts(source)  # refuses what is none before anything is taken
+    return (_field(row, text_field, where) for row, where in dataset_records(source))
+
+
+def dataset_records(source: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The rows of a dataset, streamed, and what to call each in an error.
+
+    Raises:
+        SurgeryError: as :func:`open_dataset`, or it cannot be read further.
+    """
+    with dataset_errors(source):
+        yield from ((row, f"dataset {source}, row {number}") for number, row in enumerate(open_dataset(source)))
+
+
+def open_dataset(source: str) -> Any:
+    """A dataset, streamed: a `datasets.IterableDataset` at its beginning. Standard error is told where it is from.
+
+    Raises:
+        SurgeryError: there is no such dataset, or no `datasets` library.
+    """
+    name, config, split = _dataset_parts(source)
+    try:
+        import datasets
+    except ImportError as error:
+        raise SurgeryError(f"{source}: no such file, and for datasets: pip install datasets") from error
+    is_folder = Path(name).expanduser().is_dir()
+    chosen = f"{name}, {f'config {config}, ' if config else ''}split {split}"
+    name, origin = (str(Path(name).expanduser()), "local folder") if is_folder else (name, "Hugging Face Hub")
+    print(f"surgery: streaming the dataset {chosen}, from the {origin}", file=sys.stderr)
+    with dataset_errors(source):
+        return datasets.load_dataset(name, config, split=split, streaming=True)
+
+
+@contextmanager
+def dataset_errors(source: str) -> Iterator[None]:
+    """Turns what `datasets` raises, its own errors and those of HTTP and file libraries, into one line."""
+    try:
+        yield
+    except SurgeryError:
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SurgeryError(f"{source}: no such file, and as a dataset it could not be read: {reason}") from error
+
+
+def _dataset_parts(source: str) -> tuple[str, str | None, str]:
+    """Name, config and split of a dataset; whether there is one by that name nobody is asked.
+
+    Raises:
+        SurgeryError: no dataset is called so.
+    """
     parts = DATASET.fullmatch(source)
     name = parts["name"] if parts else ""
     # What looks like a file is not asked for on the network: it is far more often a typing error than a dataset.
@@ -199,27 +271,7 @@ def _dataset(source: str, text_field: str) -> Iterator[str]:
         raise SurgeryError(
             f"no such text: looked for {BUILTIN!r} and for a file {source!r}, and no dataset has such a name"
         )
-    return _stream_dataset(source, name, parts["config"] or None, parts["split"] or "train", text_field)
-
-
-def _stream_dataset(source: str, name: str, config: str | None, split: str, text_field: str) -> Iterator[str]:
-    missing = f"no such text: looked for {BUILTIN!r}, a file {source!r} and a dataset {name!r}"
-    try:
-        import datasets
-    except ImportError as error:
-        raise SurgeryError(f"{missing}, but `datasets` is not installed: pip install datasets") from error
-    chosen = f"{name}, {f'config {config}, ' if config else ''}split {split}"
-    is_folder = Path(name).expanduser().is_dir()
-    name, origin = (str(Path(name).expanduser()), "local folder") if is_folder else (name, "Hugging Face Hub")
-    print(f"surgery: streaming the dataset {chosen}, from the {origin}", file=sys.stderr)
-    try:
-        for number, row in enumerate(datasets.load_dataset(name, config, split=split, streaming=True)):
-            yield _field(row, text_field, f"dataset {chosen}, row {number}")
-    except SurgeryError:
-        raise
-    except Exception as error:  # datasets raises anything from its own errors to those of HTTP and file libraries
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SurgeryError(f"{missing}, which could not be read (split {split}): {reason}") from error
+    return name, parts["config"] or None, parts["split"] or "train"
 
 
 def _field(item: Any, text_field: str, where: str) -> str:

@@ -119,6 +119,44 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def written_whole(path: Path, apart: str = "") -> Iterator[Path]:
+    """A path to write to, whose file becomes ``path`` at the end of the block, on the disk; it goes if the block fails.
+
+    Args:
+        apart: keeps apart what several processes write at once; without it what a killed one left is written over.
+
+    Raises:
+        SurgeryError: the disk refuses.
+    """
+    part = path.with_name(f"{path.name}{apart}.partial")
+    try:
+        with disk_errors(path):
+            try:
+                yield part
+                with part.open("r+b") as file:
+                    os.fsync(file.fileno())
+                part.replace(path)
+                sync_folder(path.parent)
+            except OSError as error:
+                if str(error.filename) == str(part):
+                    error.filename = str(path)
+                raise
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text so that its file never exists in part.
+
+    Raises:
+        SurgeryError: it cannot be written.
+    """
+    with written_whole(path) as part:
+        part.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate, which JSON can hold
+
+
 def tree_bytes(folder: Path) -> int:
     """Bytes the files below ``folder`` occupy on the disk; holes that were never written count nothing."""
     total = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from surgery.checkpoint.location import find_local
 from surgery.common.errors import SurgeryError
 
 BUILTIN, SMOLLM2 = "builtin", "smollm2"
@@ -61,6 +62,17 @@ def model_named(name: str) -> str:
     if name == BUILTIN:
         return str(demo_model())
     return str(smollm2()) if name == SMOLLM2 else name
+
+
+def find_model(name: str) -> str:
+    """The same, refused where there is none: before torch is loaded for it.
+
+    Raises:
+        SurgeryError: it is neither a checkpoint nor a name on the hub.
+    """
+    place = model_named(name)
+    find_local(place)
+    return place
 
 
 def name_of(path: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from surgery.checkpoint.disk import disk_errors, sync_tree
+from surgery.checkpoint.disk import disk_errors, sync_tree, written_whole
 
 INTERVAL = 20.0
 """Seconds of work that may be lost: a state is as large as the activations, and takes time to write."""
@@ -52,14 +51,9 @@ class Snapshots:
         if not self.due():
             return
         path = self._path(loop)
-        part = path.with_suffix(".part")
-        with disk_errors(path):
+        with written_whole(path) as part:
             sync_tree(self.folder)
-            with open(part, "wb") as file:
-                torch.save(state(), file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
+            torch.save(state(), part)
         self._written = time.monotonic()
 
     def taken(self, loop: str = "*") -> bool:

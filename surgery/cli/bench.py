@@ -10,7 +10,7 @@ import typer
 
 from surgery.bench.settings import KernelRequest
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import DeviceOption, JsonOption, option
+from surgery.cli.options import DeviceOption, JsonOption, command_line, option
 from surgery.cli.verbs import Verbs
 from surgery.common.errors import SurgeryError
 
@@ -75,7 +75,7 @@ def bench_kernels(given: Given, out: OutOption = Path("surgery-bench"), as_json:
     from surgery.console.bench import show_kernels
 
     request = KernelRequest(**given.of(KernelRequest))
-    record, written = measure_kernels(request, out, _command())
+    record, written = measure_kernels(request, out, command_line())
     show_kernels(record, written, as_json=as_json)
     if any(not row["gate"]["passed"] for row in record["rows"] if "gate" in row):
         raise typer.Exit(1)
@@ -134,7 +134,7 @@ def bench_decode(
     )
     path = out / "decode.json"
     record = measure_decoding(
-        models, settings, checked_device(device or "auto"), out=path, command=_command(), say=_say
+        models, settings, checked_device(device or "auto"), out=path, command=command_line(), say=_say
     )
     show_decoding(record, [path], as_json=as_json)
 
@@ -168,7 +168,3 @@ def bench_all(
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _command() -> str:
-    return " ".join(["surgery", *sys.argv[1:]])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import shlex
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +21,7 @@ from surgery.cli.options import (
     PickleOption,
     ProcessesOption,
     RestartOption,
+    command_line,
     option,
 )
 from surgery.cli.push import HUB, BaseModelOption, PublicOption
@@ -176,7 +175,7 @@ def convert(
         settings,
         overwrite=overwrite,
         allow_pickle=allow_pickle,
-        command=shlex.join(["surgery", *sys.argv[1:]]),
+        command=command_line(),
         predicted=planned and planned.predicted,
         restart=restart,
         processes=processes,

@@ -26,11 +26,9 @@ def doctor(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
 
         surgery doctor ckpt-mla/
     """
-    from surgery.checkpoint.location import find_local
-    from surgery.checkpoint.named_models import model_named
+    from surgery.checkpoint.named_models import find_model
 
-    checkpoint = model_named(checkpoint)
-    find_local(checkpoint)  # refuses what is none before torch is loaded for it
+    checkpoint = find_model(checkpoint)
 
     from surgery.console.conversion import show_doctor
     from surgery.engines.diagnosis import diagnose
@@ -62,11 +60,9 @@ def export(
 
         surgery export ckpt-mla/ --engine llama.cpp --tokenizer-from source.gguf
     """
-    from surgery.checkpoint.location import find_local
-    from surgery.checkpoint.named_models import model_named, output_of
+    from surgery.checkpoint.named_models import find_model, output_of
 
-    checkpoint, out = model_named(checkpoint), output_of(checkpoint, out, ".gguf")
-    find_local(checkpoint)
+    checkpoint, out = find_model(checkpoint), output_of(checkpoint, out, ".gguf")
 
     from surgery.console.conversion import show_export
     from surgery.export import export_checkpoint

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +16,7 @@ from surgery.cli.options import (
     PickleOption,
     ProcessesOption,
     RestartOption,
+    command_line,
     flag,
     option,
 )
@@ -87,7 +86,7 @@ def evaluate(
         compared,
         out,
         settings,
-        command=shlex.join(["surgery", *sys.argv[1:]]),
+        command=command_line(),
         writes=True,
         restart=restart,
         overwrite=overwrite,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +16,7 @@ from surgery.cli.options import (
     PickleOption,
     ProcessesOption,
     RestartOption,
+    command_line,
     flag,
     option,
 )
@@ -62,17 +61,15 @@ def score(
 
         surgery heads ckpt/ --method needle --sinks 16 --window 112 --length 1024 --out needle.safetensors
     """
-    from surgery.checkpoint.location import find_local
-    from surgery.checkpoint.named_models import model_named, output_of
+    from surgery.checkpoint.named_models import find_model, model_named, output_of
     from surgery.heads.place import check_pattern, default_pattern
 
     asked = given.of(HeadSettings)
     settings = HeadSettings.from_file(config, **asked) if config else HeadSettings(**asked)
     called, out = checkpoint, output_of(checkpoint, out, f"heads-{settings.method}{SUFFIX}")
-    checkpoint = model_named(called)
     # Before torch is loaded for it: places that would be refused later.
-    check_pattern(out.expanduser() if out else default_pattern(checkpoint, settings.method), overwrite)
-    find_local(checkpoint)
+    check_pattern(out.expanduser() if out else default_pattern(model_named(called), settings.method), overwrite)
+    checkpoint = find_model(called)
 
     from surgery.common.progress import Progress
     from surgery.console.heads import show_pattern
@@ -114,17 +111,16 @@ def compare(
 
         surgery heads compare duo=a.safetensors b.safetensors --measure ckpt/ --shares 0.5,0.75
     """
-    from surgery.checkpoint.location import existing, find_local
-    from surgery.checkpoint.named_models import model_named
+    from surgery.checkpoint.location import existing
+    from surgery.checkpoint.named_models import find_model
 
     for pattern in patterns:
         if existing(pattern) is None and existing(path := pattern.rpartition("=")[2]) is None:
             raise SurgeryError(f"{path}: no such file; name a pattern that `surgery heads` wrote")
     asked = given.of(CompareRequest)
     if measure := asked.get("measure"):
-        asked["measure"] = model_named(measure)
-        find_local(asked["measure"])
-    command = shlex.join(["surgery", *sys.argv[1:]])
+        asked["measure"] = find_model(measure)
+    command = command_line()
     request = CompareRequest(tuple(patterns), out, overwrite=overwrite, restart=restart, command=command, **asked)
 
     from surgery.common.progress import Progress

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +14,7 @@ from surgery.cli.options import (
     CheckpointArgument,
     JsonOption,
     RestartOption,
+    command_line,
     config_file,
     flag,
     option,
@@ -110,7 +109,7 @@ def heal(
 
     from surgery.common.progress import Progress
     from surgery.console.heal import show_healed, show_plan
-    from surgery.healing.heal import HealRequest, heal_checkpoint, plan_healing
+    from surgery.healing.heal import HealRequest, heal_checkpoint
 
     request = HealRequest(
         student,
@@ -122,9 +121,11 @@ def heal(
         measure={} if measure else None,
         overwrite=overwrite,
         restart=restart,
-        command=shlex.join(["surgery", *sys.argv[1:]]),
+        command=command_line(),
     )
     if dry_run:
+        from surgery.healing.dry_run import plan_healing
+
         peak = None if peak_tflops is None else peak_tflops * 1e12
         show_plan(plan_healing(request, peak, utilisation), as_json=as_json)
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +20,11 @@ MACHINE = "Machine"
 def config_file(given: Path | None) -> Path | None:
     """The file of a ``--config``."""
     return None if given is None else find_shipped(given, "configs")
+
+
+def command_line() -> str:
+    """The call as it was typed, for reports."""
+    return shlex.join(["surgery", *sys.argv[1:]])
 
 
 def option(name: str, metavar: str, help: str, panel: str | None = None, **more: Any) -> Any:

@@ -56,13 +56,11 @@ def plan_(
 
         surgery plan ckpt/ --max-loss 0.02 --allow lowrank,quantized,bits --plot plan.png
     """
-    from surgery.checkpoint.location import find_local
-    from surgery.checkpoint.named_models import model_named
+    from surgery.checkpoint.named_models import find_model
 
     asked = given.of(PlanSettings)
     settings = PlanSettings.from_mapping({**(read_mapping(config) if config else {}), **asked}, "plan")
-    source = model_named(checkpoint)
-    find_local(source)  # refuses what is none before torch is loaded for it
+    source = find_model(checkpoint)
     if out is not None and out.exists() and not overwrite:
         raise SurgeryError(f"{out}: exists already; give another --out, or --overwrite")
     for file in (out, plot):

@@ -110,13 +110,11 @@ def inspect(
 
         surgery inspect ckpt/ --calibration builtin --plot spectra.png
     """
-    from surgery.checkpoint.location import find_local
-    from surgery.checkpoint.named_models import model_named
+    from surgery.checkpoint.named_models import find_model
     from surgery.forecast.speed import find_gpu
     from surgery.structures.mla.settings import ConvertSettings
 
-    source, ceilings = model_named(checkpoint), find_gpu(gpu)
-    find_local(source)  # refuses what is none before torch is loaded for it
+    source, ceilings = find_model(checkpoint), find_gpu(gpu)
     asked = given.of(ConversionSettings)
     if plot is not None and "calibration" not in asked:
         raise SurgeryError("--plot draws the spectra, which need statistics: give --calibration too, such as builtin")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +16,7 @@ from surgery.cli.options import (
     JsonOption,
     OverwriteOption,
     RestartOption,
+    command_line,
     option,
 )
 from surgery.structures.registry import SLICE
@@ -64,7 +63,7 @@ def slice_(
         out,
         settings,
         overwrite=overwrite,
-        command=shlex.join(["surgery", *sys.argv[1:]]),
+        command=command_line(),
         restart=restart,
         progress=Progress(),
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import shlex
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from difflib import get_close_matches
@@ -16,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from surgery.cli.options import option
+from surgery.cli.options import command_line, option
 from surgery.version import __version__
 
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on standard error; only errors.")]
@@ -131,7 +129,7 @@ def _shared(verb: Callable[..., None], log_options: dict[str, Any]) -> Callable[
         from surgery.common.log import logged
         from surgery.common.progress import QUIET
 
-        command = shlex.join(["surgery", *sys.argv[1:]])
+        command = command_line()
         log = logged(command, log_file, verbose=verbose, version=__version__) if log_options else nullcontext()
         with environment(**(QUIET if quiet else {})), log:
             verb(**values)

@@ -32,11 +32,9 @@ def verify(
 
         surgery verify org/name-mla --json
     """
-    from surgery.checkpoint.location import find_local
-    from surgery.checkpoint.named_models import model_named
+    from surgery.checkpoint.named_models import find_model
 
-    checkpoint = model_named(checkpoint)
-    find_local(checkpoint)  # refuses what is none before torch is loaded for it
+    checkpoint = find_model(checkpoint)
 
     from surgery.common.progress import Progress
     from surgery.console.checks import show_checks

@@ -40,7 +40,7 @@ def show_healed(healed, *, as_json: bool = False) -> None:
 
 
 def show_plan(plan, *, as_json: bool = False) -> None:
-    """Prints a dry run (:class:`surgery.healing.heal.HealingPlan`)."""
+    """Prints a dry run (:class:`surgery.healing.dry_run.HealingPlan`)."""
     if as_json:
         print_json(asdict(plan))
         return

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from surgery.checkpoint.disk import write_whole
 from surgery.eval.report import csv_file, markdown, page, tracking
 from surgery.eval.report.document import Report
 from surgery.eval.report.figures import save_needle_png
-from surgery.evaluation.store import write_whole
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import gc
 import json
 import platform
 import time
@@ -20,6 +19,7 @@ from surgery.calibration.conversations import HELD_OUT_PROMPTS, sample_conversat
 from surgery.checkpoint.output_place import kept_apart
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
+from surgery.eval.memory import free_memory
 from surgery.eval.report.document import SCHEMA, Report, finish
 from surgery.eval.session import ComparingTask, Session, Task
 from surgery.eval.variants.cache_hook import NoVariant
@@ -164,7 +164,7 @@ class _Work:
                 self._keep(model, [task for task in self._tasks.all if isinstance(task, ComparingTask)])
             model_class = type(model).__name__
             del model
-            _free_memory()
+            free_memory()
         else:
             model_class = found["kv"]["class"]
         results = {name: found[name]["result"] for name in found if name != "kv"}
@@ -217,7 +217,7 @@ class _Work:
             cast(model, getattr(torch, self.dtype_setting))
         self._keep(model, tasks)
         del model
-        _free_memory()
+        free_memory()
 
     def _keep(self, model: PreTrainedModel, tasks: Sequence[ComparingTask]) -> None:
         for task in tasks:
@@ -263,7 +263,7 @@ def _conversations(
     tokens = settings.windows * settings.length // (2 * len(settings.data)) + settings.length
     found = sample_conversations(model, tokenizer, tokens, HELD_OUT_PROMPTS, settings.seed)
     del model
-    _free_memory()
+    free_memory()
     return ["".join(tokenizer.batch_decode(found))]
 
 
@@ -274,9 +274,3 @@ def _machine(device: torch.device, processes: Processes) -> dict[str, Any]:
         "processes": processes.count,
         "threads": torch.get_num_threads(),
     }
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

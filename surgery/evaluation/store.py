@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.disk import disk_errors, write_whole
 from surgery.common.errors import SurgeryError
 from surgery.common.other_threads import other_threads
 
@@ -100,19 +100,3 @@ class ResultStore:
             shutil.rmtree(self.folder / "unfinished", ignore_errors=True)
             shutil.rmtree(self._results)
             self._results.mkdir()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that it never exists in part.
-
-    Raises:
-        SurgeryError: it cannot be written.
-    """
-    # One name for all processes, of which one is at work: what is killed here is written over by the next.
-    part = path.with_name(f"{path.name}.partial")
-    try:
-        part.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate, which JSON can hold
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise SurgeryError(f"{path}: {error.strerror or error}") from None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint import CheckpointReader
-from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.disk import written_whole
 from surgery.common.errors import SurgeryError
 from surgery.engines.facts import Facts
 from surgery.engines.llama_cpp import obstacle
@@ -90,23 +88,16 @@ def export_checkpoint(
         if tokenizer_from
         else read_tokenizer(reader.path, reader.config)
     )
-    partial = out.with_name(out.name + ".partial")
-    writer = gguf.GGUFWriter(partial, model.architecture)
-    try:
-        with disk_errors(out):
+    with written_whole(out) as part:
+        writer = gguf.GGUFWriter(part, model.architecture)
+        try:
             writer.add_name(reader.path.resolve().name)
             writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[weights]))
             model.write_keys(writer)
             tokenizer.write(writer)
             _write_tensors(gguf, writer, list(model.tensors()), weights)
+        finally:
             writer.close()
-            os.replace(partial, out)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            writer.close()
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
     command = f"llama-server -m {out}"
     return Exported(out, model.architecture, weights, out.stat().st_size, tokenizer.origin, command)
 

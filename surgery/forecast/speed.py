@@ -37,7 +37,6 @@ def find_gpu(name: str) -> GPU:
             flops_per_second=float(ceilings["flops_per_second"]),
             processors=int(device["processors"]),
             memory_bytes=float(device["memory_bytes"]),
-            l2_bytes=float(device["l2_bytes"]),
             source=f"measured, {Path(name).name}",
         )
     except (ValueError, KeyError, TypeError) as error:

@@ -16,14 +16,14 @@ from torch import BoolTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.calibration.held_out_documents import default_names
-from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.disk import disk_errors, write_whole
 from surgery.checkpoint.output_place import kept_apart
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.session import Session
 from surgery.evaluation.models import Checkpoint, cast
 from surgery.evaluation.settings import EvalSettings
-from surgery.evaluation.store import ResultStore, key_of, write_whole
+from surgery.evaluation.store import ResultStore, key_of
 from surgery.evaluation.tasks import Tasks, build_tasks
 from surgery.heads.comparison import compare
 from surgery.heads.heat_map import save_head_maps

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.disk import disk_errors, written_whole
 from surgery.common.errors import SurgeryError
 from surgery.common.other_threads import other_threads
 from surgery.running.processes import Processes
@@ -118,17 +117,8 @@ class Journal:
             "tensors": {key: list(tensors) for key, tensors in self._entries.items()},
         }
         tensors = {f"{key}/{name}": tensor for key, named in self._entries.items() for name, tensor in named.items()}
-        # One name for all processes, of which one is at work: what is killed here is written over by the next.
-        part = self._path.with_name(f"{self._path.name}.partial")
-        try:
-            with disk_errors(self._path):
-                with open(part, "wb") as file:
-                    file.write(save(tensors, {HEADER: json.dumps(header)}))
-                    file.flush()
-                    os.fsync(file.fileno())
-                part.replace(self._path)
-        finally:
-            part.unlink(missing_ok=True)
+        with written_whole(self._path) as part:
+            part.write_bytes(save(tensors, {HEADER: json.dumps(header)}))
 
     def _delete(self) -> None:
         with disk_errors(self._path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import BoolTensor, Tensor
 
-from surgery.checkpoint.disk import disk_errors, sync_folder
+from surgery.checkpoint.disk import disk_errors, written_whole
 from surgery.common.errors import SurgeryError
 
 KEY, FORMAT = "surgery_heads", 1
@@ -135,19 +134,8 @@ class HeadPattern:
         tensors = {"scores": self.scores, **({} if self.spread is None else {"spread": self.spread})}
         tensors |= {PART + name: part for name, part in self.parts.items()}
         content = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, {KEY: self._header()})
-        with disk_errors(path):
-            handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
-            try:
-                with open(handle, "wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.chmod(partial, 0o666 & ~_umask())
-                os.replace(partial, path)
-            except BaseException:
-                Path(partial).unlink(missing_ok=True)
-                raise
-            sync_folder(path.parent)
+        with written_whole(path) as part:
+            part.write_bytes(content)
         return path
 
     @classmethod
@@ -195,10 +183,3 @@ class HeadPattern:
 def count_of(share: float, heads: int) -> int:
     """Heads that are nearest to a share of all, the higher number at a half."""
     return int(share * heads + 0.5)
-
-
-def _umask() -> int:
-    """What this process takes from the rights of new files; it can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

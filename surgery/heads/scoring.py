@@ -103,26 +103,37 @@ def score_heads(
     progress = progress if processes.is_main else Progress(silent=True)
     device = process_device(settings.device, processes)
     out = Path(out).expanduser() if out else default_pattern(source, settings.method)
-    asked = {"overwrite": overwrite, "restart": restart}
     with ExitStack() as alone:
         heat_map = processes.from_main(lambda: _settle_output(out, overwrite, alone))
         checkpoint = Checkpoint.open(str(source), allow_pickle=allow_pickle)
-        pattern = _scored(checkpoint, out, heat_map, settings, processes, progress, device, **asked)
+
+        def journal(seed: int, identity: Mapping[str, Any]) -> TimedJournal:
+            path = out.with_name(f".{out.name}.seed{seed}.journal")
+            if restart:
+                processes.from_main(partial(path.unlink, missing_ok=True))
+            return TimedJournal(path, identity, processes, progress.note)
+
+        pattern, journals = _scored(checkpoint, settings, processes, progress, device, journal)
+
+        def write() -> None:
+            pattern.save(out, overwrite=overwrite)
+            save_head_maps(heat_map, {pattern.method: pattern}, OUTLINED)
+
+        processes.from_main(write)
+        for each in journals:
+            each.remove()
     return ScoredHeads(out, heat_map, pattern, processes.is_main)
 
 
 def _scored(
     checkpoint: Checkpoint,
-    out: Path,
-    heat_map: Path,
     settings: HeadSettings,
     processes: Processes,
     progress: Progress,
     device: torch.device,
-    *,
-    overwrite: bool,
-    restart: bool,
-) -> HeadPattern:
+    open_journal: Callable[[int, Mapping[str, Any]], TimedJournal],
+) -> tuple[HeadPattern, list[TimedJournal]]:
+    """Scores with every seed; what it goes on from is opened by seed and identity."""
     check_scorable(checkpoint)
     settings = replace(settings, length=sequence_length(settings, checkpoint.reader.config))
     score = scorer(settings.method)
@@ -141,10 +152,7 @@ def _scored(
     journals: list[TimedJournal] = []
     seconds = 0.0
     for seed in range(settings.seed, settings.seed + settings.seeds):
-        path = out.with_name(f".{out.name}.seed{seed}.journal")
-        if restart:
-            processes.from_main(partial(path.unlink, missing_ok=True))
-        journal = TimedJournal(path, {**identity, "seed": seed}, processes, progress.note)
+        journal = open_journal(seed, {**identity, "seed": seed})
         session = ScoringSession(
             model, tokenizer, settings, texts.text(seed), texts.needles(seed), seed, processes, progress, journal
         )
@@ -152,16 +160,7 @@ def _scored(
             found.append(score(session))
         journals.append(journal)
         seconds += journal.seconds
-    pattern = _pattern(found, settings, checkpoint, texts, seconds)
-
-    def write() -> None:
-        pattern.save(out, overwrite=overwrite)
-        save_head_maps(heat_map, {pattern.method: pattern}, OUTLINED)
-
-    processes.from_main(write)
-    for journal in journals:
-        journal.remove()
-    return pattern
+    return _pattern(found, settings, checkpoint, texts, seconds), journals
 
 
 def sequence_length(settings: HeadSettings, config: dict) -> int:

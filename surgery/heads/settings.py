@@ -15,9 +15,6 @@ METHODS = get_args(Method)
 SUFFIX = ".safetensors"
 """Of pattern files."""
 
-TRAINED = ("duo", "prulong")
-"""Methods that find their scores by gradient descent."""
-
 
 @dataclass(frozen=True)
 class HeadSettings(FileSettings):

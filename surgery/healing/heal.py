@@ -13,7 +13,7 @@ import shlex
 import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.healing.launchers import (
     count_processes,
-    is_sharded,
     keeps_freed_memory,
     launch_command,
     outside,
@@ -44,7 +43,6 @@ from surgery.healing.launchers import (
 )
 from surgery.healing.recorded_source import find_source
 from surgery.healing.verification import verify_healed
-from surgery.model import register
 from surgery.reporting.healing_table import gap_closed, quality_table, stages
 from surgery.reporting.report import Report, previous_report
 from surgery.running.workers import ended
@@ -187,65 +185,6 @@ def _clear(work: Path) -> None:
                 path.unlink()
 
 
-@dataclass(frozen=True)
-class HealingPlan:
-    """What a healing would take; plain values only.
-
-    Attributes:
-        settings: of the training.
-        estimate: bytes and FLOPs (`surgery.training.estimate.Estimate`).
-        time: the peak and the utilisation that were given, and the seconds they make; None without a peak.
-    """
-
-    student: str
-    out: str
-    settings: dict[str, Any]
-    estimate: dict[str, Any]
-    time: dict[str, float | None] | None
-
-
-def plan_healing(
-    request: HealRequest, peak_flops: float | None = None, utilisation: float = 0.4, *, here: bool = False
-) -> HealingPlan:
-    """Plans `heal_checkpoint` with the same request, from the models' configs: nothing is trained or written.
-
-    Args:
-        peak_flops, utilisation: of `Estimate.seconds`; without a peak there is no time.
-        here: the peak is what a matrix product reaches on this machine, where no launcher names others.
-
-    Raises:
-        SurgeryError: the request is impossible, or the models cannot be followed on shapes alone.
-    """
-    from surgery.structures.dry_run import measure_speed
-    from surgery.training.estimate import WIDTHS, estimate
-    from surgery.training.shapes import config_of
-
-    register()
-    student = CheckpointReader.open(request.student)
-    request = with_teacher(request, student, Progress(silent=True))
-    out = request.out or default_output(request.student, "healed")
-    check_output(student.source, out)
-    Staging(out, overwrite=request.overwrite)
-    settings = training_settings(request, student, out)
-    processes = count_processes(request.processes, request.launcher)
-    device = torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
-    if settings.dtype == "auto":  # as the training will find it, if it runs here
-        can = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        settings = replace(settings, dtype="bf16" if can else "fp32")
-    if here and request.launcher is None:
-        peak_flops = measure_speed(device, WIDTHS[settings.dtype])["flops_per_second"]
-    configs = [
-        None if path is None else config_of(CheckpointReader.open(path), settings)
-        for path in (settings.student, settings.teacher)
-    ]
-    found = estimate(*configs, settings, processes, sharded=is_sharded(request.launcher))
-    time = None
-    if peak_flops is not None:
-        seconds = found.seconds(peak_flops, utilisation)
-        time = {"peak_flops": peak_flops, "utilisation": utilisation, "seconds": seconds}
-    return HealingPlan(settings.student, str(out), _plain(settings.to_dict()), found.to_dict(), time)
-
-
 def with_teacher(request: HealRequest, student: CheckpointReader, progress: Progress) -> HealRequest:
     """The same request with the student's recorded source for a teacher, where nothing is said to distil from.
 
@@ -317,8 +256,8 @@ def healed_already(request: HealRequest) -> bool:
         if wanted.teacher is not None:
             same = same and made["teacher_sha256"] == CheckpointReader.open(wanted.teacher).fingerprint()
         same = same and made["processes"] == count_processes(request.processes, request.launcher)
-        known = _plain(HealSettings().to_dict()) | made["settings"]
-        same = same and _but_places(known) == _but_places(_plain(wanted.to_dict()))
+        known = plain(HealSettings().to_dict()) | made["settings"]
+        same = same and _but_places(known) == _but_places(plain(wanted.to_dict()))
     except (OSError, ValueError, KeyError):
         same = False
     if not same:
@@ -338,7 +277,7 @@ def _train(
         if settings.entry_factors == str(work / FACTORS):
             (work / FACTORS).write_text(json.dumps(entry_factors(student), indent=1) + "\n", encoding="utf-8")
         config = work / SETTINGS
-        config.write_text(yaml.safe_dump(_plain(settings.to_dict()), sort_keys=False), encoding="utf-8")
+        config.write_text(yaml.safe_dump(plain(settings.to_dict()), sort_keys=False), encoding="utf-8")
     command = launch_command(config, request.processes, request.launcher)
     progress.note(f"training: {shlex.join(command)}")
     # The package may be imported from where it lies, not only where it is installed.
@@ -356,7 +295,7 @@ def _trained_already(work: Path, settings: HealSettings) -> bool:
         made = json.loads((work / TRAINED / FACTS).read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError):
         return False
-    return made == _plain(settings.to_dict())
+    return made == plain(settings.to_dict())
 
 
 def _quality(
@@ -407,10 +346,9 @@ def _write_report(folder: Path, student: Path, healing: dict[str, Any], verifica
     record = {"files": hash_files(folder), "probe": verification.probe}
     report = {**found, **record, "target": target, "healing": healing}
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    known = {each.name for each in fields(Report)}
-    card = Report(**{key: value for key, value in report.items() if key in known}).card(name)
-    (folder / CARD).write_text(card, encoding="utf-8")
+    (folder / CARD).write_text(Report.of(report).card(name), encoding="utf-8")
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
+def plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings as they are when read back from a file."""
     return json.loads(json.dumps(values))

@@ -14,6 +14,7 @@ from surgery.common.human import per_token
 from surgery.families import FAMILIES, LATENT_FAMILIES, head_shape
 from surgery.forecast import attention_structures as structures
 from surgery.forecast.speed import batches, speed_against
+from surgery.inspection.architecture import model_facts
 from surgery.kernels.gpus import GPU
 from surgery.kernels.planner import Attention, Grouped, Latent, LowRank
 from surgery.reporting.report import previous_report
@@ -92,27 +93,13 @@ def _structures(config: Any, said: dict[str, Any], number_bytes: float) -> list[
 
 
 def _architecture(reader: CheckpointReader, config: Any, layers: list[Attention], dtype: Any) -> dict[str, Any]:
-    rope = getattr(config, "rope_parameters", None) or {}
-    tied = bool(config.tie_word_embeddings)
-    names = [name for name in reader.names() if not (tied and name == "lm_head.weight")]
     base = getattr(config, "base_model_type", None)
-    infos = [reader.info(name) for name in names]
     return {
+        **model_facts(reader, config, dtype),
         "model_type": config.model_type + (f" over {base}" if base else ""),
         "attention": [f"{count} layers: {kind}" for kind, count in Counter(map(_kind, layers)).items()],
-        "layers": config.num_hidden_layers,
-        "hidden": config.hidden_size,
-        "heads": config.num_attention_heads,
-        "vocabulary": config.vocab_size,
-        "max_positions": config.max_position_embeddings,
-        "rope_type": rope.get("rope_type", "default"),
-        "rope_theta": rope.get("rope_theta"),
         "biases": [],
-        "qk_norm": any(name.endswith("q_norm.weight") for name in names),
-        "experts": any(".experts." in name for name in names),
-        "tied_embeddings": tied,
-        "dtype": str(dtype).removeprefix("torch."),
-        "parameters": sum(info.nbytes // info.dtype.itemsize for info in infos),
+        "qk_norm": any(name.endswith("q_norm.weight") for name in reader.names()),
     }
 
 

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from surgery.calibration.texts import load_texts
-from surgery.checkpoint.reader import CheckpointReader
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.errors import SurgeryError
 from surgery.common.pictures import Svg
@@ -15,6 +14,7 @@ from surgery.families import head_shape
 from surgery.forecast import attention_structures as structures
 from surgery.forecast.speed import batches, speed_against
 from surgery.inspection.advice import advice
+from surgery.inspection.architecture import model_facts
 from surgery.inspection.converted import MODEL_TYPES, converted_facts, original
 from surgery.inspection.spectra import LayerSpectrum, spectra_figure
 from surgery.inspection.targets import foreseen_targets, smallest_targets
@@ -139,39 +139,22 @@ def kv_bytes(opened: Source, windows: list[int | None]) -> dict:
 def _architecture(opened: Source) -> dict:
     config, reader = opened.config, opened.reader
     heads, kv_heads, head_dim = head_shape(config)
-    rope = getattr(config, "rope_parameters", None) or {}
     names = {name.rpartition("self_attn.")[2] for name in opened.family.attention_names(reader, opened.first_layer)}
     return {
+        **model_facts(reader, config, _attention_dtype(opened)),
         "model_type": reader.config["model_type"],
-        "layers": opened.layers,
-        "hidden": config.hidden_size,
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
-        "vocabulary": config.vocab_size,
-        "max_positions": config.max_position_embeddings,
-        "rope_type": rope.get("rope_type", "default"),
-        "rope_theta": rope.get("rope_theta"),
         "biases": [name[0] for name in ("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias") if name in names],
         "qk_norm": opened.qk_norm,
-        "experts": any(".experts." in name or ".block_sparse_moe." in name for name in reader.names()),
-        "tied_embeddings": bool(config.tie_word_embeddings),
-        "dtype": str(_attention_dtype(opened)).removeprefix("torch."),
         "dequantised_from": reader.dequantised_from,
         "stored_as": reader.stored_as,
-        "parameters": _parameters(reader, tied=bool(config.tie_word_embeddings)),
     }
 
 
 def _attention_dtype(opened: Source):
     return opened.reader.info(opened.family.attention_names(opened.reader, opened.first_layer)[0]).dtype
-
-
-def _parameters(reader: CheckpointReader, *, tied: bool) -> int:
-    """Numbers in the checkpoint; a copy of tied embeddings counts once."""
-    copies = {"lm_head.weight"} if tied else set()
-    infos = [reader.info(name) for name in reader.names() if name not in copies]
-    return sum(info.nbytes // info.dtype.itemsize for info in infos)
 
 
 def _spectra(opened: Source, settings: ConvertSettings, progress: Progress) -> tuple[list[LayerSpectrum], dict]:

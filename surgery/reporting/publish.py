@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,4 @@ class Publication:
         report = previous_report(folder)
         if report is None:
             raise SurgeryError(f"{folder}: has no surgery_report.json; of other checkpoints use `hf upload`")
-        known = {each.name for each in fields(Report)}
-        found = Report(**{key: value for key, value in report.items() if key in known})
-        return found.card(self.repo, base_model=self.base_model, inherited=of_source(folder))
+        return Report.of(report).card(self.repo, base_model=self.base_model, inherited=of_source(folder))

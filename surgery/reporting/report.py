@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -59,6 +59,12 @@ class Report:
     probe: dict | None = None
     phase_peak_bytes: dict[str, int] | None = None
     phase_flops: dict[str, int] | None = None
+
+    @classmethod
+    def of(cls, written: dict) -> Report:
+        """From a report as it was written, by any version."""
+        known = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in written.items() if name in known})
 
     def to_dict(self) -> dict:
         return {"schema": SCHEMA, "surgery_version": __version__, **asdict(self)}

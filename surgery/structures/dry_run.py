@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -23,6 +21,7 @@ from surgery.calibration.texts import (
     load_texts,
 )
 from surgery.checkpoint import CheckpointWriter
+from surgery.checkpoint.disk import free_bytes
 from surgery.checkpoint.outline import write_outline
 from surgery.checkpoint.staging import NoSpace
 from surgery.checkpoint.writer import in_parts
@@ -196,25 +195,17 @@ def _tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[st
 
 def _disk(opened: Source | OwnSource, out: Path, weights: int, work: Workload) -> dict[str, int]:
     beside = sum(path.stat().st_size for path in opened.reader.sidecars())
+    free = free_bytes(out.parent)
     return {
         "output_bytes": weights + beside + REPORT_BYTES,
-        "output_free_bytes": _free(out.parent),
+        "output_free_bytes": free,
         "boundary_bytes": work.boundary_bytes,
         "statistics_bytes": work.statistics_bytes,
         "spilled_bytes": work.spilled_bytes,
         "temporary_bytes": work.boundary_bytes + work.statistics_bytes + work.spilled_bytes,
-        "temporary_free_bytes": _free(out.parent),
+        "temporary_free_bytes": free,
         "temporary_folder": f"{out}.partial",
     }
-
-
-def _free(folder: Path) -> int:
-    """Bytes free on the disk that will hold a folder, which need not exist yet; 0 if nobody can tell."""
-    folder = folder.resolve()
-    existing = next((path for path in (folder, *folder.parents) if path.exists()), None)
-    with contextlib.suppress(OSError):
-        return shutil.disk_usage(existing).free if existing else 0
-    return 0
 
 
 BENCHMARK_SIZE, BENCHMARK_SECONDS = 1024, 0.15

@@ -16,6 +16,7 @@ from surgery.calibration.kronecker import SWEEPS
 from surgery.calibration.layer_statistics import LAG_SEQUENCES
 from surgery.calibration.settings import ConversionSettings
 from surgery.checkpoint.disk import parse_size
+from surgery.eval.roofline import share_of_experts
 from surgery.families.base import LAYER_PREFIX, head_shape
 from surgery.model.attention_functions import own_softmax
 from surgery.running.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
@@ -380,9 +381,7 @@ class Workload:
 
 def _layer_sizes(opened: Source | OwnSource) -> tuple[int, int]:
     """Parameters of the largest decoder layer: all, and those that one token passes."""
-    config, reader = opened.config, opened.reader
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
-    used = getattr(config, "num_experts_per_tok", 0) / experts if experts else 1.0
+    reader = opened.reader
     totals = [[0, 0] for _ in range(opened.layers)]
     prefix = LAYER_PREFIX.partition("{")[0]
     for name in reader.names():
@@ -393,4 +392,4 @@ def _layer_sizes(opened: Source | OwnSource) -> tuple[int, int]:
             numel = reader.info(name).nbytes // reader.info(name).dtype.itemsize
             totals[layer][".experts." in name] += numel
     largest = max(totals, key=sum)
-    return sum(largest), round(largest[0] + used * largest[1])
+    return sum(largest), round(largest[0] + share_of_experts(opened.config) * largest[1])

@@ -94,6 +94,10 @@ class StageRuns:
         for name, hidden in self.hidden.items():
             self._stream.run_layer(layer, hidden, self._batch_size, None if name == "source" else attention)
 
+    def sample(self) -> Tensor:
+        """What the source hands to its next layer, of the sequences on which errors are measured."""
+        return self.hidden["source"][:ERROR_SEQUENCES].to(self._stream.device, self._stream.dtype)
+
     def become_step(self, stage: str) -> None:
         """Has a stage pass a few texts only from here on, as no choice hangs on it any more."""
         self.hidden[stage] = self.hidden[stage][: self._few].clone()
@@ -127,8 +131,7 @@ class StageRuns:
     @torch.no_grad()
     def _source_output(self, layer: StreamedLayer, anatomy: AttentionAnatomy) -> CapturedAttention:
         captured = CapturedAttention(anatomy.to(self._stream.device, self._stream.dtype))
-        hidden = self.hidden["source"][:ERROR_SEQUENCES].to(self._stream.device, self._stream.dtype)
-        captured(layer.attention_inputs(hidden))
+        captured(layer.attention_inputs(self.sample()))
         return captured
 
 

@@ -53,13 +53,13 @@ def identity_basis(groups: int, pairs: int) -> KeyBasis:
     return KeyBasis(eye, eye, torch.arange(pairs).repeat(groups))
 
 
-def energy_basis(moment: Tensor, metric: Tensor | None, *, real: bool = False) -> KeyBasis:
+def energy_basis(moment: Tensor, metric: Tensor | None) -> KeyBasis:
     """Components of decreasing metric-weighted energy at each frequency; component ``c * pairs + l``.
 
     With ``C_l = E[z z^H]`` and a metric ``M_l`` (the Fisher information ``E[g g^H]`` of the keys), the eigenvectors W
     of ``M^{1/2} C M^{1/2}`` give ``T = W^H M^{1/2}`` and ``S = T^{-H} = W^H M^{-1/2}``; the eigenvalues are the
-    loss-weighted energies. Without a metric this is complex PCA; with ``real`` its restriction to real rotations,
-    which is TransMLA's RoRoPE (arXiv 2502.07864, section 4.2).
+    loss-weighted energies. Without a metric this is complex PCA, whose restriction to real rotations is TransMLA's
+    RoRoPE (arXiv 2502.07864, section 4.2): :func:`folded_basis` of one frequency.
 
     Args:
         moment: second moment of the half-split keys, [G, d, G, d], float64.
@@ -67,8 +67,6 @@ def energy_basis(moment: Tensor, metric: Tensor | None, *, real: bool = False) -
     """
     covariance = frequency_blocks(moment)  # [l, G, G]
     pairs, groups, _ = covariance.shape
-    if real:
-        covariance = covariance.real.to(covariance.dtype)
     if metric is None:
         _, vectors = eigh_descending(covariance)
         forward = dual = vectors.mH

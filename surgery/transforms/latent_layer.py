@@ -54,17 +54,17 @@ class LatentLayer:
         """A copy with every tensor but ``inv_freq`` moved or cast."""
         return moved(self, *args, **kwargs)
 
-    def compress(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What the cache holds of inputs ``x`` [B, T, D]: latents [B, T, r] and rotated keys [B, T, ρ]."""
         cached = nn.functional.linear(x, self.down, self.down_bias)
         latent, rope_key = cached.split([self.rank, self.rope_dim], dim=-1)
-        return latent, rotate(rope_key[:, :, None], self._phase(x, positions))[:, :, 0]
+        return latent, rotate(rope_key[:, :, None], self._phase(x))[:, :, 0]
 
-    def queries(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def queries(self, x: Tensor) -> Tensor:
         """Absorbed queries [B, T, H, r + ρ], the last ρ rotated."""
         query = torch.einsum("bthd,hdc->bthc", self.source.project_queries(x), self.query_up)
         content, rope = query.split([self.rank, self.rope_dim], dim=-1)
-        return torch.cat([content, rotate(rope, self._phase(x, positions))], dim=-1)
+        return torch.cat([content, rotate(rope, self._phase(x))], dim=-1)
 
     def attend(self, x: Tensor, cache: QuantizedKVLayer | None = None) -> Tensor:
         """Mixed head values [B, T, H, e] of a causal prompt, before the output projection.
@@ -101,9 +101,8 @@ class LatentLayer:
         out = torch.einsum("bthe,xhe->btx", self.source.gated(self.attend(x, cache), x), self.o)
         return out if self.source.o_bias is None else out + self.source.o_bias
 
-    def _phase(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
-        return phases(self.inv_freq, positions, x.dtype)
+    def _phase(self, x: Tensor) -> Tensor:
+        return phases(self.inv_freq, torch.arange(x.shape[1], device=x.device), x.dtype)
 
 
 class SimulatedAttention(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import DynamicCache
@@ -54,16 +55,17 @@ def run_layers(stream: LayerStream, tokens: Tensor, piece: int | None) -> Tensor
     return hidden
 
 
-def open_written(reader: CheckpointReader, device: str, dtype: str = "float32") -> Source | OwnSource:
+def open_written(reader: CheckpointReader, device: str) -> Source | OwnSource:
     """A checkpoint as it is run here."""
-    return open_any(reader, _Running(device, dtype))
+    return open_any(reader, _Running(device))
 
 
+@dataclass(frozen=True)
 class _Running:
     """Where layers run, and in what."""
 
-    def __init__(self, device: str, dtype: str):
-        self.device, self.dtype = device, dtype
+    device: str
+    dtype: str = "float32"
 
 
 def kv_bytes_of(reader: CheckpointReader, opened: Source | OwnSource) -> Callable[[int], int]:

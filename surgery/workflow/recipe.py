@@ -247,7 +247,7 @@ def _heal(step: Step, where: str) -> Action:
         )
 
     def foresee(out: Path, made: Finished, outline: Path) -> Expected:
-        from surgery.healing.heal import plan_healing
+        from surgery.healing.dry_run import plan_healing
 
         request = asked(out, made)
         found = plan_healing(request, here=True)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from quantised_checkpoints import FORMATS, KNOWN, edit_config, make_known, make_quantised
+from config_files import edit_config
+from quantised_checkpoints import FORMATS, KNOWN, make_known, make_quantised
 from safetensors.torch import load_file
 from tiny_models import make_checkpoint
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from quantised_checkpoints import FORMATS, KNOWN, edit_config, make_known, make_quantised, words
+from config_files import edit_config
+from quantised_checkpoints import FORMATS, KNOWN, make_known, make_quantised, words
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
 from transformers import AutoModelForCausalLM

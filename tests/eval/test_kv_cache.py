@@ -12,13 +12,11 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
 )
 from transformers.cache_utils import DynamicLayer
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.kv_cache import cache_bytes, forward_with_cache, kv_bytes_per_token, measure_kv, random_tokens
+from surgery.eval.kv_cache import cache_bytes, forward_with_cache, measure_kv, random_tokens
 
 TINY = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
 
@@ -65,8 +63,9 @@ def test_the_weights_of_modules_are_not_cache():
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_grouped_query_attention(dtype, size):
-    growth = kv_bytes_per_token(tiny_llama().to(dtype), prompt_length=12, steps=3)
-    assert growth == 3 * 2 * (2 * 8) * size  # layers, K and V, KV heads of 8
+    assert (
+        measure_kv(tiny_llama().to(dtype), 15).growth_per_token == 3 * 2 * (2 * 8) * size
+    )  # layers, K and V, KV heads of 8
 
 
 def tiny_mla() -> DeepseekV3ForCausalLM:
@@ -78,57 +77,34 @@ def tiny_mla() -> DeepseekV3ForCausalLM:
 
 
 def test_latent_attention_caches_only_its_latent():
-    assert kv_bytes_per_token(tiny_mla(), prompt_length=12, steps=3) == 3 * (12 + 4) * 4
     use = measure_kv(tiny_mla(), 70)
-    assert (use.held_bytes, use.bytes_per_token, use.growth_per_token) == (70 * 192, 192, 192)
-
-
-def test_a_full_window_does_not_grow():
-    config = MistralConfig(**TINY, num_key_value_heads=2, head_dim=8, sliding_window=8)
-    model = MistralForCausalLM(config)
-    assert kv_bytes_per_token(model, prompt_length=12, steps=3) == 0
-    assert kv_bytes_per_token(model, prompt_length=2, steps=3) == 3 * 2 * (2 * 8) * 4
+    a_token = 3 * (12 + 4) * 4
+    assert (use.held_bytes, use.bytes_per_token, use.growth_per_token) == (70 * a_token, a_token, a_token)
 
 
 class Caching(nn.Module):
-    """Caches four floats a token, and whatever it is told to besides."""
+    """Caches four floats a token."""
 
-    def __init__(self, **besides):
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(10, 4)
-        self.besides = besides
 
     def get_input_embeddings(self):
         return self.embedding
 
     def forward(self, input_ids, past_key_values=None, **_):
         if past_key_values is None:
-            past_key_values = SimpleNamespace(layers=[DynamicLayer()], **self.besides)
+            past_key_values = SimpleNamespace(layers=[DynamicLayer()])
         states = torch.zeros(1, 1, input_ids.shape[1], 2)
         past_key_values.layers[0].update(states, states)
         return SimpleNamespace(past_key_values=past_key_values)
-
-
-def test_a_cache_class_of_ones_own_is_measured():
-    assert kv_bytes_per_token(Caching(), prompt_length=5, steps=2) == 16
-
-
-def test_what_belongs_to_no_token_is_reported():
-    with pytest.raises(SurgeryError, match="holds 312 bytes after 7 tokens but grows by 16 per token"):
-        kv_bytes_per_token(Caching(codebook=torch.zeros(50)), prompt_length=5, steps=2)
 
 
 def test_a_model_without_a_cache_is_refused():
     model = Caching()
     model.forward = lambda **_: SimpleNamespace(past_key_values=None)
     with pytest.raises(SurgeryError, match="Caching returns no cache"):
-        kv_bytes_per_token(model)
-
-
-@pytest.mark.parametrize(("prompt_length", "steps"), [(0, 1), (1, 0)])
-def test_impossible_requests(prompt_length, steps):
-    with pytest.raises(SurgeryError, match="at least 1 of each"):
-        kv_bytes_per_token(Caching(), prompt_length, steps)
+        measure_kv(model, 2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,12 +1,12 @@
 """The anatomy that a family yields computes what transformers' own attention computes."""
 
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from config_files import edit_config
 from tiny_models import ALL
 from transformers import AutoModelForCausalLM
 
@@ -102,9 +102,7 @@ def test_refused_configs(config, message):
 )
 def test_a_phi_that_is_no_llama_is_refused(checkpoints, tmp_path, change, message):
     folder = shutil.copytree(checkpoints("phi3"), tmp_path / "phi")
-    config = json.loads((folder / "config.json").read_text())
-    del config["rope_parameters"]
-    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    edit_config(folder, "rope_parameters", **change)
     with pytest.raises(SurgeryError, match=message):
         Source.open(folder, ConvertSettings())
 

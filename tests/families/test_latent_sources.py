@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from config_files import edit_config
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, LATENT_CONFIGS, make_checkpoint
@@ -369,8 +370,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.3.eh_proj.weight"] = torch.zeros(4, 8)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, num_nextn_predict_layers=1)
     result = converter.convert(folder, tmp_path / "out", ConvertSettings(calibration="none"))
     assert "layers that predict further tokens are left out (1)" in result.report.target["reasons"]
     assert json.loads((result.path / "config.json").read_text())["num_nextn_predict_layers"] == 0

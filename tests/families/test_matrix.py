@@ -1,11 +1,11 @@
 """Every family in every structure: exact stages, caches, padding, chunks, and processes without the package."""
 
-import json
 import shutil
 from collections.abc import Callable
 
 import pytest
 import torch
+from config_files import edit_config
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
 from tiny_models import ALL, FAMILIES, HELD_OUT
@@ -186,8 +186,7 @@ def test_texts_over_what_is_simulated_are_refused(checkpoints, tmp_path, name, r
 @pytest.mark.parametrize("name", ["gemma", "gemma3_window"])
 def test_a_model_that_sees_later_tokens_is_refused(checkpoints, tmp_path, name):
     source = shutil.copytree(checkpoints(name), tmp_path / "source")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"use_bidirectional_attention": True}))
+    edit_config(source, use_bidirectional_attention=True)
     with pytest.raises(SurgeryError, match="sees later tokens"):
         converter.convert(source, tmp_path / "out", STRUCTURES["hybrid"]())
 
@@ -197,8 +196,7 @@ def test_layers_that_predict_further_tokens_are_left_out(checkpoints, tmp_path):
     shutil.copytree(checkpoints("glm4_moe"), source)
     further = {f"model.layers.2.{name}": torch.zeros(4, 4) for name in names}
     save_file(load_file(source / "model.safetensors") | further, source / "model.safetensors")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    edit_config(source, num_nextn_predict_layers=1)
     result = converter.convert(source, tmp_path / "out", STRUCTURES["hybrid"]())
     written = CheckpointReader.open(result.path)
     assert written.config["num_nextn_predict_layers"] == 0 and not further.keys() & set(written.names())

@@ -1,10 +1,10 @@
 """The way from gpt-oss in MXFP4, as it is published, to a checkpoint that converts: the one that the refusal names."""
 
-import json
 import shutil
 
 import pytest
 import torch
+from config_files import edit_config
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, DEMO, random_model
 from transformers import AutoModelForCausalLM, Mxfp4Config
@@ -32,10 +32,8 @@ def mxfp4_checkpoint(folder):
         else:
             tensors[name] = tensor
     save_file(tensors, file, {"format": "pt"})
-    said = json.loads((folder / "config.json").read_text())
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    said["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
-    (folder / "config.json").write_text(json.dumps(said))
+    edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": kept})
 
 
 @pytest.mark.slow

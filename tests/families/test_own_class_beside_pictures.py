@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from picture_models import GRIDS, check_caches, loaded, prompt
+from picture_models import GRIDS, as_early_qwen, check_caches, loaded, prompt
 from processes import Fork
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT
@@ -158,11 +158,9 @@ def test_a_conversation_goes_on_from_its_cache(picture_models, tmp_path):
 
 @torch.no_grad()
 def test_early_configs_say_the_language_model_at_the_top(picture_models, tmp_path):
-    source, name = shutil.copytree(picture_models("qwen2_5_vl"), tmp_path / "source"), "qwen2_5_vl"
-    config = json.loads((source / "config.json").read_text())
-    config = {**config, **config.pop("text_config"), "model_type": name, "rope_theta": 1e4}
-    config["rope_scaling"] = {"type": "mrope", "mrope_section": config.pop("rope_parameters")["mrope_section"]}
-    (source / "config.json").write_text(json.dumps(config))
+    name = "qwen2_5_vl"
+    source = shutil.copytree(picture_models(name), tmp_path / "source")
+    as_early_qwen(source)
     for folder, out in ((source, "early"), (picture_models(name), "late")):
         convert(folder, tmp_path / out, "hybrid")
     early, late = (loaded(tmp_path / out)(**prompt(name)).logits for out in ("early", "late"))

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from command_line import run_main
+from config_files import edit_config
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS
 from transformers import AutoModelForCausalLM
@@ -82,8 +83,7 @@ def test_rows_of_a_stored_tensor_are_read_in_any_ranges(checkpoints, name):
 )
 def test_what_is_not_supported_is_refused(checkpoints, tmp_path, name, change, reason):
     folder = shutil.copytree(checkpoints(name), tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change))
+    edit_config(folder, **change)
     with pytest.raises(SurgeryError, match=reason):
         open_model(folder)
 

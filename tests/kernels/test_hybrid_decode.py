@@ -7,7 +7,7 @@ import torch
 from hybrid_operators import through_operators
 from kernel_checks import assert_close
 from kernel_examples import Compiled, Example, ints, normal, slow, zeros
-from own_models import LAYERS, agree, hybrid_entry, hybrid_model, tiny_source, tokens
+from own_models import LAYERS, agree, hybrid_entry, hybrid_model, through_cache, tiny_source, tokens
 
 from surgery.kernels.hybrid_decode.operator import _hybrid_decode, hybrid_decode
 from surgery.kernels.hybrid_decode.reference import hybrid_attention
@@ -171,17 +171,6 @@ def agree_with_operators(entries, padding, chunks, dtype, tolerance, monkeypatch
         got = through_cache(model, ids, padding, chunks)
     for row, first in enumerate(padding):
         agree(got[row, first:], expected[row, first:], tolerance)
-
-
-def through_cache(model, ids, padding, chunks):
-    """Logits of a text that comes in chunks, its rows starting with padding."""
-    mask = (torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]).long()
-    logits, cache, first = [], None, 0
-    for size in chunks:
-        call = model(ids[:, first : first + size], attention_mask=mask[:, : first + size], past_key_values=cache)
-        logits.append(call.logits)
-        cache, first = call.past_key_values, first + size
-    return torch.cat(logits, dim=1)
 
 
 EXAMPLES = {

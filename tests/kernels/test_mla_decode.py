@@ -11,7 +11,7 @@ from surgery.kernels.gqa_decode.reference import paged_tokens
 from surgery.kernels.launch import Config
 from surgery.kernels.mla_decode import kernel
 from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
-from surgery.kernels.mla_decode.reference import latent_attention, ragged_latent_attention
+from surgery.kernels.mla_decode.reference import causal_mask, ragged_latent_attention
 from surgery.kernels.operation import attention_outputs
 from surgery.kernels.split_kv import merge
 
@@ -57,15 +57,13 @@ def rows(*values, device="cpu"):
 
 def test_the_reference_is_plain_softmax():
     query, latent, rope_key, gain = (t.double() for t in inputs(2, 3, 4, 9, 6, 2, gains=2))
+    logits = torch.einsum("bthc,bsc->bths", query, torch.cat([latent, rope_key], -1)) * 0.3
+    logits = logits * gain.repeat_interleave(2, -1).mT[:, None]
     for window in (None, 2):
-        expected, weights = latent_attention(
-            query, latent, rope_key, 0.3, key_gain=gain, window=window, return_weights=True
-        )
+        seen = logits.masked_fill(~causal_mask(3, 9, window, query.device)[:, None], -torch.inf)
         out, lse = ragged_latent_attention(query, latent, rope_key, 0.3, key_gain=gain, window=window)
-        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-        logit = (query[:, -1] @ torch.cat([latent, rope_key], -1)[:, -1, :, None])[..., 0] * 0.3
-        logit = logit * gain[:, -1].repeat_interleave(2, -1)
-        torch.testing.assert_close((logit - lse[:, -1]).exp(), weights[:, :, -1, -1], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(out, seen.softmax(-1) @ latent[:, None], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(lse, seen.logsumexp(-1), rtol=1e-10, atol=1e-10)
 
 
 def test_the_reference_ends_rows_where_they_end():

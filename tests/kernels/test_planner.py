@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from surgery.kernels import planner, split_kv
 from surgery.kernels.gpus import GPUS
 from surgery.kernels.planner import Block, Grouped, Latent, LowRank, choose, compare, predict, quantised
 
@@ -121,14 +120,6 @@ def test_layers_add_up():
         2 * choose(one, 8192, 4, H200).seconds(H200) + choose(other, 8192, 4, H200).seconds(H200)
     )
     assert both.ways == {"read": 3} and both.launches == 6
-
-
-@pytest.mark.parametrize("processors", (16, 108, 132))
-def test_splits_are_those_of_the_kernels(processors):
-    for programs in (1, 3, 8, 32, 100, 1000):
-        for tokens in (1, 511, 512, 5000, 131_072, 1_000_000):
-            expected = split_kv.split_count(programs, tokens, processors)
-            assert planner.split_count(programs, tokens, processors) == expected
 
 
 def test_refusals():

@@ -15,6 +15,7 @@ from own_models import (
     lossless_low_rank,
     lossless_streaming_latent,
     streaming_blocks_entries,
+    through_cache,
     tiny_source,
     tokens,
 )
@@ -68,17 +69,6 @@ def reference_logits(source: PreTrainedModel, entries, padding, ids) -> torch.Te
     AttentionMaskInterface.register("dense_reference", lambda *args, **kwargs: None)
     source.set_attn_implementation("dense_reference")
     return source(ids).logits
-
-
-def through_cache(model, ids, padding, chunks) -> torch.Tensor:
-    """Logits of a text that comes in chunks, its rows starting with padding."""
-    mask = (torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]).long()
-    logits, cache, first = [], None, 0
-    for size in chunks:
-        output = model(ids[:, first : first + size], attention_mask=mask[:, : first + size], past_key_values=cache)
-        logits.append(output.logits)
-        cache, first = output.past_key_values, first + size
-    return torch.cat(logits, dim=1)
 
 
 def agree_behind_padding(actual, expected, padding, tolerance=1e-10):

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from config_files import config_of, edit_config
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, make_checkpoint
 
@@ -95,9 +96,8 @@ def made(folder, case):
         WEIGHTS[case](tensors)
         save_file(tensors, source / "model.safetensors", {"format": "pt"})
     elif case in ROPE:
-        config = json.loads((source / "config.json").read_text())
-        config["rope_parameters"]["rope_theta"] = ROPE[case]
-        (source / "config.json").write_text(json.dumps(config))
+        rope = config_of(source)["rope_parameters"]
+        edit_config(source, rope_parameters=rope | {"rope_theta": ROPE[case]})
     elif case == "one token":
         asked |= {"calibration_tokens": 1, "calibration_length": 2, "recall": 0.0}
     else:

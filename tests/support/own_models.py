@@ -103,6 +103,17 @@ def lossless_model(source: PreTrainedModel, **overrides) -> SurgeryForCausalLM:
     return model.eval()
 
 
+def through_cache(model, ids, padding, chunks) -> torch.Tensor:
+    """Logits of a text that comes in chunks, its rows starting with padding."""
+    mask = (torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]).long()
+    logits, cache, first = [], None, 0
+    for size in chunks:
+        output = model(ids[:, first : first + size], attention_mask=mask[:, : first + size], past_key_values=cache)
+        logits.append(output.logits)
+        cache, first = output.past_key_values, first + size
+    return torch.cat(logits, dim=1)
+
+
 def agree(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 

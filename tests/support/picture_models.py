@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from config_files import config_of, edit_config
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     DEMO,
@@ -144,6 +145,15 @@ SIZES = {"image_sizes": torch.tensor([[16, 16]])}
 GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Models that take pictures as patches, and whose positions have three axes."""
 PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+
+
+def as_early_qwen(folder: Path) -> None:
+    """Has a config of Qwen2.5-VL say the language model at the top, as those of its checkpoints on the hub do."""
+    text = config_of(folder)["text_config"]
+    sections = text.pop("rope_parameters")["mrope_section"]
+    text |= {"model_type": "qwen2_5_vl", "rope_theta": 1e4}
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": sections}
+    edit_config(folder, "text_config", "rope_parameters", **text)
 
 
 def make_model(folder: Path, name: str) -> Path:

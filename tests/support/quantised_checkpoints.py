@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from config_files import edit_config
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
 from torch import Tensor
@@ -208,8 +209,3 @@ def _replace_projections(
             tensors[name] = tensor
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     edit_config(folder, quantization_config=said)
-
-
-def edit_config(folder: Path, **changes) -> None:
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))

@@ -255,7 +255,7 @@ def test_sources_of_settings():
         (["teacher"], "how many"),
         ([{"source": "teacher", "tokens": 10}], "there is none"),
         (["no-such-file.txt"], "no such text"),
-        ([{"source": "no-such.jsonl", "stream": True}], "no such file"),
+        ([{"source": "no-such.jsonl", "stream": True}], "no such text"),
         ([""], "name a file"),
     ],
 )

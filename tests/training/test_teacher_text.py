@@ -38,11 +38,11 @@ def test_a_stopped_sampling_goes_on_where_it_was(teacher, tokenizer, tmp_path, m
     expected = drawn(teacher, tokenizer, tmp_path / "whole")
     sample, calls = teacher_text.sample_from_model, []
 
-    def stopped(*arguments):
+    def stopped(*arguments, **options):
         calls.append(arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return sample(*arguments)
+        return sample(*arguments, **options)
 
     monkeypatch.setattr(teacher_text, "sample_from_model", stopped)
     with pytest.raises(KeyboardInterrupt):

@@ -5,7 +5,7 @@ import torch
 from tiny_models import ALL, OWN_SOFTMAX
 
 from surgery.families import attention
-from surgery.kernels.mla_decode.reference import latent_attention
+from surgery.kernels.mla_decode.reference import ragged_latent_attention
 from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.key_basis import energy_basis, folded_basis, identity_basis
@@ -22,7 +22,6 @@ def bases(groups: int, dim: int):
     return {
         "merged": identity_basis(groups, dim // 2),
         "complex": energy_basis(moment, None),
-        "real": energy_basis(moment, None, real=True),
         "fisher": energy_basis(moment, metric),
         "unfolded": folded_basis(moment, 1, dim // 2),
     }
@@ -63,7 +62,7 @@ def test_simulation_equals_the_kernel_reference(case):
     basis = bases(anatomy.kv_heads, anatomy.head_dim)["fisher"]
     form = latent_form(anatomy, basis, torch.tensor([0, 3]))
     latent, rope_key = form.compress(x)
-    mixed = latent_attention(
+    mixed, _ = ragged_latent_attention(
         form.queries(x),
         latent,
         rope_key,

@@ -32,7 +32,7 @@ from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target, predicted_bytes
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
-from surgery.structures.stages import ERROR_SEQUENCES, StageRuns
+from surgery.structures.stages import StageRuns
 from surgery.structures.work import Work
 from surgery.transforms.algebra import damp
 from surgery.transforms.cross_layer import METRIC_DAMPING, SharedBasis, SimulatedGroup, SimulatedMember, shared_basis
@@ -236,7 +236,7 @@ def _carry(
         recent = (settings.block, settings.sinks, settings.window)
         members = [SimulatedLatents(layer.self_attn, *recent) for layer in layers.model.layers]
         group = SimulatedGroup(members, basis.to(stream.device, stream.dtype).rebuild)
-        sample = hidden["source"][:ERROR_SEQUENCES].to(stream.device, stream.dtype)
+        sample = runs.sample()
         want = layers(sample)
         error = float((group.run(layers, sample) - want).norm() / (want - sample).norm())
         (lost,) = group.errors()

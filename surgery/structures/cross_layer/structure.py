@@ -32,7 +32,7 @@ from surgery.structures.cross_layer.prompt_verification import verify_prompt_bas
 from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target, predicted_bytes
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
-from surgery.structures.stages import ERROR_SEQUENCES, StageRuns
+from surgery.structures.stages import StageRuns
 from surgery.structures.work import Work
 from surgery.transforms.cross_layer import (
     Rebuild,
@@ -213,7 +213,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         errors, lost = {}, (0.0, 0.0)
         with stream.block(start, stop) as layers:
             if rebuild is not None:
-                sample = hidden["source"][:ERROR_SEQUENCES].to(*self._where)
+                sample = runs.sample()
                 block = settings.block if SHARED in hidden else sample.shape[1]
                 group = self._simulated(start, stop, rebuild, block)
                 want = layers(sample)

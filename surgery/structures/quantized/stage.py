@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
@@ -25,9 +25,10 @@ from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream, blocks_of, single_layer_config
 from surgery.running.loading import load_config
 from surgery.running.skeleton import skeleton
-from surgery.running.source import OwnSource, Source
+from surgery.running.source import OwnSource
 from surgery.running.unfused import open_model
 from surgery.structures.settings import StructureSettings
+from surgery.structures.stages import ERROR_SEQUENCES
 from surgery.verification.flow import predicted_flow
 from surgery.verification.written import CACHE_TOLERANCE, TOLERANCE, Verification, run_through_cache, verify_by_running
 
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 PIECE = 8
 """Tokens at a time in which held-out text is read through the cache: near decoding, where it is one."""
-
-ERROR_SEQUENCES = 2
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,17 @@ def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> 
     if not difference <= TOLERANCE[dtype] + CACHE_TOLERANCE[exact.stream.dtype]:
         raise SurgeryError(f"{writer.out}: logits as written differ from the simulation by {difference:.1e}")
     quantized = skeleton(config, dtype)
-    verification = verify_quantized(writer.partial, opened, config, measured, held_out, settings, progress)
+    verification = verify_by_running(
+        writer.partial,
+        opened,
+        measured.hidden[QUANTIZED],
+        held_out,
+        lambda tokens: quantized.kv_cache_bytes(1, tokens),
+        settings.batch_size,
+        progress,
+        piece=PIECE,
+        flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
+    )
     for found in measured.layers:
         for report in outcome.layers:
             if report.layer == found.layer:
@@ -176,35 +185,6 @@ def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> 
         simulated=measured.hidden[QUANTIZED],
     )
     return outcome, replace(verification, logit_difference=max(difference, verification.logit_difference))
-
-
-def verify_quantized(
-    folder: Path,
-    opened: Source,
-    config: dict[str, Any],
-    measured: Measured,
-    held_out: HeldOut,
-    settings: StructureSettings,
-    progress: Progress,
-) -> Verification:
-    """Loads a checkpoint that keeps a quantised cache and runs it, as `verify_by_running` does.
-
-    Args:
-        folder: the checkpoint, whose config is ``config``.
-        opened: what held-out text ran through in ``measured``.
-    """
-    quantized = skeleton(config, opened.weight_dtype)
-    return verify_by_running(
-        folder,
-        opened,
-        measured.hidden[QUANTIZED],
-        held_out,
-        lambda tokens: quantized.kv_cache_bytes(1, tokens),
-        settings.batch_size,
-        progress,
-        piece=PIECE,
-        flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
-    )
 
 
 def in_own_class(outcome: Outcome) -> Outcome:

@@ -1,0 +1,28 @@
+"""What `surgery inspect` says of any model around its attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from surgery.checkpoint.reader import CheckpointReader
+
+
+def model_facts(reader: CheckpointReader, config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Plain values; ``dtype`` is the attention's. A copy of tied embeddings counts once among the parameters."""
+    rope, tied = getattr(config, "rope_parameters", None) or {}, bool(config.tie_word_embeddings)
+    infos = [reader.info(name) for name in reader.names() if not (tied and name == "lm_head.weight")]
+    return {
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "vocabulary": config.vocab_size,
+        "max_positions": config.max_position_embeddings,
+        "rope_type": rope.get("rope_type", "default"),
+        "rope_theta": rope.get("rope_theta"),
+        "experts": any(".experts." in name for name in reader.names()),
+        "tied_embeddings": tied,
+        "dtype": str(dtype).removeprefix("torch."),
+        "parameters": sum(info.nbytes // info.dtype.itemsize for info in infos),
+    }
