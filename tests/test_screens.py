@@ -218,3 +218,10 @@ def test_bytes_of_what_drops_tokens_are_told_with_the_length():
     stages = [{"stage": stage, "loss": None, "recall": None} for stage in ("source", "reloaded")]
     said = of_conversion({"ladder": stages, "kv": kv, "target": {"engines": {}}})
     assert said.startswith("99.2% of the KV bytes at 64 tokens; what that cost was not measured")
+
+
+def test_where_models_run_is_told_in_one_way():
+    devices = {path: each for path, verb in VERBS.items() for each in verb.params if "--device" in each.opts}
+    told = {path: (each.metavar, each.help.partition(": ")[2]) for path, each in devices.items() if path != ("heal",)}
+    assert len(told) > 6
+    assert set(told.values()) == {("NAME", "cpu, cuda, cuda:1 …; auto is cuda if there is one. [auto]")}
