@@ -9,8 +9,8 @@ from markupsafe import Markup
 
 from surgery.common.tables.table import sort_key
 
-SHORT = 12
-"""Characters of a word that is not broken; names of rows, which are titles too, can be longer than a column may be."""
+SHORT = 20
+"""Characters of a word that is not broken; names of rows, which are titles too, can be wider than a phone."""
 ARROWS = {"low": "\u00a0↓", "high": "\u00a0↑", None: ""}
 
 
@@ -34,9 +34,9 @@ def render(template: Path, **values: object) -> str:
     return environment.get_template(template.name).render(values).encode("utf-8", "replace").decode("utf-8")
 
 
-def _whole_words(title: str) -> Markup:
-    """A title that breaks between words: browsers would break top-1 at its hyphen, and no style forbids that alone."""
+def _whole_words(text: str) -> Markup:
+    """Text that breaks between words: browsers would break top-1 at its hyphen, and no style forbids that alone."""
     kept = Markup('<span class="whole">{}</span>')
     return Markup(" ").join(
-        kept.format(word) if "-" in word and len(word) <= SHORT else word for word in title.split(" ")
+        kept.format(word) if "-" in word and len(word) <= SHORT else word for word in text.split(" ")
     )
