@@ -170,6 +170,21 @@ def test_issue_templates_are_forms(path):
         assert form["name"] and form["description"] and all(each["attributes"]["label"] for each in form["body"])
 
 
+def test_what_runs_on_every_push_is_what_people_are_told():
+    """Installing and testing in the words of README and CONTRIBUTING.md, as `.ci/run` does."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
+    here, site = ([step["run"] for step in job["steps"] if "run" in step] for job in jobs.values())
+    told = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+    install, check, tests = here
+    assert install in told and check in told and f"\n{tests} " in told
+    assert site[0].replace("dev,docs", "dev") == install and "tests/test_docs.py" in site[1]
+    script = (ROOT / ".ci" / "run").read_text().replace("--quiet ", "")
+    for part in (*install.split(" && "), *check.split(" && "), tests):
+        assert f"\n{part}" in script, part
+    oldest = min(jobs["tests"]["strategy"]["matrix"]["python"], key=lambda version: tuple(map(int, version.split("."))))
+    assert f'requires-python = ">={oldest}"' in (ROOT / "pyproject.toml").read_text()
+
+
 def test_both_ends_of_what_is_declared_were_tried(built):
     """docs/versions.md has a row of every pair; tools/versions.py takes every bound of the wheel for the floor."""
     held = zipfile.ZipFile(built[1])

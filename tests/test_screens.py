@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from surgery.checkpoint.named_models import demo_model
 from surgery.cli import program as cli
 from surgery.console import verdicts
+from surgery.console.checks import show_checks
 from surgery.console.heal import show_healed
 from surgery.console.inspection import show_inspection
 from surgery.console.recipe import show_made
@@ -22,6 +23,7 @@ from surgery.engines import engine_table
 from surgery.eval.report.document import read_report
 from surgery.eval.report.verdict import by_checkpoint
 from surgery.healing.heal import Healed
+from surgery.inspection.checks import Check, Checked
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.reporting.report import previous_report
 from surgery.workflow.recipe import Finished
@@ -98,7 +100,8 @@ def test_quiet_leaves_the_verdict_only(source, tmp_path, monkeypatch, capsys):
     assert "loads in transformers" in verdict
     assert lines[-3] == f"Next: surgery eval {tmp_path / 'a'} --baseline {source}"
     show_made(Finished(checkpoints={"a": tmp_path / "a"}))
-    assert f"a: 25.0% of the KV bytes for {lost:+.4f}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"a: 25.0% of the KV bytes for {lost:+.4f}" in shown and f"\nNext: surgery eval {tmp_path / 'a'}\n" in shown
 
 
 def test_a_dry_run_ends_in_what_would_be_kept(monkeypatch, capsys):
@@ -122,6 +125,7 @@ def test_a_recipe_is_listed_without_running(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, shown, _ = run_main(monkeypatch, capsys, "run", "testbed-mla", "--dry-run")
     assert code == 0 and "mla-8-healed" in shown and not list(tmp_path.iterdir())
+    assert shown.splitlines()[-1] == "Next: the same command without --dry-run"
     (tmp_path / "wrong.yaml").write_text("steps:\n- convert: {name: a, source: builtin, kv_ration: 0.5}\n")
     code, _, told = run_main(monkeypatch, capsys, "run", "wrong.yaml", "--dry-run")
     assert code == 1 and "did you mean kv_ratio" in told
@@ -160,12 +164,28 @@ def test_a_healing_ends_in_how_to_measure_it(capsys):
     facts |= {"peak_memory_bytes": 1, "ended": "max_steps", "tracker_failed": None}
     show_healed(Healed(Path("healed"), facts, "source"))
     assert capsys.readouterr().out.endswith(
+        "healed: what that won back was not measured\n"
         "Next: surgery eval healed --baseline source\n      surgery doctor healed\n"
     )
     show_healed(Healed(Path("healed"), facts, str(demo_model())))
     assert "--baseline builtin\n" in capsys.readouterr().out
     show_healed(Healed(Path("healed"), facts))
     assert capsys.readouterr().out.endswith("\nNext: surgery doctor healed\n")
+
+
+def test_checks_are_counted_in_the_end(capsys):
+    checks = [Check("files", outcome, "") for outcome in ("passed", "passed", "not checked")]
+    show_checks(Checked(str(demo_model()), checks), as_json=False)
+    end = "builtin: of 3 checks 2 passed, 1 not checked\nNext: surgery doctor builtin\n"
+    assert capsys.readouterr().out.endswith(end)
+    show_checks(Checked("ckpt", [*checks, Check("files", "failed", "")]), as_json=False)
+    assert capsys.readouterr().out.endswith("ckpt: of 4 checks 2 passed, 1 not checked, 1 failed\n")
+
+
+def test_what_is_exported_of_the_demo_model_lies_in_the_working_folder(monkeypatch, capsys):
+    code, shown, _ = run_main(monkeypatch, capsys, "doctor", "builtin")
+    assert code == 0 and shown.startswith("\nbuiltin (llama)\n")
+    assert shown.endswith("surgery export builtin --engine llama.cpp && llama-server -m demo-model.gguf\n")
 
 
 def test_an_inspection_is_one_screen(tmp_path, capsys):
@@ -190,6 +210,8 @@ def test_an_inspection_is_one_screen(tmp_path, capsys):
     assert "  smallest: --to lowrank --kv-ratio 0.0625 --bits auto --sinks 4 (6.2%)\n" in shown
     assert "  for vLLM on CPU: --to mla --carrier own (25.0%), then surgery heal\n" in shown
     assert "--to hybrid" not in shown[shown.index("what to take") :]
+    # No memory and no context: of a model of few positions it would be warned of, and what fits has nothing to choose.
+    assert re.search(r"\nNext: surgery plan CKPT --kv-ratio 0.25 +what loses least at a quarter, measured\n", shown)
     show_inspection(inspection, verbose=True)
     assert len(capsys.readouterr().out.splitlines()) > 60
 
@@ -218,3 +240,10 @@ def test_bytes_of_what_drops_tokens_are_told_with_the_length():
     stages = [{"stage": stage, "loss": None, "recall": None} for stage in ("source", "reloaded")]
     said = of_conversion({"ladder": stages, "kv": kv, "target": {"engines": {}}})
     assert said.startswith("99.2% of the KV bytes at 64 tokens; what that cost was not measured")
+
+
+def test_where_models_run_is_told_in_one_way():
+    devices = {path: each for path, verb in VERBS.items() for each in verb.params if "--device" in each.opts}
+    told = {path: (each.metavar, each.help.partition(": ")[2]) for path, each in devices.items() if path != ("heal",)}
+    assert len(told) > 6
+    assert set(told.values()) == {("NAME", "cpu, cuda, cuda:1 …; auto is cuda if there is one. [auto]")}

@@ -38,6 +38,7 @@ def test_listed_and_copied(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, listed, _ = run_main(monkeypatch, capsys, "configs")
     assert code == 0 and "mla-everywhere" in listed and "default RoPE" in listed
+    assert "\nNext: surgery convert CKPT --config NAME --dry-run   what it would take\n" in listed
     code, printed, _ = run_main(monkeypatch, capsys, "recipes", "--json")
     assert "testbed-mla" in [each["name"] for each in json.loads(printed)["recipes"]]
 

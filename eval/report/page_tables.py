@@ -88,8 +88,8 @@ def recall(report: Report) -> Table | None:
     columns = [
         Column("keys given back", "Share of planted keys given back, all digits right", share),
         Column("change in points", "Difference to the baseline in percentage points, 95% interval", signed_points),
-        "prompts",
-        "tokens a prompt",
+        number("prompts", 0),
+        number("tokens a prompt", 0),
     ]
     return of_rows(report, columns, lines, "Recall of planted keys")
 

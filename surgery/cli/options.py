@@ -55,7 +55,7 @@ JsonOption = Annotated[bool, flag("--json", "Print the report as JSON on standar
 PickleOption = Annotated[bool, flag("--allow-pickle", "Read pickled weights if there are no others.")]
 DeviceOption = Annotated[
     str | None,
-    option("--device", "NAME", "Where layers run: cpu, cuda, cuda:1 … [cuda if there is one]", MACHINE),
+    option("--device", "NAME", "Where layers run: cpu, cuda, cuda:1 …; auto is cuda if there is one. [auto]", MACHINE),
 ]
 ConfigOption = Annotated[
     Path | None,

@@ -89,6 +89,7 @@ def config_page(name: str) -> str:
 
 def _show(kind: Kind, copy: str | None, overwrite: bool, as_json: bool) -> None:
     from surgery.console.page import make_table, new_page, plain, print_json
+    from surgery.console.verdicts import show_next
 
     if copy is not None:
         path = copy_shipped(copy, kind, Path(), overwrite=overwrite)
@@ -98,4 +99,8 @@ def _show(kind: Kind, copy: str | None, overwrite: bool, as_json: bool) -> None:
     if as_json:
         print_json({kind: [{**asdict(each), "path": str(each.path)} for each in found]})
         return
-    new_page().print(make_table(["name", ""], [(each.name, each.about) for each in found], header=False))
+    page = new_page()
+    page.print(make_table(["name", ""], [(each.name, each.about) for each in found], header=False))
+    taken = "surgery run NAME --dry-run" if kind == "recipes" else "surgery convert CKPT --config NAME --dry-run"
+    commands = {taken: "what it would take", f"surgery {kind} --copy NAME": "a copy, to change"}
+    show_next(page, [f"{command:{len(taken)}}   {why}" for command, why in commands.items()])

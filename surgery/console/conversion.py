@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from surgery.checkpoint.named_models import name_of
 from surgery.common.errors import SurgeryError
 from surgery.common.human import cost, duration, formats_of, origin, per_token, share, size, with_perplexity
 from surgery.common.tables import terminal
@@ -131,7 +132,7 @@ def show_doctor(diagnosis, *, as_json: bool = False) -> None:
         print_json(diagnosis.to_dict())
         return
     page = new_page()
-    page.print(f"\n[bold]{plain(diagnosis.path)}[/bold] ({plain(diagnosis.facts.kind)})")
+    page.print(f"\n[bold]{plain(name_of(diagnosis.path))}[/bold] ({plain(diagnosis.facts.kind)})")
     rows = []
     for verdict in diagnosis.verdicts:
         why = f"{verdict.reason}; {verdict.remedy}" if verdict.remedy else verdict.reason

@@ -27,14 +27,15 @@ def show_healed(healed, *, as_json: bool = False) -> None:
         page.print(f"{share(healing['gap_closed'])} of the loss that the conversion cost was won back")
     speed = healing["tokens_per_second"]
     page.print(
-        f"{count(healing['tokens'])} tokens in {healing['steps']:,} steps, {duration(healing['seconds'])}"
+        f"{count(healing['tokens'])} tokens in {healing['steps']:,} step{'s' * (healing['steps'] != 1)}, "
+        f"{duration(healing['seconds'])}"
         + (f", {count(speed)} tokens/s" if speed else "")
         + f", peak memory {size(healing['peak_memory_bytes'])}; ended: {plain(healing['ended'])}"
     )
     if healing["tracker_failed"]:
         page.print(f"the tracker failed at {plain(healing['tracker_failed'])}; heal.jsonl has everything")
-    verdict, path = of_healing(healing), typed(healed.path)
-    page.print(f"[bold]{plain(path)}[/bold]{f': {plain(verdict)}' if verdict else ''}", soft_wrap=True)
+    verdict, path = of_healing(healing) or "what that won back was not measured", typed(healed.path)
+    page.print(f"[bold]{plain(path)}[/bold]: {plain(verdict)}", soft_wrap=True)
     measure = [f"surgery eval {path} --baseline {name_of(healed.teacher)}"] if healed.teacher else []
     show_next(page, [*measure, f"surgery doctor {path}"])
 
@@ -68,3 +69,4 @@ def show_plan(plan, *, as_json: bool = False) -> None:
             f" {plan.time['peak_flops'] / 1e12:,.1f} TFLOP/s, of each device"
         )
     page.print("All of it is computed from shapes, not measured; what is left out: docs/healing.md.")
+    show_next(page, ["the same command without --dry-run"])

@@ -63,9 +63,12 @@ def show_inspection(
     if inspection.advice:
         _show_advice(page, inspection.advice)
     if any(target["applies"] for target in inspection.targets):
-        plan, dry = f"surgery plan {called} --memory 8GiB --context 32k", f"surgery convert {called} --to ... --dry-run"
+        plan, dry = f"surgery plan {called} --kv-ratio 0.25", f"surgery convert {called} --to ... --dry-run"
         width = max(len(plan), len(dry))
-        show_next(page, (f"{plan:{width}}   what loses least in a memory", f"{dry:{width}}   what one of them takes"))
+        show_next(
+            page,
+            (f"{plan:{width}}   what loses least at a quarter, measured", f"{dry:{width}}   what one of them takes"),
+        )
     elif inspection.architecture["model_type"] in LATENT_FAMILIES:
         show_next(page, [f"surgery convert {called} --to mla --dry-run   fewer latents, in its own class"])
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from surgery.common.human import duration, size
 from surgery.common.tables.table import Column
-from surgery.console.page import make_table, new_page, plain, print_json
-from surgery.console.verdicts import of_conversion, of_healing
+from surgery.console.page import make_table, new_page, plain, print_json, typed
+from surgery.console.verdicts import of_conversion, of_healing, show_next
 
 AMOUNTS = {
     "seconds": ("time", duration),
@@ -45,6 +45,7 @@ def show_plan(plan: dict[str, Any], *, as_json: bool = False) -> None:
         "machine. In all: the sum of what is told, and of memory and temporary files the most of any step.",
         soft_wrap=True,
     )
+    show_next(page, ["the same command without --dry-run"])
 
 
 def show_made(finished) -> None:
@@ -58,3 +59,6 @@ def show_made(finished) -> None:
             continue
         told = of_healing(report.get("healing") or {"table": []}) or of_conversion(report)
         page.print(f"[bold]{plain(name)}[/bold]: {plain(told)}", soft_wrap=True)
+    if finished.report is None and finished.checkpoints:  # a report ends in how to open it
+        paths = [typed(path) for path in finished.checkpoints.values()]
+        show_next(page, [f"surgery eval {' '.join(paths)}", f"surgery doctor {paths[-1]}"])

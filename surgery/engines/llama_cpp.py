@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from surgery.checkpoint.named_models import name_of
 from surgery.engines.facts import DECILM, MLA, OWN, Facts
 from surgery.engines.trials import LLAMA_CPP
 from surgery.engines.verdict import LOADS_WITH, NOT_TRIED, REFUSED, Verdict
@@ -37,7 +40,9 @@ def verdict(facts: Facts, path: str) -> Verdict:
         command = f"convert_hf_to_gguf.py {path} --outfile {path}.gguf && llama-server -m {path}.gguf"
         reason = "surgery export writes Llama-class models only; llama.cpp's own converter was not tried"
         return Verdict(**said, status=NOT_TRIED, command=command, reason=reason)
-    command = f"surgery export {path} --engine llama.cpp && llama-server -m {path}.gguf"
+    called = name_of(path)
+    written = path if called == path else Path(path).name  # of a model that ships, in the working folder
+    command = f"surgery export {called} --engine llama.cpp && llama-server -m {written}.gguf"
     if facts.kind not in LLAMA_CPP.kinds:
         return Verdict(**said, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")
     return Verdict(**said, status=LOADS_WITH, command=command, reason=f"ran in llama.cpp {LLAMA_CPP}")

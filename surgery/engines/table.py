@@ -56,4 +56,5 @@ def refuse_unless_loadable(engine: str, config: dict[str, Any]) -> None:
     """
     for verdict in verdicts(config):
         if verdict.engine in ASKED[engine] and (verdict.status == REFUSED or verdict.remedy):
-            raise SurgeryError(f"--engine {engine}: {verdict.engine} cannot serve it, {verdict.reason}")
+            told = f"{verdict.engine} cannot serve it, {verdict.reason}"
+            raise SurgeryError(f"--engine {engine}: {told}; surgery inspect shows what else it takes of the source")

@@ -61,7 +61,8 @@ def loading(what: str, remedy: str = "") -> Iterator[None]:
     except Exception as error:
         if not is_of_loading(error):
             raise
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())
+        reason = reason[:300] + " …" * (len(reason) > 300)
         raise SurgeryError(f"{what}: transformers cannot load it ({reason}){remedy and f'; {remedy}'}") from error
 
 

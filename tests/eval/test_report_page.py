@@ -230,6 +230,10 @@ def test_rows_that_others_beat_can_be_turned_on(text):
     assert "mla-1/2" in plot
 
 
+def test_titles_break_between_words(text):
+    assert '<span class="whole">top-1</span>' in text
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome on PATH")
 def test_a_browser_opens_it_without_network_or_errors(text, tmp_path):
     path = tmp_path / "page.html"

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from surgery.common.tables.table import sort_key
 
+SHORT = 20
+"""Characters of a word that is not broken; names of rows, which are titles too, can be wider than a phone."""
 ARROWS = {"low": "\u00a0↓", "high": "\u00a0↑", None: ""}
 
 
@@ -26,5 +29,14 @@ def render(template: Path, **values: object) -> str:
     )
     environment.globals |= {"arrows": ARROWS}
     environment.filters["sort_key"] = sort_key
+    environment.filters["whole_words"] = _whole_words
     # A lone surrogate, which JSON can hold, cannot be written as UTF-8.
     return environment.get_template(template.name).render(values).encode("utf-8", "replace").decode("utf-8")
+
+
+def _whole_words(text: str) -> Markup:
+    """Text that breaks between words: browsers would break top-1 at its hyphen, and no style forbids that alone."""
+    kept = Markup('<span class="whole">{}</span>')
+    return Markup(" ").join(
+        kept.format(word) if "-" in word and len(word) <= SHORT else word for word in text.split(" ")
+    )
