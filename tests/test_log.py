@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 
@@ -74,6 +75,16 @@ def test_a_phase_that_lasts_is_told_every_so_often(capsys, monkeypatch, logged_a
     assert 2 <= len(told) <= 4 and told[0].startswith("read: 1.0 MiB of 2.0 MiB after 0.")
     events = [json.loads(line)["event"] for line in lines()]
     assert events == ["begin", *["going"] * (len(told) - 1), "end"]
+
+
+def test_a_phase_that_lasts_says_what_is_left_of_it(capsys, monkeypatch):
+    monkeypatch.setattr(phases, "TOLD_EVERY", 0.2)
+    monkeypatch.setattr(phases, "SAMPLED_EVERY", 0.05)
+    with Progress().phase("ablation", 1000, "head") as advance:
+        advance()
+        time.sleep(0.5)
+    told = capsys.readouterr().err.splitlines()[0]
+    assert re.fullmatch(r"ablation: 1 of 1,000 heads after 0\.\d s, about \d+ min \d\d s left", told)
 
 
 def test_the_time_left_in_all_follows_from_the_work_expected(monkeypatch, logged_as):

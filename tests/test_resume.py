@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 
 import pytest
 import torch
+from processes import AT_ONCE, Fork
 
 from surgery.checkpoint import snapshots
 from surgery.checkpoint.staging import MARKER, UNFINISHED
@@ -142,3 +144,39 @@ def test_an_error_leaves_nothing(checkpoints, tmp_path, stops, monkeypatch):
     with pytest.raises(SurgeryError, match="the disk is full"):
         converter.convert(checkpoints("llama"), tmp_path / "small", settings_of("gqa"))
     assert not list(tmp_path.iterdir())
+
+
+# Where a folder with statistics is removed, one of them goes, and then the process.
+KILLED = f"""
+import os, shutil, signal
+from pathlib import Path
+whole = shutil.rmtree
+
+def remove(path, *arguments, **options):
+    for file in sorted(Path(path).rglob("00000.pt")):
+        file.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    whole(path, *arguments, **options)
+
+shutil.rmtree = remove
+{AT_ONCE}"""
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_was_kept_is_no_longer_there_once_a_part_of_it_is_removed(restart, checkpoints, tmp_path, stops):
+    """Killed at the end, where what was kept goes before the output gets its name, or where it has to begin anew."""
+    source, out = checkpoints("llama"), tmp_path / "again" / "small"
+    converter.convert(source, tmp_path / "whole" / "small", settings_of("lowrank"))
+    if restart:
+        stops(3)
+        with pytest.raises(Stopped):
+            converter.convert(source, out, settings_of("lowrank"))
+    verb = ["convert", source, "--to", "lowrank", "--out", out, "--kv-ratio", 0.5, "--fit-steps", 2, "--window", 8]
+    verb += ["--calibration-tokens", 256, "--calibration-length", 64, "--held-out", 2]
+    killed = Fork(*verb, *(["--restart"] if restart else []), code=KILLED)
+    assert killed.wait() == -signal.SIGKILL, killed.stderr
+    assert os.listdir(out.parent) == ["small.partial"]
+    stops(None)
+    converter.convert(source, out, settings_of("lowrank"))
+    assert results(out) == results(tmp_path / "whole" / "small")
+    assert os.listdir(out.parent) == ["small"] and not [path for path in os.listdir(out) if path.startswith(".")]

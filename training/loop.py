@@ -252,12 +252,12 @@ class Loop:
         self._t.log.write("step", **line, **said)
         self._t.log.track(at.step, {name: value for name, value in line.items() if name != "step"})
         if at.step % self._t.settings.log_every == 0 or at.step == 1:
-            used = self._budget.used(at.step, at.tokens, at.seconds + seconds)
+            spent = at.seconds + seconds
+            used = self._budget.used(at.step, at.tokens, spent)
+            left = f", about {duration(spent * (1 - used) / used)} left" if 0 < used < 1 else ""
+            speed = f"{count(tokens / seconds)} tokens/s, {size(line['memory_bytes'])}"
             parts = ", ".join(f"{name} {value:.4g}" for name, value in losses.items() if name != "loss")
-            self._t.progress.note(
-                f"step {at.step} ({used:.0%}): loss {losses['loss']:.4g} ({parts}), {count(tokens / seconds)} tokens/s,"
-                f" {size(line['memory_bytes'])}"
-            )
+            self._t.progress.note(f"step {at.step} ({used:.0%}{left}): loss {losses['loss']:.4g} ({parts}), {speed}")
 
     def _measure(self) -> None:
         """Takes the held-out loss, and decides whether it has stopped falling."""

@@ -22,6 +22,7 @@ from surgery.common.file_lock import hold
 
 MARKER = ".surgery-partial"
 UNFINISHED = ".surgery-unfinished"
+_FORGOTTEN = ".surgery-forgotten"
 _REPLACED = ".replaced-"
 # For what is not planned to the byte: tokenizer, report, plots.
 _SPARE_BYTES = 64 * 10**6
@@ -112,7 +113,7 @@ class Staging:
         """Flushes the partial folder to the disk and renames it to ``out``; an old output goes only then."""
         with disk_errors(self.out):
             self._check_out()  # again: the conversion may have taken hours
-            shutil.rmtree(self.partial / UNFINISHED, ignore_errors=True)
+            _forget(self.partial)
             self.sync()  # again: files may have been added
             if _CLOSED_FIRST:
                 self._unlock()
@@ -202,8 +203,19 @@ def _partial_of(out: Path) -> Path:
     return out.with_name(out.name + ".partial") if out.name else out
 
 
+def _forget(partial: Path) -> None:
+    """Removes what a run goes on from. It loses its name at once: who is killed here leaves nobody a part of it."""
+    forgotten = partial / _FORGOTTEN
+    shutil.rmtree(forgotten, ignore_errors=True)
+    if os.path.lexists(partial / UNFINISHED):
+        os.rename(partial / UNFINISHED, forgotten)
+    shutil.rmtree(forgotten, ignore_errors=True)
+
+
 def _empty(partial: Path, *, keep_unfinished: bool) -> None:
     """Removes what a partial folder holds but its marker, so that an interrupted removal still leaves it marked."""
+    if not keep_unfinished:
+        _forget(partial)
     for path in partial.iterdir():
         if keep_unfinished and path.name == UNFINISHED:
             continue

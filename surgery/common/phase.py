@@ -61,6 +61,16 @@ class Phase:
         of = "" if self.total in (None, self.done) else f" of {self.total:,}"
         return f"{self.done:,}{of} {_plural(self.unit, self.total if of else self.done)}"
 
+    def left(self, already: int) -> float | None:
+        """Seconds that the rest of it takes at the pace so far; None where nobody knows.
+
+        Args:
+            already: units that took no time, as an earlier run had done them.
+        """
+        if self.total is None or self.done <= already:
+            return None
+        return self.seconds * (self.total - self.done) / (self.done - already)
+
     def begins(self) -> str:
         """For people, as the next ones are."""
         return f"{self.name} …"

@@ -72,7 +72,7 @@ class Progress:
         def tell(event: str, phase: Phase, text: str, shown: str | None) -> None:
             """Logs a text and shows another, or none."""
             prefix, left = f"{place}: " if place else "", self._left(phase, already)
-            rest = f", about {duration(left)} left in all" if left and event == "going" else ""
+            rest = _rest(left, phase.left(already)) if event == "going" else ""
             facts = {} if left is None else {"seconds_left": round(left, 1)}
             self._log(event, prefix + text + rest, at=place or None, **phase.facts(), **facts)
             if lines and shown is not None:
@@ -151,3 +151,10 @@ class Progress:
     def _show(text: str) -> None:
         stamp = f"{datetime.now():%H:%M:%S} " if is_verbose() else ""
         tqdm.write(stamp + text, file=sys.stderr)  # past the bars of other libraries
+
+
+def _rest(in_all: float | None, of_phase: float | None) -> str:
+    """The time left, of the whole where that is known."""
+    if in_all:
+        return f", about {duration(in_all)} left in all"
+    return f", about {duration(of_phase)} left" if of_phase else ""

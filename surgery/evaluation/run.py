@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.calibration.conversations import HELD_OUT_PROMPTS, sample_conversations
 from surgery.checkpoint.output_place import kept_apart
 from surgery.common.errors import SurgeryError
+from surgery.common.human import duration
 from surgery.common.progress import Progress
 from surgery.eval.memory import free_memory
 from surgery.eval.report.document import SCHEMA, Report, finish
@@ -92,7 +93,12 @@ def _measured(
         with progress.at(place):
             return work.measure(row, place)
 
-    measured = [measure(row, f"{number} of {len(rows)}") for number, row in enumerate(rows, 1)]
+    measured, began = [], time.monotonic()
+    for number, row in enumerate(rows, 1):
+        measured.append(measure(row, f"{number} of {len(rows)}"))
+        if number < len(rows) and work.measured:
+            pace = (time.monotonic() - began) / work.measured
+            progress.note(f"about {duration(pace * (len(rows) - number))} left for the other models")
     if baseline is not None and settings.variants:
         held = {entry["name"]: entry["kv"]["held_bytes"] for entry in measured}
         ratios = [held[row.name] / held[baseline.name] for row in prepared.checkpoints]
@@ -127,7 +133,11 @@ def _measured(
 
 
 class _Work:
-    """Measures rows, loading a model only if something of it is still to be measured."""
+    """Measures rows, loading a model only if something of it is still to be measured.
+
+    Attributes:
+        measured: rows of which something was.
+    """
 
     def __init__(
         self,
@@ -141,6 +151,7 @@ class _Work:
         self._store, self._session, self._device = store, session, device
         self._settings, self._tasks, self._baseline = settings, tasks, baseline
         self._kept: dict[str, Any] = {}
+        self.measured = 0
         self.dtype_setting = settings.quality_dtype(device.type)
 
     def measure(self, row: Row, place: str) -> dict[str, Any]:
@@ -153,6 +164,7 @@ class _Work:
             done = [name for name in found if found[name] is not None]
             self._session.progress.note(f"  measured before: {', '.join(done)}")
         if missing:
+            self.measured += 1
             comparing = [task for task in missing if self._compares(row, task)]
             if comparing and any(task.name not in self._kept for task in comparing):
                 # The baseline's own results were all there, so that it was not loaded in its turn.

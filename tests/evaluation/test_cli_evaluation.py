@@ -1,6 +1,7 @@
 """`surgery eval`, `compare` and `run` as a user types them."""
 
 import json
+import re
 from functools import partial
 
 import pytest
@@ -34,11 +35,12 @@ def test_evaluations_made_apart_compare(main, folder):
     config = ["--config", folder / "quick.yaml"]
     code, out, _ = main("eval", folder / "source", *QUICK, *config, "--out", folder / "first")
     assert code == 0 and "KV B/token" in out and "no baseline" in out
-    code, out, _ = main(
+    code, out, err = main(
         "eval", folder / "small", "--baseline", folder / "source", *QUICK, *config, "--out", folder / "second", "--json"
     )
     report = json.loads(out)
     assert code == 0 and [row["name"] for row in report["rows"]] == ["source", "small"]
+    assert re.search(r"^about \d+\.\d s left for the other models$", err, re.MULTILINE)
     assert report["command"].startswith("surgery eval ")
 
     code, out, _ = main("compare", folder / "first", folder / "second" / "report.json", "--out", folder / "both")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 TEXT = [
     "--calibration-tokens",
-    "65536",
+    "131072",
     "--calibration-length",
     "256",
     "--held-out",
@@ -28,7 +28,7 @@ TEXT = [
     "--kv-ratio",
     "0.5",
 ]
-WIDE = ["--batch-size", "256"]  # of 256 sequences, whose activations under autograd take half a gigabyte
+WIDE = ["--batch-size", "512"]  # of 512 sequences, whose activations under autograd take half a gigabyte
 TOO_LITTLE = 640 * 2**20
 
 

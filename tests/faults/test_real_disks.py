@@ -23,7 +23,7 @@ def in_small_disk(folder, options, command):
     return done
 
 
-QUICK = "--calibration-tokens 2048 --calibration-length 256 --held-out 1"
+QUICK = "--calibration-tokens 2048 --calibration-length 256 --held-out 2"
 
 
 @pytest.mark.parametrize(
