@@ -61,6 +61,8 @@ def test_biases_and_frequency_lists_are_no_yes_in_native_classes():
         table = engine_table({**MLA, **change})
         assert table["transformers"]["status"] == LOADS and table["llama.cpp"]["status"] == REFUSED
         assert table["SGLang"]["status"] == REFUSED
+        remedy = "convert --to mla --carrier own" if "attention_bias" in change else "convert --to mla --engine vllm"
+        assert table["vLLM on CUDA"]["remedy"] == remedy
         with pytest.raises(SurgeryError, match="--engine vllm"):
             refuse_unless_loadable("vllm", {**MLA, **change})
     refuse_unless_loadable("all", MLA)

@@ -13,7 +13,7 @@ from surgery.engines.trials import VLLM_CHECKED, VLLM_CPU, VLLM_MLA_HEADS, VLLM_
 from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict
 
 CUDA, CPU = "vLLM on CUDA", "vLLM on CPU"
-ITS_SIZES = "--engine vllm"
+ITS_SIZES, OURS = "--engine vllm", "--carrier own"
 # `vllm serve` of the package vllm-cpu ends in "No package metadata was found for vllm".
 SERVE_ON_CPU = "python -m vllm.entrypoints.openai.api_server --model"
 # Of the own class on both: errors end in one line, and the package is there anyway.
@@ -34,7 +34,7 @@ def cuda(facts: Facts, path: str) -> Verdict:
     if obstacle is None and facts.structure == MLA and facts.head_sizes not in VLLM_MLA_HEADS:
         obstacle = f"its prefill takes heads of {facts.head_sizes} (nope, rope, value) on no GPU before Blackwell"
     if obstacle:
-        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=facts.again(ITS_SIZES))
+        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=facts.again(_remedy(facts)))
     said |= facts.cache(NUMBER_BYTES)
     if facts.structure != MLA:
         code = " --trust-remote-code" if facts.structure == DECILM else ""
@@ -46,7 +46,7 @@ def cuda(facts: Facts, path: str) -> Verdict:
             status=NOT_TRIED,
             command=f"vllm serve {path} --model-impl transformers",
             reason=f"its own class {dropped}, its transformers backend was not tried",
-            remedy=facts.again(ITS_SIZES),
+            remedy=facts.again(_remedy(facts)),
         )
     checked = f"vLLM {VLLM_CHECKED}'s supports_mla_dimensions accepts {facts.head_sizes}; no GPU was run"
     if facts.width == FAST_WIDTH:
@@ -70,14 +70,14 @@ def cpu(facts: Facts, path: str) -> Verdict:
     if obstacle is None and facts.structure == MLA and facts.width != FAST_WIDTH:
         obstacle = f"its CPU kernel is built for r + rope of {FAST_WIDTH}, this is {facts.width}"
     if obstacle:
-        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=facts.again("--carrier own"))
+        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=facts.again(OURS))
     said |= facts.cache(NUMBER_BYTES)
     code = " --trust-remote-code" if facts.structure == DECILM else ""
     dropped = _dropped(facts)
     if dropped:
         command = f"{SERVE_ON_CPU} {path} --model-impl transformers"
         reason = f"its own class {dropped}, its transformers backend was not tried"
-        return Verdict(**said, status=NOT_TRIED, command=command, reason=reason, remedy=facts.again(ITS_SIZES))
+        return Verdict(**said, status=NOT_TRIED, command=command, reason=reason, remedy=facts.again(_remedy(facts)))
     rotated = ROTATED if facts.structure == MLA else ""
     command = f"{SERVE_ON_CPU} {path}{code}{rotated}"
     if facts.kind not in VLLM_CPU.kinds:
@@ -104,6 +104,11 @@ def _obstacle(facts: Facts) -> str | None:
     if facts.structure == MLA and facts.activation != "silu":
         return f"its class takes SiLU only, not {facts.activation}"
     return None
+
+
+def _remedy(facts: Facts) -> str:
+    """Biases are mostly the source's, and would be refused again; our plugin has them."""
+    return OURS if facts.biases else ITS_SIZES
 
 
 def _dropped(facts: Facts) -> str:
