@@ -65,7 +65,7 @@ def killed_and_run(verb: str, after: float, **places: Path) -> float:
             raise SystemExit(f"{verb} ended before it could be killed:\n{process.stderr.read()[-2000:]}")
         with suppress(psutil.NoSuchProcess):  # one that it started has just ended
             family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-            spent = sum(sum(each.cpu_times()[:2]) for each in family)
+            spent = sum(sum(each.cpu_times()[:4]) for each in family)  # that of its children that have ended too
     for each in reversed(family):
         with suppress(psutil.NoSuchProcess):
             each.kill()
