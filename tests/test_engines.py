@@ -63,6 +63,13 @@ def test_biases_and_frequency_lists_are_no_yes_in_native_classes():
         assert table["SGLang"]["status"] == REFUSED
         remedy = "convert --to mla --carrier own" if "attention_bias" in change else "convert --to mla --engine vllm"
         assert table["vLLM on CUDA"]["remedy"] == remedy
+        others = [table[engine]["remedy"] for engine in ("llama.cpp", "SGLang")]
+        without = (
+            [None, None]
+            if "attention_bias" in change
+            else [f"convert --to mla --engine {engine}" for engine in ("llama.cpp", "sglang")]
+        )
+        assert others == without
         with pytest.raises(SurgeryError, match="--engine vllm"):
             refuse_unless_loadable("vllm", {**MLA, **change})
     refuse_unless_loadable("all", MLA)

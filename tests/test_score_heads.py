@@ -87,7 +87,7 @@ def test_the_pattern_says_where_it_came_from(source, tmp_path):
     assert pattern.model["sha256"] == CheckpointReader.open(source).fingerprint()
     assert pattern.model["name"] == source.name
     assert (pattern.method, pattern.sinks, pattern.recent, pattern.seeds) == ("ablation", 4, 16, (0,))
-    assert pattern.settings == {**quick().to_dict(), "length": 256}  # the model's limit
+    assert pattern.settings == {**quick().to_dict(), "length": 128}  # half of the limit
     assert pattern.spread is None and pattern.seconds > 0
     with safe_open(result.path, "pt") as file:
         assert json.loads(file.metadata()["surgery_heads"])["versions"]["torch"] == torch.__version__

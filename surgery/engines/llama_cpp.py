@@ -34,7 +34,8 @@ def verdict(facts: Facts, path: str) -> Verdict:
     said = {"engine": NAME, "version": LLAMA_CPP.version, "device": LLAMA_CPP.device}
     found = obstacle(facts)
     if found:
-        return Verdict(**said, status=REFUSED, command=None, reason=found, remedy=facts.again("--engine llama.cpp"))
+        remedy = facts.again_for("llama.cpp")
+        return Verdict(**said, status=REFUSED, command=None, reason=found, remedy=remedy)
     said |= facts.cache(2)
     if facts.structure not in (MLA, DECILM) and facts.family not in LLAMAS:
         command = f"convert_hf_to_gguf.py {path} --outfile {path}.gguf && llama-server -m {path}.gguf"

@@ -22,7 +22,7 @@ def verdict(facts: Facts, path: str) -> Verdict:
         obstacles += ["turns the frequency list into YaRN"] * facts.frequency_list
         obstacles += [f"takes SiLU only, not {facts.activation}"] * (facts.activation != "silu")
     if obstacles:
-        remedy = {"remedy": facts.again("--engine sglang")}
+        remedy = {"remedy": facts.again_for("sglang")}
         return Verdict(**said, status=REFUSED, command=None, reason=" and ".join(obstacles), **remedy)
     triton = " --attention-backend triton" if facts.structure == MLA and facts.width != FAST_WIDTH else ""
     return Verdict(
