@@ -21,8 +21,8 @@ from surgery.heads.gates import gated_heads, input_device
 from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.running.attention_tap import AttentionCall, tapped
 
-LEARNING_RATE = 0.02
-"""The paper's."""
+LEARNING_RATE = 0.04
+"""Twice the paper's, whose trainings take 2,000 steps."""
 
 DESCENT = 0.5
 """Share of the steps over which the mean gate that is asked for falls from 1 to the target."""
