@@ -18,7 +18,8 @@ from surgery.planning.mixture import Mixture
 CONTENDERS = 6
 """Rows that are worth more text, at most."""
 FAR = 4
-"""Times the drift of another row from which on one is not looked at further."""
+"""Times the drift of another row from which on one is not looked at further. Of small models: the demo model and one
+with a KV head for every query head (docs/planning.md)."""
 
 
 @dataclass(frozen=True)
