@@ -98,7 +98,7 @@ def on_teacher_inputs(student: nn.Module, teacher: Recording) -> Iterator[Record
             if decoder.training and getattr(decoder.layers[layer], "gradient_checkpointing", False):
                 raise SurgeryError("the layer-wise stage runs without gradient checkpointing: turn it off")
             own = args[0] if args else kwargs["hidden_states"]
-            given = _same_tokens(inputs[layer], record._seen(layer), own)
+            given = _same_tokens(inputs[layer], record.seen(layer), own)
             return ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
 
         return give
@@ -106,7 +106,7 @@ def on_teacher_inputs(student: nn.Module, teacher: Recording) -> Iterator[Record
     def give_output(layer: int) -> Callable[..., Any]:
         def give(module: nn.Module, args: tuple, output: Any) -> Any:
             own = first(output)
-            given = _same_tokens(outputs[layer], record._seen(layer) - own.shape[1], own)
+            given = _same_tokens(outputs[layer], record.seen(layer) - own.shape[1], own)
             return (given, *output[1:]) if isinstance(output, tuple | list) else given
 
         return give

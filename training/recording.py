@@ -76,7 +76,7 @@ class Recording:
         for kind in self._pieces:
             self._pieces[kind] = [[] for _ in range(self.count)]
 
-    def _seen(self, layer: int) -> int:
+    def seen(self, layer: int) -> int:
         """Tokens of this pass that are recorded already."""
         return sum(piece.shape[1] for piece in self._pieces["attention"][layer])
 

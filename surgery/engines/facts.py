@@ -137,9 +137,11 @@ class Facts:
         stock = self.structure == MLA and not self.real_experts
         return f"convert --to mla {flags}" if stock or (self.structure == OWN and self.base in PLAIN) else None
 
-    def again_for(self, engine: str) -> str | None:
-        """The same by ``--engine``, of one that has no biases: they are mostly the source's, and refused again."""
-        return None if self.biases else self.again(f"--engine {engine}")
+    def again_for(self, engine: str, with_biases: str | None = None) -> str | None:
+        """The same by ``--engine``, or of one with biases, which are mostly the source's and refused again, by another
+        flag, where there is one that helps."""
+        flags = with_biases if self.biases else f"--engine {engine}"
+        return flags and self.again(flags)
 
     def cache(self, number_bytes: int) -> dict[str, int | None]:
         """What a verdict says of the cache of all layers at so many bytes a number."""

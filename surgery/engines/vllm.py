@@ -13,7 +13,8 @@ from surgery.engines.trials import VLLM_CHECKED, VLLM_CPU, VLLM_MLA_HEADS, VLLM_
 from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict
 
 CUDA, CPU = "vLLM on CUDA", "vLLM on CPU"
-ITS_SIZES, OURS = "--engine vllm", "--carrier own"
+OURS = "--carrier own"
+"""Asks for the class that our plugin serves, biases and all."""
 # `vllm serve` of the package vllm-cpu ends in "No package metadata was found for vllm".
 SERVE_ON_CPU = "python -m vllm.entrypoints.openai.api_server --model"
 # Of the own class on both: errors end in one line, and the package is there anyway.
@@ -34,7 +35,7 @@ def cuda(facts: Facts, path: str) -> Verdict:
     if obstacle is None and facts.structure == MLA and facts.head_sizes not in VLLM_MLA_HEADS:
         obstacle = f"its prefill takes heads of {facts.head_sizes} (nope, rope, value) on no GPU before Blackwell"
     if obstacle:
-        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=facts.again(_remedy(facts)))
+        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=facts.again_for("vllm", OURS))
     said |= facts.cache(NUMBER_BYTES)
     if facts.structure != MLA:
         code = " --trust-remote-code" if facts.structure == DECILM else ""
@@ -46,7 +47,7 @@ def cuda(facts: Facts, path: str) -> Verdict:
             status=NOT_TRIED,
             command=f"vllm serve {path} --model-impl transformers",
             reason=f"its own class {dropped}, its transformers backend was not tried",
-            remedy=facts.again(_remedy(facts)),
+            remedy=facts.again_for("vllm", OURS),
         )
     checked = f"vLLM {VLLM_CHECKED}'s supports_mla_dimensions accepts {facts.head_sizes}; no GPU was run"
     if facts.width == FAST_WIDTH:
@@ -77,7 +78,7 @@ def cpu(facts: Facts, path: str) -> Verdict:
     if dropped:
         command = f"{SERVE_ON_CPU} {path} --model-impl transformers"
         reason = f"its own class {dropped}, its transformers backend was not tried"
-        return Verdict(**said, status=NOT_TRIED, command=command, reason=reason, remedy=facts.again(_remedy(facts)))
+        return Verdict(**said, status=NOT_TRIED, command=command, reason=reason, remedy=facts.again_for("vllm", OURS))
     rotated = ROTATED if facts.structure == MLA else ""
     command = f"{SERVE_ON_CPU} {path}{code}{rotated}"
     if facts.kind not in VLLM_CPU.kinds:
@@ -104,11 +105,6 @@ def _obstacle(facts: Facts) -> str | None:
     if facts.structure == MLA and facts.activation != "silu":
         return f"its class takes SiLU only, not {facts.activation}"
     return None
-
-
-def _remedy(facts: Facts) -> str:
-    """Biases are mostly the source's, and would be refused again; our plugin has them."""
-    return OURS if facts.biases else ITS_SIZES
 
 
 def _dropped(facts: Facts) -> str:

@@ -256,9 +256,7 @@ class _Work:
 def _opened_store(prepared: Prepared, request: Request, alone: ExitStack, note: Callable[[str], None]) -> ResultStore:
     store = ResultStore.open(prepared.out)
     alone.enter_context(kept_apart(prepared.out))
-    if request.restart:
-        store.clear()
-    if said := store.go_on(torch.get_num_threads()):
+    if said := store.go_on(torch.get_num_threads(), restart=request.restart):
         note(f"{prepared.out}: {said}")
     if not request.overwrite:
         prepared.check_report()

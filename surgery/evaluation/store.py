@@ -55,8 +55,14 @@ class ResultStore:
         except OSError as error:
             raise SurgeryError(f"--out {folder}: {error.strerror or error}") from None
 
-    def go_on(self, threads: int) -> str | None:
-        """Says, for people, where this goes on with other threads than it was begun with; for who is alone here."""
+    def go_on(self, threads: int, *, restart: bool = False) -> str | None:
+        """Says, for people, where this goes on with other threads than it was begun with; for who is alone here.
+
+        Args:
+            restart: begin anew instead.
+        """
+        if restart:
+            self.clear()
         with contextlib.suppress(OSError, ValueError, AttributeError):
             said = other_threads(json.loads((self.folder / MARKER).read_text(encoding="utf-8")).get("threads"), threads)
             if any(self._results.iterdir()) or (self.folder / "unfinished").exists():

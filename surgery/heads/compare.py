@@ -115,9 +115,7 @@ def _settle_output(request: CompareRequest, alone: ExitStack, progress: Progress
         raise SurgeryError(f"{document}: exists; choose another --out or pass --overwrite")
     store = ResultStore.open(request.out)
     alone.enter_context(kept_apart(request.out))
-    if request.restart:
-        store.clear()
-    if said := store.go_on(torch.get_num_threads()):
+    if said := store.go_on(torch.get_num_threads(), restart=request.restart):
         progress.note(f"{request.out}: {said}")
     return store
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -177,14 +178,7 @@ def _highest(pairs: int, count: int) -> Tensor:
     return (torch.arange(pairs) < count).long()
 
 
-def search_plans(
-    plans: list[MLAPlan],
-    opened: Source,
-    library: StatisticsLibrary,
-    held_out: HeldOut,
-    batch_size: int,
-    progress: Progress,
-) -> dict[int, float]:
+def search_plans(plans: list[MLAPlan], losses_of: Callable[[list[MLAPlan]], list[float]]) -> dict[int, float]:
     """Held-out losses of the plans that were tried, by their places: enough of them to know the least.
 
     From one end of the plans to the other the loss falls and then rises. Two in the middle are tried, then the next one
@@ -194,7 +188,7 @@ def search_plans(
     due = list(range(count)) if plans[0].method.folds else list(range(count))[(count - 1) // 2 :][:2]
     losses: dict[int, float] = {}
     while due:
-        found = try_plans([plans[place] for place in due], opened, library, held_out, batch_size, progress)
+        found = losses_of([plans[place] for place in due])
         losses |= zip(due, found, strict=True)
         best = min(losses, key=losses.__getitem__)
         due = [place for place in (best - 1, best + 1) if 0 <= place < count and place not in losses]

@@ -41,6 +41,7 @@ from surgery.structures.mla.plans import (
     Planner,
     most_tried,
     search_plans,
+    try_plans,
 )
 from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerReport, mla_target
 from surgery.structures.mla.settings import ConvertSettings
@@ -239,13 +240,17 @@ class MLA(Structure[Source, ConvertSettings]):
             # Nothing to try them on: a third for rotary dimensions, the middle of what calibrated conversions choose.
             untried = min(plans, key=_unlikely)
             return untried, [(untried, None)], {}
-        losses = search_plans(plans, opened, work.library, held_out, settings.batch_size, work.progress)
+
+        def losses_of(tried: list[MLAPlan]) -> list[float]:
+            return try_plans(tried, opened, work.library, held_out, settings.batch_size, work.progress)
+
+        losses = search_plans(plans, losses_of)
         best = min(losses, key=losses.__getitem__)
         tried = [(plans[place], loss) for place, loss in sorted(losses.items())]
         if not free:
             return plans[best], tried, {}
         unlimited = [replace(planner, frequencies="free").alike(split, one_list=True) for split in free]
-        others = search_plans(unlimited, opened, work.library, held_out, settings.batch_size, work.progress)
+        others = search_plans(unlimited, losses_of)
         place = min(others, key=others.__getitem__)
         cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": others[place]}
         return plans[best], tried, {"engine_limits": {**cost, "free_split": [free[place].rope_dim, free[place].rank]}}
