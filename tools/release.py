@@ -86,7 +86,8 @@ def build(root: Path, out: Path) -> tuple[Path, Path]:
     sdist = out / _built(root, "build_sdist", out)
     with TemporaryDirectory() as folder:
         with tarfile.open(sdist) as archive:
-            archive.extractall(folder, filter="data")
+            # Of Python 3.10 and 3.11 the first patch releases have no filters.
+            archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
         (tree,) = Path(folder).iterdir()
         return sdist, out / _built(tree, "build_wheel", out)
 
