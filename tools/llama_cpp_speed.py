@@ -1,6 +1,6 @@
 """Decoding in llama.cpp: tokens a second of GGUF files side by side, by context and threads.
 
-python tools/llama_cpp_speed.py source.gguf small.gguf --contexts 512 2048 8192 --threads 1 2
+python tools/llama_cpp_speed.py source.gguf small.gguf --contexts 512 2048 8000 --threads 1 2
 
 Runs in an environment with xllamacpp (`python tests/engines/environments.py llama.cpp` makes one). Seconds are those
 that processors worked, divided by the threads, so that one thread is measured beside other programs too. Files take
@@ -32,7 +32,9 @@ def tokens_a_second(server: xllamacpp.Server, prompt: list[int], threads: int) -
     """Of new tokens behind the prompt, which stays in the cache from one call to the next."""
     asked = {"prompt": prompt, "n_predict": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True, "cache_prompt": True}
     began = time.process_time()
-    server.handle_completions(asked)
+    answer = server.handle_completions(asked)
+    if "error" in answer:
+        raise SystemExit(f"llama.cpp: {answer['error']['message']}")
     return NEW_TOKENS * threads / (time.process_time() - began)
 
 
@@ -40,7 +42,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", metavar="GGUF")
-    parser.add_argument("--contexts", nargs="+", type=int, default=[512, 2048, 8192])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[512, 2048, 8000])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     asked = parser.parse_args()
     print("| context | threads | " + " | ".join(Path(file).stem for file in asked.files) + " |")
