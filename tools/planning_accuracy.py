@@ -2,6 +2,7 @@
 
 python tools/planning_accuracy.py builtin work/     # predicts, converts and measures; goes on with what was converted
 python tools/planning_accuracy.py --carried builtin work/       # minutes: writes nothing, measures as plans do
+python tools/planning_accuracy.py --carried --unseen 8 smollm2 work/    # on fewer texts, of a model that takes hours
 python tools/planning_accuracy.py --recipe recipes/smollm2.yaml work/   # its conversions, measured by its report
 python tools/planning_accuracy.py --draw docs/planning-accuracy.svg work/*.csv
 
@@ -29,7 +30,7 @@ from surgery.calibration.texts import load_texts
 from surgery.checkpoint.named_models import model_named
 from surgery.common.progress import Progress
 from surgery.planning.candidates import Candidates, Sized
-from surgery.planning.measure import measure
+from surgery.planning.measure import Carried, Scored, measure
 from surgery.planning.plan import SHARES, opened_work, shares_around
 from surgery.planning.rounds import Rounds, Scores
 from surgery.planning.rows import Row, choose, rows_of
@@ -40,7 +41,8 @@ from surgery.structures.work import Work
 
 LENGTH, WINDOWS, PROMPTS = 512, 16, 24
 SEEN, UNSEEN = 8, 16
-"""Texts of a plan, half of which are for those that the others cannot tell apart, and others to measure on."""
+"""Texts of a plan, half of which are for those that the others cannot tell apart, and others to measure on, as long as
+``--unseen`` says nothing else."""
 TEXT = {"calibration_length": LENGTH, "context": str(LENGTH)}
 PAIRS = (("lowrank", {"bits": 8, "sinks": 4}), ("lowrank", {"bits": 4, "sinks": 4}))
 """Structures with as many bits for everything: what plans have bits chosen for each latent in the place of."""
@@ -52,28 +54,49 @@ the model on other text, 0 of written conversions; ``chosen``: the shares at whi
 measured increase on each text; ``diverged``: what ``divergence`` is there."""
 
 
-def candidates_of(model: str, work: Path, *, carried: bool) -> list[tuple[Sized, dict[str, Any]]]:
+class Measured:
+    """Candidates by name and text, each carried through the model once, as plans at several shares ask for the same."""
+
+    def __init__(self, made: Work):
+        self._made, self._sources = made, {}
+        self._scored: dict[tuple[str, bytes], Scored] = {}
+
+    def __call__(self, candidates: Sequence[Sized], part: HeldOut) -> Carried:
+        """As `surgery.planning.measure.measure`."""
+        text = part.tokens.numpy().tobytes()
+        if new := [each for each in candidates if (each.name, text) not in self._scored]:
+            carried = measure(new, self._made, part)
+            self._sources[text] = carried.source
+            self._scored |= {(each.name, text): score for each, score in zip(new, carried.scored, strict=True)}
+        return Carried(self._sources[text], [self._scored[each.name, text] for each in candidates], [])
+
+
+def candidates_of(model: str, work: Path, *, carried: bool, unseen: int) -> list[tuple[Sized, dict[str, Any]]]:
     """What plans weigh at all shares, and the pairs, with what is expected of them.
 
     Args:
         carried: measure them too, as plans do, on other texts and prompts, and write nothing.
+        unseen: how many texts that is.
     """
-    settings = PlanSettings(**TEXT, held_out=SEEN + UNSEEN * carried, keep_statistics=str(work / "statistics"))
+    settings = PlanSettings(**TEXT, held_out=SEEN + unseen * carried, keep_statistics=str(work / "statistics"))
     progress = Progress()
     opened = Source.open(model_named(model), settings)
     texts = load_texts(opened, settings, progress, planted=False)
-    of_plan, unseen = texts.held_out.split(SEEN)
-    half, _ = of_plan.split(SEEN // 2)
+    of_plan, others = texts.held_out.split(SEEN)
+    quarters = of_plan.split(SEEN // 2)[0].split(SEEN // 4)  # the rounds of a plan
     with opened_work(opened, settings, texts, progress) as made:
         candidates = Candidates(opened, made, settings)
         weighed = list(candidates.at(SHARES))
         pairs = [candidates.sized(find_target(to), asked, share) for to, asked in PAIRS for share in SHARES]
         sized = [*weighed, *{each.name: each for each in pairs if each}.values()]
-        seen, other = measure(sized, made, half), measure(sized, made, unseen) if carried else None
-        chosen = {share: _chosen(candidates, made, of_plan, share) for share in SHARES}
-    found = []
-    for place, (each, score) in enumerate(zip(sized, seen.scored, strict=True)):
-        increase = score.beyond(seen.source)
+        carry = Measured(made)
+        first, second = (carry(sized, quarter) for quarter in quarters)
+        chosen = {share: _chosen(candidates, carry, of_plan, share) for share in SHARES}
+        other = carry(sized, others) if carried else None
+    source, found = first.source.with_more(second.source), []
+    for place, each in enumerate(sized):
+        score = first.scored[place].with_more(second.scored[place])
+        increase = score.beyond(source)
         expected = {"weighed": int(place < len(weighed)), "kv_ratio": each.kv_bytes / candidates.source_bytes}
         expected |= {"predicted": increase.mean, "low": increase.low, "high": increase.high}
         expected |= {"divergence": score.divergence}
@@ -86,13 +109,13 @@ def candidates_of(model: str, work: Path, *, carried: bool) -> list[tuple[Sized,
     return found
 
 
-def _chosen(candidates: Candidates, made: Work, held_out: HeldOut, share: float) -> str:
+def _chosen(candidates: Candidates, carry: Measured, held_out: HeldOut, share: float) -> str:
     """The name of what a plan chooses at a share."""
 
     def told(weighed: Sequence[Sized], scores: Scores) -> list[Row]:
         return rows_of(weighed, scores, candidates.source_bytes, "", lambda sized: None)
 
-    rounds = Rounds(held_out, lambda some, part: measure(some, made, part), told)
+    rounds = Rounds(held_out, carry, told)
     rounds.add(list(candidates.at(shares_around(share))))
     rounds.decide(share, None)
     return rounds.tried[choose(rounds.rows(), share, None)].name
@@ -188,6 +211,7 @@ def main() -> None:
     parser.add_argument("--draw", type=Path, metavar="FILE")
     parser.add_argument("--recipe", type=Path, metavar="FILE")
     parser.add_argument("--carried", action="store_true")
+    parser.add_argument("--unseen", type=int, default=UNSEEN, metavar="TEXTS")
     parser.add_argument("given", nargs="+", metavar="MODEL WORK | WORK | CSV")
     asked = parser.parse_args()
     if asked.draw:
@@ -201,7 +225,7 @@ def main() -> None:
         write(work / f"{asked.recipe.stem}.csv", of_recipe(asked.recipe, work))
         return
     model = asked.given[0]
-    found, name, results = candidates_of(model, work, carried=asked.carried), Path(model).name, {}
+    found, name, results = candidates_of(model, work, carried=asked.carried, unseen=asked.unseen), Path(model).name, {}
     if not asked.carried:
         results = measured(model, {each.name: converted(model, each, work) for each, _ in found}, work)
     lines = [
