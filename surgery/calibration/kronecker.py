@@ -21,6 +21,8 @@ from surgery.running.processes import ALONE, Processes
 
 SWEEPS = 2
 """Alternations; further ones change the loss of conversions of SmolLM2-135M by less than its error."""
+OUTPUT_SWEEPS = 1
+"""Of the factors at the attention's output, whose metric weighs what fits leave and nothing else."""
 DAMPING = 1e-2
 """Added to a factor's diagonal before it is inverted, in shares of its mean: few tokens leave directions empty."""
 
@@ -44,6 +46,7 @@ def kronecker_factors(
     gradients: Held,
     gradient: Tensor | None = None,
     *,
+    sweeps: int = SWEEPS,
     device: str | torch.device = "cpu",
     processes: Processes = ALONE,
 ) -> KroneckerFactors | None:
@@ -53,6 +56,7 @@ def kronecker_factors(
         rows: z; products are taken in their dtype (float32 or better) and summed in float64.
         gradients: g of the same tokens.
         gradient: E[g gᵀ] in float64 on the CPU, where it is known.
+        sweeps: alternations.
         device: where products are taken, batch by batch.
         processes: that share the parts.
 
@@ -64,7 +68,7 @@ def kronecker_factors(
         gradient = weighted_moment(gradients, **options)
     if not gradient.trace() > 0 or not any(processes.map(lambda part: _any(rows[part]), range(len(rows)))):
         return None
-    for _ in range(SWEEPS):
+    for _ in range(sweeps):
         weights = _unusual(gradients, gradient, **options)
         moment = weighted_moment(rows, weights, **options)
         gradient_weights = _unusual(rows, moment, **options)

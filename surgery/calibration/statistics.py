@@ -6,6 +6,7 @@ Plain moments are averages over tokens. What an error costs the loss is said by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.calibration.kronecker import KroneckerFactors, kronecker_factors, weighted_mean, weighted_moment
+from surgery.calibration.kronecker import (
+    OUTPUT_SWEEPS,
+    SWEEPS,
+    KroneckerFactors,
+    kronecker_factors,
+    weighted_mean,
+    weighted_moment,
+)
 from surgery.families.anatomy import AttentionAnatomy, Projection
 from surgery.families.attention import attention_weights
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.rope import complex_dtype, phases, to_complex
 from surgery.running.processes import ALONE, Processes
+
+CAUSAL_BLOCKS = 4
+"""Of queries, which meet the keys up to the last of them; more save little and cost calls."""
+CAUSAL_SHARE = (CAUSAL_BLOCKS + 1) / (2 * CAUSAL_BLOCKS)
+"""Of all pairs of queries and keys, those in blocks."""
 
 
 @dataclass
@@ -164,12 +177,14 @@ class MomentAccumulator:
         total, count = self._total, self._total.pop("tokens")
         means = {"gradient": None} | {name: summed / count for name, summed in total.items()}
         factors = self._factors("rows", "gradients", means["gradient"]) if self._gradients else None
-        outputs = self._factors("outputs", "output_gradients", means["output_gradient"]) if factors else None
+        outputs = None
+        if factors:
+            outputs = self._factors("outputs", "output_gradients", means["output_gradient"], OUTPUT_SWEEPS)
         return LayerStatistics(tokens=count, **means, **(self._weighted(factors, outputs) if factors else {}))
 
-    def _factors(self, rows: str, gradients: str, gradient: Tensor) -> KroneckerFactors | None:
-        where = {"device": self._device, "processes": self._processes}
-        return kronecker_factors(self._held[rows], self._held[gradients], gradient, **where)
+    def _factors(self, rows: str, gradients: str, gradient: Tensor, sweeps: int = SWEEPS) -> KroneckerFactors | None:
+        how = {"sweeps": sweeps, "device": self._device, "processes": self._processes}
+        return kronecker_factors(self._held[rows], self._held[gradients], gradient, **how)
 
     def _weighted(self, factors: KroneckerFactors, outputs: KroneckerFactors | None) -> dict[str, Tensor]:
         held, processes, raw_metric = self._held, self._processes, None
@@ -261,7 +276,7 @@ def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, processes: 
         for head in range(anatomy.heads):
             q = to_complex(projection.q[0, :, head])
             query_energy = (q @ query[:, group_of[head]].T).abs().square()  # [T, P]
-            plain, real, imag = (weights[head] @ summed).chunk(3, dim=-1)
+            plain, real, imag = _causal_product(weights[head], summed).chunk(3, dim=-1)
             energy[:, head] = (query_energy * plain).sum(0).double().cpu()
             turned[:, head] = (query_energy * phase.conj() * torch.complex(real, imag)).sum(0).to(turned)
         return turned, energy
@@ -270,6 +285,13 @@ def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, processes: 
     for one, other in processes.map(of_sequence, inputs):
         turned, energy = turned + one, energy + other
     return LagStatistics(turned, energy)
+
+
+def _causal_product(weights: Tensor, rows: Tensor) -> Tensor:
+    """Attention weights [T, T] of queries to no later keys, times rows [T, n]; most zeros are left out."""
+    size = math.ceil(len(weights) / CAUSAL_BLOCKS)
+    ends = [(start, start + size) for start in range(0, len(weights), size)]
+    return torch.cat([weights[start:end, :end] @ rows[:end] for start, end in ends])
 
 
 def _rows(keys: Tensor, values: Tensor) -> Tensor:

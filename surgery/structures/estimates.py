@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from surgery.calibration.kronecker import SWEEPS
+from surgery.calibration.kronecker import OUTPUT_SWEEPS, SWEEPS
 from surgery.calibration.layer_statistics import LAG_SEQUENCES
 from surgery.calibration.settings import ConversionSettings
+from surgery.calibration.statistics import CAUSAL_SHARE
 from surgery.checkpoint.disk import parse_size
 from surgery.eval.roofline import share_of_experts
 from surgery.families.base import LAYER_PREFIX, head_shape
@@ -311,7 +312,8 @@ class Workload:
 
     def _model_flops(self, fits: int) -> dict[str, int]:
         """Of runs of the model, and of fits of so many layers."""
-        forward = 2 * self.active_parameters + 2 * self.length * self.heads * self.head_dim
+        attending = 2 * self.length * self.heads * self.head_dim
+        forward = 2 * self.active_parameters + attending
         vocabulary = 2 * self.vocabulary * self.hidden
         tokens = self.calibration * self.length
         texts = self.held_out * self.length
@@ -327,20 +329,19 @@ class Workload:
             found["moments"] = tokens * self.layers * self._moment_flops()
             if self.demand.lags:
                 sequences = min(LAG_SEQUENCES, self.calibration)
-                # Three sums per component over the whole attention matrix of every head.
-                components = self.kv_heads * self.head_dim // 2
-                found["lag statistics"] = sequences * self.layers * 6 * self.heads * self.length**2 * components
-        absorbed = self._absorbed_flops(self.kv_width)
+                # Three sums per component over the attention matrix of every head, less most of its zeros.
+                components, pairs = self.kv_heads * self.head_dim // 2, self.length**2 * CAUSAL_SHARE
+                found["lag statistics"] = int(sequences * self.layers * 6 * self.heads * pairs * components)
+        # A simulated layer attends by absorbed queries in the place of its own.
+        whole, lossy = (forward - attending + self._absorbed_flops(width) for width in (self.kv_width, self.demand.cached))
         if self.demand.splits > 1 and texts:
-            small = self.layers * (forward + self._absorbed_flops(self.demand.cached))
             tried = min(self.held_out, self.demand.split_sequences) * self.length
-            found["try splits"] = self.demand.splits * tried * (small + vocabulary)
-        exact = self.demand.exact * (forward + absorbed) * min(EXACT_TOKENS, held_out)
-        lossy = forward + self._absorbed_flops(self.demand.cached)
+            found["try splits"] = self.demand.splits * tried * (self.layers * lossy + vocabulary)
+        exact = self.demand.exact * whole * min(EXACT_TOKENS, held_out)
         few = min(STEP_SEQUENCES, self.held_out) * self.length
         # Steps cache nearly all, and pass a few texts; the source and the results all sequences, as long as there are
         # several to choose from.
-        steps = self.demand.steps * few * (forward + absorbed)
+        steps = self.demand.steps * few * whole
         results, compared = self.demand.results, self.layers
         if self.demand.chosen:
             compared = 0 if results == 1 else fits
@@ -352,7 +353,9 @@ class Workload:
             # A product with J or its transpose takes four products of the size of the attention matrix.
             product = 8 * self.heads * self.demand.fit_queries * self.length * self.demand.cached
             steps = self.demand.fit_steps * (2 * self.demand.fit_iterations + 3) * product
-            found["fit"] = self.calibration * fits * (steps + 2 * self.length * forward)
+            # What the source's attention puts out is wanted, and the layer is passed.
+            met = 2 * self.attention_parameters + attending + lossy
+            found["fit"] = self.calibration * fits * (steps + self.length * met)
             behind = sum(self.layers - count for count in asked_after(self.layers) if count <= fits)
             asked = 3 * fits * ERROR_SEQUENCES + 3 * behind * min(TRIAL_SEQUENCES, self.held_out)
             found["fit"] += asked * self.length * forward
@@ -370,12 +373,12 @@ class Workload:
         if not self.demand.gradients:
             return 2 * self.kv_width**2
         # Two matrices each are fitted to the others' weights: by sweeps a sum and a form.
-        fitted = 4 * SWEEPS
-        return 2 * ((2 + fitted) * self.kv_width**2 + (1 + fitted) * self.hidden**2)
+        return 2 * ((2 + 4 * SWEEPS) * self.kv_width**2 + (1 + 4 * OUTPUT_SWEEPS) * self.hidden**2)
 
     def _algebra_flops(self) -> int:
         forms = self.demand.splits + 1 + self.demand.spectra / 2  # eigenvalues without eigenvectors
-        inverted = 2 * SWEEPS * self.demand.gradients * bool(self.calibration) * (self.kv_width**3 + self.hidden**3)
+        inverted = 2 * (SWEEPS * self.kv_width**3 + OUTPUT_SWEEPS * self.hidden**3)
+        inverted *= self.demand.gradients * bool(self.calibration)
         return int(self.demand.statistics * self.layers * (forms * ALGEBRA_CUBES * self.kv_width**3 + inverted))
 
 

@@ -44,11 +44,10 @@ def test_a_few_tokens_do_not_speak_for_all():
 
 
 def test_the_likelihood_is_stationary_where_sweeps_end(monkeypatch):
-    monkeypatch.setattr(kronecker, "SWEEPS", 50)
     monkeypatch.setattr(kronecker, "DAMPING", 0.0)
     z, g = drawn(400, 6, 5, seed=1)
     g = g * (1 + z[:, :1].abs())  # not independent
-    factors = kronecker_factors([[z]], [[g]])
+    factors = kronecker_factors([[z]], [[g]], sweeps=50)
     weight = ((g @ factors.gradient.inverse()) * g).sum(1) / 5
     torch.testing.assert_close(weighted_moment([[z]], [weight]), factors.moment, rtol=1e-8, atol=1e-10)
     weight = ((z @ factors.moment.inverse()) * z).sum(1) / 6
