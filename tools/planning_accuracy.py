@@ -276,14 +276,16 @@ KINDS = ("structure", "pair", "plain")
 
 
 def choices(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At every budget what a plan chooses, and of what else fits what lost least of each kind."""
+    """At every budget what a plan chooses, and of what else fits what lost least of each kind, and what moved
+    predictions least of all."""
     found = []
     for share in SHARES:
         fitting = [line for line in lines if line["kv_ratio"] <= share * (1 + 1e-9)]
         choice = next(line for line in fitting if f"{share:g}" in line["chosen"].split())
         others = {each: [line for line in fitting if kind(line) == each] for each in KINDS}
         best = {each: min(of, key=lambda line: line["measured"]) for each, of in others.items() if of}
-        found.append({"share": share, "choice": choice, **best})
+        nearest = min((line for of in others.values() for line in of), key=lambda line: line["diverged"])
+        found.append({"share": share, "choice": choice, "nearest": nearest, **best})
     return found
 
 
@@ -309,7 +311,8 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     rows = []
     for model in dict.fromkeys(line["model"] for line in lines):
         for found in choices([line for line in lines if line["model"] == model]):
-            cells = [*(cell(found.get(each)) for each in ("choice", *KINDS)), lead(found)]
+            moved = " / ".join(f"{found[each]['diverged']:.6f}" for each in ("choice", "nearest"))
+            cells = [*(cell(found.get(each)) for each in ("choice", *KINDS)), lead(found), moved]
             rows.append(f"| {model} | {found['share']:g} | {' | '.join(cells)} |")
     return "\n".join(rows)
 

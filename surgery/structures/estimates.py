@@ -333,7 +333,8 @@ class Workload:
                 components, pairs = self.kv_heads * self.head_dim // 2, self.length**2 * CAUSAL_SHARE
                 found["lag statistics"] = int(sequences * self.layers * 6 * self.heads * pairs * components)
         # A simulated layer attends by absorbed queries in the place of its own.
-        whole, lossy = (forward - attending + self._absorbed_flops(width) for width in (self.kv_width, self.demand.cached))
+        widths = self.kv_width, self.demand.cached
+        whole, lossy = (forward - attending + self._absorbed_flops(width) for width in widths)
         if self.demand.splits > 1 and texts:
             tried = min(self.held_out, self.demand.split_sequences) * self.length
             found["try splits"] = self.demand.splits * tried * (self.layers * lossy + vocabulary)
