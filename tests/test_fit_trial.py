@@ -105,6 +105,17 @@ def test_a_fit_has_to_win_back_a_third_of_what_closed_forms_lose(source, closed,
     assert TrialLosses(1, source, closed, fitted).worth_it == worth_it
 
 
+def test_what_a_trial_asks_the_source_is_not_asked_again(checkpoints, tmp_path, monkeypatch):
+    ahead, drop = [], FitTrial.drop
+    monkeypatch.setattr(FitTrial, "drop", lambda self: (ahead.append(self.runs.ahead), drop(self)))
+    monkeypatch.setattr(TrialLosses, "worth_it", False)
+    for texts, want in ((5, (0, 0)), (7, (3, 7))):  # of five, one of the last four is looked at in every layer
+        tried = report_of(checkpoints("llama"), tmp_path / f"{texts}", held_out=texts)
+        closed = report_of(checkpoints("llama"), tmp_path / f"{texts}-closed", held_out=texts, fit_steps=0)
+        assert ahead.pop() == want
+        assert losses_of(tried)["source"] == pytest.approx(losses_of(closed)["source"], abs=1e-6)
+
+
 @pytest.mark.parametrize("helps", [True, False])
 @pytest.mark.parametrize("to", ASKED)
 def test_both_ends_in_every_structure(to, helps, checkpoints, tmp_path, monkeypatch):

@@ -358,7 +358,8 @@ class Workload:
             met = 2 * self.attention_parameters + attending + lossy
             found["fit"] = self.calibration * fits * (steps + self.length * met)
             behind = sum(self.layers - count for count in asked_after(self.layers) if count <= fits)
-            asked = 3 * fits * ERROR_SEQUENCES + 3 * behind * min(TRIAL_SEQUENCES, self.held_out)
+            # Beside the source, whose stage need not pass these texts again.
+            asked = 3 * fits * ERROR_SEQUENCES + 2 * behind * min(TRIAL_SEQUENCES, self.held_out)
             found["fit"] += asked * self.length * forward
         found["verify"] = held_out * self.layers * forward + texts * vocabulary
         if self.demand.quantizes:

@@ -93,16 +93,23 @@ class FitTrial:
         return fits in asked_after(self.stream.num_layers)
 
     def losses(self, layers: int) -> TrialLosses:
-        """Of the model with its first layers in each form."""
-        stages = [self.runs.hidden[stage] for stage in ("source", self.closed, self.fitted[0])]
-        count = min(TRIAL_SEQUENCES, self.held_out.texts, *map(len, stages))
-        states = [hidden[:count].clone() for hidden in stages]
+        """Of the model with its first layers in each form, on the last texts.
+
+        What the source makes of these is told once: its stage need not pass them again.
+        """
+        source, *others = (self.runs.hidden[stage] for stage in ("source", self.closed, self.fitted[0]))
+        texts = min(self.held_out.texts, *map(len, others))
+        rows = slice(max(0, texts - TRIAL_SEQUENCES), texts)
+        once = rows.start >= ERROR_SEQUENCES  # the first ones are looked at in every layer
+        states = [source[rows] if once else source[rows].clone(), *(hidden[rows].clone() for hidden in others)]
+        passing = states[1:] if self.runs.ahead == (rows.start, rows.stop) else states
         for index in range(layers, self.stream.num_layers):
             with self.stream.layer(index) as layer:
-                for hidden in states:
-                    self.stream.run_layer(layer, hidden, count)
-        tokens = self.held_out.tokens[:count]
-        return TrialLosses(layers, *(self.stream.loss(hidden, tokens) for hidden in states))
+                for hidden in passing:
+                    self.stream.run_layer(layer, hidden, len(hidden))
+        if once:
+            self.runs.ahead = rows.start, rows.stop
+        return TrialLosses(layers, *(self.stream.loss(hidden, self.held_out.tokens[rows]) for hidden in states))
 
     def drop(self) -> None:
         """Takes the fitted stages out of the runs, so that they pass no further layer, and no choice is left."""

@@ -45,6 +45,7 @@ class StageRuns:
 
     Attributes:
         hidden: by stage, [N, T, D]; of exact stages [1, EXACT_TOKENS, D], of steps the first few rows.
+        ahead: first and last row, that one left out, of the source's that have passed all layers already.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class StageRuns:
         self._few = min(STEP_SEQUENCES, held_out.texts) or STEP_SEQUENCES
         rows |= dict.fromkeys(steps, embedded[: self._few])
         self.hidden: dict[str, Tensor] = {stage: hidden.clone() for stage, hidden in rows.items()}
+        self.ahead = (0, 0)
 
     def advance(
         self, layer: StreamedLayer, anatomy: AttentionAnatomy, forms: dict[str, Form], lossy: Collection[str]
@@ -86,13 +88,20 @@ class StageRuns:
             if name in lossy:
                 errors[name] = _relative_error(attention, captured)
             self._stream.run_layer(layer, self.hidden[name], self._batch_size, attention)
-        self._stream.run_layer(layer, self.hidden["source"], self._batch_size)
+        self._run_source(layer)
         return errors
 
     def go_past(self, layer: StreamedLayer, attention: nn.Module | None) -> None:
         """Runs one layer that all stages leave as it is, with ``attention`` in the place of its own if given."""
         for name, hidden in self.hidden.items():
-            self._stream.run_layer(layer, hidden, self._batch_size, None if name == "source" else attention)
+            if name != "source":
+                self._stream.run_layer(layer, hidden, self._batch_size, attention)
+        self._run_source(layer)
+
+    def _run_source(self, layer: StreamedLayer) -> None:
+        first, last = self.ahead
+        for behind in (slice(first), slice(last, None)):
+            self._stream.run_layer(layer, self.hidden["source"][behind], self._batch_size)
 
     def sample(self) -> Tensor:
         """What the source hands to its next layer, of the sequences on which errors are measured."""

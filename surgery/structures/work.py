@@ -112,7 +112,7 @@ class Work(Generic[Opened, Settings]):
         """
         said = []
         if state := self.snapshots.last("layers", *types):
-            said, runs.hidden = state["said"], state["ladder"]
+            said, runs.hidden, runs.ahead = state["said"], state["ladder"], tuple(state["ahead"])
             if fit:
                 fit.restore(state["fit"])
         with self.progress.phase("convert", self.opened.layers) as advance:
@@ -122,9 +122,8 @@ class Work(Generic[Opened, Settings]):
                 if fit:
                     fit.settle(layer)
                 if settled(layer):
-                    self.snapshots.take(
-                        "layers", lambda: {"said": said, "ladder": runs.hidden, "fit": fit and fit.state()}
-                    )
+                    done = {"said": said, "ladder": runs.hidden, "ahead": runs.ahead}
+                    self.snapshots.take("layers", lambda done=done: done | {"fit": fit and fit.state()})
                 advance()
         return said
 
