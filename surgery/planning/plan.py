@@ -61,6 +61,7 @@ class Plan:
 
     Attributes:
         budget: bytes, share of the source's, context and batch; or the most loss that is allowed.
+        source: what was planned for; its ``sha256`` None where nothing was kept beside a file.
         rows: what was measured, by bytes; ``choice`` the place of the one to take.
         refused: what the source, or the engine, does not take, and why.
     """
@@ -158,6 +159,7 @@ def make_plan(
     return Plan(
         source={
             "path": called,
+            "sha256": out and opened.reader.fingerprint(),
             "max_positions": opened.config.max_position_embeddings,
             "kv_bytes": candidates.source_bytes,
             "loss": fmean(source.losses),
@@ -228,10 +230,10 @@ def opened_work(
     untried = HeldOut(texts.held_out.tokens, 0, texts.held_out.answers[:0])
     with ExitStack() as stack:
         if out is not None:
-            facts = {"source": opened.reader.stamp(), "texts": texts.hashes(), "version": __version__}
-            facts["settings"] = settings.deciding()
-            kept = Unfinished(out.with_name(f"{out.name}.statistics"), facts, restart=restart, note=progress.note)
-            stack.enter_context(kept)
+            facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
+            place = out.with_name(f"{out.name}.statistics")
+            with progress.step(1, STEPS):
+                kept = stack.enter_context(Unfinished(place, opened.reader, facts, progress, restart=restart))
             snapshots = kept.snapshots
         texts = replace(texts, held_out=untried)
         work = Work.in_folder(snapshots, opened, settings, texts, progress)
@@ -240,6 +242,8 @@ def opened_work(
         with progress.step(2, STEPS):
             work.gather(basis_of=_lag_basis(opened, settings))
         yield work
+        if out is not None:
+            opened.reader.check_unchanged()
 
 
 def _share_of(settings: PlanSettings, opened: Source) -> float | None:
