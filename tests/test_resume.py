@@ -181,6 +181,34 @@ def test_a_source_that_changes_meanwhile(kind, own_source, tmp_path, monkeypatch
     assert os.listdir(tmp_path) == ["source"]
 
 
+@pytest.mark.parametrize(
+    ("file", "how", "loops", "first"),
+    [
+        ("statistics.state", "a flipped bit", "statistics", "statistics"),
+        ("backward.state", "cut short", "backward", "layers"),
+        ("statistics/00001.pt", "cut short", "backward, statistics", "backward"),
+        ("boundaries/00001.safetensors", "a flipped bit", "backward, forward, statistics", "forward"),
+        ("boundaries/00001.safetensors", "gone", "backward, forward, statistics", "forward"),
+    ],
+)
+def test_what_was_kept_and_is_damaged_begins_anew(file, how, loops, first, whole, checkpoints, tmp_path, stops, capsys):
+    source, out = checkpoints("llama"), tmp_path / "small"
+    stops(4)
+    with pytest.raises(Stopped):
+        converter.convert(source, out, settings_of("gqa"))
+    path = tmp_path / "small.partial" / UNFINISHED / file
+    if how == "a flipped bit":
+        change(path)
+    elif how == "cut short":
+        path.write_bytes(path.read_bytes()[:-3])
+    else:
+        path.unlink()
+    states = stops(None)
+    converter.convert(source, out, settings_of("gqa"), progress=Progress())
+    assert f"damaged, and begun anew: {loops}\n" in capsys.readouterr().err.replace("\n ", " ")
+    assert states[0] == first and results(out) == whole
+
+
 def test_another_number_of_threads_is_said(checkpoints, tmp_path, stops, capsys, monkeypatch):
     source, out, threads = checkpoints("llama"), tmp_path / "small", torch.get_num_threads()
     stops(1)

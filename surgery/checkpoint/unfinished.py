@@ -78,6 +78,8 @@ class Unfinished:
             self.staging.discard()
             raise
         self.snapshots = Snapshots(self.folder)
+        if damaged := self.snapshots.discard_damaged():
+            self._progress.note(f"{self.folder}: damaged, and begun anew: {', '.join(damaged)}")
         self.resumed = self.snapshots.taken()
         if self.resumed:
             self._progress.note(f"goes on with what {self.staging.partial} holds; --restart begins anew")
