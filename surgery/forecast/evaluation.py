@@ -70,7 +70,10 @@ def plan_evaluation(request: Request, progress: Progress) -> EvaluationPlan:
         prepared.check_report()
     alone = Processes(cpu=True, alone=True)
     session = Session(prepared.tokenizer, alone, progress, settings.batch_size, settings.seed, settings.limit)
-    told = [(task, task.work(session) if isinstance(task, ForeseenTask) else None) for task in tasks.all]
+    told = [
+        (task, sum(task.work(session).values(), Work()) if isinstance(task, ForeseenTask) else None)
+        for task in tasks.all
+    ]
     quality = settings.quality_dtype(device)
 
     def dtype(checkpoint: Checkpoint, *, native: bool) -> torch.dtype:
