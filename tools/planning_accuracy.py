@@ -92,7 +92,7 @@ def _chosen(candidates: Candidates, made: Work, held_out: HeldOut, share: float)
     def told(weighed: Sequence[Sized], scores: Scores) -> list[Row]:
         return rows_of(weighed, scores, candidates.source_bytes, "", lambda sized: None)
 
-    rounds = Rounds(held_out, lambda some, part: measure(some, made, part), told)
+    rounds = Rounds(held_out, lambda some, part, _: measure(some, made, part), told)
     rounds.add(list(candidates.at(shares_around(share))))
     rounds.decide(share, None)
     return rounds.tried[choose(rounds.rows(), share, None)].name
