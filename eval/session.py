@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,16 @@ from surgery.running.processes import Processes
 
 
 class ProgressLike(Protocol):
-    """Bars on standard error: `surgery.common.progress.Progress`, or anything with its two methods."""
+    """Bars on standard error: `surgery.common.progress.Progress`, or anything with these methods."""
 
     def phase(self, name: str, total: int, unit: str = ...) -> AbstractContextManager[Callable[..., None]]:
         """Gives a function that advances the bar by one, or by what it is given."""
 
     def note(self, text: str) -> None:
         """A line between bars."""
+
+    def expect(self, work: Mapping[str, float]) -> None:
+        """Tells the work of the phases to come, for the time left in all."""
 
 
 @dataclass(frozen=True)

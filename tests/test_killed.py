@@ -142,6 +142,7 @@ def test_killed_at_random(verb, places, tmp_path):
         stopped = ended_at_once(process)
         killed += stopped
         assert stopped or process.returncode == 0, process.stderr[-3000:]
+        assert "damaged" not in process.stderr
         if not stopped or (verb not in GO_ON and (again / name).exists()):  # it went on from so late that it was done
             assert content(again / name) == wanted
             shutil.rmtree(again)

@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
 import torch
 from processes import AT_ONCE, Fork
 
-from surgery.checkpoint import snapshots
+from surgery.checkpoint import CheckpointReader, snapshots
 from surgery.checkpoint.staging import MARKER, UNFINISHED
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
@@ -105,6 +106,107 @@ def test_other_work_begins_anew(checkpoints, tmp_path, stops, capsys):
     stops(None)
     converter.convert(source, out, settings_of("gqa", seed=1), progress=Progress())
     assert "goes on with what" in capsys.readouterr().err
+
+
+def change(path, back=False):
+    """Flips a bit in the middle of a file; with ``back`` sets its time back."""
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    if back:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.fixture
+def own_source(checkpoints, tmp_path):
+    """A copy to be touched."""
+    return shutil.copytree(checkpoints("llama"), tmp_path / "source")
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Of every reading of all weights, where they were."""
+    hashed, places = CheckpointReader._hashed, []
+    monkeypatch.setattr(CheckpointReader, "_hashed", lambda self, *of: places.append(self.path) or hashed(self, *of))
+    return places
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoints, tmp_path_factory):
+    """Of a conversion that nobody stopped."""
+    out = tmp_path_factory.mktemp("whole") / "small"
+    converter.convert(checkpoints("llama"), out, settings_of("gqa"))
+    return results(out)
+
+
+@pytest.mark.parametrize("how", ["as it was", "touched", "moved", "copied", "changed", "changed, time set back"])
+def test_a_source_is_known_by_its_content(how, own_source, whole, tmp_path, stops, capsys, read):
+    source, out, settings = own_source, tmp_path / "small", settings_of("gqa")
+    stops(3)
+    with pytest.raises(Stopped):
+        converter.convert(source, out, settings)
+    assert len(read) == 1
+    if how == "touched":
+        os.utime(source / "model.safetensors")
+    elif how == "moved":
+        source = source.rename(tmp_path / "moved")
+    elif how == "copied":
+        source = shutil.copytree(source, tmp_path / "copy")
+    elif how != "as it was":
+        change(source / "model.safetensors", back="back" in how)
+    read.clear()
+    states = stops(None)
+    converter.convert(source, out, settings, progress=Progress())
+    told, same = capsys.readouterr().err, "changed" not in how
+    assert ("goes on with what" in told, "begins anew" in told.replace("--restart begins anew", "")) == (same, not same)
+    assert len(read) == (how != "as it was") and states[0] == ("statistics" if same else "forward")
+    assert (results(out) == whole) == same
+
+
+@pytest.mark.parametrize("kind", ["touched", "changed"])
+def test_a_source_that_changes_meanwhile(kind, own_source, tmp_path, monkeypatch):
+    finish, weights = converter._finish, own_source / "model.safetensors"
+
+    def meanwhile(*of):
+        found = finish(*of)
+        os.utime(weights) if kind == "touched" else change(weights)
+        return found
+
+    monkeypatch.setattr(converter, "_finish", meanwhile)
+    if kind == "touched":
+        converter.convert(own_source, tmp_path / "small", settings_of("gqa"))
+        return
+    with pytest.raises(SurgeryError, match="was changed while it was read"):
+        converter.convert(own_source, tmp_path / "small", settings_of("gqa"))
+    assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("file", "how", "loops", "first"),
+    [
+        ("statistics.state", "a flipped bit", "statistics", "statistics"),
+        ("backward.state", "cut short", "backward", "layers"),
+        ("statistics/00001.pt", "cut short", "backward, statistics", "backward"),
+        ("boundaries/00001.safetensors", "a flipped bit", "backward, forward, statistics", "forward"),
+        ("boundaries/00001.safetensors", "gone", "backward, forward, statistics", "forward"),
+    ],
+)
+def test_what_was_kept_and_is_damaged_begins_anew(file, how, loops, first, whole, checkpoints, tmp_path, stops, capsys):
+    source, out = checkpoints("llama"), tmp_path / "small"
+    stops(4)
+    with pytest.raises(Stopped):
+        converter.convert(source, out, settings_of("gqa"))
+    path = tmp_path / "small.partial" / UNFINISHED / file
+    if how == "a flipped bit":
+        change(path)
+    elif how == "cut short":
+        path.write_bytes(path.read_bytes()[:-3])
+    else:
+        path.unlink()
+    states = stops(None)
+    converter.convert(source, out, settings_of("gqa"), progress=Progress())
+    assert f"damaged, and begun anew: {loops}\n" in capsys.readouterr().err.replace("\n ", " ")
+    assert states[0] == first and results(out) == whole
 
 
 def test_another_number_of_threads_is_said(checkpoints, tmp_path, stops, capsys, monkeypatch):

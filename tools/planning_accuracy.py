@@ -115,7 +115,7 @@ def _chosen(candidates: Candidates, carry: Measured, held_out: HeldOut, share: f
     def told(weighed: Sequence[Sized], scores: Scores) -> list[Row]:
         return rows_of(weighed, scores, candidates.source_bytes, "", lambda sized: None)
 
-    rounds = Rounds(held_out, carry, told)
+    rounds = Rounds(held_out, lambda some, part, _: carry(some, part), told)
     rounds.add(list(candidates.at(shares_around(share))))
     rounds.decide(share, None)
     return rounds.tried[choose(rounds.rows(), share, None)].name

@@ -40,10 +40,10 @@ class GenerateTask:
     def settings(self) -> dict[str, Any]:
         return {"prompts": list(self.prompts), "new_tokens": self.new_tokens}
 
-    def work(self, session: Session) -> Work:
+    def work(self, session: Session) -> dict[str, Work]:
         sizes = [1 + len(tokenize(session.tokenizer, prompt)) for prompt in self.prompts[: session.limit]]
         one = completing(len(sizes), max(sizes), session.batch_size, self.new_tokens)
-        return replace(one, read=sum(sizes))
+        return {self.name: replace(one, read=sum(sizes))}
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         """Returns `completions`: for each prompt (the first `session.limit` of them) its text and the model's.

@@ -31,11 +31,11 @@ class KVBytesTask:
     def settings(self) -> dict[str, Any]:
         return {"context": self.context, "chunk": CHUNK}
 
-    def work(self, session: Session) -> Work:
+    def work(self, session: Session) -> dict[str, Work]:
         steps = min(GROWTH_STEPS, self.context - 1)
         prompt = self.context - steps
         once = reading(1, prompt, 1, steps)
-        return once + once + replace(once, passes=-(-prompt // CHUNK) + steps)
+        return {self.name: once + once + replace(once, passes=-(-prompt // CHUNK) + steps)}
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         return session.processes.from_main(lambda: self._measure(model))

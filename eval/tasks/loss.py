@@ -66,12 +66,12 @@ class LossTask:
             "data_sha256": self.text.sha256,
         }
 
-    def work(self, session: Session) -> Work:
+    def work(self, session: Session) -> dict[str, Work]:
         count, length = at_most(len(self.text.tokens), session.limit), self.text.tokens.shape[1]
-        once = reading(count, length, session.batch_size)
-        if not self.decoded:
-            return once
-        return once + reading(count, length - 1 - self.decoded, session.batch_size, self.decoded)
+        done = reading(count, length, session.batch_size)
+        if self.decoded:
+            done += reading(count, length - 1 - self.decoded, session.batch_size, self.decoded)
+        return {self.name: done}
 
     @torch.no_grad()
     def keep(self, model: PreTrainedModel, session: Session) -> KeptPredictions:

@@ -39,9 +39,9 @@ class MatchTask:
         data = hashlib.sha256(self.prompts.numpy().tobytes()).hexdigest()
         return {"prompts": count, "length": length, "new_tokens": self.new_tokens, "data_sha256": data}
 
-    def work(self, session: Session) -> Work:
+    def work(self, session: Session) -> dict[str, Work]:
         count, length = self.prompts.shape
-        return completing(at_most(count, session.limit), length, session.batch_size, self.new_tokens)
+        return {self.name: completing(at_most(count, session.limit), length, session.batch_size, self.new_tokens)}
 
     @torch.no_grad()
     def keep(self, model: PreTrainedModel, session: Session) -> list[list[int]]:

@@ -46,10 +46,10 @@ class MemoryTask:
         """What decides the result besides the model."""
         return {"contexts": sorted(set(self.contexts)), "batch": self.batch}
 
-    def work(self, session: Session) -> Work:
+    def work(self, session: Session) -> dict[str, Work]:
         steps = [min(GROWTH_STEPS, context - 1) for context in self.contexts]
         each = (reading(self.batch, c - s, self.batch, s) for c, s in zip(self.contexts, steps, strict=True))
-        return sum(each, reading(1, 1, 1, 1))  # which loads libraries
+        return {self.name: sum(each, reading(1, 1, 1, 1))}  # which loads libraries
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         """Measures on the main process, as the others have the same model.

@@ -180,10 +180,12 @@ class NeedleTask:
             "haystack_sha256": hashlib.sha256(self._text().encode()).hexdigest(),
         }
 
-    def work(self, session: Session) -> Work:
+    def work(self, session: Session) -> dict[str, Work]:
         count = len(self.depths) * max(1, at_most(self.trials, session.limit))
-        sizes = (length - ANSWER_TOKENS for length in self.lengths or default_lengths(None))
-        return sum((completing(count, size, session.batch_size, ANSWER_TOKENS) for size in sizes), Work())
+        return {
+            _phase(length): completing(count, length - ANSWER_TOKENS, session.batch_size, ANSWER_TOKENS)
+            for length in self.lengths or default_lengths(None)
+        }
 
     def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:
         """Share of needles found in each cell.
@@ -201,9 +203,7 @@ class NeedleTask:
         trials = self.trials if session.limit is None else max(1, min(self.trials, session.limit))
         haystack = NeedleHaystack(session.tokenizer, find_domain(self.domain), self._text())
         prompts = [needle_prompts(haystack, length, self.depths, trials, session.seed) for length in lengths]
-        hits = [
-            _hits(model, session, row, f"needle, {length} tokens") for length, row in zip(lengths, prompts, strict=True)
-        ]
+        hits = [_hits(model, session, row, _phase(length)) for length, row in zip(lengths, prompts, strict=True)]
         cells = [[sum(row[start : start + trials]) for start in range(0, len(row), trials)] for row in hits]
         return {
             "lengths": lengths,
@@ -219,6 +219,10 @@ class NeedleTask:
 
     def _text(self) -> str:
         return haystack_text(find_domain(self.domain), self.haystack)
+
+
+def _phase(length: int) -> str:
+    return f"needle, {length} tokens"
 
 
 def _hits(model: PreTrainedModel, session: Session, prompts: list[NeedlePrompt], label: str) -> list[int]:

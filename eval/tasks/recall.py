@@ -34,9 +34,9 @@ class RecallTask:
         data = self.prompts.tokens.numpy().tobytes() + self.prompts.answer_mask.numpy().tobytes()
         return {"prompts": count, "length": length, "data_sha256": hashlib.sha256(data).hexdigest()}
 
-    def work(self, session: Session) -> Work:
+    def work(self, session: Session) -> dict[str, Work]:
         count, length = self.prompts.tokens.shape
-        return reading(at_most(count, session.limit), length, session.batch_size)
+        return {self.name: reading(at_most(count, session.limit), length, session.batch_size)}
 
     @torch.no_grad()
     def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:

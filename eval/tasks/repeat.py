@@ -109,11 +109,11 @@ class RepeatTask:
             "data_sha256": digest.hexdigest(),
         }
 
-    def work(self, session: Session) -> Work:
-        done = Work()
-        for rows in self.rows.values():
-            length = rows.tokens.shape[1]
-            done += reading(at_most(len(rows.tokens), session.limit), length, _batch(session, length))
+    def work(self, session: Session) -> dict[str, Work]:
+        done = {}
+        for lag, rows in self.rows.items():
+            count, length = rows.tokens.shape
+            done[_phase(lag)] = reading(at_most(count, session.limit), length, _batch(session, length))
         return done
 
     @torch.no_grad()
@@ -127,7 +127,7 @@ class RepeatTask:
     def _measure(self, model: PreTrainedModel, session: Session, lag: int, rows: RepeatSet) -> dict[str, Any]:
         tokens = rows.tokens[: session.limit]
         batches = list(tokens.split(_batch(session, tokens.shape[1])))
-        with evaluation_mode(model), session.progress.phase(f"repeat, lag {lag}", len(batches), "batch") as done:
+        with evaluation_mode(model), session.progress.phase(_phase(lag), len(batches), "batch") as done:
             reader = LogitReader(model, tokens)
             found = session.processes.map(lambda batch: repeat_losses(reader, rows, batch).tolist(), batches, done)
         first, second = zip(*(pair for batch in found for pair in batch), strict=True)
@@ -137,6 +137,10 @@ class RepeatTask:
             "change": asdict(paired_difference(second, first, seed=session.seed)),
             "per_row": list(second),
         }
+
+
+def _phase(lag: int) -> str:
+    return f"repeat, lag {lag}"
 
 
 def _batch(session: Session, length: int) -> int:

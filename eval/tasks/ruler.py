@@ -64,12 +64,12 @@ class RulerTask:
             "haystack_sha256": hashlib.sha256(self._text().encode()).hexdigest(),
         }
 
-    def work(self, session: Session) -> Work:
-        count, done = max(1, at_most(self.samples, session.limit)), Work()
+    def work(self, session: Session) -> dict[str, Work]:
+        count, done = max(1, at_most(self.samples, session.limit)), {}
         for length in self.lengths:
             for task in self.tasks:
                 answer = suite.TASKS[task].new_tokens[self.domain]
-                done += completing(count, length - answer, session.batch_size, answer)
+                done[_phase(task, length)] = completing(count, length - answer, session.batch_size, answer)
         return done
 
     def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class RulerTask:
 
 def _measure(model: PreTrainedModel, session: Session, task: str, length: int, samples: list[Sample]) -> dict[str, Any]:
     ids = [sample.ids for sample in samples]
-    outputs = complete(model, session, ids, samples[0].new_tokens, f"{task}, {length} tokens")
+    outputs = complete(model, session, ids, samples[0].new_tokens, _phase(task, length))
     scores = [sample.score(session.tokenizer.decode(output)) for sample, output in zip(samples, outputs, strict=True)]
     return {
         "score": _mean(scores),
@@ -116,6 +116,10 @@ def _measure(model: PreTrainedModel, session: Session, task: str, length: int, s
         "generated": suite.TASKS[task].generated,
         "prompts_sha256": prompts_sha256(ids),
     }
+
+
+def _phase(task: str, length: int) -> str:
+    return f"{task}, {length} tokens"
 
 
 def _mean(values: list[float]) -> float:

@@ -63,12 +63,12 @@ class SpeedTask:
             "repeats": self.repeats,
         }
 
-    def work(self, session: Session) -> Work:
+    def work(self, session: Session) -> dict[str, Work]:
         done = Work()
         for context in self.contexts:
             for batch in self.batches:
                 done += reading((1 + self.repeats) * batch, context, batch, self.new_tokens)
-        return done
+        return {self.name: done}
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         """Measures on the main process while the others wait.

@@ -37,13 +37,14 @@ def hash_files(folder: Path, progress: Progress | None = None) -> dict[str, str]
         progress = progress or Progress(silent=True)
         with progress.phase("hash the result", total, "B") as advance, ThreadPoolExecutor(_THREADS) as pool:
             found = {}
-            for (name, path), digest in zip(files.items(), pool.map(_digest, files.values()), strict=True):
+            for (name, path), digest in zip(files.items(), pool.map(hash_file, files.values()), strict=True):
                 found[name.as_posix()] = digest
                 advance(path.stat().st_size)
     return found
 
 
-def _digest(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """Of one file, in hex."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while piece := file.read(_PIECE):

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,13 @@ from surgery.checkpoint.row_slices import RowSliceStore
 from surgery.checkpoint.stores import PickleStore, SafetensorsStore, Store
 from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes, describe
 from surgery.common.errors import SurgeryError
+
+
+class Identity(NamedTuple):
+    """What a checkpoint holds, as plain values: its fingerprint, and the stamp that its files had before."""
+
+    sha256: str
+    stamp: dict[str, list[int]]
 
 
 class CheckpointReader:
@@ -64,6 +71,7 @@ class CheckpointReader:
         self._sidecars = sidecars
         self._behind = behind
         self._ahead = ReadAhead()
+        self._identity: Identity | None = None
         self.stored_names: dict[str, str] = {}
         self.left_out: tuple[str, ...] = ()
 
@@ -291,15 +299,22 @@ class CheckpointReader:
         """
         return list(self._sidecars)
 
-    def stamp(self) -> dict[str, Any]:
-        """Path, size and time of change of every file: equal as long as nobody touched the source."""
-        files = [self.source] if self.source.is_file() else sorted(p for p in self.source.rglob("*") if p.is_file())
+    def stamp(self) -> dict[str, list[int]]:
+        """Size, inode and times of change of config and weight files by path: equal while nobody touches them.
+
+        People and tools set a file's time back, but not that of its inode.
+        """
+        if self._behind is not None:
+            return self._behind.stamp()
+        files = {self.source}
+        if not self.source.is_file():
+            files = {self.source / name for name in (CONFIG, *(info.file for info in self._store.infos.values()))}
         with disk_errors(self.source):
-            stats = {str(path.absolute()): path.stat() for path in files}
-        return {path: [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()}
+            stats = {str(path.absolute()): path.stat() for path in sorted(files)}
+        return {path: [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for path, stat in stats.items()}
 
     def fingerprint(self, progress: Callable[[int], None] | None = None) -> str:
-        """SHA-256, in hex, over the config and every tensor's name, dtype, shape and bytes.
+        """SHA-256, in hex, over the config and every tensor's name, dtype, shape and bytes, read once by a reader.
 
         The same for the same content however it is split into shards.
 
@@ -309,8 +324,37 @@ class CheckpointReader:
         Raises:
             SurgeryError: a file cannot be read.
         """
+        return self.identity(progress).sha256
+
+    def identity(self, progress: Callable[[int], None] | None = None) -> Identity:
+        """The fingerprint beside the stamp; arguments and errors are those of `fingerprint`."""
         if self._behind is not None:
-            return self._behind.fingerprint(progress)
+            return self._behind.identity(progress)
+        if self._identity is None:
+            stamp = self.stamp()
+            self._identity = Identity(self._hashed(progress), stamp)
+        return self._identity
+
+    def recall(self, known: Identity | None) -> bool:
+        """Whether the fingerprint needs no reading: taken before, or by an earlier run of files with this stamp."""
+        if self._behind is not None:
+            return self._behind.recall(known)
+        if self._identity is None and known is not None and known.stamp == self.stamp():
+            self._identity = known
+        return self._identity is not None
+
+    def check_unchanged(self) -> None:
+        """Raises SurgeryError: config or weights are others than those that the fingerprint was taken of.
+
+        They are read again only where somebody has touched the files.
+        """
+        known = self.identity()
+        if self.stamp() != known.stamp:
+            now = CheckpointReader.open(self.source, allow_pickle=True)  # the config as it is there now
+            if now.fingerprint() != known.sha256:
+                raise SurgeryError(f"{self.source}: was changed while it was read; start again")
+
+    def _hashed(self, progress: Callable[[int], None] | None) -> str:
         names = self.names()
         with ThreadPoolExecutor(self._store.max_readers) as pool:
             digests = {}

@@ -7,7 +7,7 @@ kept apart.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.reader import CheckpointReader, Identity
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.staging import UNFINISHED, Staging
 from surgery.common.errors import ProcessLost
 from surgery.common.other_threads import other_threads
+from surgery.common.progress import Progress
 
 _FACTS = "facts.json"
 
@@ -29,11 +31,13 @@ class Unfinished:
     Interrupted work with a snapshot stays. What ends in an error would end so again, and goes.
 
     Args:
-        facts: all that the work follows from, as plain values. What was begun on other facts, or by another torch,
-            is removed, with a line that says so.
+        source: what the work begins with, known by its fingerprint, which is taken here. Of files that nobody touched
+            since the work was begun, it is the one that was taken then.
+        facts: all else that the work follows from, as plain values. What was begun on other facts or another source,
+            or by another torch, is removed, with a line that says so.
+        progress: for the hash and lines for people.
         overwrite: as of `Staging`.
         restart: begin anew in any case.
-        note: takes lines for people.
 
     Attributes:
         staging: of the output.
@@ -48,17 +52,19 @@ class Unfinished:
     def __init__(
         self,
         out: Path,
+        source: CheckpointReader,
         facts: Mapping[str, Any],
+        progress: Progress,
         *,
         overwrite: bool = False,
         restart: bool = False,
-        note: Callable[[str], None] = lambda text: None,
     ):
         self.staging = Staging(out, overwrite=overwrite)
         self.folder = self.staging.partial / UNFINISHED
         # As read back, for comparison.
         self._facts = json.loads(json.dumps({**facts, "torch": torch.__version__}, default=str))
-        self._threads, self._restart, self._note = torch.get_num_threads(), restart, note
+        self._source, self._progress = source, progress
+        self._threads, self._restart = torch.get_num_threads(), restart
 
     def __enter__(self) -> Unfinished:
         kept = self._same_work()
@@ -66,14 +72,17 @@ class Unfinished:
         try:
             with disk_errors(self.folder):
                 self.folder.mkdir(exist_ok=True)
-                (self.folder / _FACTS).write_text(json.dumps({"facts": self._facts, "threads": self._threads}))
+                begun = {"source": self._source.identity(), "facts": self._facts, "threads": self._threads}
+                (self.folder / _FACTS).write_text(json.dumps(begun))
         except BaseException:
             self.staging.discard()
             raise
         self.snapshots = Snapshots(self.folder)
+        if damaged := self.snapshots.discard_damaged():
+            self._progress.note(f"{self.folder}: damaged, and begun anew: {', '.join(damaged)}")
         self.resumed = self.snapshots.taken()
         if self.resumed:
-            self._note(f"goes on with what {self.staging.partial} holds; --restart begins anew")
+            self._progress.note(f"goes on with what {self.staging.partial} holds; --restart begins anew")
         return self
 
     def __exit__(
@@ -83,18 +92,29 @@ class Unfinished:
         self.staging.discard(keep_unfinished=stays)
 
     def _same_work(self) -> bool:
-        """Whether what is there was begun on the same facts."""
-        path = self.folder / _FACTS
-        if self._restart or self.folder.is_symlink() or not path.is_file():
+        """Whether what is there was begun on the same source and facts."""
+        begun, facts, threads = self._begun()
+        if not self._source.recall(begun):
+            size = sum(self._source.info(name).nbytes for name in self._source.names())
+            with self._progress.phase("hash the source", size, "B") as advance:
+                self._source.identity(advance)
+        if begun is None:
             return False
-        try:
-            found = json.loads(path.read_text())
-            facts, threads = found["facts"], found["threads"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return False  # killed while it was written
-        if facts != self._facts:
-            self._note(f"{self.staging.partial}: was begun from another source, text, settings or version; begins anew")
+        if begun.sha256 != self._source.fingerprint() or facts != self._facts:
+            anew = "was begun from another source, text, settings or version; begins anew"
+            self._progress.note(f"{self.staging.partial}: {anew}")
             return False
         if said := other_threads(threads, self._threads):
-            self._note(f"{self.staging.partial}: {said}")
+            self._progress.note(f"{self.staging.partial}: {said}")
         return True
+
+    def _begun(self) -> tuple[Identity | None, Any, Any]:
+        """Source, facts and threads of what is there; None for what is to be left."""
+        path = self.folder / _FACTS
+        if self._restart or self.folder.is_symlink() or not path.is_file():
+            return None, None, None
+        try:
+            found = json.loads(path.read_text())
+            return Identity(*found["source"]), found["facts"], found["threads"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None, None, None  # killed while it was written

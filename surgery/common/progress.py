@@ -31,17 +31,22 @@ class Progress:
         expected: amounts of work in phases by name, in order, where :meth:`expect` told them.
     """
 
-    def __init__(self, *, silent: bool = False, places: tuple[str, ...] = ()):
-        """Args: ``places`` of all phases in work that they are part of (:meth:`at`)."""
-        self._silent, self._places = silent, places
+    def __init__(self, *, silent: bool = False, places: tuple[str, ...] = (), after: float | None = 0.0):
+        """Args: ``places`` of all phases in work that they are part of (:meth:`at`); ``after`` as of :meth:`fresh`."""
+        self._silent, self._places, self._after = silent, places, after
         self.seconds: dict[str, float] = {}
         self.peaks: dict[str, int] = {}
         self.expected: dict[str, float] = {}
         self._worked = self._spent = 0.0  # in phases whose work was expected
 
-    def fresh(self) -> Progress:
-        """Another one that shows as much and has no phases behind it, for the next of several pieces of work."""
-        return Progress(silent=self._silent, places=self._places)
+    def fresh(self, after: float | None = 0.0) -> Progress:
+        """Another one that shows as much and has no phases behind it, for the next of several pieces of work.
+
+        Args:
+            after: seconds that the pieces after it will take; None where nobody knows, and what is left is told of
+                this piece alone.
+        """
+        return Progress(silent=self._silent, places=self._places, after=after)
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
@@ -72,8 +77,9 @@ class Progress:
         def tell(event: str, phase: Phase, text: str, shown: str | None) -> None:
             """Logs a text and shows another, or none."""
             prefix, left = f"{place}: " if place else "", self._left(phase, already)
-            rest = _rest(left, phase.left(already)) if event == "going" else ""
-            facts = {} if left is None else {"seconds_left": round(left, 1)}
+            rest = f", {said}" if event == "going" and (said := self._told(left, phase.left(already))) else ""
+            name = "step_seconds_left" if self._after is None else "seconds_left"
+            facts = {} if left is None else {name: round(left + (self._after or 0.0), 1)}
             self._log(event, prefix + text + rest, at=place or None, **phase.facts(), **facts)
             if lines and shown is not None:
                 self._show(prefix + shown + rest)
@@ -95,7 +101,7 @@ class Progress:
                 already = count  # what an earlier run had done comes at once
             phase.done += count
             if not bar.disable and (left := self._left(phase, already)):
-                bar.set_postfix_str(f"{duration(left)} left in all", refresh=False)
+                bar.set_postfix_str(self._told(left, None), refresh=False)
             bar.update(count)
 
         try:
@@ -135,6 +141,14 @@ class Progress:
         rest = after + self._work(phase, phase.total - phase.done)
         return rest * (self._spent + phase.seconds) / worked
 
+    def _told(self, of_work: float | None, of_phase: float | None) -> str:
+        """The time left, of the whole where that is known; empty where nothing is."""
+        if of_work and self._after is not None:
+            return f"about {duration(of_work + self._after)} left in all"
+        if of_work:
+            return f"about {duration(of_work)} left of this step"
+        return f"about {duration(of_phase)} left" if of_phase else ""
+
     @property
     def _shown(self) -> bool:
         return not (self._silent or os.environ.get("TQDM_DISABLE"))
@@ -151,10 +165,3 @@ class Progress:
     def _show(text: str) -> None:
         stamp = f"{datetime.now():%H:%M:%S} " if is_verbose() else ""
         tqdm.write(stamp + text, file=sys.stderr)  # past the bars of other libraries
-
-
-def _rest(in_all: float | None, of_phase: float | None) -> str:
-    """The time left, of the whole where that is known."""
-    if in_all:
-        return f", about {duration(in_all)} left in all"
-    return f", about {duration(of_phase)} left" if of_phase else ""

@@ -24,6 +24,7 @@ from surgery.kernels.backend import interpreted
 
 WINDOWS = 2
 """Held-out windows, the first ones: the interpreter takes seconds for a step."""
+PHASES = ("kernels", "kernels: own code")
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,9 @@ class KernelsTask:
             "data_sha256": text.sha256,
         }
 
-    def work(self, session: Session) -> Work:
+    def work(self, session: Session) -> dict[str, Work]:
         count, length = self.text.first(WINDOWS).tokens.shape
-        once = reading(count, length - 1 - self.decoded, count, self.decoded)
-        return once + once
+        return dict.fromkeys(PHASES, reading(count, length - 1 - self.decoded, count, self.decoded))
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         """Measures on the main process, as the others have the same model.
@@ -81,10 +81,10 @@ class KernelsTask:
         if done.refused is not None:
             return found
         try:
-            fast = self._losses(model, session, "kernels")
+            fast = self._losses(model, session, PHASES[0])
         finally:
             decelerate(model)
-        plain = self._losses(model, session, "kernels: own code")
+        plain = self._losses(model, session, PHASES[1])
         return found | {
             "decoded_loss": float(fast.mean()),
             "decoded_loss_own_code": float(plain.mean()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from surgery.checkpoint.disk import disk_errors, written_whole
+from surgery.checkpoint.tensors import as_bytes, describe
 from surgery.common.errors import SurgeryError
 from surgery.common.other_threads import other_threads
 from surgery.running.processes import Processes
@@ -42,7 +44,7 @@ class Journal:
             identity: everything that decides the scores, as plain values: model, data, settings, seed. What a file of
                 another identity holds is not used; the first `put` replaces it.
             processes: that share the scoring; None for this one alone.
-            note: takes the line that says so.
+            note: takes the line that says so, or that what a file holds is not what was put there.
 
         Raises:
             SurgeryError: the file cannot be read, or is no journal.
@@ -57,6 +59,9 @@ class Journal:
             return
         if found["identity"] != self._identity:
             note(f"{path}: was kept for another model, data or settings; starting anew")
+            return
+        if not found["whole"]:
+            note(f"{path}: damaged; starting anew")
             return
         if said := other_threads(found.get("threads"), torch.get_num_threads()):
             note(f"{path}: {said}")
@@ -102,7 +107,8 @@ class Journal:
                         for key, names in header["tensors"].items()
                     }
                 kept = {"identity": header["identity"], "facts": header["facts"], "entries": entries}
-                return {**kept, "threads": header.get("threads")}
+                whole = header.get("sha256") == _digest(entries, header["facts"])
+                return {**kept, "threads": header.get("threads"), "whole": whole}
             except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
                 # Written whole or not at all, so this is not what a stopped run leaves: it may be somebody's file.
                 raise SurgeryError(
@@ -114,6 +120,7 @@ class Journal:
             "identity": self._identity,
             "facts": self._facts,
             "threads": torch.get_num_threads(),
+            "sha256": _digest(self._entries, self._facts),
             "tensors": {key: list(tensors) for key, tensors in self._entries.items()},
         }
         tensors = {f"{key}/{name}": tensor for key, named in self._entries.items() for name, tensor in named.items()}
@@ -123,3 +130,13 @@ class Journal:
     def _delete(self) -> None:
         with disk_errors(self._path):
             self._path.unlink(missing_ok=True)
+
+
+def _digest(entries: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> str:
+    """SHA-256 over all that is kept."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for key, named in sorted(entries.items()):
+        for name, tensor in sorted(named.items()):
+            digest.update(f"\n{json.dumps([key, name])} {describe(tensor)} ".encode())
+            digest.update(as_bytes(tensor).numpy())
+    return digest.hexdigest()

@@ -19,6 +19,7 @@ from surgery.architectures.hybrid import StreamableModel
 from surgery.calibration.mixture import TEXTS, named_text
 from surgery.calibration.sequences import SequenceRequest, build_calibration, token_hash
 from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.file_hashes import hash_file
 from surgery.checkpoint.output_place import kept_apart
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
@@ -145,7 +146,7 @@ def _scored(
         "config": checkpoint.config_sha256,
         "tokenizer": tokenizer_sha256(tokenizer),
         "settings": settings.to_dict(),
-        "text": _file_state(settings.text),
+        "text": hash_file(text) if (text := Path(settings.text).expanduser()).is_file() else None,
         "version": __version__,
     }
     found: list[HeadScores] = []
@@ -310,15 +311,6 @@ def _settle_output(out: Path, overwrite: bool, alone: ExitStack) -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
     alone.enter_context(kept_apart(out))
     return heat_map
-
-
-def _file_state(text: str) -> list[int] | None:
-    """What changes if the file with the text does; None where the text is in no file."""
-    path = Path(text).expanduser()
-    if not path.is_file():
-        return None
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns]
 
 
 def _offload_layers(model: PreTrainedModel, device: torch.device) -> None:

@@ -85,7 +85,7 @@ class Candidates:
     def at(self, shares: Sequence[float]) -> Iterator[Sized]:
         """Every candidate: those whose size can be chosen once for each share of the source's bytes."""
         made = []  # two ways of asking may come to one result
-        for target, asked, candidate in self._named():
+        for target, asked, candidate in self._allowed():
             seen = set()  # a structure may have no more to spend a larger share on
             for share in shares if candidate.scales else (None,):
                 found = self.sized(target, asked, share, mixes=candidate.mixes)
@@ -97,24 +97,15 @@ class Candidates:
     def smallest(self) -> list[Sized]:
         """Those whose size can be chosen, each at the least of a few ratios that it takes."""
         found = []
-        for target, asked in [(target, asked) for target, asked, candidate in self._named() if candidate.scales]:
+        for target, asked in [(target, asked) for target, asked, candidate in self._allowed() if candidate.scales]:
             made = (self.sized(target, {"kv_ratio": ratio, **asked}, None) for ratio in SMALL_RATIOS)
             found += filter(None, [next(filter(None, made), None)])
         return found
 
-    def _named(self) -> Iterator[tuple[Target, dict[str, Any], Candidate]]:
-        """What is weighed of every target that may be chosen, and what is asked for with it."""
-        for target in TARGETS.working().values():
-            if target.fixed or not self._settings.allows(target.name):
-                continue
-            named = named_candidates(target, self._opened.reader.config)
-            # A structure that is nothing without bits has them in its name.
-            coded = self._settings.allows(BITS) or all("bits" in each.settings for each in named)
-            for candidate in named:
-                asked = {**candidate.settings, **self._own_of(target)}
-                at_context = candidate.context is None or self._settings.tokens <= candidate.context
-                if at_context and (coded or "bits" not in asked):
-                    yield target, asked, candidate
+    def _allowed(self) -> Iterator[tuple[Target, dict[str, Any], Candidate]]:
+        """What is weighed, and what is asked for with it."""
+        for target, candidate in allowed_candidates(self._opened.reader.config, self._settings):
+            yield target, {**candidate.settings, **self._own_of(target)}, candidate
 
     def sized(
         self, target: Target, asked: dict[str, Any], share: float | None, *, mixes: bool = True, told: bool = True
@@ -183,6 +174,20 @@ class Candidates:
         heads = {"heads": self._settings.heads, "context": self._settings.tokens} if self._settings.heads else {}
         given = {"engine": self._settings.engine, **heads}
         return {name: value for name, value in given.items() if value and hasattr(target.settings_class, name)}
+
+
+def allowed_candidates(config: dict[str, Any], settings: PlanSettings) -> Iterator[tuple[Target, Candidate]]:
+    """What is weighed of every target that may be chosen, of the source of this config.json."""
+    for target in TARGETS.working().values():
+        if target.fixed or not settings.allows(target.name):
+            continue
+        named = named_candidates(target, config)
+        # A structure that is nothing without bits has them in its name.
+        coded = settings.allows(BITS) or all("bits" in each.settings for each in named)
+        for candidate in named:
+            at_context = candidate.context is None or settings.tokens <= candidate.context
+            if at_context and (coded or "bits" not in candidate.settings):
+                yield target, candidate
 
 
 def named_candidates(target: Target, config: dict[str, Any]) -> list[Candidate]:

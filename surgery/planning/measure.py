@@ -100,6 +100,8 @@ class Scored:
 Line = Sequence["Sized | None"]
 """A model: for every layer the candidate that it is of, None where it stays as it is."""
 
+LATER = "later candidates"
+"""What progress is told of those that are still to be carried."""
 WEIGHED_SEQUENCES = 2
 """Of texts, and of recall prompts, on which errors of a layer's output are weighed."""
 
@@ -124,19 +126,22 @@ class Carried:
         return Carried(self.source, [*self.scored, *others.scored], errors)
 
 
-def measure(candidates: Sequence[Sized], work: Work, held_out: HeldOut, *, weighs: bool = False) -> Carried:
-    """Carries candidates alone through the layers, each in all of them."""
-    return carry([[each] * work.opened.layers for each in candidates], work, held_out, weighs=weighs)
+def measure(
+    candidates: Sequence[Sized], work: Work, held_out: HeldOut, *, weighs: bool = False, later: int = 0
+) -> Carried:
+    """Carries candidates alone through the layers, each in all of them; arguments are those of `carry`."""
+    return carry([[each] * work.opened.layers for each in candidates], work, held_out, weighs=weighs, later=later)
 
 
 @torch.no_grad()
-def carry(lines: Sequence[Line], work: Work, held_out: HeldOut, *, weighs: bool = False) -> Carried:
+def carry(lines: Sequence[Line], work: Work, held_out: HeldOut, *, weighs: bool = False, later: int = 0) -> Carried:
     """Carries the source and models through the layers side by side; what begins alike goes the first way together.
 
     Goes on with what a plan that was killed had carried.
 
     Args:
         weighs: whether to weigh the errors of every layer of candidates.
+        later: sequences that may be carried after these, times models, for the time left.
     """
     opened, stream, batch = work.opened, work.opened.stream, work.settings.batch_size
     items = list({id(item): item for line in lines for item in line if item}.values())
@@ -147,7 +152,9 @@ def carry(lines: Sequence[Line], work: Work, held_out: HeldOut, *, weighs: bool 
     errors, scored = state.get("errors", []), state.get("scored")
     if scored is None:
         places, states = state.get("places", [0] * len(rows)), state.get("states") or {0: stream.embed(held_out.tokens)}
-        with work.progress.phase(f"try {len(lines)} candidates", opened.layers) as advance:
+        phase = f"try {len(lines)} candidates"
+        work.progress.expect({phase: len(rows) * len(held_out.tokens), LATER: later})
+        with work.progress.phase(phase, opened.layers) as advance:
             advance(len(errors))
             for index in range(len(errors), opened.layers):
                 # Of every model what its layer is, and the state before it.

@@ -42,6 +42,7 @@ class Mixer:
     Args:
         tried: the candidates, which ``carried`` says all of.
         held_out: what they were measured on.
+        later: as of `carry`, of what follows the mixtures.
 
     Attributes:
         found: mixtures that were simulated, and how they scored.
@@ -55,8 +56,9 @@ class Mixer:
         work: Work,
         held_out: HeldOut,
         settings: PlanSettings,
+        later: int = 0,
     ):
-        self._work, self._held_out, self._settings = work, held_out, settings
+        self._work, self._held_out, self._settings, self._later = work, held_out, settings, later
         self._cost, self._left = Cost(carried.source), settings.mixtures
         places = [(place, part) for place, each in enumerate(tried) if (part := candidates.part(each))]
         self._items: list[Sized | None] = [*(part for _, part in places), None]
@@ -157,7 +159,8 @@ class Mixer:
         if not lines:
             return
         self._left -= len(lines)
-        scored = carry(lines, self._work, self._held_out).scored
+        later = self._left * len(self._held_out.tokens) + self._later
+        scored = carry(lines, self._work, self._held_out, later=later).scored
         self._simulated |= {choice: score for (choice, _), score in zip(mixtures, scored, strict=True)}
         self.found += [(mixture, score) for (_, mixture), score in zip(mixtures, scored, strict=True)]
 

@@ -28,8 +28,8 @@ from surgery.families import any_family_of
 from surgery.forecast.attention_structures import of_config
 from surgery.forecast.speed import find_gpu
 from surgery.kernels.planner import compare
-from surgery.planning.candidates import Candidates, Sized, held_bytes, named_candidates
-from surgery.planning.measure import carry, measure
+from surgery.planning.candidates import Candidates, Sized, allowed_candidates, held_bytes, named_candidates
+from surgery.planning.measure import LATER, carry, measure
 from surgery.planning.mixing import Mixer
 from surgery.planning.mixture import Mixture
 from surgery.planning.rounds import Rounds, Scores
@@ -38,6 +38,7 @@ from surgery.planning.settings import PlanSettings, beyond_positions
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
 from surgery.structures.base import BasisOf
+from surgery.structures.estimates import Demand, Workload
 from surgery.structures.registry import TARGETS
 from surgery.structures.work import Work
 from surgery.version import __version__
@@ -61,6 +62,7 @@ class Plan:
 
     Attributes:
         budget: bytes, share of the source's, context and batch; or the most loss that is allowed.
+        source: what was planned for; its ``sha256`` None where nothing was kept beside a file.
         rows: what was measured, by bytes; ``choice`` the place of the one to take.
         refused: what the source, or the engine, does not take, and why.
     """
@@ -130,6 +132,7 @@ def make_plan(
         progress.note(beyond)
     with progress.step(1, STEPS):
         texts = load_texts(opened, settings, progress, planted=False)
+    progress.expect(_foreseen(opened, settings, texts, shares_around(share)))
     with opened_work(opened, settings, texts, progress, out, restart=restart) as work:
         candidates = Candidates(opened, work, settings)
         tried = list(candidates.at(shares_around(share)))
@@ -146,7 +149,7 @@ def make_plan(
                 weighed, scores = _with_mixtures(tried, candidates, work, texts.held_out, settings, share)
                 rows = told(weighed, scores)
             else:
-                rounds = Rounds(texts.held_out, lambda some, part: measure(some, work, part), told)
+                rounds = Rounds(texts.held_out, lambda some, part, later: measure(some, work, part, later=later), told)
                 rounds.add(tried)
                 if settings.max_loss is not None:
                     _look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
@@ -158,6 +161,7 @@ def make_plan(
     return Plan(
         source={
             "path": called,
+            "sha256": out and opened.reader.fingerprint(),
             "max_positions": opened.config.max_position_embeddings,
             "kv_bytes": candidates.source_bytes,
             "loss": fmean(source.losses),
@@ -186,19 +190,21 @@ def _with_mixtures(
     The best of many mixtures owes part of its lead to the texts that it was found on.
     """
     seen, unseen = held_out.split(-(-held_out.texts // 2))
-    carried = measure(tried, work, seen, weighs=True)
+    last = (1 + len(tried) + SHOWN) * len(unseen.tokens)
+    later = settings.mixtures * len(seen.tokens) + last  # as many mixtures as may be, and no look for a loss
+    carried = measure(tried, work, seen, weighs=True, later=later)
     scores = [(score, carried.source) for score in carried.scored]
 
     def add(more: Sequence[Sized]) -> None:
         nonlocal carried
-        found = measure(more, work, seen, weighs=True)
+        found = measure(more, work, seen, weighs=True, later=later)
         carried = carried.with_more(found)
         tried.extend(more)
         scores.extend((score, found.source) for score in found.scored)
 
     if settings.max_loss is not None:
         _look_for_loss(tried, scores, candidates, settings.max_loss, add)
-    mixer = Mixer(candidates, tried, carried, work, seen, settings)
+    mixer = Mixer(candidates, tried, carried, work, seen, settings, last)
     held = None if share is None else share * candidates.source_bytes
     if held is None:
         mixer.for_loss(settings.max_loss)
@@ -228,10 +234,10 @@ def opened_work(
     untried = HeldOut(texts.held_out.tokens, 0, texts.held_out.answers[:0])
     with ExitStack() as stack:
         if out is not None:
-            facts = {"source": opened.reader.stamp(), "texts": texts.hashes(), "version": __version__}
-            facts["settings"] = settings.deciding()
-            kept = Unfinished(out.with_name(f"{out.name}.statistics"), facts, restart=restart, note=progress.note)
-            stack.enter_context(kept)
+            facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
+            place = out.with_name(f"{out.name}.statistics")
+            with progress.step(1, STEPS):
+                kept = stack.enter_context(Unfinished(place, opened.reader, facts, progress, restart=restart))
             snapshots = kept.snapshots
         texts = replace(texts, held_out=untried)
         work = Work.in_folder(snapshots, opened, settings, texts, progress)
@@ -240,6 +246,23 @@ def opened_work(
         with progress.step(2, STEPS):
             work.gather(basis_of=_lag_basis(opened, settings))
         yield work
+        if out is not None:
+            opened.reader.check_unchanged()
+
+
+def _foreseen(opened: Source, settings: PlanSettings, texts: Texts, shares: Sequence[float]) -> dict[str, float]:
+    """What a plan will take, in sequences that are read by the model.
+
+    Backward they count as often as their operations go into those of reading. Candidates are estimated: one for every
+    share, if its size can be chosen, each on all held-out text; not all are, and more may be looked for.
+    """
+    demand = Demand(cached=0, statistics=True, gradients=True, lags=_lag_basis(opened, settings) is not None)
+    flops = Workload.of(opened, settings, texts.counts(), demand).phase_flops()
+    sweeps = [phase for phase in flops if phase.startswith("calibrate")]
+    read = {phase: len(texts.calibration) * flops[phase] / flops[sweeps[0]] for phase in sweeps}
+    weighed = allowed_candidates(opened.reader.config, settings)
+    models = 1 + sum(len(shares) if candidate.scales else 1 for _, candidate in weighed)
+    return {**read, LATER: models * len(texts.held_out.tokens)}
 
 
 def _share_of(settings: PlanSettings, opened: Source) -> float | None:

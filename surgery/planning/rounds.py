@@ -22,14 +22,14 @@ class Rounds:
 
     Args:
         held_out: text and prompts of all rounds.
-        measure: candidates on a part of it.
+        measure: candidates on a part of it; it is told how many sequences of theirs may follow.
         told: rows of candidates and their scores, in the order given.
     """
 
     def __init__(
         self,
         held_out: HeldOut,
-        measure: Callable[[Sequence[Sized], HeldOut], Carried],
+        measure: Callable[[Sequence[Sized], HeldOut, int], Carried],
         told: Callable[[Sequence[Sized], Scores], list[Row]],
     ):
         first, self._last = held_out.split(-(-held_out.texts // 2))
@@ -46,18 +46,20 @@ class Rounds:
         """Measures more candidates in the first two rounds."""
         places = range(len(self.tried), len(self.tried) + len(candidates))
         self.tried += candidates
-        self._go_on(places, self._first)
+        self._go_on(places, self._first, self._second, self._last)
         behind = far_behind(self.rows())
-        self._go_on([place for place in places if place not in behind], self._second)
+        self._go_on([place for place in places if place not in behind], self._second, self._last)
 
     def decide(self, share: float | None, max_loss: float | None) -> None:
         """Measures those between which the choice lies in the last round."""
         self._go_on(contenders(self.rows(), share, max_loss), self._last)
 
-    def _go_on(self, places: Sequence[int], part: HeldOut) -> None:
+    def _go_on(self, places: Sequence[int], part: HeldOut, *parts: HeldOut) -> None:
+        """Measures some on a part; at most these, and the source, go on to the parts behind it."""
         if not places or not part.texts:
             return
-        carried = self._measure([self.tried[place] for place in places], part)
+        later = (1 + len(places)) * sum(len(each.tokens) for each in parts)
+        carried = self._measure([self.tried[place] for place in places], part, later)
         for place, score in zip(places, carried.scored, strict=True):
             if place == len(self.scores):
                 self.scores.append((score, carried.source))

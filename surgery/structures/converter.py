@@ -108,10 +108,11 @@ def _convert(
     foreseen = asked.foresee()
     workload = Workload.of(asked.opened, settings, texts.counts(), foreseen.demand)
     progress.expect(workload.phase_flops())
-    facts = {"source": asked.opened.reader.stamp(), "texts": texts.hashes(), "version": __version__}
-    facts["settings"] = settings.deciding()
-    begun = Unfinished(out, facts, overwrite=request.overwrite, restart=request.restart, note=progress.note)
-    with begun as unfinished, ExitStack() as at_end:
+    facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
+    anew = {"overwrite": request.overwrite, "restart": request.restart}
+    with ExitStack() as at_end:
+        with progress.step(1, STEPS):
+            unfinished = at_end.enter_context(Unfinished(out, asked.opened.reader, facts, progress, **anew))
         folder, staging = unfinished.folder, unfinished.staging
         # The writer checks again, once the tensors are settled, and that may be hours from here.
         kept = kept_matrices(asked.opened.reader, settings, foreseen.tensors)
@@ -182,7 +183,12 @@ def _finish(
 def _conclude(
     work: Work, writer: CheckpointWriter, outcome: Outcome, verification: Verification, command: str
 ) -> Report:
-    """Reports on what was written and verified, and gives it its final name."""
+    """Reports on what was written and verified, and gives it its final name.
+
+    Raises:
+        SurgeryError: the source is no longer what it was when the conversion began.
+    """
+    work.opened.reader.check_unchanged()
     report = build_report(work, outcome, verification, writer.out.name, command)
     if outcome.final_config is not None:
         writer.write_json("config.json", outcome.final_config)

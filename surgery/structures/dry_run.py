@@ -146,6 +146,18 @@ def plan_conversion(
     )
 
 
+def expected_seconds(source: str | Path, settings: ConversionSettings) -> float | None:
+    """About how long a conversion takes, from shapes alone: neither weights nor text are read.
+
+    None of a source that is not on this machine, and of one with a pattern, which is held against all weights.
+    """
+    if not Path(source).exists() or getattr(settings, "heads", None) is not None or is_absent(settings.device):
+        return None
+    asked, _ = open_request(ConversionRequest(source, None, settings, overwrite=True), Progress(silent=True))
+    work = Workload.of(asked.opened, settings, _asked_tokens(asked.opened, settings), asked.foresee().demand)
+    return work.estimate(measure_speed(asked.opened.stream.device, asked.opened.stream.dtype))["estimated_seconds"]
+
+
 def _shorter(work: Workload, speed: dict[str, float | None]) -> dict[str, float]:
     """Seconds that less of what is asked would save, by the flag for it, the most first; none of less than a tenth."""
     if not (whole := work.estimate(speed)["estimated_seconds"]):
@@ -180,17 +192,25 @@ def _source_facts(opened: Source | OwnSource) -> dict:
 
 def _tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[str, int]:
     """Sequences and lengths, counted in the text itself where that can be had without running the model."""
-    length = min(settings.calibration_length, opened.config.max_position_embeddings)
-    sequences = -(-settings.calibration_tokens // length)
-    held_out, prompts = settings.held_out, RECALL_PROMPTS_PER_TEXT * settings.held_out
+    if settings.calibration == "self":
+        load_tokenizer(opened.reader.path, remedy=NO_TOKENIZER)
+    elif settings.calibration != NO_CALIBRATION:
+        return load_texts(opened, settings, Progress(silent=True), run_source=False).counts()
+    return _asked_tokens(opened, settings)
+
+
+def _asked_tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[str, int]:
+    """Sequences and lengths as they are asked for."""
     if settings.calibration == NO_CALIBRATION:
         # A few random tokens stand in, to compare the logits of the written checkpoint on.
-        length, sequences, held_out, prompts = RANDOM_LENGTH, 0, 0, RANDOM_SEQUENCES
-    elif settings.calibration == "self":
-        load_tokenizer(opened.reader.path, remedy=NO_TOKENIZER)
-    else:
-        return load_texts(opened, settings, Progress(silent=True), run_source=False).counts()
-    return {"length": length, "calibration": sequences, "held_out": held_out, "recall_prompts": prompts}
+        return {"length": RANDOM_LENGTH, "calibration": 0, "held_out": 0, "recall_prompts": RANDOM_SEQUENCES}
+    length = min(settings.calibration_length, opened.config.max_position_embeddings)
+    return {
+        "length": length,
+        "calibration": -(-settings.calibration_tokens // length),
+        "held_out": settings.held_out,
+        "recall_prompts": RECALL_PROMPTS_PER_TEXT * settings.held_out,
+    }
 
 
 def _disk(opened: Source | OwnSource, out: Path, weights: int, work: Workload) -> dict[str, int]:

@@ -25,8 +25,6 @@ def build_report(work: Work, outcome: Outcome, verification: Verification, name:
         command: what the user typed.
     """
     opened, reader, progress = work.opened, work.opened.reader, work.progress
-    with progress.phase("hash the source", sum(reader.info(n).nbytes for n in reader.names()), "B") as advance:
-        fingerprint = reader.fingerprint(advance)
     shape, hub = outcome.shape or SourceShape.of(opened), id_of_snapshot(reader.source)
     stages = [{"stage": stage, **asdict(score)} for stage, score in outcome.scores.items()]
     stages.append({"stage": "reloaded", **asdict(verification.score)})
@@ -35,7 +33,7 @@ def build_report(work: Work, outcome: Outcome, verification: Verification, name:
             "path": hub[0].partition("/")[2] if hub else reader.source.name,
             **({"hub": hub[0], "revision": hub[1]} if hub else {}),
             "dequantised_from": reader.dequantised_from,
-            "sha256": fingerprint,
+            "sha256": reader.fingerprint(),
             "model_type": reader.config["model_type"],
             "layers": opened.layers,
             "heads": shape.heads,

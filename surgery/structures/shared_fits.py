@@ -19,9 +19,6 @@ from surgery.running.processes import ALONE, Processes
 Fit = Callable[..., Any]
 """One of `surgery.transforms`: from a layer, inputs, targets, a metric and an effort, with ``processes``."""
 
-FILES = 3
-"""At most: inputs, wanted outputs, and latents of earlier layers."""
-
 
 class SharedFits:
     """Calls fits on all processes; as a context manager lets the others go at its end.
@@ -57,7 +54,6 @@ class SharedFits:
             return fit(layer, inputs, targets, metric, effort, **beside, processes=ALONE)
         tensors = {"inputs": inputs, "targets": targets, **beside}
         for number, tensor in enumerate(tensors.values(), self._first):
-            self._store.forget(number)
             self._store.save(number, tensor)
         self._waiting = False  # but in the midst of a fit, should that fail
         self._processes.from_main(lambda: (fit, layer.to("cpu"), metric.cpu(), effort, tuple(tensors)))
@@ -67,6 +63,8 @@ class SharedFits:
             found = fit(layer, inputs, targets, metric, effort, **beside, processes=self._processes)
         finally:
             torch.set_num_threads(threads)
+            for number in range(self._first, self._first + len(tensors)):
+                self._store.forget(number)  # mapped by all; no snapshot is to speak of it
         self._waiting = True
         return found
 
@@ -83,8 +81,6 @@ class SharedFits:
         if self._waiting:
             self._waiting = False
             self._processes.from_main(tuple)
-            for number in range(self._first, self._first + FILES):
-                self._store.forget(number)
 
     def __enter__(self) -> SharedFits:
         return self

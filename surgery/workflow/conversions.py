@@ -104,7 +104,12 @@ def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
             found.refusal or "",
         )
 
-    return Action(do, foresee)
+    def seconds(out: Path, finished: Finished) -> float | None:
+        from surgery.structures.dry_run import expected_seconds
+
+        return 0.0 if out.exists() else expected_seconds(checkpoint_of(source, finished), asked(finished)[0])
+
+    return Action(do, foresee, seconds)
 
 
 def plan(step: Step, where: str) -> Action:
@@ -154,9 +159,9 @@ def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress
     from surgery.planning.plan_file import write_plan
 
     beside = path.with_suffix(".json")
-    wanted = {"sha256": CheckpointReader.open(source).fingerprint(), "settings": settings.to_dict()}
-    wanted = json.loads(json.dumps(wanted))
     if path.exists():
+        wanted = {"sha256": CheckpointReader.open(source).fingerprint(), "settings": settings.to_dict()}
+        wanted = json.loads(json.dumps(wanted))
         if not beside.exists() or {name: read_json(beside).get(name) for name in wanted} != wanted:
             raise SurgeryError(
                 f"{path}: is of another source or other settings; remove it, or choose another --work folder"
@@ -166,7 +171,8 @@ def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress
     made = make_plan(source, settings, out=path, restart=restart, progress=progress)
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps({**made.to_dict(), **wanted}, indent=1) + "\n", encoding="utf-8")
+        found = {**made.to_dict(), "sha256": made.source["sha256"]}
+        beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         write_plan(made, path)
 
 

@@ -1,5 +1,6 @@
 """GGUF files as checkpoints: the same numbers as transformers' own loader, read lazily, or refused in one line."""
 
+import os
 import sys
 
 import gguf
@@ -93,6 +94,14 @@ def test_the_copy_is_one_checkpoint_with_the_same_content(tmp_path):
     assert reader.model_folder() == copy.path == CheckpointReader.open(tmp_path).model_folder()
     assert [each.name for each in reader.sidecars()] == [each.name for each in copy.sidecars()]
     assert reader.source == path and list(tmp_path.iterdir()) == [path]
+    known = reader.identity()
+    assert list(known.stamp) == [str(path)] and CheckpointReader.open(path).recall(known)
+    os.utime(path)
+    assert not CheckpointReader.open(path).recall(known)
+    reader.check_unchanged()
+    path.write_bytes(path.read_bytes()[:-8] + bytes(8))
+    with pytest.raises(SurgeryError, match="was changed while it was read"):
+        reader.check_unchanged()
 
 
 def test_the_tokenizer_is_kept(tmp_path):

@@ -68,6 +68,14 @@ def test_another_identity_starts_anew(tmp_path):
     assert Journal(path, IDENTITY).get("a") is None
 
 
+def test_a_damaged_tensor_is_not_gone_on_with(tmp_path):
+    path, notes = tmp_path / "journal", []
+    Journal(path, IDENTITY).put("a", {"x": torch.ones(100)})
+    path.write_bytes(path.read_bytes()[:-5] + b"\1" + path.read_bytes()[-4:])
+    again = Journal(path, IDENTITY, note=notes.append)
+    assert again.get("a") is None and notes == [f"{path}: damaged; starting anew"]
+
+
 @pytest.mark.parametrize("damage", ["bytes", "truncated", "foreign", "folder"])
 def test_refuses_what_is_no_journal(tmp_path, damage):
     path = tmp_path / "journal"
@@ -107,7 +115,7 @@ def test_only_the_main_process_touches_the_file(tmp_path):
         def from_main(self, function):
             calls.append(function.__name__)
             return (
-                {"identity": {}, "facts": {"a": {}}, "entries": {"a": {"x": torch.ones(1)}}}
+                {"identity": {}, "facts": {"a": {}}, "entries": {"a": {"x": torch.ones(1)}}, "whole": True}
                 if len(calls) == 1
                 else None
             )

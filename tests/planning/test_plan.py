@@ -23,7 +23,7 @@ from surgery.heads.pattern import HeadPattern
 from surgery.kernels.gpus import GPUS
 from surgery.kernels.planner import compare
 from surgery.planning.candidates import Candidates
-from surgery.planning.measure import Carried, Increase, Scored, carry, measure, student_t
+from surgery.planning.measure import LATER, Carried, Increase, Scored, carry, measure, student_t
 from surgery.planning.plan import _look_for_loss, make_plan, opened_work
 from surgery.planning.plan_file import read_plan, write_plan
 from surgery.planning.rounds import Rounds
@@ -236,9 +236,10 @@ def test_text_is_spent_where_it_decides(plan):
     sure, close, other = ([1 + each] * 8 for each in (0.0, 0.001, 0.02))
     close[1] = 0.99
     tried = [(sure, 1e-5), (close, 2e-5), ([2.0] * 8, 0.7), (other, 3e-5)]
-    held_out, asked = HeldOut.of_text(torch.arange(8)[:, None]), []
+    held_out, asked, left = HeldOut.of_text(torch.arange(8)[:, None]), [], []
 
-    def measure(some, part):
+    def measure(some, part, later):
+        left.append(later)
         texts = part.tokens[:, 0].tolist()
         asked.append(([tried.index(each) for each in some], texts))
         scored = [Scored([losses[text] for text in texts], None, None, moved) for losses, moved in some]
@@ -256,6 +257,7 @@ def test_text_is_spent_where_it_decides(plan):
     tried.append((sure, 0.0))
     rounds.add(tried[-1:])
     assert [texts for _, texts in asked[3:]] == [[0, 1], [2, 3]]
+    assert left == [5 * 6, 4 * 4, 0, 2 * 6, 2 * 4]  # with the source, on what is left of the text
 
 
 def test_scores_of_more_text_are_means_over_all_of_it():
@@ -392,10 +394,20 @@ def test_the_verb_prints_a_table_and_writes_plan_and_picture(checkpoints, tmp_pa
     text = [f"--{name.replace('_', '-')}={value}" for name, value in {**TEXT, "context": 1024}.items()]
     asked = ["plan", checkpoints("llama"), "--kv-ratio", "0.5", "--allow", "lowrank,quantized,bits", *text]
     asked += ["--gpu", "h200"]
+    expect, expected = Progress.expect, []
+    monkeypatch.setattr(Progress, "expect", lambda self, work: expected.append(work) or expect(self, work))
     code, out, error = run_main(
-        monkeypatch, capsys, *asked, "--out", tmp_path / "plan.yaml", "--plot", tmp_path / "plan.svg"
+        *(monkeypatch, capsys, *asked, "--out", tmp_path / "plan.yaml", "--plot", tmp_path / "plan.svg"),
+        *("--log-file", tmp_path / "log.jsonl"),
     )
     assert code == 0, error
+    events = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    left = {event["phase"]: event.get("seconds_left") for event in events if event["event"] == "end"}
+    sweeps, tries = ["calibrate: forward", "calibrate: backward"], [name for name in left if name.startswith("try ")]
+    assert all(left[name] is not None for name in (*sweeps, *tries)) and left[tries[-1]] == 0
+    assert list(expected[0]) == [*sweeps, LATER] and set(tries) == {next(iter(work)) for work in expected[1:]}
+    whole = [sum(work.values()) for work in expected]
+    assert whole[1] <= expected[0][LATER] and whole == sorted(whole, reverse=True) and expected[-1][LATER] == 0
     assert "keep to the bytes" in out or "keeps to the bytes" in out
     assert "--bits auto" in " ".join(out.split())
     assert yaml.safe_load((tmp_path / "plan.yaml").read_text())["to"] in ("lowrank", "quantized")
