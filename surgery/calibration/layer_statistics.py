@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from surgery.calibration.texts import Texts
     from surgery.transforms.key_basis import KeyBasis
 
-# Lag statistics take the whole attention matrix of a sequence; eight sequences of a thousand tokens settle them.
-LAG_SEQUENCES = 8
+# Lag statistics take the whole attention matrix of a sequence. Four choose what eight do: of the 14 to 32 components
+# that rotate in three layers of SmolLM2-135M one differed at most, and the others had 0.4% more energy.
+LAG_SEQUENCES = 4
 
 BasisOf = Callable[[AttentionAnatomy, LayerStatistics], "KeyBasis"]
 """The key basis whose components a transform wants to know the attention over lags of."""
