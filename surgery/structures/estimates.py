@@ -353,10 +353,11 @@ class Workload:
         if self.demand.fit_steps:
             # A product with J or its transpose takes four products of the size of the attention matrix.
             product = 8 * self.heads * self.demand.fit_queries * self.length * self.demand.cached
-            steps = self.demand.fit_steps * (2 * self.demand.fit_iterations + 3) * product
+            early = min(fits, min(asked_after(self.layers))) * (self.demand.fit_steps > 1)  # with a step less
+            step = (2 * self.demand.fit_iterations + 3) * product
             # What the source's attention puts out is wanted, and the layer is passed.
             met = 2 * self.attention_parameters + attending + lossy
-            found["fit"] = self.calibration * fits * (steps + self.length * met)
+            found["fit"] = self.calibration * ((fits * self.demand.fit_steps - early) * step + fits * self.length * met)
             behind = sum(self.layers - count for count in asked_after(self.layers) if count <= fits)
             # Beside the source, whose stage need not pass these texts again.
             asked = 3 * fits * ERROR_SEQUENCES + 2 * behind * min(TRIAL_SEQUENCES, self.held_out)

@@ -17,7 +17,9 @@ from torch import nn
 
 from surgery.calibration.held_out import HeldOut
 from surgery.running.layer_stream import LayerStream, StreamedLayer
+from surgery.structures.settings import FitSettings
 from surgery.structures.stages import ERROR_SEQUENCES, StageRuns
+from surgery.transforms.effort import Effort
 
 TRIAL_SEQUENCES = 4
 """Held-out sequences on which the model is asked: differences on the same text settle long before losses do."""
@@ -39,6 +41,21 @@ quarter), SmolLM2-135M 15% (MLA, a quarter).
 def asked_after(layers: int) -> set[int]:
     """Numbers of fits after which the model is asked, of a model of so many layers."""
     return {math.ceil(share * layers) for share in TRIED}
+
+
+def effort_of(settings: FitSettings, layer: int, layers: int) -> Effort:
+    """How hard the fit of a layer tries.
+
+    A step less before the model is asked for the first time, as these fits may be dropped: on the demo model, two steps
+    in all layers win back 66% of what closed forms lose as MLA at a quarter, three win back 68%.
+    """
+    early = layer < min(asked_after(layers))
+    return Effort(
+        steps=max(1, settings.fit_steps - early),
+        iterations=settings.fit_iterations,
+        queries=settings.fit_queries,
+        seed=settings.seed + layer,
+    )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
-from surgery.transforms.effort import Effort
 
 Bits = Literal[8, 4, 3, 2, "fp8"]
 RopeBits = Literal[16, 8, 4, 3, 2, "fp8"]
@@ -104,10 +103,6 @@ class FitSettings(ConversionSettings):
     )
     fit_iterations: int = setting(8, "Conjugate-gradient iterations in each of these steps.", least=1)
     fit_queries: int = setting(256, "Query positions sampled from each sequence for the fit.", least=1)
-
-    def fit_effort(self, layer: int) -> Effort:
-        """How hard the fit of a layer tries."""
-        return Effort(self.fit_steps, self.fit_iterations, self.fit_queries, self.seed + layer)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
 from surgery.structures.base import Candidate, ConfigOf, Foreseen, LayerForm, Outcome, Structure, kept_with_attention
 from surgery.structures.estimates import Demand
+from surgery.structures.fit_trial import effort_of
 from surgery.structures.kv_heads.bench import half_the_heads
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.sequential_fit import SequentialFit, Solve, solver_dtype
@@ -267,7 +268,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         start, metric = merged.anatomy.to(stream.device, solver_dtype(stream)), statistics.output_metric
 
         def solve(inputs: Tensor, targets: Tensor, shared_fits: SharedFits) -> CapturedAttention:
-            effort = settings.fit_effort(index)
+            effort = effort_of(settings, index, stream.num_layers)
             fitted, _, _ = shared_fits(fit_merged_layer, start, inputs, targets, metric.to(stream.device), effort)
             return CapturedAttention(fitted.to(stream.dtype))
 

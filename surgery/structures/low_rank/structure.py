@@ -39,6 +39,7 @@ from surgery.structures.base import (
     replanned_tensors,
 )
 from surgery.structures.estimates import Demand
+from surgery.structures.fit_trial import effort_of
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.low_rank.bench import one_latent
 from surgery.structures.low_rank.rank_plan import Blocks, plan_bits, plan_ranks, wanted_rank
@@ -348,7 +349,7 @@ class LowRank(Structure[Source, LowRankSettings]):
                 inputs,
                 targets,
                 statistics.output_metric.to(stream.device),
-                settings.fit_effort(index),
+                effort_of(settings, index, stream.num_layers),
                 shared=shared,
             )
             moment = sum(gram(fitted.latents(x.to(fitted.down))).cpu() for x in inputs) / inputs.shape[:2].numel()

@@ -27,6 +27,7 @@ from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
 from surgery.structures.base import Candidate, ConfigOf, Foreseen, LayerForm, Outcome, Request, Structure
 from surgery.structures.estimates import Demand
+from surgery.structures.fit_trial import effort_of
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.mla import bench
 from surgery.structures.mla.budget import candidate_splits
@@ -302,7 +303,7 @@ class _Solver:
     def __call__(self, inputs: Tensor, targets: Tensor, shared_fits: SharedFits) -> SimulatedAttention:
         stream, settings = self._stream, self._settings
         start, metric = self._start.to(stream.device, solver_dtype(stream)), self._metric.to(stream.device)
-        effort = settings.fit_effort(self._index)
+        effort = effort_of(settings, self._index, stream.num_layers)
         fitted, _, _ = shared_fits(fit_latent_layer, start, inputs, targets, metric, effort)
         moments = latent_moments(fitted, inputs, metric, effort)
         ordered, self.energies = order_latents(fitted.to("cpu", torch.float64), *moments)
