@@ -32,6 +32,7 @@ from surgery.planning.candidates import Candidates, Sized, held_bytes, named_can
 from surgery.planning.measure import carry, measure
 from surgery.planning.mixing import Mixer
 from surgery.planning.mixture import Mixture
+from surgery.planning.refine import Refined, refine, refuse_too_large
 from surgery.planning.rounds import Rounds, Scores
 from surgery.planning.rows import Row, alike, by_bytes, choose, rows_of
 from surgery.planning.settings import PlanSettings, beyond_positions
@@ -52,7 +53,7 @@ DEFAULT_SHARE = 0.25
 AIM = 0.9
 """Of the loss that is allowed, where it is looked for: half of those that should lose all of it would lose more."""
 STEPS = 3
-"""Of every plan: texts, statistics, candidates."""
+"""Of every plan: texts, statistics, candidates; and of one that is refined another."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Plan:
         budget: bytes, share of the source's, context and batch; or the most loss that is allowed.
         rows: what was measured, by bytes; ``choice`` the place of the one to take.
         refused: what the source, or the engine, does not take, and why.
+        refined: what became of refining the choice; None where that was not asked for.
     """
 
     source: dict[str, Any]
@@ -73,6 +75,7 @@ class Plan:
     settings: dict[str, Any]
     text: dict[str, Any]
     seconds: float
+    refined: Refined | None = None
 
     @property
     def chosen(self) -> Row:
@@ -128,7 +131,9 @@ def make_plan(
     share, gain = _share_of(settings, opened), _forecast(settings, opened)
     if beyond := beyond_positions(settings.tokens, opened.config.max_position_embeddings):
         progress.note(beyond)
-    with progress.step(1, STEPS):
+    if settings.refine_tokens:
+        refuse_too_large(opened, settings)
+    with progress.step(1, steps_of(settings)):
         texts = load_texts(opened, settings, progress, planted=False)
     with opened_work(opened, settings, texts, progress, out, restart=restart) as work:
         candidates = Candidates(opened, work, settings)
@@ -137,13 +142,15 @@ def make_plan(
             raise SurgeryError(_nothing(candidates.refused))
         if share is not None and min(each.kv_bytes for each in tried) > share * candidates.source_bytes:
             tried += candidates.smallest()  # the nearest that can be had, and its price
-        with progress.step(3, STEPS):
+        unseen, refined = texts.held_out, None
+        with progress.step(3, steps_of(settings)):
 
             def told(weighed: Sequence[Sized | Mixture], scores: Scores) -> list[Row]:
                 return rows_of(weighed, scores, candidates.source_bytes, called, gain)
 
             if settings.mixtures:
-                weighed, scores = _with_mixtures(tried, candidates, work, texts.held_out, settings, share)
+                seen, unseen = texts.held_out.split(-(-texts.held_out.texts // 2))
+                weighed, scores = _with_mixtures(tried, candidates, work, seen, unseen, settings, share)
                 rows = told(weighed, scores)
             else:
                 rounds = Rounds(texts.held_out, lambda some, part: measure(some, work, part), told)
@@ -151,8 +158,17 @@ def make_plan(
                 if settings.max_loss is not None:
                     _look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
                 rounds.decide(share, settings.max_loss)
-                rows, scores = rounds.rows(), rounds.scores
-    rows, source = by_bytes(rows), max((source for _, source in scores), key=lambda source: len(source.losses))
+                weighed, rows, scores = rounds.tried, rounds.rows(), rounds.scores
+        ordered = by_bytes(rows)
+        chosen = ordered[choose(ordered, share, settings.max_loss)]
+        if settings.refine_tokens:
+            with progress.step(4, steps_of(settings)):
+                pairs = list(zip(weighed, rows, strict=True))
+                refined, better = refine(chosen, pairs, candidates, work, unseen, settings, share, told)
+                progress.note(refined.told)
+            if better:
+                ordered, chosen = by_bytes([*ordered, better]), better
+    source = max((source for _, source in scores), key=lambda source: len(source.losses))
     budget = {"kv_ratio": share, "max_loss": settings.max_loss, "context": settings.tokens, "batch": settings.batch}
     budget["kv_bytes"] = None if share is None else share * candidates.source_bytes
     return Plan(
@@ -164,28 +180,34 @@ def make_plan(
             "recall": source.recall,
         },
         budget=budget,
-        rows=rows,
-        choice=choose(rows, share, settings.max_loss),
+        rows=ordered,
+        choice=next(place for place, row in enumerate(ordered) if (row.to, row.asked) == (chosen.to, chosen.asked)),
         refused=candidates.refused,
         settings=settings.to_dict(),
         text=texts.description,
         seconds=time.monotonic() - began,
+        refined=refined,
     )
+
+
+def steps_of(settings: PlanSettings) -> int:
+    """How many a plan takes."""
+    return STEPS + bool(settings.refine_tokens)
 
 
 def _with_mixtures(
     tried: list[Sized],
     candidates: Candidates,
     work: Work,
-    held_out: HeldOut,
+    seen: HeldOut,
+    unseen: HeldOut,
     settings: PlanSettings,
     share: float | None,
 ) -> tuple[list[Sized | Mixture], Scores]:
-    """Candidates and the best mixtures of them, which are looked for on half of the text, and scores on the other half.
+    """Candidates and the best mixtures of them, which are looked for on some text, and scores on other text.
 
     The best of many mixtures owes part of its lead to the texts that it was found on.
     """
-    seen, unseen = held_out.split(-(-held_out.texts // 2))
     carried = measure(tried, work, seen, weighs=True)
     scores = [(score, carried.source) for score in carried.scored]
 
@@ -237,7 +259,7 @@ def opened_work(
         work = Work.in_folder(snapshots, opened, settings, texts, progress)
         for files in (work.library, work.store, work.alternatives):
             stack.enter_context(files)
-        with progress.step(2, STEPS):
+        with progress.step(2, steps_of(settings)):
             work.gather(basis_of=_lag_basis(opened, settings))
         yield work
 
