@@ -29,9 +29,10 @@ from surgery.forecast.attention_structures import of_config
 from surgery.forecast.speed import find_gpu
 from surgery.kernels.planner import compare
 from surgery.planning.candidates import Candidates, Sized, allowed_candidates, held_bytes, named_candidates
-from surgery.planning.measure import LATER, carry, measure
+from surgery.planning.measure import LATER, Carried, carry, measure
 from surgery.planning.mixing import Mixer
 from surgery.planning.mixture import Mixture
+from surgery.planning.refine import Refined, foreseen, refine, refuse_too_large
 from surgery.planning.rounds import Rounds, Scores
 from surgery.planning.rows import Row, alike, by_bytes, choose, rows_of
 from surgery.planning.settings import PlanSettings, beyond_positions
@@ -53,7 +54,7 @@ DEFAULT_SHARE = 0.25
 AIM = 0.9
 """Of the loss that is allowed, where it is looked for: half of those that should lose all of it would lose more."""
 STEPS = 3
-"""Of every plan: texts, statistics, candidates."""
+"""Of every plan: texts, statistics, candidates; and of one that is refined another."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Plan:
         source: what was planned for; its ``sha256`` None where nothing was kept beside a file.
         rows: what was measured, by bytes; ``choice`` the place of the one to take.
         refused: what the source, or the engine, does not take, and why.
+        refined: what became of refining the choice; None where that was not asked for.
     """
 
     source: dict[str, Any]
@@ -75,6 +77,7 @@ class Plan:
     settings: dict[str, Any]
     text: dict[str, Any]
     seconds: float
+    refined: Refined | None = None
 
     @property
     def chosen(self) -> Row:
@@ -130,7 +133,9 @@ def make_plan(
     share, gain = _share_of(settings, opened), _forecast(settings, opened)
     if beyond := beyond_positions(settings.tokens, opened.config.max_position_embeddings):
         progress.note(beyond)
-    with progress.step(1, STEPS):
+    if settings.refine_tokens:
+        refuse_too_large(opened, settings)
+    with progress.step(1, steps_of(settings)):
         texts = load_texts(opened, settings, progress, planted=False)
     progress.expect(_foreseen(opened, settings, texts, shares_around(share)))
     with opened_work(opened, settings, texts, progress, out, restart=restart) as work:
@@ -140,22 +145,39 @@ def make_plan(
             raise SurgeryError(_nothing(candidates.refused))
         if share is not None and min(each.kv_bytes for each in tried) > share * candidates.source_bytes:
             tried += candidates.smallest()  # the nearest that can be had, and its price
-        with progress.step(3, STEPS):
+        unseen, refined = texts.held_out, None
+        with progress.step(3, steps_of(settings)):
 
             def told(weighed: Sequence[Sized | Mixture], scores: Scores) -> list[Row]:
                 return rows_of(weighed, scores, candidates.source_bytes, called, gain)
 
+            learnt = foreseen(settings, unseen)
+
             if settings.mixtures:
-                weighed, scores = _with_mixtures(tried, candidates, work, texts.held_out, settings, share)
+                seen, unseen = texts.held_out.split(-(-texts.held_out.texts // 2))
+                weighed, scores = _with_mixtures(tried, candidates, work, seen, unseen, settings, share)
                 rows = told(weighed, scores)
             else:
-                rounds = Rounds(texts.held_out, lambda some, part, later: measure(some, work, part, later=later), told)
+
+                def measured(some: Sequence[Sized], part: HeldOut, later: int) -> Carried:
+                    return measure(some, work, part, later=later + learnt)
+
+                rounds = Rounds(texts.held_out, measured, told)
                 rounds.add(tried)
                 if settings.max_loss is not None:
                     _look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
                 rounds.decide(share, settings.max_loss)
-                rows, scores = rounds.rows(), rounds.scores
-    rows, source = by_bytes(rows), max((source for _, source in scores), key=lambda source: len(source.losses))
+                weighed, rows, scores = rounds.tried, rounds.rows(), rounds.scores
+        ordered = by_bytes(rows)
+        chosen = ordered[choose(ordered, share, settings.max_loss)]
+        if settings.refine_tokens:
+            with progress.step(4, steps_of(settings)):
+                pairs = list(zip(weighed, rows, strict=True))
+                refined, better = refine(chosen, pairs, candidates, work, unseen, settings, share, told)
+                progress.note(refined.told)
+            if better:
+                ordered, chosen = by_bytes([*ordered, better]), better
+    source = max((source for _, source in scores), key=lambda source: len(source.losses))
     budget = {"kv_ratio": share, "max_loss": settings.max_loss, "context": settings.tokens, "batch": settings.batch}
     budget["kv_bytes"] = None if share is None else share * candidates.source_bytes
     return Plan(
@@ -168,29 +190,35 @@ def make_plan(
             "recall": source.recall,
         },
         budget=budget,
-        rows=rows,
-        choice=choose(rows, share, settings.max_loss),
+        rows=ordered,
+        choice=next(place for place, row in enumerate(ordered) if (row.to, row.asked) == (chosen.to, chosen.asked)),
         refused=candidates.refused,
         settings=settings.to_dict(),
         text=texts.description,
         seconds=time.monotonic() - began,
+        refined=refined,
     )
+
+
+def steps_of(settings: PlanSettings) -> int:
+    """How many a plan takes."""
+    return STEPS + bool(settings.refine_tokens)
 
 
 def _with_mixtures(
     tried: list[Sized],
     candidates: Candidates,
     work: Work,
-    held_out: HeldOut,
+    seen: HeldOut,
+    unseen: HeldOut,
     settings: PlanSettings,
     share: float | None,
 ) -> tuple[list[Sized | Mixture], Scores]:
-    """Candidates and the best mixtures of them, which are looked for on half of the text, and scores on the other half.
+    """Candidates and the best mixtures of them, which are looked for on some text, and scores on other text.
 
     The best of many mixtures owes part of its lead to the texts that it was found on.
     """
-    seen, unseen = held_out.split(-(-held_out.texts // 2))
-    last = (1 + len(tried) + SHOWN) * len(unseen.tokens)
+    last = (1 + len(tried) + SHOWN) * len(unseen.tokens) + foreseen(settings, unseen)
     later = settings.mixtures * len(seen.tokens) + last  # as many mixtures as may be, and no look for a loss
     carried = measure(tried, work, seen, weighs=True, later=later)
     scores = [(score, carried.source) for score in carried.scored]
@@ -243,7 +271,7 @@ def opened_work(
         work = Work.in_folder(snapshots, opened, settings, texts, progress)
         for files in (work.library, work.store, work.alternatives):
             stack.enter_context(files)
-        with progress.step(2, STEPS):
+        with progress.step(2, steps_of(settings)):
             work.gather(basis_of=_lag_basis(opened, settings))
         yield work
         if out is not None:
@@ -262,7 +290,7 @@ def _foreseen(opened: Source, settings: PlanSettings, texts: Texts, shares: Sequ
     read = {phase: len(texts.calibration) * flops[phase] / flops[sweeps[0]] for phase in sweeps}
     weighed = allowed_candidates(opened.reader.config, settings)
     models = 1 + sum(len(shares) if candidate.scales else 1 for _, candidate in weighed)
-    return {**read, LATER: models * len(texts.held_out.tokens)}
+    return {**read, LATER: models * len(texts.held_out.tokens) + foreseen(settings, texts.held_out)}
 
 
 def _share_of(settings: PlanSettings, opened: Source) -> float | None:

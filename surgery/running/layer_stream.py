@@ -209,8 +209,8 @@ class LayerStream:
             ids = torch.arange(start, min(start + VOCABULARY_SLICE, vocabulary))
             yield start, self.reader.rows(self.output_name, ids).to(self.device, self.dtype)
 
-    def _slice_logits(self, normed: Tensor, weight: Tensor) -> Tensor:
-        """Logits [..., n] of normed states [..., D] for a slice of the output projection, below the family's cap."""
+    def slice_logits(self, normed: Tensor, weight: Tensor) -> Tensor:
+        """Logits [..., n] of normed states [..., D] for a slice [n, D] of the output projection, below a cap."""
         logits, cap = normed @ weight.T, logit_cap(self.config)
         return logits if cap is None else (logits / cap).tanh() * cap
 
@@ -218,7 +218,7 @@ class LayerStream:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of final hidden states [..., D] before the norm; meant for few tokens."""
         normed = self.final_norm(hidden)
-        return torch.cat([self._slice_logits(normed, weight) for _, weight in self.output_slices()], dim=-1)
+        return torch.cat([self.slice_logits(normed, weight) for _, weight in self.output_slices()], dim=-1)
 
     @torch.no_grad()
     def loss(self, hidden: Tensor, tokens: Tensor) -> float:
@@ -234,7 +234,7 @@ class LayerStream:
         chosen = torch.zeros(len(labels), device=self.device)
         for first, weight in self.output_slices():
             for rows in torch.arange(len(labels), device=self.device).split(TOKEN_SLICE):
-                logits = self._slice_logits(normed[rows], weight).float()
+                logits = self.slice_logits(normed[rows], weight).float()
                 normaliser[rows] = torch.logaddexp(normaliser[rows], logits.logsumexp(-1))
                 local = labels[rows] - first
                 inside = (local >= 0) & (local < len(weight))
@@ -259,7 +259,7 @@ class LayerStream:
         drawn, seen = torch.zeros_like(expected), torch.full((len(flat),), -torch.inf, device=self.device)
         for _, weight in self.output_slices():
             for rows in torch.arange(len(flat), device=self.device).split(TOKEN_SLICE):
-                logits = self._slice_logits(flat[rows], weight).float()
+                logits = self.slice_logits(flat[rows], weight).float()
                 before, own = seen[rows], logits.logsumexp(-1)
                 seen[rows] = torch.logaddexp(before, own)
                 probability = (logits - seen[rows, None]).exp_()

@@ -100,13 +100,14 @@ class SimulatedLowRank(nn.Module):
     """Stands in for a transformers attention module and computes a low-rank layer; prompts only, no cache.
 
     Attributes:
-        latents: what the layer would have cached [B, T, r], call by call.
+        latents: what the layer would have cached [B, T, r], call by call, where it remembers.
 
     Args:
         earlier: stand-ins of the group's earlier layers. Call number i of this one reads their latents of call i, so
             all have to see the same prompts in the same order.
         sinks, window: tokens whose keys and values are exact, see the top of this file.
         cache: an empty layer that quantises the latents; not beside exact tokens or earlier layers.
+        remembers: whether latents are kept, which later layers of a group read.
     """
 
     def __init__(
@@ -117,16 +118,20 @@ class SimulatedLowRank(nn.Module):
         sinks: int = 0,
         window: int = 0,
         cache: QuantizedKVLayer | None = None,
+        remembers: bool = True,
     ):
         super().__init__()
         self.layer, self.sinks, self.window, self.cache = layer, sinks, window, cache
+        self.remembers = remembers
         self._earlier = earlier  # a tuple, so that they do not become submodules
         self.latents: list[Tensor] = []
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
         layer, source, call = self.layer, self.layer.source, len(self.latents)
-        self.latents.append(layer.latents(hidden_states))
-        latents = torch.cat([*(other.latents[call] for other in self._earlier), self.latents[call]], dim=-1)
+        own = layer.latents(hidden_states)
+        if self.remembers:
+            self.latents.append(own)
+        latents = torch.cat([*(other.latents[call] for other in self._earlier), own], dim=-1)
         keys, values = layer.rebuilt(latents)
         phase = phases(source.inv_freq, torch.arange(keys.shape[1], device=keys.device), keys.dtype)
         queries = rotate(source.project_queries(hidden_states), phase)

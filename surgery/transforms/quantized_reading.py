@@ -18,8 +18,16 @@ from surgery.model.quantized_cache import QuantizedKVLayer
 
 
 def as_quantized(cache: QuantizedKVLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, H, T, ·] of a text as an empty cache of such a format would give them back at its end."""
-    return QuantizedKVLayer(*cache.settings()).update(keys, values)
+    """Keys and values [B, H, T, ·] of a text as an empty cache of such a format would give them back at its end.
+
+    Rounding has no slope of use: gradients pass as if nothing were rounded (the straight-through estimator of Bengio et
+    al., arXiv:1308.3432).
+    """
+    with torch.no_grad():
+        held = QuantizedKVLayer(*cache.settings()).update(keys, values)
+    if not (torch.is_grad_enabled() and keys.requires_grad):
+        return held
+    return tuple(exact + (read - exact).detach() for exact, read in zip((keys, values), held, strict=True))
 
 
 def seen_as_they_came(cache: QuantizedKVLayer, tokens: int, device: torch.device) -> Tensor:

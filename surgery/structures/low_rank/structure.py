@@ -211,7 +211,8 @@ class LowRank(Structure[Source, LowRankSettings]):
             return source_attention(self.opened, layer, cache)
         anatomy, statistics = self.opened.anatomy(layer).to(torch.float64), work.library.load(layer)[0]
         converted = low_rank_layer(anatomy, statistics, self._blocks[layer], self.asked.method).layer
-        return SimulatedLowRank(converted.to(self.opened.stream.device, self.opened.stream.dtype), cache=cache)
+        converted = converted.to(self.opened.stream.device, self.opened.stream.dtype)
+        return SimulatedLowRank(converted, cache=cache, remembers=False)
 
     def layer_forms(
         self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None
