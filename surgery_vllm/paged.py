@@ -111,15 +111,19 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, seq_lens: Tensor, scale:
     batch, groups, new, heads, _ = query.shape
     shortest, longest = int(seq_lens.min()), int(seq_lens.max())
     out = values.new_empty(batch, new, groups, heads, values.shape[-1])
-    tile = max(SCORES // (batch * groups * heads * longest), 1)
+    tile = min(max(SCORES // (batch * groups * heads * longest), 1), new)
+    # Of every tile the same: keys behind the first query's own, of the shortest request, that a query does not see.
+    place = (seq_lens - shortest)[:, None] + torch.arange(tile, device=seq_lens.device)  # [B, t]
+    behind = torch.arange(1, keys.shape[2] - shortest + new, device=seq_lens.device)
+    hidden = behind > place[..., None]
     for first in range(0, new, tile):
         rows, ahead = query[:, :, first : first + tile], first - new
         end = min(longest + ahead + rows.shape[2] + KEY_STEP - 1, keys.shape[2])
         end -= end % KEY_STEP if end < keys.shape[2] else 0
-        place = (seq_lens + ahead)[:, None] + torch.arange(rows.shape[2], device=seq_lens.device)  # [B, t]
-        behind = torch.arange(shortest + ahead + 1, end, device=seq_lens.device)  # the first query's own is seen
-        hidden = behind > place[..., None]
-        out[:, first : first + tile] = mixed(rows, keys[:, :, :end], values[:, :, :end], hidden)
+        if batch > 1:  # PyTorch would copy a part of every request's keys, which takes longer than to read all
+            end = keys.shape[2]
+        unseen = hidden[:, : rows.shape[2], : end - shortest - ahead - 1]
+        out[:, first : first + tile] = mixed(rows, keys[:, :, :end], values[:, :, :end], unseen)
     return out.flatten(2, 3).flatten(0, 1)
 
 
