@@ -4,6 +4,9 @@ Two products and a softmax for a tile of queries at a time, in which the query h
 matrix: on a CPU that is faster than PyTorch's fused attention, which reads keys once for every head, and needs no mask
 but behind the first new token. Scores have the dtype of the queries, as transformers' eager attention has them; in
 bfloat16 SmolLM2 was as near to float32 by that, in transformers, as by the fused one (KL 1.31e-3 each).
+
+Prompts too are scored against latents. Rebuilding keys and values of every head first saves products only where the
+latent is much wider than a head; at 68 + 28 numbers and nine heads of 64 it took 1.2 to 1.7 times as long on a CPU.
 """
 
 from collections.abc import Callable
