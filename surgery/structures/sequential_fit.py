@@ -92,7 +92,7 @@ class SequentialFit:
         if not due:
             return
         losses = self._trial.losses(index + 1)
-        if not losses.worth_it:
+        if not self._trial.is_worth_it(losses):
             self.given_up, self.kept, self.hidden = losses, [], None
             self._trial.drop()
             self._shared.end()

@@ -103,6 +103,11 @@ class FitSettings(ConversionSettings):
     )
     fit_iterations: int = setting(8, "Conjugate-gradient iterations in each of these steps.", least=1)
     fit_queries: int = setting(256, "Query positions sampled from each sequence for the fit.", least=1)
+    fit_worth: float = setting(
+        0.5,
+        "Least share of what closed forms move predictions by that fits have to win back to go on; 0 for any.",
+        least=0.0,
+    )
 
 
 @dataclass(frozen=True)

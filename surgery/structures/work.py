@@ -84,7 +84,8 @@ class Work(Generic[Opened, Settings]):
         stream, texts = self.opened.stream, self.texts
         if fitted[0] not in runs.hidden:
             return None
-        trial = FitTrial(stream, texts.held_out, runs, closed, fitted) if closed in runs.hidden else None
+        worth = self.settings.fit_worth
+        trial = FitTrial(stream, texts.held_out, runs, closed, fitted, worth) if closed in runs.hidden else None
         return SequentialFit(stream, self.store, texts.calibration, self.settings.batch_size, trial, self.shared_fits)
 
     def stage_runs(
