@@ -353,7 +353,7 @@ class Workload:
         if self.demand.fit_steps:
             # A product with J or its transpose takes four products of the size of the attention matrix.
             product = 8 * self.heads * self.demand.fit_queries * self.length * self.demand.cached
-            early = min(fits, min(asked_after(self.layers))) * (self.demand.fit_steps > 1)  # with a step less
+            early = min(fits, min(asked_after(self.layers))) * (self.demand.fit_steps > 2)  # with a step less
             step = (2 * self.demand.fit_iterations + 3) * product
             # What the source's attention puts out is wanted, and the layer is passed.
             met = 2 * self.attention_parameters + attending + lossy
