@@ -22,7 +22,7 @@ from surgery.running.processes import ALONE, Processes
 SWEEPS = 2
 """Alternations; further ones change the loss of conversions of SmolLM2-135M by less than its error."""
 OUTPUT_SWEEPS = 1
-"""Of the factors at the attention's output, whose metric weighs what fits leave and nothing else."""
+"""Of those at the attention's output: their metric weighs errors of fits and plans, and no closed form asks for it."""
 DAMPING = 1e-2
 """Added to a factor's diagonal before it is inverted, in shares of its mean: few tokens leave directions empty."""
 

@@ -56,7 +56,7 @@ class PlanSettings(ConversionSettings):
         "0",
         "Tokens on which gates learn what candidates near the choice cost each layer, with the whole model in memory, "
         "such as 200k; 0: none.",
-        more="What comes of it is kept only where it loses less on held-out text.",
+        more="What comes of it is kept only where it loses less on held-out text. Tried on the demo model alone.",
         metavar="N",
     )
     held_out: int = setting(
