@@ -45,15 +45,21 @@ class Texts:
         return {"calibration": calibration, "held_out": token_hash(self.held_out.tokens)}
 
     def counts(self) -> dict[str, int]:
-        """Tokens in a sequence, and how many sequences there are of each kind."""
+        """Tokens in a sequence of calibration, if there is any, and how many sequences there are of each kind."""
         calibration = 0 if self.calibration is None else len(self.calibration)
         texts, prompts = self.held_out.texts, len(self.held_out.answers)
-        length = self.held_out.tokens.shape[1]
+        length = (self.held_out.tokens if self.calibration is None else self.calibration).shape[1]
         return {"length": length, "calibration": calibration, "held_out": texts, "recall_prompts": prompts}
 
 
 def load_texts(
-    opened, settings: ConversionSettings, progress: Progress, *, run_source: bool = True, planted: bool = True
+    opened,
+    settings: ConversionSettings,
+    progress: Progress,
+    *,
+    run_source: bool = True,
+    planted: bool = True,
+    held_out_length: int | None = None,
 ) -> Texts:
     """Tokenises what the settings name, and measures how well the source knows it.
 
@@ -61,6 +67,7 @@ def load_texts(
         run_source: without it nothing is measured, and prose stands in the place of the source's own conversations.
         planted: whether held-out text has facts planted as calibration text has. A loss of text alone is what an
             evaluation measures; what is lost of facts the recall prompts say.
+        held_out_length: tokens of held-out sequences, the first of each; None as many as in calibration.
 
     Raises:
         SurgeryError: there is no tokenizer, or the text cannot be read or is too short.
@@ -80,6 +87,10 @@ def load_texts(
     if not planted:
         told = {**built.description, "held_out_sha256": plain.description["held_out_sha256"]}
         built = replace(built, held_out=plain.held_out, description=told)
+    if held_out_length is not None and held_out_length < built.held_out.shape[1]:
+        shorter = built.held_out[:, :held_out_length]
+        told = {**built.description, "held_out_length": held_out_length, "held_out_sha256": token_hash(shorter)}
+        built = replace(built, held_out=shorter, description=told)
     held_out, note = HeldOut.of_text(built.held_out), "recall prompts in held-out text"
     length = built.held_out.shape[1]
     try:

@@ -141,7 +141,7 @@ def carry(lines: Sequence[Line], work: Work, held_out: HeldOut, *, weighs: bool 
 
     Args:
         weighs: whether to weigh the errors of every layer of candidates.
-        later: sequences that may be carried after these, times models, for the time left.
+        later: tokens that may be carried after these, times models, for the time left.
     """
     opened, stream, batch = work.opened, work.opened.stream, work.settings.batch_size
     items = list({id(item): item for line in lines for item in line if item}.values())
@@ -153,7 +153,7 @@ def carry(lines: Sequence[Line], work: Work, held_out: HeldOut, *, weighs: bool 
     if scored is None:
         places, states = state.get("places", [0] * len(rows)), state.get("states") or {0: stream.embed(held_out.tokens)}
         phase = f"try {len(lines)} candidates"
-        work.progress.expect({phase: len(rows) * len(held_out.tokens), LATER: later})
+        work.progress.expect({phase: len(rows) * held_out.tokens.numel(), LATER: later})
         with work.progress.phase(phase, opened.layers) as advance:
             advance(len(errors))
             for index in range(len(errors), opened.layers):

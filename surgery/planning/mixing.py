@@ -159,7 +159,7 @@ class Mixer:
         if not lines:
             return
         self._left -= len(lines)
-        later = self._left * len(self._held_out.tokens) + self._later
+        later = self._left * self._held_out.tokens.numel() + self._later
         scored = carry(lines, self._work, self._held_out, later=later).scored
         self._simulated |= {choice: score for (choice, _), score in zip(mixtures, scored, strict=True)}
         self.found += [(mixture, score) for (_, mixture), score in zip(mixtures, scored, strict=True)]

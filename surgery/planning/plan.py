@@ -136,7 +136,7 @@ def make_plan(
     if settings.refine_tokens:
         refuse_too_large(opened, settings)
     with progress.step(1, steps_of(settings)):
-        texts = load_texts(opened, settings, progress, planted=False)
+        texts = load_texts(opened, settings, progress, planted=False, held_out_length=settings.text_length)
     progress.expect(_foreseen(opened, settings, texts, shares_around(share)))
     with opened_work(opened, settings, texts, progress, out, restart=restart) as work:
         candidates = Candidates(opened, work, settings)
@@ -218,8 +218,8 @@ def _with_mixtures(
 
     The best of many mixtures owes part of its lead to the texts that it was found on.
     """
-    last = (1 + len(tried) + SHOWN) * len(unseen.tokens) + foreseen(settings, unseen)
-    later = settings.mixtures * len(seen.tokens) + last  # as many mixtures as may be, and no look for a loss
+    last = (1 + len(tried) + SHOWN) * unseen.tokens.numel() + foreseen(settings, unseen)
+    later = settings.mixtures * seen.tokens.numel() + last  # as many mixtures as may be, and no look for a loss
     carried = measure(tried, work, seen, weighs=True, later=later)
     scores = [(score, carried.source) for score in carried.scored]
 
@@ -279,7 +279,7 @@ def opened_work(
 
 
 def _foreseen(opened: Source, settings: PlanSettings, texts: Texts, shares: Sequence[float]) -> dict[str, float]:
-    """What a plan will take, in sequences that are read by the model.
+    """What a plan will take, in tokens that are read by the model.
 
     Backward they count as often as their operations go into those of reading. Candidates are estimated: one for every
     share, if its size can be chosen, each on all held-out text; not all are, and more may be looked for.
@@ -287,10 +287,10 @@ def _foreseen(opened: Source, settings: PlanSettings, texts: Texts, shares: Sequ
     demand = Demand(cached=0, statistics=True, gradients=True, lags=_lag_basis(opened, settings) is not None)
     flops = Workload.of(opened, settings, texts.counts(), demand).phase_flops()
     sweeps = [phase for phase in flops if phase.startswith("calibrate")]
-    read = {phase: len(texts.calibration) * flops[phase] / flops[sweeps[0]] for phase in sweeps}
+    read = {phase: texts.calibration.numel() * flops[phase] / flops[sweeps[0]] for phase in sweeps}
     weighed = allowed_candidates(opened.reader.config, settings)
     models = 1 + sum(len(shares) if candidate.scales else 1 for _, candidate in weighed)
-    return {**read, LATER: models * len(texts.held_out.tokens) + foreseen(settings, texts.held_out)}
+    return {**read, LATER: models * texts.held_out.tokens.numel() + foreseen(settings, texts.held_out)}
 
 
 def _share_of(settings: PlanSettings, opened: Source) -> float | None:

@@ -102,7 +102,7 @@ def refine(
     if Mixture.of([[*options, None][layer % 2] for layer in range(opened.layers)], opened, settings) is None:
         return Refined(False, f"nothing to refine: {settings.engine} takes no layers that differ"), None
     tokens = further_text(opened, settings, held_out, settings.refine_tokens, work.progress)
-    work.progress.expect({LOOP: PASSES * len(tokens), LATER: 3 * len(held_out.tokens)})  # both, and the source
+    work.progress.expect({LOOP: PASSES * tokens.numel(), LATER: 3 * held_out.tokens.numel()})  # both, and the source
     line = refinement.learned(tokens)
     mixture = Mixture.of(line, opened, settings)
     if mixture is None:
@@ -117,10 +117,9 @@ def refine(
 
 
 def foreseen(settings: PlanSettings, held_out: HeldOut) -> int:
-    """Sequences that a refinement reads, times models, for the time left; a gated step counts :data:`PASSES`."""
+    """Tokens that a refinement reads, times models, for the time left; those of gated steps count :data:`PASSES`."""
     tokens = settings.refine_tokens
-    steps = math.ceil(tokens / held_out.tokens.shape[1])
-    return PASSES * steps + 3 * len(held_out.tokens) if tokens else 0
+    return PASSES * tokens + 3 * held_out.tokens.numel() if tokens else 0
 
 
 def refuse_too_large(opened: Source, settings: PlanSettings) -> None:

@@ -22,7 +22,7 @@ class Rounds:
 
     Args:
         held_out: text and prompts of all rounds.
-        measure: candidates on a part of it; it is told how many sequences of theirs may follow.
+        measure: candidates on a part of it; it is told how many tokens of theirs may follow.
         told: rows of candidates and their scores, in the order given.
     """
 
@@ -58,7 +58,7 @@ class Rounds:
         """Measures some on a part; at most these, and the source, go on to the parts behind it."""
         if not places or not part.texts:
             return
-        later = (1 + len(places)) * sum(len(each.tokens) for each in parts)
+        later = (1 + len(places)) * sum(each.tokens.numel() for each in parts)
         carried = self._measure([self.tried[place] for place in places], part, later)
         for place, score in zip(places, carried.scored, strict=True):
             if place == len(self.scores):

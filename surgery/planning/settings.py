@@ -17,6 +17,11 @@ BITS = "bits"
 """What ``allow`` calls quantised caches, whose attention may be any."""
 
 
+HELD_OUT_LENGTH = 512
+"""Tokens of a held-out sequence: at this length docs/planning.md compares predictions with what was measured. At twice
+it a plan of SmolLM2 would take half as long again as a conversion."""
+
+
 @dataclass(frozen=True)
 class PlanSettings(ConversionSettings):
     """Settings of ``surgery plan``."""
@@ -66,6 +71,13 @@ class PlanSettings(ConversionSettings):
         "all.",
         least=2,
     )
+    held_out_length: int | None = setting(
+        None,
+        "Tokens of a held-out sequence, no more than of one of calibration.",
+        more="What streaming heads lose is only seen in texts longer than their windows.",
+        unset=f"{HELD_OUT_LENGTH}, or with a pattern of heads as many as in calibration",
+        least=2,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,6 +114,12 @@ class PlanSettings(ConversionSettings):
     def allows(self, name: str) -> bool:
         """Whether a structure, or bits, may be chosen."""
         return not self.allow or name in self.allow
+
+    @property
+    def text_length(self) -> int:
+        """Most tokens of a held-out sequence."""
+        unset = self.calibration_length if self.heads else HELD_OUT_LENGTH
+        return min(self.held_out_length or unset, self.calibration_length)
 
     def common(self) -> dict[str, Any]:
         """What conversions are asked for too: text, seed, machine."""

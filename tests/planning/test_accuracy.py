@@ -1,7 +1,9 @@
 """The figures of docs/planning.md are those of the conversions that were measured."""
 
 import importlib.util
+import random
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -18,11 +20,32 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize(("model", "row"), ROWS.items())
-def test_the_table_is_what_was_measured(model, row):
+@pytest.fixture(scope="module")
+def tool():
     spec = importlib.util.spec_from_file_location("planning_accuracy", ROOT / "tools" / "planning_accuracy.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
+    return tool
+
+
+def test_rivals_are_taken_on_other_texts_than_they_are_compared_on(tool):
+    rng = random.Random(0)
+
+    def line(mean: float) -> dict[str, str]:
+        return {"by_text": " ".join(str(mean + rng.gauss(0, 1)) for _ in range(64))}
+
+    choice, rivals = line(0.0), [line(0.0) for _ in range(40)]
+    ahead = tool.lead(choice, rivals)
+    half = (ahead["measured_high"] - ahead["measured_low"]) / 2
+    own, *means = (fmean(map(float, each["by_text"].split())) for each in (choice, *rivals))
+    assert min(means) < own - half  # which of 40 alike lost least on these texts is luck
+    assert abs(ahead["measured"]) < half
+    better = tool.lead(choice, [*rivals, line(-5.0)])
+    assert better["measured"] == pytest.approx(5, abs=0.5)
+
+
+@pytest.mark.parametrize(("model", "row"), ROWS.items())
+def test_the_table_is_what_was_measured(tool, model, row):
     lines = [line for line in tool.read(ROOT / "docs" / "planning-accuracy.csv") if model in (None, line["model"])]
     if shown := {"builtin": "demo", "mha": "MHA", "smollm2": "SmolLM2"}.get(model):  # and the choices
         table = tool.table(lines).replace(f"| {model} |", f"| {shown} |")

@@ -14,6 +14,7 @@ from tiny_models import HELD_OUT
 from transformers import AutoModelForCausalLM
 
 from surgery.calibration.held_out import HeldOut
+from surgery.calibration.sequences import token_hash
 from surgery.calibration.texts import load_texts
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
@@ -109,6 +110,21 @@ def test_losses_are_of_text_alone_whatever_is_planted_in_calibration_text(checkp
     assert torch.equal(alone, other) and not torch.equal(alone, conversion.held_out.tokens[: len(alone)])
     assert torch.equal(texts[1.0].calibration, conversion.calibration)
     assert texts[1.0].description["held_out_sha256"] == texts[0.0].description["held_out_sha256"]
+
+
+def test_held_out_text_is_short_but_where_heads_stream(checkpoints):
+    longer = {**TEXT, "calibration_length": 1024, "calibration_tokens": 2048}
+    assert PlanSettings(**longer).text_length == 512 and PlanSettings(**longer, heads="pattern").text_length == 1024
+    settings = PlanSettings(**{**TEXT, "calibration_length": 128}, held_out_length=96)
+    opened, quiet = Source.open(checkpoints("llama"), settings), Progress(silent=True)
+    whole = load_texts(opened, settings, quiet, planted=False)
+    short = load_texts(opened, settings, quiet, planted=False, held_out_length=settings.text_length)
+    count = whole.held_out.texts
+    assert torch.equal(short.held_out.tokens[:count], whole.held_out.tokens[:count, :96])
+    assert short.held_out.answers.any(1).all()  # prompts are made at that length, not cut
+    assert torch.equal(short.calibration, whole.calibration) and short.counts() == whole.counts()
+    assert short.description["held_out_length"] == 96
+    assert short.description["held_out_sha256"] == token_hash(short.held_out.tokens[:count])
 
 
 def test_intervals_are_students():
