@@ -89,31 +89,34 @@ def choose_widths(layers: Sequence[Sequence[Choice]], total: int) -> list[tuple[
     """
     if total < sum(min(choice.width for choice in choices) + 1 for choices in layers):
         raise ValueError(f"{total} numbers are too few for {len(layers)} layers")
-    dropped = [[_dropped(choice.energies) for choice in choices] for choices in layers]
+    most, longest = max(map(len, layers)), max(len(choice.energies) for choices in layers for choice in choices)
+    dropped = torch.full((len(layers), most, longest), torch.inf, dtype=torch.float64)  # by rank
+    fixed, widths = torch.zeros(len(layers), most, dtype=torch.float64), torch.zeros(len(layers), most).long()
+    for layer, choices in enumerate(layers):
+        for index, choice in enumerate(choices):
+            dropped[layer, index, : len(choice.energies)] = _dropped(choice.energies)
+            fixed[layer, index], widths[layer, index] = choice.cost, choice.width
+    ranks = torch.arange(1, longest + 1)
 
-    def best(price: float) -> list[tuple[int, int]]:
-        found = []
-        for choices, rests in zip(layers, dropped, strict=True):
-            options = []
-            for index, (choice, rest) in enumerate(zip(choices, rests, strict=True)):
-                costs = rest + price * torch.arange(1, len(rest) + 1)
-                rank = int(costs.argmin())
-                options.append((choice.cost + price * choice.width + float(costs[rank]), index, rank + 1))
-            found.append(min(options)[1:])
-        return found
+    def best(price: float) -> tuple[Tensor, Tensor]:
+        costs, rank = (dropped + price * ranks).min(-1)
+        index = (fixed + price * widths + costs).argmin(-1, keepdim=True)
+        return index, rank.gather(-1, index) + 1
 
-    def needed(found: list[tuple[int, int]]) -> int:
-        return sum(choices[index].width + rank for choices, (index, rank) in zip(layers, found, strict=True))
+    def needed(found: tuple[Tensor, Tensor]) -> int:
+        index, rank = found
+        return int((widths.gather(-1, index) + rank).sum())
 
     low, high = 0.0, max(choice.cost + float(choice.energies.sum()) for choices in layers for choice in choices) + 1.0
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (low, middle) if needed(best(middle)) <= total else (middle, high)
-    found = best(high)
+    left = total - needed(best(high))
+    found = list(zip(*(each.flatten().tolist() for each in best(high)), strict=True))
     spectra = [choices[index].energies[rank:] for choices, (index, rank) in zip(layers, found, strict=True)]
     owner = torch.cat([torch.full((len(part),), layer) for layer, part in enumerate(spectra)])
-    left = owner[torch.cat(spectra).argsort(descending=True, stable=True)[: total - needed(found)]]
-    return [(index, rank + int((left == layer).sum())) for layer, (index, rank) in enumerate(found)]
+    given = owner[torch.cat(spectra).argsort(descending=True, stable=True)[:left]]
+    return [(index, rank + int((given == layer).sum())) for layer, (index, rank) in enumerate(found)]
 
 
 def _dropped(energies: Tensor) -> Tensor:

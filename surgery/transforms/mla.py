@@ -20,7 +20,7 @@ low rank (SVD-LLM, arXiv 2403.07378) by the curvature of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,11 +145,19 @@ def rotation_energies(
     return energy.view(2, -1).sum(0) * turned
 
 
-def latent_energies(anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis, rotated: Tensor) -> Tensor:
-    """:attr:`ConvertedLayer.energy` of method fisher with the components ``rotated``, all of it, without converting."""
-    moment, metric = _latent_moments(anatomy, statistics, basis, rotated)
-    root = left_root(metric)
-    return torch.linalg.eigvalsh(root.mT @ moment @ root).flip(0).clamp_min(0)
+def latent_energies(
+    anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis, choices: Sequence[Tensor]
+) -> list[Tensor]:
+    """:attr:`ConvertedLayer.energy` of method fisher, all of it, for each choice of rotated components, without
+    converting."""
+    moment, metric = _latent_moments(anatomy, statistics, basis, torch.arange(0))
+    found = []
+    for rotated in choices:
+        still = torch.ones(len(moment), dtype=torch.bool)
+        still[rotated] = still[basis.components + rotated] = False  # real and imaginary parts
+        root = left_root(damp(metric[still][:, still], METRIC_DAMPING))
+        found.append(torch.linalg.eigvalsh(root.mT @ moment[still][:, still] @ root).flip(0).clamp_min(0))
+    return found
 
 
 def convert_layer(
@@ -174,6 +182,7 @@ def convert_layer(
     partial = partial_rope.latent_form(anatomy, basis, rotated, constant)
     if method.gradients:
         moment, metric = _latent_moments(anatomy, statistics, basis, rotated)
+        metric = damp(metric, METRIC_DAMPING)
     elif method.folds:
         rows = partial_rope.latent_rows(anatomy, basis, rotated)
         moment = rows @ statistics.moment @ rows.mT
@@ -201,7 +210,7 @@ def _latent_moments(
     """Second moment of the untruncated latent, and its Fisher metric."""
     rows, dual = (partial_rope.latent_rows(anatomy, basis, rotated, dual=dual) for dual in (False, True))
     moment, metric = rows @ statistics.met_moment @ rows.mT, dual @ statistics.metric @ dual.mT
-    return moment, damp(metric, METRIC_DAMPING)
+    return moment, metric
 
 
 def _quadratic(rows: Tensor, matrix: Tensor) -> Tensor:

@@ -4,10 +4,13 @@ import pytest
 import torch
 from tiny_models import ALL, OWN_SOFTMAX
 
+from surgery.calibration.statistics import LayerStatistics
 from surgery.families import attention
 from surgery.kernels.mla_decode.reference import ragged_latent_attention
 from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
+from surgery.transforms import mla
+from surgery.transforms.algebra import damp, left_root
 from surgery.transforms.key_basis import energy_basis, folded_basis, identity_basis
 from surgery.transforms.partial_rope import latent_form, latent_rows, truncate
 
@@ -105,3 +108,18 @@ def test_latent_rows_compute_the_latent(checkpoints):
     rows, dual = latent_rows(anatomy, basis, rotated), latent_rows(anatomy, basis, rotated, dual=True)
     torch.testing.assert_close(z @ rows.T, latent_form(anatomy, basis, rotated).compress(x)[0])
     torch.testing.assert_close(rows @ dual.T, torch.eye(len(rows), dtype=torch.float64))
+
+
+def test_energies_of_latents_are_those_of_their_moments_whatever_keeps_its_rotation(checkpoints):
+    anatomy = Source.open(checkpoints("llama"), ConvertSettings()).anatomy(0).to(torch.float64)
+    groups, dim = anatomy.kv_heads, anatomy.head_dim
+    keys, values = groups * dim, groups * anatomy.value_dim
+    moment, metric = (random_moment(1, keys + values, seed)[0, :, 0] for seed in (3, 4))
+    norms = torch.ones(anatomy.heads, dim // 2), torch.ones(groups, dim // 2)
+    statistics, basis = LayerStatistics(moment, metric, *norms, 1), bases(groups, dim)["fisher"]
+    choices = [torch.arange(0), torch.tensor([1, 5]), torch.arange(basis.components)]
+    for rotated, energies in zip(choices, mla.latent_energies(anatomy, statistics, basis, choices), strict=True):
+        rows, dual = (latent_rows(anatomy, basis, rotated, dual=dual) for dual in (False, True))
+        root = left_root(damp(dual @ metric @ dual.T, mla.METRIC_DAMPING))
+        torch.testing.assert_close(energies, torch.linalg.eigvalsh(root.T @ rows @ moment @ rows.T @ root).flip(0))
+        assert len(energies) == keys + values - 2 * len(rotated)

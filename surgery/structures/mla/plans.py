@@ -157,16 +157,16 @@ class Planner:
         basis = mla.key_basis(self.method, anatomy, statistics, None)
         turned = mla.rotation_energies(anatomy, statistics, basis, lags)
         pairs, costs = anatomy.head_dim // 2, mla.component_costs(self.method, anatomy, statistics, lags)
-        found = []
-        for size in sizes:
-            counts = _highest(pairs, size)
-            if self.frequencies == "free":
-                counts = choose_components([costs], basis.frequency, pairs, size)
-            rotated = best_components(costs, basis.frequency, counts)
-            energies = mla.latent_energies(anatomy, statistics, basis, rotated)
-            cost = float(turned.sum() - turned[rotated].sum())
-            found.append((counts, Choice(2 * size, cost, energies)))
-        return found
+        counts = [_highest(pairs, size) for size in sizes]
+        if self.frequencies == "free":
+            counts = [choose_components([costs], basis.frequency, pairs, size) for size in sizes]
+        rotated = [best_components(costs, basis.frequency, each) for each in counts]
+        energies = mla.latent_energies(anatomy, statistics, basis, rotated)
+        choices = [
+            Choice(2 * size, float(turned.sum() - turned[kept].sum()), left)
+            for size, kept, left in zip(sizes, rotated, energies, strict=True)
+        ]
+        return list(zip(counts, choices, strict=True))
 
     def _of_all(self, counts: dict[int, Tensor], pairs: int) -> tuple[Tensor, ...]:
         """Of every layer; nothing of those that are kept."""
