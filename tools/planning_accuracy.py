@@ -32,10 +32,11 @@ from surgery.checkpoint.named_models import model_named
 from surgery.common.progress import Progress
 from surgery.planning.candidates import Candidates, Sized
 from surgery.planning.measure import Carried, Scored, measure
-from surgery.planning.plan import SHARES, opened_work, shares_around
+from surgery.planning.plan import opened_work
 from surgery.planning.rounds import Rounds, Scores
 from surgery.planning.rows import Row, choose, rows_of
 from surgery.planning.settings import PlanSettings
+from surgery.planning.sizes import SHARES, around_best
 from surgery.running.source import Source
 from surgery.structures.registry import find_target
 from surgery.structures.work import Work
@@ -117,7 +118,8 @@ def _chosen(candidates: Candidates, carry: Measured, held_out: HeldOut, share: f
         return rows_of(weighed, scores, candidates.source_bytes, "", lambda sized: None)
 
     rounds = Rounds(held_out, lambda some, part, _: carry(some, part), told)
-    rounds.add(list(candidates.at(shares_around(share))))
+    rounds.add(list(candidates.at([share])))
+    rounds.add(around_best(rounds, candidates, share))
     rounds.decide(share, None)
     return rounds.tried[choose(rounds.rows(), share, None)].name
 

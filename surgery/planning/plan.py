@@ -7,12 +7,10 @@ measured. What a conversion adds, a fit, is left out: it can only lower what is 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,6 +34,7 @@ from surgery.planning.refine import Refined, foreseen, refine, refuse_too_large
 from surgery.planning.rounds import Rounds, Scores
 from surgery.planning.rows import Row, alike, by_bytes, choose, rows_of
 from surgery.planning.settings import PlanSettings, beyond_positions
+from surgery.planning.sizes import around_best, look_for_loss, most_around, shares_around
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
 from surgery.structures.base import BasisOf
@@ -44,15 +43,10 @@ from surgery.structures.registry import TARGETS
 from surgery.structures.work import Work
 from surgery.version import __version__
 
-SHARES = (0.5, 0.25, 0.125, 0.0625)
-"""Of the source's bytes, at which a picture of what can be had is taken."""
 SHOWN = 3
 """Mixtures among the rows, at most: those that cost least."""
 DEFAULT_SHARE = 0.25
 
-
-AIM = 0.9
-"""Of the loss that is allowed, where it is looked for: half of those that should lose all of it would lose more."""
 STEPS = 3
 """Of every plan: texts, statistics, candidates; and of one that is refined another."""
 
@@ -137,10 +131,12 @@ def make_plan(
         refuse_too_large(opened, settings)
     with progress.step(1, steps_of(settings)):
         texts = load_texts(opened, settings, progress, planted=False, held_out_length=settings.text_length)
-    progress.expect(_foreseen(opened, settings, texts, shares_around(share)))
+    around = shares_around(share)
+    progress.expect(_foreseen(opened, settings, texts, around))
     with opened_work(opened, settings, texts, progress, out, restart=restart) as work:
         candidates = Candidates(opened, work, settings)
-        tried = list(candidates.at(shares_around(share)))
+        first = around if share is None or settings.mixtures else [share]
+        tried = list(candidates.at(first)) or list(candidates.at(around))
         if not tried:
             raise SurgeryError(_nothing(candidates.refused))
         if share is not None and min(each.kv_bytes for each in tried) > share * candidates.source_bytes:
@@ -163,9 +159,12 @@ def make_plan(
                     return measure(some, work, part, later=later + learnt)
 
                 rounds = Rounds(texts.held_out, measured, told)
-                rounds.add(tried)
-                if settings.max_loss is not None:
-                    _look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
+                if share is None:
+                    rounds.add(tried)
+                    look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
+                else:
+                    rounds.add(tried, then=most_around(tried, share))
+                    rounds.add(around_best(rounds, candidates, share))
                 rounds.decide(share, settings.max_loss)
                 weighed, rows, scores = rounds.tried, rounds.rows(), rounds.scores
         ordered = by_bytes(rows)
@@ -231,7 +230,7 @@ def _with_mixtures(
         scores.extend((score, found.source) for score in found.scored)
 
     if settings.max_loss is not None:
-        _look_for_loss(tried, scores, candidates, settings.max_loss, add)
+        look_for_loss(tried, scores, candidates, settings.max_loss, add)
     mixer = Mixer(candidates, tried, carried, work, seen, settings, last)
     held = None if share is None else share * candidates.source_bytes
     if held is None:
@@ -282,14 +281,15 @@ def _foreseen(opened: Source, settings: PlanSettings, texts: Texts, shares: Sequ
     """What a plan will take, in tokens that are read by the model.
 
     Backward they count as often as their operations go into those of reading. Candidates are estimated: one for every
-    share, if its size can be chosen, each on all held-out text; not all are, and more may be looked for.
+    share, if its size can be chosen, and the source twice, each on all held-out text; not all are, and more may be
+    looked for.
     """
     demand = Demand(cached=0, statistics=True, gradients=True, lags=_lag_basis(opened, settings) is not None)
     flops = Workload.of(opened, settings, texts.counts(), demand).phase_flops()
     sweeps = [phase for phase in flops if phase.startswith("calibrate")]
     read = {phase: texts.calibration.numel() * flops[phase] / flops[sweeps[0]] for phase in sweeps}
     weighed = allowed_candidates(opened.reader.config, settings)
-    models = 1 + sum(len(shares) if candidate.scales else 1 for _, candidate in weighed)
+    models = 2 + sum(len(shares) if candidate.scales else 1 for _, candidate in weighed)
     return {**read, LATER: models * texts.held_out.tokens.numel() + foreseen(settings, texts.held_out)}
 
 
@@ -329,15 +329,6 @@ def _forecast(settings: PlanSettings, opened: Source) -> Callable[[Sized | Mixtu
     return gain
 
 
-def shares_around(share: float | None) -> list[float]:
-    """The budget and those to either side of it, or the whole picture."""
-    if share is None:
-        return list(SHARES)
-    smaller = [other for other in SHARES if other < share * 0.75][:1]
-    larger = [other for other in SHARES if other > share * 1.33][-1:]
-    return [*larger, share, *smaller]
-
-
 def _lag_basis(opened: Source, settings: PlanSettings) -> BasisOf | None:
     """The first that a structure asks for, by its default settings."""
     for name, target in TARGETS.working().items():
@@ -351,56 +342,6 @@ def _lag_basis(opened: Source, settings: PlanSettings) -> BasisOf | None:
             if structure.lag_basis is not None:
                 return structure.lag_basis
     return None
-
-
-def _look_for_loss(
-    tried: list[Sized],
-    scores: Scores,
-    candidates: Candidates,
-    max_loss: float,
-    add: Callable[[Sequence[Sized]], None],
-) -> None:
-    """Adds of structures whose size can be chosen halves of the smallest, as long as these lose less than is allowed,
-    and then one each where its loss should be just less.
-
-    Args:
-        tried, scores: what was measured; ``add`` measures more and puts it there.
-    """
-
-    def at(sized: Sized, share: float) -> Sized | None:
-        return candidates.sized(sized.target, _but_size(sized), share, mixes=sized.mixes, told=False)
-
-    while more := [
-        smaller
-        for (share, loss, sized), *_ in _curves(tried, scores, candidates)
-        if loss < max_loss and (smaller := at(sized, share / 2))
-    ]:
-        add(more)
-    found = []
-    for points in _curves(tried, scores, candidates):
-        for (share, loss, sized), (next_share, next_loss, _) in pairwise(points):
-            if 0 < next_loss < AIM * max_loss and loss > max_loss:
-                # Losses are near powers of the share between two that were measured.
-                place = math.log(AIM * max_loss / loss) / math.log(next_loss / loss)
-                wanted = share * (next_share / share) ** place
-                found.append(at(sized, wanted))
-    if more := list(filter(None, found)):
-        add(more)
-
-
-def _curves(tried: Sequence[Sized], scores: Scores, candidates: Candidates) -> list[list[tuple[float, float, Sized]]]:
-    """Shares of the source's bytes, increases of the loss and candidates of one way of asking each, by share."""
-    curves: dict[tuple, list[tuple[float, float, Sized]]] = {}
-    for sized, (score, source) in zip(tried, scores, strict=True):
-        if "kv_ratio" in sized.asked:
-            point = (sized.kv_bytes / candidates.source_bytes, score.beyond(source).mean, sized)
-            curves.setdefault((sized.target.name, *sorted(_but_size(sized).items(), key=str)), []).append(point)
-    return [sorted(points, key=lambda point: point[0]) for points in curves.values()]
-
-
-def _but_size(sized: Sized) -> dict[str, Any]:
-    """What is asked for, without the ratio."""
-    return {name: value for name, value in sized.asked.items() if name != "kv_ratio"}
 
 
 def _nothing(refused: dict[str, str]) -> str:

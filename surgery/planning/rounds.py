@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from surgery.calibration.held_out import HeldOut
 from surgery.planning.candidates import Sized
 from surgery.planning.measure import Carried, Scored
-from surgery.planning.rows import Row, contenders, far_behind
+from surgery.planning.rows import CONTENDERS, Row, contenders, far_behind
 
 Scores = list[tuple[Scored, Scored]]
 """Of candidates, each beside the source's on the same texts."""
@@ -34,7 +34,7 @@ class Rounds:
     ):
         first, self._last = held_out.split(-(-held_out.texts // 2))
         self._first, self._second = first.split(-(-first.texts // 2))
-        self._measure, self._told = measure, told
+        self._measure, self._told, self._tokens = measure, told, held_out.tokens.numel()
         self.tried: list[Sized] = []
         self.scores: Scores = []
 
@@ -42,23 +42,24 @@ class Rounds:
         """Of all that were tried, in that order."""
         return self._told(self.tried, self.scores)
 
-    def add(self, candidates: Sequence[Sized]) -> None:
-        """Measures more candidates in the first two rounds."""
+    def add(self, candidates: Sequence[Sized], *, then: int = 0) -> None:
+        """Measures more candidates in the first two rounds; as many as ``then`` may be added behind them."""
         places = range(len(self.tried), len(self.tried) + len(candidates))
         self.tried += candidates
-        self._go_on(places, self._first, self._second, self._last)
+        most = (1 + min(CONTENDERS, len(self.tried))) * self._last.tokens.numel()
+        most += (1 + then) * self._tokens if then else 0
+        self._go_on(places, self._first, (1 + len(places)) * self._second.tokens.numel() + most)
         behind = far_behind(self.rows())
-        self._go_on([place for place in places if place not in behind], self._second, self._last)
+        self._go_on([place for place in places if place not in behind], self._second, most)
 
     def decide(self, share: float | None, max_loss: float | None) -> None:
         """Measures those between which the choice lies in the last round."""
-        self._go_on(contenders(self.rows(), share, max_loss), self._last)
+        self._go_on(contenders(self.rows(), share, max_loss), self._last, 0)
 
-    def _go_on(self, places: Sequence[int], part: HeldOut, *parts: HeldOut) -> None:
-        """Measures some on a part; at most these, and the source, go on to the parts behind it."""
+    def _go_on(self, places: Sequence[int], part: HeldOut, later: int) -> None:
+        """Measures some on a part."""
         if not places or not part.texts:
             return
-        later = (1 + len(places)) * sum(each.tokens.numel() for each in parts)
         carried = self._measure([self.tried[place] for place in places], part, later)
         for place, score in zip(places, carried.scored, strict=True):
             if place == len(self.scores):

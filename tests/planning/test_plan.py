@@ -25,11 +25,12 @@ from surgery.kernels.gpus import GPUS
 from surgery.kernels.planner import compare
 from surgery.planning.candidates import Candidates
 from surgery.planning.measure import LATER, Carried, Increase, Scored, carry, measure, student_t
-from surgery.planning.plan import _look_for_loss, make_plan, opened_work
+from surgery.planning.plan import make_plan, opened_work
 from surgery.planning.plan_file import read_plan, write_plan
 from surgery.planning.rounds import Rounds
 from surgery.planning.rows import alike, choose, contenders, far_behind
 from surgery.planning.settings import PlanSettings
+from surgery.planning.sizes import around_best, look_for_loss, most_around
 from surgery.running.source import Source
 from surgery.structures import converter
 from surgery.structures.registry import find_target
@@ -189,7 +190,7 @@ def test_a_loss_is_looked_for_below_the_sizes_that_every_plan_weighs(least, look
 
     tried = []
     add([sized(target, {"bits": 8}, share) for share in (0.125, 0.0625)])
-    _look_for_loss(tried, scores, SimpleNamespace(source_bytes=1.0, sized=sized), 2.5, add)
+    look_for_loss(tried, scores, SimpleNamespace(source_bytes=1.0, sized=sized), 2.5, add)
     assert asked[2:] == pytest.approx(looked_at, abs=1e-5)
 
 
@@ -271,9 +272,22 @@ def test_text_is_spent_where_it_decides(plan):
     assert asked == [([0, 1, 2, 3], [0, 1]), ([0, 1, 3], [2, 3]), ([0, 1], [4, 5, 6, 7])]
     assert [len(row.by_text) for row in rounds.rows()] == [8, 8, 2, 4] and choose(rounds.rows(), 0.5, None) == 0
     tried.append((sure, 0.0))
-    rounds.add(tried[-1:])
+    rounds.add(tried[-1:], then=2)
     assert [texts for _, texts in asked[3:]] == [[0, 1], [2, 3]]
-    assert left == [5 * 6, 4 * 4, 0, 2 * 6, 2 * 4]  # with the source, on what is left of the text
+    # With the source, on what is left of the text; of the last round for as many as may come to it.
+    assert left == [5 * 2 + 5 * 4, 5 * 4, 0, 2 * 2 + 6 * 4 + 3 * 8, 6 * 4 + 3 * 8]
+
+
+def test_sizes_around_a_budget_are_of_what_is_not_far_behind_there():
+    def sized(target, said, share, **kwargs):
+        asked = {**said, "kv_ratio": share}
+        return SimpleNamespace(target=target, asked=asked, mixes=True, config=(target, share)) if share != 0.5 else None
+
+    tried = [sized("good", {"bits": "auto"}, 0.25), sized("far", {}, 0.25), SimpleNamespace(asked={}, config="plain")]
+    rows = [SimpleNamespace(kv_bytes=size, cost=cost, drift=cost) for size, cost in [(4, 1), (4, 9), (5, 2)]]
+    found = around_best(SimpleNamespace(tried=tried, rows=lambda: rows), SimpleNamespace(sized=sized), 0.25)
+    assert [(each.target, each.asked) for each in found] == [("good", {"bits": "auto", "kv_ratio": 0.125})]
+    assert most_around(tried, 0.25) == 2 * 2
 
 
 def test_scores_of_more_text_are_means_over_all_of_it():
