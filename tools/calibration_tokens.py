@@ -19,10 +19,11 @@ from typing import Any
 
 import surgery
 
-TOKENS = (3072, 6144, 12288, 24576, 49152)
+TOKENS = (6144, 12288, 24576, 49152)
 WINDOWS = 16
 TEXT = {"smollm2": {"calibration": "prose=0.6,code=0.4"}}
 """As its report has it; else the default."""
+FORMS = "closed form", "fitted"
 NAMES = ("model", "to", "kv_ratio", "tokens", "fitted", "kept", "source", "increase", "low", "high")
 """``fitted``: 1 with the default fit, whose end ``kept`` of the layers have, 0 in closed form; ``low`` and ``high``: a
 95% interval of the increase over windows."""
@@ -78,7 +79,7 @@ def draw(lines: list[dict[str, str]], path: Path) -> None:
             for colour, ((to, ratio), here) in zip(PALETTE, forms, strict=False):
                 for fitted, points in groupby(sorted(here, key=by_fit), key=by_fit):
                     x, y, low, high = zip(*(numbers(line) for line in points), strict=True)
-                    label = f"{to} {float(ratio):g}, {'fitted' if fitted == '1' else 'closed form'}"
+                    label = f"{to} {float(ratio):g}, {FORMS[int(fitted)]}"
                     axes.plot(x, y, "o-" if fitted == "1" else "o--", color=colour, label=label, markersize=4)
                     axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
             axes.set(xscale="log", yscale="log", title=model, xlabel="calibration tokens")
@@ -88,6 +89,17 @@ def draw(lines: list[dict[str, str]], path: Path) -> None:
             axes.legend()
         panels[0].set_ylabel("loss increase, nats per token")
         figure.savefig(path)
+
+
+def table(lines: list[dict[str, str]]) -> str:
+    """Rows of Markdown: of every form of a model the increase at each number of tokens, with half of its interval."""
+    rows: dict[tuple[str, ...], dict[int, str]] = {}
+    for line in lines:
+        tokens, increase, low, high = numbers(line)
+        form = line["model"], f"{line['to']} {float(line['kv_ratio']):g}", FORMS[int(line["fitted"])]
+        rows.setdefault(form, {})[int(tokens)] = f"{increase:+.4f} ± {(high - low) / 2:.4f}"
+    cells = ((*form, *(found.get(tokens, "") for tokens in TOKENS)) for form, found in rows.items())
+    return "\n".join(f"| {' | '.join(each)} |" for each in cells)
 
 
 def by_fit(line: dict[str, str]) -> str:
@@ -109,7 +121,9 @@ def main() -> None:
     parser.add_argument("given", nargs="+", metavar="MODEL WORK FORM... | CSV...")
     asked = parser.parse_args()
     if asked.draw:
-        draw([line for path in asked.given for line in csv.DictReader(Path(path).read_text().splitlines())], asked.draw)
+        lines = [line for path in asked.given for line in csv.DictReader(Path(path).read_text().splitlines())]
+        draw(lines, asked.draw)
+        print(table(lines))
         return
     model, work, *forms = asked.given
     tokens, fits = map(int, asked.tokens.split(",")), (False,) if asked.closed else (False, True)

@@ -119,7 +119,7 @@ def _chosen(candidates: Candidates, carry: Measured, held_out: HeldOut, share: f
 
     rounds = Rounds(held_out, lambda some, part, _: carry(some, part), told)
     rounds.add(list(candidates.at([share])))
-    rounds.add(around_best(rounds, candidates, share))
+    rounds.add(around_best(rounds, candidates, share), twice=False)
     rounds.decide(share, None)
     return rounds.tried[choose(rounds.rows(), share, None)].name
 

@@ -164,7 +164,7 @@ def make_plan(
                     look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
                 else:
                     rounds.add(tried, then=most_around(tried, share))
-                    rounds.add(around_best(rounds, candidates, share))
+                    rounds.add(around_best(rounds, candidates, share), twice=False)
                 rounds.decide(share, settings.max_loss)
                 weighed, rows, scores = rounds.tried, rounds.rows(), rounds.scores
         ordered = by_bytes(rows)

@@ -29,7 +29,7 @@ from torch import Tensor
 from surgery.calibration.statistics import LagStatistics, LayerStatistics
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.transforms import partial_rope
-from surgery.transforms.algebra import damp, left_root, reduced_rank_projection, relative
+from surgery.transforms.algebra import damp, eigvalsh, left_root, reduced_rank_projection, relative
 from surgery.transforms.key_basis import KeyBasis, energy_basis, folded_basis, identity_basis
 from surgery.transforms.latent_layer import LatentLayer
 
@@ -156,7 +156,7 @@ def latent_energies(
         still = torch.ones(len(moment), dtype=torch.bool)
         still[rotated] = still[basis.components + rotated] = False  # real and imaginary parts
         root = left_root(damp(metric[still][:, still], METRIC_DAMPING))
-        found.append(torch.linalg.eigvalsh(root.mT @ moment[still][:, still] @ root).flip(0).clamp_min(0))
+        found.append(eigvalsh(root.mT @ moment[still][:, still] @ root).flip(0).clamp_min(0))
     return found
 
 
