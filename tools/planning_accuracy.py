@@ -117,10 +117,10 @@ def _chosen(candidates: Candidates, carry: Measured, held_out: HeldOut, share: f
     def told(weighed: Sequence[Sized], scores: Scores) -> list[Row]:
         return rows_of(weighed, scores, candidates.source_bytes, "", lambda sized: None)
 
-    rounds = Rounds(held_out, lambda some, part, _: carry(some, part), told)
+    rounds = Rounds(held_out, lambda some, part, _: carry(some, part), told, share)
     rounds.add(list(candidates.at([share])))
     rounds.add(around_best(rounds, candidates, share), twice=False)
-    rounds.decide(share, None)
+    rounds.decide(None)
     return rounds.tried[choose(rounds.rows(), share, None)].name
 
 

@@ -139,7 +139,12 @@ class Candidates:
         """The largest found that keeps to a share."""
         ratio, best, before = share, None, None
         for _ in range(ATTEMPTS):
-            found = self._made(target, {"kv_ratio": round(ratio, 4), **asked})
+            try:
+                found = self._made(target, {"kv_ratio": round(ratio, 4), **asked})
+            except SurgeryError:
+                if best is None:
+                    raise
+                break  # what fits is there, if nothing closer is
             got = found.kv_bytes / self.source_bytes
             if got <= share and (best is None or found.kv_bytes > best.kv_bytes):
                 best = found

@@ -158,14 +158,14 @@ def make_plan(
                 def measured(some: Sequence[Sized], part: HeldOut, later: int) -> Carried:
                     return measure(some, work, part, later=later + learnt)
 
-                rounds = Rounds(texts.held_out, measured, told)
+                rounds = Rounds(texts.held_out, measured, told, share)
                 if share is None:
                     rounds.add(tried)
                     look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
                 else:
                     rounds.add(tried, then=most_around(tried, share))
                     rounds.add(around_best(rounds, candidates, share), twice=False)
-                rounds.decide(share, settings.max_loss)
+                rounds.decide(settings.max_loss)
                 weighed, rows, scores = rounds.tried, rounds.rows(), rounds.scores
         ordered = by_bytes(rows)
         chosen = ordered[choose(ordered, share, settings.max_loss)]

@@ -24,6 +24,7 @@ class Rounds:
         held_out: text and prompts of all rounds.
         measure: candidates on a part of it; it is told how many tokens of theirs may follow.
         told: rows of candidates and their scores, in the order given.
+        share: of the source's bytes, that may be kept; None where a loss is the limit.
     """
 
     def __init__(
@@ -31,10 +32,12 @@ class Rounds:
         held_out: HeldOut,
         measure: Callable[[Sequence[Sized], HeldOut, int], Carried],
         told: Callable[[Sequence[Sized], Scores], list[Row]],
+        share: float | None,
     ):
         first, self._last = held_out.split(-(-held_out.texts // 2))
         self._first, self._second = first.split(-(-first.texts // 2))
         self._measure, self._told, self._tokens = measure, told, held_out.tokens.numel()
+        self._share = share
         self.tried: list[Sized] = []
         self.scores: Scores = []
 
@@ -56,16 +59,16 @@ class Rounds:
         again = (1 + len(places)) * self._second.tokens.numel() if twice else 0
         self._go_on(places, self._first, again + most)
         if twice:
-            behind = far_behind(self.rows())
+            behind = far_behind(self.rows(), self._share)
             self._go_on([place for place in places if place not in behind], self._second, most)
 
-    def decide(self, share: float | None, max_loss: float | None) -> None:
+    def decide(self, max_loss: float | None) -> None:
         """Measures those between which the choice lies in the last round, and in the second where they were not."""
         seen = self._first.texts, self._first.texts + self._second.texts
-        level = contenders(self.rows(), share, max_loss)
+        level = contenders(self.rows(), self._share, max_loss)
         late = [place for place in level if len(self.scores[place][0].losses) == seen[0]]
         self._go_on(late, self._second, (1 + len(level)) * self._last.tokens.numel())
-        level = contenders(self.rows(), share, max_loss)
+        level = contenders(self.rows(), self._share, max_loss)
         self._go_on([place for place in level if len(self.scores[place][0].losses) == seen[1]], self._last, 0)
 
     def _go_on(self, places: Sequence[int], part: HeldOut, later: int) -> None:

@@ -119,15 +119,19 @@ def by_bytes(rows: Iterable[Row]) -> list[Row]:
     return marked
 
 
-def far_behind(rows: Sequence[Row]) -> set[int]:
-    """Places of the rows that cost more, and have moved predictions `FAR` times as much, as one that is no larger."""
-    return {
-        place
-        for place, row in enumerate(rows)
-        if any(
-            other.kv_bytes <= row.kv_bytes and other.cost < row.cost and FAR * other.drift < row.drift for other in rows
-        )
-    }
+def far_behind(rows: Sequence[Row], share: float | None = None) -> set[int]:
+    """Places of the rows that cost more, and have moved predictions `FAR` times as much, as one that is no larger.
+
+    Args:
+        share: of the source's bytes, that may be kept: of rows within it none is larger than another.
+    """
+    within = (share or 0.0) * (1 + 1e-9)
+
+    def is_far(row: Row, other: Row) -> bool:
+        no_larger = other.kv_bytes <= row.kv_bytes or max(row.kv_ratio, other.kv_ratio) <= within
+        return no_larger and other.cost < row.cost and FAR * other.drift < row.drift
+
+    return {place for place, row in enumerate(rows) if any(is_far(row, other) for other in rows)}
 
 
 def alike(rows: Sequence[Row], share: float) -> list[int]:
@@ -141,7 +145,7 @@ def alike(rows: Sequence[Row], share: float) -> list[int]:
     fitting = [place for place, row in enumerate(rows) if row.kv_ratio <= share * (1 + 1e-9)]
     if not fitting:
         return []
-    behind = far_behind(rows)  # of fewer texts, which tell less
+    behind = far_behind(rows, share)  # of fewer texts, which tell less
     fitting = [place for place in fitting if place not in behind]
     best = rows[min(fitting, key=lambda place: rows[place].cost)]
     level = [place for place in fitting if rows[place] is best or not _costs_more(rows[place], best)]

@@ -33,7 +33,7 @@ def most_around(tried: Sequence[Sized], share: float) -> int:
 
 def around_best(rounds: Rounds, candidates: Candidates, share: float) -> list[Sized]:
     """What is not far behind at a share of the source's bytes, at those around it."""
-    behind, known, found = far_behind(rounds.rows()), [each.config for each in rounds.tried], []
+    behind, known, found = far_behind(rounds.rows(), share), [each.config for each in rounds.tried], []
     near = [each for place, each in enumerate(rounds.tried) if "kv_ratio" in each.asked and place not in behind]
     for each in near:
         for other in shares_around(share):

@@ -231,7 +231,9 @@ def test_of_what_texts_cannot_tell_apart_the_one_that_moved_least_is_chosen(plan
 def test_what_moves_much_and_costs_more_than_something_no_larger_is_far_behind(plan):
     least, most = (row_of(plan, [0.001, 0.002], 0.001), row_of(plan, [0.01, 0.02], 0.005))
     assert far_behind([least, most]) == {1} and far_behind([least, replace(most, divergence=0.004)]) == set()
-    assert far_behind([replace(least, kv_bytes=0.4), most]) == set()  # it is larger
+    larger = replace(least, kv_bytes=2 * most.kv_bytes, kv_ratio=0.4)
+    assert far_behind([larger, most]) == set() and far_behind([larger, most], 0.4) == {1}  # both keep to the budget
+    assert far_behind([larger, most], 0.3) == set()
     assert far_behind([replace(least, cost=0.1), replace(most, cost=0.09)]) == set()  # it costs more
     assert far_behind([least, replace(most, cost=most.cost + 0.05, divergence=0.001)]) == {1}  # by its answers
 
@@ -266,9 +268,9 @@ def test_text_is_spent_where_it_decides(plan):
         differences = ([a - b for a, b in zip(own.losses, its.losses, strict=True)] for own, its in scores)
         return [row_of(plan, by_text, moved) for by_text, (_, moved) in zip(differences, some, strict=True)]
 
-    rounds = Rounds(held_out, measure, told)
+    rounds = Rounds(held_out, measure, told, 0.5)
     rounds.add(tried)
-    rounds.decide(0.5, None)
+    rounds.decide(None)
     assert asked == [([0, 1, 2, 3], [0, 1]), ([0, 1, 3], [2, 3]), ([0, 1], [4, 5, 6, 7])]
     assert [len(row.by_text) for row in rounds.rows()] == [8, 8, 2, 4] and choose(rounds.rows(), 0.5, None) == 0
     tried.append((sure, 0.0))
@@ -280,7 +282,7 @@ def test_text_is_spent_where_it_decides(plan):
     rounds.add(tried[-1:], twice=False)
     assert [texts for _, texts in asked[5:]] == [[0, 1]] and left[5:] == [7 * 4]
     del asked[:]
-    rounds.decide(0.5, None)  # nothing is measured on the last texts that was not on those before, and nothing again
+    rounds.decide(None)  # nothing is measured on the last texts that was not on those before, and nothing again
     assert asked == [([5], [2, 3]), ([4, 5], [4, 5, 6, 7])]
 
 
@@ -290,7 +292,10 @@ def test_sizes_around_a_budget_are_of_what_is_not_far_behind_there():
         return SimpleNamespace(target=target, asked=asked, mixes=True, config=(target, share)) if share != 0.5 else None
 
     tried = [sized("good", {"bits": "auto"}, 0.25), sized("far", {}, 0.25), SimpleNamespace(asked={}, config="plain")]
-    rows = [SimpleNamespace(kv_bytes=size, cost=cost, drift=cost) for size, cost in [(4, 1), (4, 9), (5, 2)]]
+    rows = [
+        SimpleNamespace(kv_bytes=size, kv_ratio=size / 16, cost=cost, drift=cost)
+        for size, cost in [(4, 1), (3, 9), (5, 2)]  # the second is smaller, but the first keeps to the budget too
+    ]
     found = around_best(SimpleNamespace(tried=tried, rows=lambda: rows), SimpleNamespace(sized=sized), 0.25)
     assert [(each.target, each.asked) for each in found] == [("good", {"bits": "auto", "kv_ratio": 0.125})]
     assert most_around(tried, 0.25) == 2 * 2
