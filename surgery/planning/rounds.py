@@ -50,26 +50,22 @@ class Rounds:
 
         Args:
             then: as many may be added behind them.
-            twice: in the first two rounds; else in the first alone, as those that no choice is made among.
+            twice: in the first two rounds; else those that do not keep to the budget, of which none is chosen, in the
+                first alone.
         """
         places = range(len(self.tried), len(self.tried) + len(candidates))
         self.tried += candidates
         most = (1 + min(CONTENDERS, len(self.tried))) * self._last.tokens.numel()
         most += (1 + then) * self._tokens if then else 0
-        again = (1 + len(places)) * self._second.tokens.numel() if twice else 0
-        self._go_on(places, self._first, again + most)
-        if twice:
-            behind = far_behind(self.rows(), self._share)
-            self._go_on([place for place in places if place not in behind], self._second, most)
+        self._go_on(places, self._first, (1 + len(places)) * self._second.tokens.numel() + most)
+        rows = self.rows()
+        behind = far_behind(rows, self._share)
+        due = [place for place in places if place not in behind and (twice or rows[place].kv_ratio <= self._share)]
+        self._go_on(due, self._second, most)
 
     def decide(self, max_loss: float | None) -> None:
-        """Measures those between which the choice lies in the last round, and in the second where they were not."""
-        seen = self._first.texts, self._first.texts + self._second.texts
-        level = contenders(self.rows(), self._share, max_loss)
-        late = [place for place in level if len(self.scores[place][0].losses) == seen[0]]
-        self._go_on(late, self._second, (1 + len(level)) * self._last.tokens.numel())
-        level = contenders(self.rows(), self._share, max_loss)
-        self._go_on([place for place in level if len(self.scores[place][0].losses) == seen[1]], self._last, 0)
+        """Measures those between which the choice lies in the last round."""
+        self._go_on(contenders(self.rows(), self._share, max_loss), self._last, 0)
 
     def _go_on(self, places: Sequence[int], part: HeldOut, later: int) -> None:
         """Measures some on a part."""

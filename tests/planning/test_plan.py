@@ -278,12 +278,11 @@ def test_text_is_spent_where_it_decides(plan):
     assert [texts for _, texts in asked[3:]] == [[0, 1], [2, 3]]
     # With the source, on what is left of the text; of the last round for as many as may come to it.
     assert left == [5 * 2 + 5 * 4, 5 * 4, 0, 2 * 2 + 6 * 4 + 3 * 8, 6 * 4 + 3 * 8]
-    tried.append((sure, 1e-9))
-    rounds.add(tried[-1:], twice=False)
-    assert [texts for _, texts in asked[5:]] == [[0, 1]] and left[5:] == [7 * 4]
-    del asked[:]
-    rounds.decide(None)  # nothing is measured on the last texts that was not on those before, and nothing again
-    assert asked == [([5], [2, 3]), ([4, 5], [4, 5, 6, 7])]
+    for share, due in ((0.5, [[0, 1], [2, 3]]), (0.2, [[0, 1]])):  # rows have 0.3 of the bytes
+        del asked[:]
+        some = Rounds(held_out, measure, told, share)
+        some.add(tried[:1], twice=False)
+        assert [texts for _, texts in asked] == due
 
 
 def test_sizes_around_a_budget_are_of_what_is_not_far_behind_there():
