@@ -275,6 +275,7 @@ def kind(line: dict[str, Any]) -> str:
 
 
 HALVES = 200
+"""Of the texts, at random, on which rivals are taken."""
 KINDS = ("structure", "pair", "plain")
 """Of what a plan's choice is compared with."""
 

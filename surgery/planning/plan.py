@@ -46,7 +46,6 @@ from surgery.version import __version__
 SHOWN = 3
 """Mixtures among the rows, at most: those that cost least."""
 DEFAULT_SHARE = 0.25
-
 STEPS = 3
 """Of every plan: texts, statistics, candidates; and of one that is refined another."""
 

@@ -60,7 +60,7 @@ class Rounds:
         self._go_on(places, self._first, (1 + len(places)) * self._second.tokens.numel() + most)
         rows = self.rows()
         behind = far_behind(rows, self._share)
-        due = [place for place in places if place not in behind and (twice or rows[place].kv_ratio <= self._share)]
+        due = [place for place in places if place not in behind and (twice or rows[place].keeps_to(self._share))]
         self._go_on(due, self._second, most)
 
     def decide(self, max_loss: float | None) -> None:

@@ -64,6 +64,10 @@ class Row:
         """The cost with the divergence in the place of the loss."""
         return self.divergence + self.cost - self.loss_increase
 
+    def keeps_to(self, share: float) -> bool:
+        """Whether the bytes are no more than that share of the source's, but for rounding."""
+        return self.kv_ratio <= share * (1 + 1e-9)
+
 
 def rows_of(
     weighed: Sequence[Sized | Mixture],
@@ -125,10 +129,10 @@ def far_behind(rows: Sequence[Row], share: float | None = None) -> set[int]:
     Args:
         share: of the source's bytes, that may be kept: of rows within it none is larger than another.
     """
-    within = (share or 0.0) * (1 + 1e-9)
 
     def is_far(row: Row, other: Row) -> bool:
-        no_larger = other.kv_bytes <= row.kv_bytes or max(row.kv_ratio, other.kv_ratio) <= within
+        both_fit = share is not None and row.keeps_to(share) and other.keeps_to(share)
+        no_larger = other.kv_bytes <= row.kv_bytes or both_fit
         return no_larger and other.cost < row.cost and FAR * other.drift < row.drift
 
     return {place for place, row in enumerate(rows) if any(is_far(row, other) for other in rows)}
@@ -142,7 +146,7 @@ def alike(rows: Sequence[Row], share: float) -> list[int]:
     less noise, and is what any text pays for. Not the fewest bytes: who names a budget has it, and who wants less
     names less.
     """
-    fitting = [place for place, row in enumerate(rows) if row.kv_ratio <= share * (1 + 1e-9)]
+    fitting = [place for place, row in enumerate(rows) if row.keeps_to(share)]
     if not fitting:
         return []
     behind = far_behind(rows, share)  # of fewer texts, which tell less

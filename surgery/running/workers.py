@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from surgery.common.environment import environment
 from surgery.common.errors import ProcessLost, SurgeryError
 from surgery.common.progress import QUIET
 from surgery.running.processes import leave, partial_state
+from surgery.running.threads import torch_threads
 
 READY, LOST = b"ready\n", 3
 """What one says when it begins, and the exit code of one that misses another."""
@@ -72,15 +73,9 @@ def thread_share(count: int) -> int:
     return max(1, torch.get_num_threads() // count)
 
 
-@contextmanager
-def sharing_threads(count: int | None) -> Iterator[None]:
+def sharing_threads(count: int | None) -> AbstractContextManager[None]:
     """Has torch take that part of its threads in the block that it takes in each of the others."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(thread_share(count or 1))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return torch_threads(thread_share(count or 1))
 
 
 def _why(started: list[_Worker]) -> str | None:

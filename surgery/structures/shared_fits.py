@@ -15,6 +15,7 @@ from torch import Tensor
 
 from surgery.calibration.sweep import BoundaryStore
 from surgery.running.processes import ALONE, Processes
+from surgery.running.threads import torch_threads
 
 Fit = Callable[..., Any]
 """One of `surgery.transforms`: from a layer, inputs, targets, a metric and an effort, with ``processes``."""
@@ -57,12 +58,10 @@ class SharedFits:
             self._store.save(number, tensor)
         self._waiting = False  # but in the midst of a fit, should that fail
         self._processes.from_main(lambda: (fit, layer.to("cpu"), metric.cpu(), effort, tuple(tensors)))
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self._threads())
         try:
-            found = fit(layer, inputs, targets, metric, effort, **beside, processes=self._processes)
+            with torch_threads(self._threads()):
+                found = fit(layer, inputs, targets, metric, effort, **beside, processes=self._processes)
         finally:
-            torch.set_num_threads(threads)
             for number in range(self._first, self._first + len(tensors)):
                 self._store.forget(number)  # mapped by all; no snapshot is to speak of it
         self._waiting = True

@@ -6,11 +6,10 @@ moments of activations are singular as a rule (biases, dead channels, fewer toke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
+
+from surgery.running.threads import torch_threads
 
 RELATIVE_FLOOR = 1e-9  # of the largest eigenvalue: below it a direction counts as empty
 
@@ -23,24 +22,18 @@ often that two threads, asleep as they wait, took 59 ms for what one did in 13 (
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """As ``torch.linalg.eigh``, on one thread where that is sooner."""
-    with _few_threads(matrix):
+    with torch_threads(_worth(matrix)):
         return torch.linalg.eigh(matrix)
 
 
 def eigvalsh(matrix: Tensor) -> Tensor:
     """As ``torch.linalg.eigvalsh``, on one thread where that is sooner."""
-    with _few_threads(matrix):
+    with torch_threads(_worth(matrix)):
         return torch.linalg.eigvalsh(matrix)
 
 
-@contextmanager
-def _few_threads(matrix: Tensor) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1 if matrix.shape[-1] < SHARED else threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def _worth(matrix: Tensor) -> int:
+    return 1 if matrix.shape[-1] < SHARED else torch.get_num_threads()
 
 
 def relative(error: float, whole: float) -> float:

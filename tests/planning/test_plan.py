@@ -285,15 +285,15 @@ def test_text_is_spent_where_it_decides(plan):
         assert [texts for _, texts in asked] == due
 
 
-def test_sizes_around_a_budget_are_of_what_is_not_far_behind_there():
+def test_sizes_around_a_budget_are_of_what_is_not_far_behind_there(plan):
     def sized(target, said, share, **kwargs):
         asked = {**said, "kv_ratio": share}
         return SimpleNamespace(target=target, asked=asked, mixes=True, config=(target, share)) if share != 0.5 else None
 
     tried = [sized("good", {"bits": "auto"}, 0.25), sized("far", {}, 0.25), SimpleNamespace(asked={}, config="plain")]
     rows = [
-        SimpleNamespace(kv_bytes=size, kv_ratio=size / 16, cost=cost, drift=cost)
-        for size, cost in [(4, 1), (3, 9), (5, 2)]  # the second is smaller, but the first keeps to the budget too
+        replace(row_of(plan, [cost, cost], cost, kv_ratio=size / 16), kv_bytes=size)
+        for size, cost in [(4, 1.0), (3, 9.0), (5, 2.0)]  # the second is smaller, but the first keeps to the budget too
     ]
     found = around_best(SimpleNamespace(tried=tried, rows=lambda: rows), SimpleNamespace(sized=sized), 0.25)
     assert [(each.target, each.asked) for each in found] == [("good", {"bits": "auto", "kv_ratio": 0.125})]
