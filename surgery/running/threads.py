@@ -10,7 +10,10 @@ import torch
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Has torch take so many in the block, and as many as before behind it."""
+    """Has torch take so many in the block, and as many as before behind it.
+
+    Products of other threads of this process take so many too meanwhile, which changes their last digits.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
