@@ -75,28 +75,26 @@ def test_gates_give_an_idle_layers_bytes_to_the_others(opened_plan, tmp_path, mo
     assert options[0] is choice and options[-1] is other and len(options) == 6
     tokens = further_text(work.opened, settings, texts.held_out, 40 * 64, QUIET)
     made = Refinement(options, work, settings, choice.kv_bytes)
+    ends, passed, gradients, cheapest = [], [], GatedModel.gradients, Refinement._cheapest
+    monkeypatch.setattr(Refinement, "_cheapest", lambda self, costs: ends.append(costs) or cheapest(self, costs))
     line = made.learned(tokens)
     sizes, before = sizes_of(line, work, settings), sizes_of([choice, choice], work, settings)
     assert sizes[IDLE] < before[IDLE] and sizes[0] > before[0] and line[0] is not other
     assert Mixture.of(line, work.opened, settings).kv_bytes <= choice.kv_bytes
-    assert made.learned(tokens) == line  # by the seed
-    # Killed in the middle it goes on to the same end.
-    ends, passed, gradients, cheapest = [], [], GatedModel.gradients, Refinement._cheapest
-    monkeypatch.setattr(Refinement, "_cheapest", lambda self, costs: ends.append(costs) or cheapest(self, costs))
 
+    # Once more, by the same seed, killed in the middle: it goes on to the same end.
     def killed(self, *args):
         passed.append(args)
         if len(passed) == len(tokens) // 2:
             raise KeyboardInterrupt
         return gradients(self, *args)
 
-    made.learned(tokens)
     monkeypatch.setattr(snapshots, "INTERVAL", 0.0)
     monkeypatch.setattr(GatedModel, "gradients", killed)
     object.__setattr__(work, "snapshots", snapshots.Snapshots(tmp_path))
     with pytest.raises(KeyboardInterrupt):
         made.learned(tokens)
-    made.learned(tokens)
+    assert made.learned(tokens) == line
     assert torch.equal(*ends) and len(passed) == len(tokens) + 1
 
 
