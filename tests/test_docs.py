@@ -1,6 +1,5 @@
 """The documentation: links lead somewhere, the reference is current, tutorials and notebooks run, the site builds."""
 
-import importlib.util
 import json
 import os
 import re
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from project_tools import tool
 from typer.main import get_command
 
 from surgery.cli import program
@@ -23,13 +23,6 @@ TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 HEAVY = re.compile(r"surgery (run |bench )")
-
-
-def tool(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def anchors(page: Path) -> set[str]:

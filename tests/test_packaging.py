@@ -1,28 +1,20 @@
 """What people install: sdist and wheel, built as a release builds them and tried away from the repository."""
 
-import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
+from project_tools import tool
 
 from surgery.eval.report.document import read_report
 from surgery.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def tool(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 release, versions = tool("release"), tool("versions")

@@ -1,6 +1,5 @@
 """Every figure of tables of reports in the README and in docs/results.md is the report's."""
 
-import importlib.util
 import json
 import math
 import re
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import run_main
+from project_tools import tool
 from tiny_models import random_model
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -22,13 +22,6 @@ from surgery.eval.report.tables import columns
 from surgery.heads.pattern import HeadPattern
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def tool():
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "tools" / "readme.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 REPORTS = ["smollm2", "smollm2/healing", "smollm2/structures", "testbed"]
@@ -65,9 +58,9 @@ def test_other_structures_of_the_real_model_are_the_reports():
 
 def test_the_table_of_the_readme_is_the_reports():
     _, *found = rows_of((ROOT / "README.md").read_text(encoding="utf-8"), "## A real model").items()
-    shown = tuple(tool().SHOWN)
+    shown = tuple(tool("readme").SHOWN)
     report = table_of_the_report("smollm2", shown) | table_of_the_report("smollm2/healing", shown)
-    speeds = {row["name"]: row["results"].get("speed") for row in read_report(tool().HEALED)["rows"]}
+    speeds = {row["name"]: row["results"].get("speed") for row in read_report(tool("readme").HEALED)["rows"]}
     assert len(found) >= 10 and any(speeds.values())
     for name, cells in found:
         timed = (speeds.get(name) or {}).get("points")
@@ -96,7 +89,7 @@ def test_recall_by_heads_that_stream_is_the_comparisons():
 
 
 def test_table_and_picture_of_the_readme_are_current():
-    readme = tool()
+    readme = tool("readme")
     report, text = read_report(readme.REPORT), (ROOT / "README.md").read_text(encoding="utf-8")
     parts = readme.hook(report), readme.table(report, read_report(readme.HEALED))
     assert readme.with_parts(text, *parts) == text and all(part in text for part in parts), "run python tools/readme.py"
@@ -104,7 +97,7 @@ def test_table_and_picture_of_the_readme_are_current():
 
 
 def test_the_picture_shows_every_row_where_it_belongs():
-    readme = tool()
+    readme = tool("readme")
     report = read_report(readme.REPORT)
     drawn = xml.etree.ElementTree.fromstring(readme.picture(report))
     texts = [each.text for each in drawn.iter() if each.tag.endswith("text")]

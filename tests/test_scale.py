@@ -1,14 +1,12 @@
 """The table of docs/scale.md is what dry runs count on checkpoints of holes."""
 
-import importlib.util
 import re
 
 import pytest
 from command_line import ROOT
+from project_tools import tool
 
-spec = importlib.util.spec_from_file_location("scale", ROOT / "tools" / "scale.py")
-scale = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(scale)
+scale = tool("scale")
 
 NUMBERS = re.compile(r"[\d,.]+")
 
