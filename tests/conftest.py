@@ -102,9 +102,7 @@ def tokenizer():
 @pytest.fixture
 def one_core():
     """Tiny models have no work for two cores; on a busy machine they would mostly wait for each other."""
-    import torch
+    from surgery.running.threads import torch_threads
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield

@@ -17,6 +17,7 @@ from surgery.calibration.parts import PARTS, Parts
 from surgery.calibration.sweep import BoundaryStore
 from surgery.running.activations import ActivationMemory
 from surgery.running.processes import Processes
+from surgery.running.threads import torch_threads
 
 pytest.importorskip("accelerate")
 # More sequences than parts, of which the last are shorter; attention over lags, and a fit that reads what was stored.
@@ -148,13 +149,12 @@ def test_started_by_the_verb(checkpoints, tmp_path):
 @pytest.mark.slow
 def test_started_from_a_program(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before, threads, children = dict(os.environ), torch.get_num_threads(), psutil.Process().children()
-    torch.set_num_threads(1)
+    before, children = dict(os.environ), psutil.Process().children()
     few = {"kv_ratio": 0.5, "fit_steps": 0, "calibration_tokens": 512, "calibration_length": 64, "held_out": 1}
     places = tmp_path / "one" / "small", tmp_path / "two" / "small"
-    for count, out in enumerate(places, 1):
-        surgery.convert("builtin", "lowrank", out=out, processes=count, progress=False, **few)
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        for count, out in enumerate(places, 1):
+            surgery.convert("builtin", "lowrank", out=out, processes=count, progress=False, **few)
     assert results(places[0]) == results(places[1])
     assert dict(os.environ) == before and set(psutil.Process().children()) <= set(children)
     assert not torch.distributed.is_initialized() and Processes().count == 1

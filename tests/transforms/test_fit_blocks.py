@@ -13,7 +13,6 @@ from surgery.calibration.settings import ConversionSettings
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.running.processes import ALONE, Processes
 from surgery.running.source import Source
-from surgery.running.threads import torch_threads
 from surgery.transforms import attention_fit
 from surgery.transforms.effort import Effort
 from surgery.transforms.fit_blocks import sample_blocks
@@ -24,14 +23,10 @@ from surgery.transforms.low_rank_fit import fit_low_rank_layer
 from surgery.transforms.low_rank_layer import Block, LowRankLayer
 from surgery.transforms.partial_rope import latent_form
 
+# Processes are threads here, and how many threads a product takes is a whole process's.
+pytestmark = pytest.mark.usefixtures("one_core")
+
 SEQUENCES, TOKENS = 11, 20
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Processes are threads here, and how many threads a product takes is a whole process's."""
-    with torch_threads(1):
-        yield
 
 
 class OfThreads(Processes):
