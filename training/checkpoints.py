@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,15 @@ from safetensors.torch import load_file, save_file
 
 from surgery.checkpoint.disk import disk_errors, sync_folder, sync_tree
 from surgery.common.errors import SurgeryError
+from surgery.common.ownership import matching, remove_owned
+from surgery.training.run_folder import STATE_FILES
 
 STATE = "state.json"
 WEIGHTS = "trained.safetensors"
 PREFIX = "step-"
 BEST = "best"
 """Folder of the state with the best held-out loss, where one is kept."""
+_is_of_state = matching(STATE_FILES)
 
 
 class Checkpoints:
@@ -131,18 +133,18 @@ class Checkpoints:
         (partial / STATE).write_text(json.dumps({**state, "files": files}), encoding="utf-8")
         sync_tree(partial)
         if path.exists():
-            shutil.rmtree(path)
+            remove_owned(path, _is_of_state)
         os.rename(partial, path)
         sync_folder(path.parent)
 
     def _forget(self) -> None:
         for path in sorted(self.folder.glob(f"{PREFIX}*[0-9]"))[: -self._keep_last]:
-            shutil.rmtree(path)
+            remove_owned(path, _is_of_state)
 
     def _clear(self, partial: Path) -> None:
         if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir()
+            remove_owned(partial, _is_of_state)
+        partial.mkdir(exist_ok=True)
 
     def _on_main(self, function: Callable[[], None], path: Path) -> None:
         """Runs it on the main process; all raise what it raises, so that none is left waiting."""

@@ -28,8 +28,10 @@ from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.output_place import kept_apart
 from surgery.checkpoint.staging import Staging
+from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
 from surgery.common.interruption import stop_with_starter
+from surgery.common.ownership import first_foreign, inventory, matching, remove_owned
 from surgery.common.progress import Progress
 from surgery.model import register
 from surgery.running.loading import load_tokenizer
@@ -47,6 +49,7 @@ from surgery.training.guards import Interrupted
 from surgery.training.loop import Loop, Training
 from surgery.training.measure import peak_memory
 from surgery.training.models import (
+    ADAPTER,
     check_writable,
     set_dtypes,
     set_quantization_aware,
@@ -57,6 +60,7 @@ from surgery.training.nested import nested_attentions
 from surgery.training.open_data import HealingData, open_data
 from surgery.training.preparation import COMPUTED, open_accelerator, prepare
 from surgery.training.run_log import RunLog, drop_later_lines
+from surgery.training.run_folder import CHECKPOINT_FILES, LOG, PROOF, RUN_FILES
 from surgery.training.settings import NO_TRACKER, HealSettings
 from surgery.training.teacher_logits import open_logits
 from surgery.training.trackers import Tracker, check_tracker, start_tracker, tracker_folder
@@ -65,7 +69,7 @@ from surgery.version import __version__
 
 register()
 
-REPORT, LOG = "heal.json", "heal.jsonl"
+REPORT = "heal.json"
 DECIDING = ("length", "train", "train_patterns", "balanced", "lora_rank", "lora_alpha", "lora_modules", "learning_rate")
 DECIDING += ("schedule", "warmup", "final_learning_rate", "weight_decay", "betas", "clip", "dtype", "seed")
 DECIDING += ("entry_factors",)
@@ -289,12 +293,15 @@ def _open_log(
 
 
 def _make(run: Path, alone: ExitStack, *, anew: bool) -> None:
+    WorkFolder(run, lambda: matching(RUN_FILES), PROOF).open()
     with disk_errors(run):
-        run.mkdir(parents=True, exist_ok=True)
         # Also of a training whose `surgery heal` was killed, and which saves what it has.
         alone.enter_context(kept_apart(run))
-        if anew and (run / "checkpoints").exists():
-            shutil.rmtree(run / "checkpoints")
+        if anew and (checkpoints := run / "checkpoints").exists():
+            is_owned = matching(CHECKPOINT_FILES)
+            if (foreign := first_foreign(checkpoints, is_owned)) is not None:
+                raise SurgeryError(f"{checkpoints}: {foreign} was not written by surgery; move it away to start again")
+            remove_owned(checkpoints, is_owned)
         (run / "data").mkdir(exist_ok=True)
 
 
@@ -326,10 +333,12 @@ def _write(
     staging = _staging(settings, reader)
     staging.create()
     try:
+        staging.claim_like(reader.model_folder() if reader.stored_names else reader.path, "*.safetensors", "*.json", f"{ADAPTER}/*", REPORT, LOG)
         write_healed(reader, settings, trained, staging.partial)
         with disk_errors(staging.partial):
-            (staging.partial / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
             shutil.copyfile(log, staging.partial / LOG)
+            facts = {**facts, "files": inventory(staging.partial, [REPORT])}
+            (staging.partial / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         staging.commit()
     except BaseException:
         staging.discard()

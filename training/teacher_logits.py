@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -103,7 +102,7 @@ class TeacherLogits:
         rows = max(1, min(SHARD_BYTES // identity.sequence_bytes, identity.sequences))
         header = {"format": _FORMAT, **asdict(identity), "sequences_per_shard": rows}
         if not (self.folder / HEADER).exists():
-            with written_whole(self.folder / HEADER, f".{uuid4().hex}") as part:
+            with written_whole(self.folder / HEADER) as part:
                 part.write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
         self._rows = _checked(self.folder / HEADER, header)
 

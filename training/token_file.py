@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,13 @@ import numpy as np
 
 from surgery.checkpoint.disk import disk_errors, read_json, sync_folder, sync_tree
 from surgery.common.errors import SurgeryError
+from surgery.common.ownership import matching, remove_owned
+from surgery.training.run_folder import TOKEN_FILES
 
 ABOUT = "about.json"
 TOKENS, LABELLED, LENGTHS = "tokens.i4", "labelled.u1", "lengths.i8"
 """Files of the folder: little-endian, the type in the name."""
+_is_own = matching(TOKEN_FILES)
 
 
 @dataclass(frozen=True)
@@ -102,17 +104,20 @@ class TokenFile:
         """
         partial = folder.with_name(folder.name + ".partial")
         with disk_errors(folder):
-            shutil.rmtree(partial, ignore_errors=True)  # of a run that was stopped
+            if partial.exists():
+                remove_owned(partial, _is_own)  # of a run that was stopped
             partial.mkdir(parents=True)
             try:
                 about = {**_write(partial, documents, limit, advance), "identity": _plain(identity)}
                 (partial / ABOUT).write_text(json.dumps(about, indent=2), encoding="utf-8")
                 sync_tree(partial)
-                shutil.rmtree(folder, ignore_errors=True)  # of another identity
+                if folder.exists():
+                    remove_owned(folder, _is_own)  # of another identity
                 os.rename(partial, folder)
                 sync_folder(folder.parent)
             finally:
-                shutil.rmtree(partial, ignore_errors=True)
+                if partial.exists():
+                    remove_owned(partial, _is_own)
         return cls(folder)
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from surgery.common.errors import SurgeryError
+from surgery.common.file_lock import Lock, is_at, try_lock
 from surgery.common.temporary import is_temporary
 
+_PART = ".surgery-"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -120,16 +124,17 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def written_whole(path: Path, apart: str = "") -> Iterator[Path]:
+def written_whole(path: Path) -> Iterator[Path]:
     """A path to write to, whose file becomes ``path`` at the end of the block, on the disk; it goes if the block fails.
 
-    Args:
-        apart: keeps apart what several processes write at once; without it what a killed one left is written over.
+    Its hidden name is one that nothing has; what a killed process left under such a name goes with the next write.
 
     Raises:
         SurgeryError: the disk refuses.
     """
-    part = path.with_name(f"{path.name}{apart}.partial")
+    with disk_errors(path):
+        _remove_parts(path)
+        part, lock = _new_part(path)
     try:
         with disk_errors(path):
             try:
@@ -143,8 +148,36 @@ def written_whole(path: Path, apart: str = "") -> Iterator[Path]:
                     error.filename = str(path)
                 raise
     finally:
+        lock.close()
         with contextlib.suppress(OSError):
             part.unlink()
+
+
+def _new_part(path: Path) -> tuple[Path, IO[bytes]]:
+    """An empty file next to a path, locked for as long as it is written, with the rights that a new file has."""
+    while True:
+        try:
+            number, name = tempfile.mkstemp(prefix=f".{path.name}{_PART}", suffix=".partial", dir=path.parent)
+        except OSError as error:
+            error.filename = str(path)
+            raise
+        file = os.fdopen(number, "r+b")
+        if try_lock(file) is not Lock.HELD and is_at(file, Path(name)):
+            break
+        file.close()  # taken for what a killed process left, before it was locked
+    mask = os.umask(0)
+    os.umask(mask)
+    with contextlib.suppress(OSError):
+        os.chmod(name, 0o666 & ~mask)
+    return Path(name), file
+
+
+def _remove_parts(path: Path) -> None:
+    """Removes what processes that were killed had written of a file."""
+    for part in path.parent.glob(f".{glob.escape(path.name)}{_PART}????????.partial"):
+        with contextlib.suppress(OSError), open(os.open(part, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)), "r+b") as file:
+            if try_lock(file) is Lock.TAKEN:
+                part.unlink()
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from surgery.checkpoint.staging import check_output
+from surgery.checkpoint.staging import check_out, check_output
 from surgery.common.errors import SurgeryError
 from surgery.common.file_lock import hold, is_at
 
@@ -39,14 +39,11 @@ def settle_output(
     out = Path(out) if out else default_output(source, target)
     if read is not None:
         check_output(read, out)
-    if os.path.lexists(out) and not overwrite and not is_empty_folder(out):
-        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
+    try:
+        check_out(out.expanduser(), overwrite=overwrite)
+    except OSError as error:
+        raise SurgeryError(f"{out}: {error.strerror or error}; choose another --out") from None
     return out
-
-
-def is_empty_folder(path: Path) -> bool:
-    """Whether there is a folder with nothing in it."""
-    return path.is_dir() and not any(path.iterdir())
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """An output folder that appears whole or not at all.
 
-Everything is written to ``<out>.partial`` and renamed at the end. A marker file in it says that it is ours to remove,
-and carries a lock that says whether a process is still at work in it. A folder in it, which never becomes part of the
-output, holds what an interrupted run goes on from.
+Everything is written to ``<out>.partial`` and renamed at the end. A ledger in it names every file before it is
+written, so that clean-up removes nothing else, and carries a lock while a process is at work. A folder in it, which
+never becomes part of the output, holds what an interrupted run resumes from.
 """
 
 from __future__ import annotations
@@ -10,20 +10,29 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import shutil
 import warnings
 from pathlib import Path
 from typing import TextIO
 
 from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, sync_folder, sync_tree, tree_bytes
-from surgery.checkpoint.layout import CONFIG
 from surgery.common.errors import SurgeryError
 from surgery.common.file_lock import hold
+from surgery.common.ownership import (
+    IsOwned,
+    Ledger,
+    check_replaceable,
+    first_foreign,
+    matching,
+    owned_result,
+    remove_owned,
+)
 
 MARKER = ".surgery-partial"
 UNFINISHED = ".surgery-unfinished"
+WORK_FILES = ("facts.json", "*.state", "*/[0-9]*", ".*.partial", "*/.*.partial")
+"""Files in the folder of unfinished work: what it was begun from, states of loops, one file a layer."""
 _FORGOTTEN = ".surgery-forgotten"
-_REPLACED = ".replaced-"
+_REPLACED, _REPLACED_MARKER = ".replaced-", ".surgery-replaced"
 # For what is not planned to the byte: tokenizer, report, plots.
 _SPARE_BYTES = 64 * 10**6
 # Windows neither renames nor removes a folder with an open file in it, and has none of these locks.
@@ -66,6 +75,7 @@ class Staging:
             raise SurgeryError(f"{out}: cannot be an output folder; choose another --out")
         self.partial = _partial_of(self.out)
         self._overwrite = overwrite
+        self._ledger = Ledger(self.partial / MARKER)
         self._lock: TextIO | None = None
         self._created = False
         self._made_parents: list[Path] = []
@@ -84,8 +94,24 @@ class Staging:
                 " free some or choose another --out"
             )
 
+    def claim(self, *names: str) -> None:
+        """Announces files of the output, by their paths in it, before they are written."""
+        with disk_errors(self.partial):
+            self._ledger.claim_files(*names)
+
+    def claim_like(self, folder: Path, *patterns: str) -> None:
+        """Announces files with the names of those in a folder, and files that match patterns."""
+        with disk_errors(self.partial):
+            names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+            self._ledger.claim_files(*names)
+            self._ledger.claim(*patterns)
+
     def create(self, *, keep_unfinished: bool = False) -> None:
-        """Makes the empty partial folder, in place of a leftover, of which one folder may stay, and missing parents."""
+        """Makes the empty partial folder, in place of a leftover, of which one folder may stay, and missing parents.
+
+        Raises:
+            SurgeryError: the leftover holds a file that no run has written, or the disk refuses.
+        """
         try:
             with disk_errors(self.partial):
                 self._check_leftover()
@@ -95,13 +121,16 @@ class Staging:
                 self.partial.mkdir(exist_ok=True)
                 # Locked before anything goes: another process may have looked as soon as this one.
                 self._lock = hold(self.partial / MARKER, self.partial)
+                self._refuse_foreign()
                 self._created = True
-                _empty(self.partial, keep_unfinished=keep_unfinished)
+                self._empty(keep_unfinished=keep_unfinished)
+                self._ledger.open(self._lock)
+                self._ledger.claim(*(f"{folder}/{name}" for folder in (UNFINISHED, _FORGOTTEN) for name in WORK_FILES))
         except BaseException:
             if not self._created:
                 with contextlib.suppress(OSError):
                     self.partial.rmdir()  # refused where somebody else has put something in
-            self.discard()
+            self.discard(keep_unfinished=keep_unfinished)
             raise
 
     def sync(self) -> None:
@@ -113,7 +142,7 @@ class Staging:
         """Flushes the partial folder to the disk and renames it to ``out``; an old output goes only then."""
         with disk_errors(self.out):
             self._check_out()  # again: the conversion may have taken hours
-            _forget(self.partial)
+            self._forget()
             self.sync()  # again: files may have been added
             if _CLOSED_FIRST:
                 self._unlock()
@@ -136,29 +165,19 @@ class Staging:
             self._unlock()
         # Errors are not worth hiding the one that led here: the marker lets the next run clear the rest.
         with contextlib.suppress(OSError):
-            if self._created:
-                _empty(self.partial, keep_unfinished=keep_unfinished)
-                if not keep_unfinished:
-                    shutil.rmtree(self.partial)
+            if self._created and self._empty(keep_unfinished=keep_unfinished):
+                (self.partial / MARKER).unlink()
+                self.partial.rmdir()
         self._unlock()
         with contextlib.suppress(OSError):
             for parent in self._made_parents:
                 parent.rmdir()  # refused, as it should be, once others put something in
 
     def _check_out(self) -> None:
-        if not os.path.lexists(self.out):
-            return
-        if not self.out.is_dir():
-            raise SurgeryError(f"{self.out}: is a file; choose another --out")
-        if not self._overwrite and any(self.out.iterdir()):
-            raise SurgeryError(f"{self.out}: exists already; pass --overwrite or choose another --out")
-        if not (self.out / CONFIG).is_file() and any(self.out.iterdir()):
-            raise SurgeryError(
-                f"{self.out}: holds other files than a checkpoint; it is not overwritten, choose another --out"
-            )
+        check_out(self.out, overwrite=self._overwrite)
 
     def _check_leftover(self) -> None:
-        """Refuses a partial folder that somebody else made or is still writing."""
+        """Refuses a partial folder that somebody else made, put a file in or is still writing."""
         if not os.path.lexists(self.partial):
             return
         if self.partial.is_symlink() or not self.partial.is_dir():
@@ -170,16 +189,53 @@ class Staging:
                 raise SurgeryError(f"{self.partial}: is in the way and not ours; remove it or choose another --out")
             return
         hold(marker, self.partial).close()
+        self._refuse_foreign()
+
+    def _refuse_foreign(self) -> None:
+        foreign = first_foreign(self.partial, self._owned(MARKER))
+        if foreign is not None:
+            raise SurgeryError(
+                f"{self.partial}: {foreign} is not in the list of what an unfinished run has written; move it away, or"
+                " choose another --out"
+            )
+
+    def _owned(self, *more: str, besides: str = "") -> IsOwned:
+        """Owns what runs have announced, and some names more; not what lies in a folder."""
+        is_listed, is_more = self._ledger.owned(), matching(more)
+        return lambda path: is_more(path) or (is_listed(path) and not (besides and path.startswith(f"{besides}/")))
+
+    def _empty(self, *, keep_unfinished: bool) -> bool:
+        """Removes what runs have put into the partial folder but the ledger, which lists what an interruption leaves.
+
+        Returns:
+            Whether nothing but the ledger is left.
+        """
+        if not keep_unfinished:
+            self._forget()
+        remove_owned(self.partial, self._owned(besides=UNFINISHED if keep_unfinished else ""))
+        return [path.name for path in self.partial.iterdir()] == [MARKER]
+
+    def _forget(self) -> None:
+        """Removes what a run resumes from. It loses its name at once: who is killed here leaves nobody a part of it."""
+        forgotten, is_owned = self.partial / _FORGOTTEN, matching(WORK_FILES)
+        if os.path.lexists(forgotten):
+            remove_owned(forgotten, is_owned)
+        if os.path.lexists(self.partial / UNFINISHED):
+            os.rename(self.partial / UNFINISHED, forgotten)
+            remove_owned(forgotten, is_owned)
 
     def _replace(self) -> None:
         """Swaps the old output for the new one; the old one is back where it was if that fails."""
         old = self.out.with_name(f"{self.out.name}{_REPLACED}{os.getpid()}")
+        while os.path.lexists(old):
+            old = old.with_name(f"{old.name}0")
         os.rename(self.out, old)
         try:
             os.rename(self.partial, self.out)
         finally:
             # Also where a signal came while the disk renamed: what has the name now decides.
             if self.out.exists():
+                (old / _REPLACED_MARKER).touch()
                 self._remove_replaced()
             else:
                 os.rename(old, self.out)
@@ -187,39 +243,46 @@ class Staging:
     def _remove_replaced(self) -> None:
         """Removes outputs that were replaced, also those that a process left that was killed before it could."""
         for old in self.out.parent.glob(f"{glob.escape(self.out.name)}{_REPLACED}[0-9]*"):
+            marker = old / _REPLACED_MARKER
+            if old.is_symlink() or not marker.is_file():
+                continue
             try:
-                shutil.rmtree(old)
+                is_result = owned_result(old, _REPLACED_MARKER)[0]
+                stays = remove_owned(old, is_result)
             except OSError as error:
+                stays = str(error)
+            if stays is not None:
                 # The new output is good, so this is no failure of the run.
-                warnings.warn(f"{old}: the replaced output could not be removed ({error}); remove it", stacklevel=2)
+                warnings.warn(f"{old}: the replaced output could not be removed ({stays}); remove it", stacklevel=2)
 
     def _unlock(self) -> None:
         if self._lock is not None:
+            self._ledger.close()
             self._lock.close()
             self._lock = None
 
 
+def check_out(out: Path, *, overwrite: bool) -> None:
+    """Refuses an output folder that may not be made or replaced.
+
+    Raises:
+        SurgeryError: it is a file, is there and ``overwrite`` is not set, or holds what no run of this program wrote.
+    """
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir():
+        raise SurgeryError(f"{out}: is a file; choose another --out")
+    if any(out.iterdir()):
+        if not overwrite:
+            raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
+        check_replaceable(out)
+
+
+def owned_partial(partial: Path) -> IsOwned:
+    """Owns what runs have put into a partial folder, and its ledger."""
+    is_listed, is_marker = Ledger(partial / MARKER).owned(), matching([MARKER])
+    return lambda path: is_listed(path) or is_marker(path)
+
+
 def _partial_of(out: Path) -> Path:
     return out.with_name(out.name + ".partial") if out.name else out
-
-
-def _forget(partial: Path) -> None:
-    """Removes what a run goes on from. It loses its name at once: who is killed here leaves nobody a part of it."""
-    forgotten = partial / _FORGOTTEN
-    shutil.rmtree(forgotten, ignore_errors=True)
-    if os.path.lexists(partial / UNFINISHED):
-        os.rename(partial / UNFINISHED, forgotten)
-    shutil.rmtree(forgotten, ignore_errors=True)
-
-
-def _empty(partial: Path, *, keep_unfinished: bool) -> None:
-    """Removes what a partial folder holds but its marker, so that an interrupted removal still leaves it marked."""
-    if not keep_unfinished:
-        _forget(partial)
-    for path in partial.iterdir():
-        if keep_unfinished and path.name == UNFINISHED:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != MARKER:
-            path.unlink()

@@ -1,4 +1,4 @@
-"""What an interrupted conversion had finished, kept for the same conversion to go on from.
+"""What a conversion that was interrupted had finished, kept for the same conversion to resume from.
 
 It lies in the ``.partial`` folder of the output, which is locked from the beginning: two conversions to one output are
 kept apart.
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.disk import disk_errors, write_whole
 from surgery.checkpoint.reader import CheckpointReader, Identity
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.staging import UNFINISHED, Staging
-from surgery.common.errors import ProcessLost
+from surgery.common.errors import ProcessLost, SurgeryError
 from surgery.common.other_threads import other_threads
 from surgery.common.progress import Progress
 
@@ -28,16 +28,17 @@ _FACTS = "facts.json"
 class Unfinished:
     """A context manager: the output's staging and the folder in it where work lies until there is an output.
 
-    Interrupted work with a snapshot stays. What ends in an error would end so again, and goes.
+    Work with a snapshot stays when it is interrupted, and when a resumed run fails: it goes with the output's last
+    name, or where ``restart`` asks for that. The first run that ends in an error would end so again, and leaves nothing.
 
     Args:
         source: what the work begins with, known by its fingerprint, which is taken here. Of files that nobody touched
             since the work was begun, it is the one that was taken then.
         facts: all else that the work follows from, as plain values. What was begun on other facts or another source,
-            or by another torch, is removed, with a line that says so.
+            or by another torch, is refused.
         progress: for the hash and lines for people.
         overwrite: as of `Staging`.
-        restart: begin anew in any case.
+        restart: discard what is there and begin from scratch.
 
     Attributes:
         staging: of the output.
@@ -46,7 +47,7 @@ class Unfinished:
         resumed: whether there was something to go on from.
 
     Raises:
-        SurgeryError: the output may not be written, or another process is writing it.
+        SurgeryError: the output may not be written, another process is writing it, or what is there is other work.
     """
 
     def __init__(
@@ -72,49 +73,73 @@ class Unfinished:
         try:
             with disk_errors(self.folder):
                 self.folder.mkdir(exist_ok=True)
-                begun = {"source": self._source.identity(), "facts": self._facts, "threads": self._threads}
-                (self.folder / _FACTS).write_text(json.dumps(begun))
+            begun = {"source": self._source.identity(), "facts": self._facts, "threads": self._threads}
+            write_whole(self.folder / _FACTS, json.dumps(begun))
         except BaseException:
-            self.staging.discard()
+            self.staging.discard(keep_unfinished=kept)
             raise
         self.snapshots = Snapshots(self.folder)
         if damaged := self.snapshots.discard_damaged():
             self._progress.note(f"{self.folder}: damaged, and begun anew: {', '.join(damaged)}")
         self.resumed = self.snapshots.taken()
         if self.resumed:
-            self._progress.note(f"goes on with what {self.staging.partial} holds; --restart begins anew")
+            self._progress.note(f"goes on with what {self.staging.partial} holds; --restart discards it")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stays = kind is not None and issubclass(kind, (KeyboardInterrupt, ProcessLost)) and self.snapshots.taken()
+        stays = kind is not None and (self.resumed or issubclass(kind, (KeyboardInterrupt, ProcessLost)))
+        stays = stays and self.snapshots.taken()
         self.staging.discard(keep_unfinished=stays)
+        if stays:
+            self._progress.note(f"{self.staging.partial} keeps what was finished; --restart discards it")
 
     def _same_work(self) -> bool:
-        """Whether what is there was begun on the same source and facts."""
+        """Whether what is there was begun on the same source and facts.
+
+        Raises:
+            SurgeryError: it was not, and holds something to resume from.
+        """
         begun, facts, threads = self._begun()
         if not self._source.recall(begun):
             size = sum(self._source.info(name).nbytes for name in self._source.names())
             with self._progress.phase("hash the source", size, "B") as advance:
                 self._source.identity(advance)
-        if begun is None:
-            return False
-        if begun.sha256 != self._source.fingerprint() or facts != self._facts:
-            anew = "was begun from another source, text, settings or version; begins anew"
-            self._progress.note(f"{self.staging.partial}: {anew}")
+        others = ["no readable list of settings"] if begun is None else self._others(begun, facts)
+        if others and not self._restart and Snapshots(self.folder).taken():
+            raise SurgeryError(
+                f"{self.staging.partial}: holds unfinished work of {', '.join(others)}; ask for the same to resume it,"
+                " pass --restart to discard it, or choose another --out"
+            )
+        if others:
             return False
         if said := other_threads(threads, self._threads):
             self._progress.note(f"{self.staging.partial}: {said}")
         return True
 
+    def _others(self, begun: Identity, facts: Any) -> list[str]:
+        """Names in what the work that is there differs from this."""
+        others = [] if begun.sha256 == self._source.fingerprint() else ["another source"]
+        before, now = ({"settings": {}, **each, **(each.get("settings") or {})} for each in (facts, self._facts))
+        names = [name for name in {**before, **now} if name != "settings" and before.get(name) != now.get(name)]
+        return others + [
+            "another text" if name == "texts" else f"{name} {_shown(before.get(name))}, not {_shown(now.get(name))}"
+            for name in names
+        ]
+
     def _begun(self) -> tuple[Identity | None, Any, Any]:
         """Source, facts and threads of what is there; None for what is to be left."""
         path = self.folder / _FACTS
-        if self._restart or self.folder.is_symlink() or not path.is_file():
+        if self._restart or not path.is_file():
             return None, None, None
         try:
             found = json.loads(path.read_text())
-            return Identity(*found["source"]), found["facts"], found["threads"]
+            return Identity(*found["source"]), dict(found["facts"]), found["threads"]
         except (OSError, ValueError, KeyError, TypeError):
-            return None, None, None  # killed while it was written
+            return None, None, None
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

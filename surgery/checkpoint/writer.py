@@ -31,7 +31,7 @@ class CheckpointWriter:
         out: the folder to make.
         plan: dtype and shape of every tensor; its order is the order in the files.
         max_shard_size: bytes of tensors in one file, or ``5GB``, ``500MiB``; a larger tensor gets a file of its own.
-        overwrite: replace ``out`` where it is an older checkpoint or empty.
+        overwrite: replace ``out`` where it is a result of this program or empty.
         metadata: of each safetensors file; ``{"format": "pt"}``, which transformers asks for, if not given.
         staging: of ``out``, made by the caller, who discards it too.
         stored_names: in the files, of tensors that the plan calls otherwise.
@@ -184,6 +184,7 @@ class CheckpointWriter:
     def _create_files(self) -> None:
         """Makes every shard with its header and its full length, and the index."""
         files = _shard_names(len(self._shards))
+        self._staging.claim(*files, WEIGHTS_INDEX)
         for file, specs in zip(files, self._shards, strict=True):
             path = self.partial / file
             header, offsets = encode_header({self._stored(n): spec for n, spec in specs.items()}, self._metadata)
@@ -232,6 +233,7 @@ class CheckpointWriter:
         ours = {MARKER, WEIGHTS_INDEX, *(place.name for place, _ in self._places.values())}
         if path.is_absolute() or ".." in path.parts or str(path) in {".", *ours}:
             raise SurgeryError(f"{self.out}: cannot write a file {str(relative)!r} into it; choose another name")
+        self._staging.claim(path.as_posix())
         return self.partial / path
 
     def _require_open(self) -> None:

@@ -1,15 +1,20 @@
-"""Temporary folders that go with their process; those of processes that were killed go when the next one is made."""
+"""Temporary folders that go with their process; those of processes that were killed go when the next one is made.
+
+The marker next to a folder names its program, user, process and inode: nothing else in ``TMPDIR`` is ever removed.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 import weakref
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from surgery.common.file_lock import Lock, try_lock
+from surgery.common.ownership import is_own, owner
 
 PREFIX, LOCK = "surgery-", ".lock"
 
@@ -52,18 +57,25 @@ def _lock_of(folder: Path) -> Path:
 
 
 def _locked(folder: Path) -> TextIO | None:
-    """The locked file, which gets its name once it is locked, so that nobody finds it free.
+    """The locked marker, which gets its name once it is locked and written, so that nobody finds it free.
 
     None where there are no locks: what a killed process leaves then stays.
     """
     number, unnamed = tempfile.mkstemp(prefix=f".{PREFIX}", dir=folder.parent)
-    handle = os.fdopen(number)
+    handle = os.fdopen(number, "w")
     if try_lock(handle) is not Lock.TAKEN:
         handle.close()
         os.unlink(unnamed)
         return None
+    json.dump(owner(folder=_inode(folder)), handle)
+    handle.flush()
     os.replace(unnamed, _lock_of(folder))
     return handle
+
+
+def _inode(folder: Path) -> list[int]:
+    status = folder.lstat()
+    return [status.st_dev, status.st_ino]
 
 
 def _remove(folder: Path, lock: TextIO | None, process: int) -> None:
@@ -76,14 +88,24 @@ def _remove(folder: Path, lock: TextIO | None, process: int) -> None:
 
 
 def _remove_abandoned() -> None:
-    """Removes folders of this user whose process is no more."""
+    """Removes folders of this program and user whose process is no more."""
     for path in _place().glob(f"{PREFIX}*{LOCK}"):
         folder = path.with_name(path.name.removesuffix(LOCK))
         if (handle := _taken(path)) is not None:
-            if not os.path.lexists(folder) or folder.lstat().st_uid == os.getuid():
-                shutil.rmtree(folder, ignore_errors=True)  # no link is followed
+            marker = _read(handle)
+            if is_own(marker):
+                if os.path.lexists(folder) and marker.get("folder") == _inode(folder):
+                    shutil.rmtree(folder, ignore_errors=True)  # no link is followed
                 path.unlink(missing_ok=True)
             os.close(handle)
+
+
+def _read(handle: int) -> Any:
+    """The marker in an open file; None where there is none."""
+    try:
+        return json.loads(os.read(handle, 4096))
+    except (OSError, ValueError):
+        return None
 
 
 def _taken(lock: Path) -> int | None:

@@ -26,14 +26,17 @@ from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.carry_over import CARD, REPORT
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.file_hashes import hash_files
-from surgery.checkpoint.output_place import LOCK, default_output, kept_apart
-from surgery.checkpoint.staging import Staging
+from surgery.checkpoint.output_place import default_output, kept_apart
+from surgery.checkpoint.staging import Staging, owned_partial
+from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
+from surgery.common.ownership import IsOwned, inventory, matching, nested, owned_result
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
+from surgery.evaluation.store import STORE_FILES
 from surgery.healing.launchers import (
     count_processes,
     keeps_freed_memory,
@@ -47,11 +50,13 @@ from surgery.reporting.healing_table import gap_closed, quality_table, stages
 from surgery.reporting.report import Report, previous_report
 from surgery.running.workers import ended
 from surgery.training.models import check_writable
+from surgery.training.run_folder import RUN_FILES
 from surgery.training.settings import LEARNED_FROM, HealSettings
 from surgery.training.trackers import check_tracker
 from surgery.verification.written import Verification
 
 TRAINED, SETTINGS, FACTORS, FACTS = "trained", "heal.yaml", "entry_factors.json", "heal.json"
+EVALUATION = "evaluation"
 HEALING = "surgery_healing.json"
 """The record of a healing beside a student that has no conversion's report."""
 
@@ -117,12 +122,16 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
     work = staging.out.with_name(f"{staging.out.name}.healing")
     settings = training_settings(request, student, work, staging.out)
     check_tracker(settings)
-    with disk_errors(work):
-        work.mkdir(parents=True, exist_ok=True)
+    work_folder = WorkFolder(work, lambda: _owned(work), (TRAINED, f"{TRAINED}.run"))
+    work_folder.open()
     with kept_apart(work):
         if request.restart:
-            _clear(work)
+            run = work / f"{TRAINED}.run"
+            with kept_apart(run) if run.is_dir() else nullcontext():
+                work_folder.clear()
         healing = _healed(request, settings, student, staging, work, progress)
+        if (stays := work_folder.remove()) is not None:
+            progress.note(f"{work}: stays, {stays} was not written by surgery")
     return Healed(staging.out, healing, settings.teacher)
 
 
@@ -160,6 +169,7 @@ def _healed(
     healing["gap_closed"] = gap_closed(healing["table"])
     staging.create()
     try:
+        staging.claim_like(trained, REPORT, CARD, HEALING)
         with disk_errors(staging.partial):
             for path in sorted(trained.iterdir()):
                 shutil.copytree(path, staging.partial / path.name) if path.is_dir() else shutil.copy2(
@@ -170,19 +180,17 @@ def _healed(
     except BaseException:
         staging.discard()
         raise
-    with disk_errors(work):
-        shutil.rmtree(work)
     return healing
 
 
-def _clear(work: Path) -> None:
-    run = work / f"{TRAINED}.run"
-    with kept_apart(run) if run.is_dir() else nullcontext(), disk_errors(work):
-        for path in work.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != LOCK:
-                path.unlink()
+def _owned(work: Path) -> IsOwned:
+    """Owns what a healing writes in its work folder: settings, the training's output and run, the measurements."""
+    folders = {f"{TRAINED}.run": matching(RUN_FILES), EVALUATION: matching(STORE_FILES)}
+    if (work / TRAINED).is_dir():
+        folders[TRAINED] = owned_result(work / TRAINED)[0]
+    if (partial := work / f"{TRAINED}.partial").is_dir():
+        folders[partial.name] = owned_partial(partial)
+    return nested(matching((SETTINGS, FACTORS)), **folders)
 
 
 def with_teacher(request: HealRequest, student: CheckpointReader, progress: Progress) -> HealRequest:
@@ -311,7 +319,7 @@ def _quality(
     asked = Request(
         tuple(f"{name}={path}" for name, path in rows.items()),
         None if settings.teacher is None else f"source={settings.teacher}",
-        work / "evaluation",
+        work / EVALUATION,
         chosen,
         command=request.command,
         overwrite=True,
@@ -332,6 +340,7 @@ def _earlier(student: Path) -> list[dict[str, Any]]:
     before = (previous_report(student) or {}).get("healing")
     with suppress(OSError, ValueError):
         before = before or json.loads((student / HEALING).read_text(encoding="utf-8"))
+        before.pop("files", None)  # the record of that folder
     return [{**stage, "earlier": []} for stage in stages(before)] if before else []
 
 
@@ -339,14 +348,16 @@ def _write_report(folder: Path, student: Path, healing: dict[str, Any], verifica
     """Puts the healing into the conversion's report and card; without a report it gets a file of its own."""
     found = previous_report(student)
     if found is None:
-        (folder / HEALING).write_text(json.dumps(healing, indent=1) + "\n", encoding="utf-8")
+        record = {**healing, "files": inventory(folder, [HEALING])}
+        (folder / HEALING).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     target = {**found["target"], "engines": engine_table(config, name)}
     record = {"files": hash_files(folder), "probe": verification.probe}
     report = {**found, **record, "target": target, "healing": healing}
-    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (folder / CARD).write_text(Report.of(report).card(name), encoding="utf-8")
+    report["other_files"] = inventory(folder, [*record["files"], REPORT])
+    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:

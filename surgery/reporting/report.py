@@ -37,6 +37,7 @@ class Report:
         previous: the source's own report, where it was converted itself.
         healing: what recovery training did to it since, where there was one.
         files: SHA-256 of every file but report and card.
+        other_files: SHA-256 of what is not in ``files``, such as the card; None of a large file.
         probe: a few logits that it computed when it was written (:mod:`surgery.verification.probe`).
     """
 
@@ -56,6 +57,7 @@ class Report:
     previous: dict | None = None
     healing: dict | None = None
     files: dict[str, str] | None = None
+    other_files: dict[str, str | None] | None = None
     probe: dict | None = None
     phase_peak_bytes: dict[str, int] | None = None
     phase_flops: dict[str, int] | None = None

@@ -22,6 +22,7 @@ from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.checkpoint.writer import in_parts
+from surgery.common.ownership import inventory
 from surgery.common.progress import Progress
 from surgery.model import remote_code_files
 from surgery.reporting.report import Report
@@ -195,7 +196,8 @@ def _conclude(
         for path in outcome.final_code:
             writer.copy_file(path, path.name)
     report = replace(report, files=hash_files(writer.partial, work.progress))
-    writer.write_json(REPORT, report.to_dict())
     writer.write_text(CARD, report.card(writer.out.name))
+    report = replace(report, other_files=inventory(writer.partial, [*report.files, REPORT]))
+    writer.write_json(REPORT, report.to_dict())
     writer.commit()
     return report

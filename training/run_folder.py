@@ -1,0 +1,23 @@
+"""Files that a training leaves in ``<out>.run``: whatever else lies there is somebody else's. Needs no torch."""
+
+from __future__ import annotations
+
+from surgery.checkpoint.output_place import LOCK
+from surgery.checkpoint.work_folder import MARKER
+
+LOG = "heal.jsonl"
+STATE_FILES = ("*.json", "*.bin", "*.pkl", "*.pt", "*.safetensors", "latest", "zero_to_fp32.py")
+STATE_FILES += ("pytorch_model*/*", "pytorch_model*/.metadata", "optimizer*/*", "optimizer*/.metadata")
+"""Of a checkpoint: the loop's, accelerate's, and the shards of FSDP and DeepSpeed."""
+
+TOKEN_FILES = ("about.json", "tokens.i4", "labelled.u1", "lengths.i8")
+"""Of a tokenised source."""
+
+CHECKPOINT_FILES = tuple(f"{name}/{file}" for name in ("step-*", "best", "best.partial") for file in STATE_FILES)
+PROOF = ("checkpoints", "data")
+RUN_FILES = (
+    *(LOG, f".{LOG}.*.partial", MARKER, f".{MARKER}.*.partial", LOCK),
+    *(f"checkpoints/{file}" for file in CHECKPOINT_FILES),
+    *(f"data/tokens-*/{file}" for file in TOKEN_FILES),
+    *("data/teacher-text-*/*.safetensors", "data/teacher-text-*/.*.partial"),
+)
