@@ -39,6 +39,10 @@ def results(out):
     return (out / "model.safetensors").read_bytes(), [report[name] for name in ("layers", "ladder", "target")]
 
 
+def content_of(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 class Stopped(KeyboardInterrupt):
     """Not one of a person at the keyboard, which pytest would take for its own end."""
 
@@ -88,17 +92,16 @@ def test_stopped_after_every_state(kind, checkpoints, tmp_path, stops):
     assert os.listdir(tmp_path / "again") == ["small"]
 
 
-def test_other_work_begins_anew(checkpoints, tmp_path, stops, capsys):
+def test_other_work_keeps_what_is_there_until_restart(checkpoints, tmp_path, stops, capsys):
+    """A mistyped flag discarded the work of hours (found by an attack, in no public thread)."""
     source, out = checkpoints("llama"), tmp_path / "small"
     stops(3)
     with pytest.raises(Stopped):
         converter.convert(source, out, settings_of("gqa"))
-    capsys.readouterr()
-    states = stops(1)
-    with pytest.raises(Stopped):
-        converter.convert(source, out, settings_of("gqa", seed=1), progress=Progress())
-    assert states == ["forward"]
-    assert "was begun from another source, text, settings or version; begins anew" in capsys.readouterr().err
+    before = content_of(tmp_path)
+    with pytest.raises(SurgeryError, match=r"unfinished work of another text, seed 0, not 1;.*--restart"):
+        converter.convert(source, out, settings_of("gqa", seed=1))
+    assert content_of(tmp_path) == before
     states = stops(1)
     with pytest.raises(Stopped):
         converter.convert(source, out, settings_of("gqa", seed=1), restart=True)
@@ -155,11 +158,15 @@ def test_a_source_is_known_by_its_content(how, own_source, whole, tmp_path, stop
     elif how != "as it was":
         change(source / "model.safetensors", back="back" in how)
     read.clear()
-    states = stops(None)
-    converter.convert(source, out, settings, progress=Progress())
-    told, same = capsys.readouterr().err, "changed" not in how
-    assert ("goes on with what" in told, "begins anew" in told.replace("--restart begins anew", "")) == (same, not same)
-    assert len(read) == (how != "as it was") and states[0] == ("statistics" if same else "forward")
+    states, same = stops(None), "changed" not in how
+    if not same:
+        with pytest.raises(SurgeryError, match="unfinished work of another source"):
+            converter.convert(source, out, settings)
+        assert len(read) == 1 and states == []
+    converter.convert(source, out, settings, restart=not same, progress=Progress())
+    assert ("goes on with what" in capsys.readouterr().err) == same
+    assert states[0] == ("statistics" if same else "forward")
+    assert len(read) == (0 if how == "as it was" else 1 if same else 2)
     assert (results(out) == whole) == same
 
 
@@ -237,6 +244,23 @@ def test_goes_on_with_another_limit_of_activations(states, checkpoints, tmp_path
     assert len(taken) == 6 - states and results(out) == results(tmp_path / "whole" / "small")
 
 
+def test_a_resumed_run_that_fails_keeps_what_is_there(checkpoints, tmp_path, stops, monkeypatch):
+    """No space on the disk, after SIGKILL (found by an attack, in no public thread)."""
+    source, out, usage = checkpoints("llama"), tmp_path / "small", shutil.disk_usage
+    stops(3)
+    with pytest.raises(Stopped):
+        converter.convert(source, out, settings_of("gqa"))
+    states = stops(None)
+    kept = {path: content for path, content in content_of(tmp_path).items() if path.suffix in (".state", ".pt")}
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=10**6))
+        with pytest.raises(SurgeryError, match="the disk has 1.0 MB free"):
+            converter.convert(source, out, settings_of("gqa"))
+    assert kept and kept.items() <= content_of(tmp_path).items() and states == []
+    converter.convert(source, out, settings_of("gqa"))
+    assert "forward" not in states and os.listdir(tmp_path) == ["small"]
+
+
 def test_an_error_leaves_nothing(checkpoints, tmp_path, stops, monkeypatch):
     def fail(*_):
         raise SurgeryError("the disk is full")
@@ -250,17 +274,18 @@ def test_an_error_leaves_nothing(checkpoints, tmp_path, stops, monkeypatch):
 
 # Where a folder with statistics is removed, one of them goes, and then the process.
 KILLED = f"""
-import os, shutil, signal
+import os, signal
 from pathlib import Path
-whole = shutil.rmtree
+from surgery.checkpoint import staging
+whole = staging.remove_owned
 
-def remove(path, *arguments, **options):
+def remove(path, *arguments):
     for file in sorted(Path(path).rglob("00000.pt")):
         file.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
-    whole(path, *arguments, **options)
+    return whole(path, *arguments)
 
-shutil.rmtree = remove
+staging.remove_owned = remove
 {AT_ONCE}"""
 
 

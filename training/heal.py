@@ -59,8 +59,8 @@ from surgery.training.models import (
 from surgery.training.nested import nested_attentions
 from surgery.training.open_data import HealingData, open_data
 from surgery.training.preparation import COMPUTED, open_accelerator, prepare
-from surgery.training.run_log import RunLog, drop_later_lines
 from surgery.training.run_folder import CHECKPOINT_FILES, LOG, PROOF, RUN_FILES
+from surgery.training.run_log import RunLog, drop_later_lines
 from surgery.training.settings import NO_TRACKER, HealSettings
 from surgery.training.teacher_logits import open_logits
 from surgery.training.trackers import Tracker, check_tracker, start_tracker, tracker_folder
@@ -333,7 +333,15 @@ def _write(
     staging = _staging(settings, reader)
     staging.create()
     try:
-        staging.claim_like(reader.model_folder() if reader.stored_names else reader.path, "*.safetensors", "*.json", f"{ADAPTER}/*", REPORT, LOG)
+        copied = reader.model_folder() if reader.stored_names else reader.path
+        staging.claim_like(copied, "*.safetensors", "*.json", f"{ADAPTER}/*", REPORT, LOG)
+            reader.model_folder() if reader.stored_names else reader.path,
+            "*.safetensors",
+            "*.json",
+            f"{ADAPTER}/*",
+            REPORT,
+            LOG,
+        )
         write_healed(reader, settings, trained, staging.partial)
         with disk_errors(staging.partial):
             shutil.copyfile(log, staging.partial / LOG)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +9,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from surgery.common.errors import SurgeryError
+from surgery.common.file_names import file_name
 from surgery.eval.report import heat_maps, pareto, plots
 from surgery.eval.report.style import save_png
 from surgery.eval.report.tables import Report
@@ -59,12 +59,16 @@ def save_needle_png(report: Report, folder: Path) -> dict[str, Path]:
         figure = heat_maps.needle({**report, "rows": [row]})
         if figure is None:
             continue
-        name = re.sub(r"[^\w.+-]+", "-", str(row["name"])).strip("-.")[:80] or "row"
-        path = folder / f"needle-{name}.png"
-        if path in paths.values():
-            path = folder / f"needle-{name}-{number}.png"
+        first, second = needle_names(row["name"], number)
+        path = folder / (second if folder / first in paths.values() else first)
         paths[row["name"]] = save_png(figure, path)
     return paths
+
+
+def needle_names(row: object, number: int) -> tuple[str, str]:
+    """The file of a row's needle heat map, and the one it has where another row has the first."""
+    name = file_name(row, "row")
+    return f"needle-{name}.png", f"needle-{name}-{number}.png"
 
 
 def _make(folder: Path) -> None:

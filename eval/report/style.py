@@ -14,6 +14,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from surgery.common.errors import SurgeryError
+from surgery.common.pictures import marking
 from surgery.eval.report.tables import Report
 from surgery.eval.report.verdict import compared_rows, frontier
 
@@ -128,14 +129,14 @@ def to_svg(figure: Figure) -> str:
 
 
 def save_png(figure: Figure, path: Path) -> Path:
-    """Writes the figure as PNG, without a date or a version inside.
+    """Writes the figure as PNG, marked, without a date or a version inside.
 
     Raises:
         SurgeryError: the file cannot be written.
     """
     try:
         with matplotlib.rc_context(_known_style()):
-            figure.savefig(path, format="png", dpi=144, metadata={"Software": None})
+            figure.savefig(path, format="png", dpi=144, metadata=marking("png"))
     except OSError as error:
         raise SurgeryError(f"cannot write {path}: {error.strerror}") from None
     return path

@@ -24,6 +24,24 @@ def default_output(source: str | Path, target: str) -> Path:
     return path.parent / f"{path.name}-{target}" if path.is_dir() else Path(f"{path.name}-{target}")
 
 
+def working_output(source: str | Path, ending: str) -> Path:
+    """In the working folder, named after the source; beside the source where the working folder lies in it."""
+    beside, folder = default_output(source, ending), Path.cwd()
+    place = Path(source).resolve()
+    return beside if place in (folder, *folder.parents) else Path(beside.name)
+
+
+def refuse_inside(source: Path, out: Path) -> None:
+    """Refuses an output that would lie among the files of a checkpoint, and be taken for some of them.
+
+    Raises:
+        SurgeryError: it would.
+    """
+    source, place = source.resolve(), Path(out).resolve()
+    if source in (place, *place.parents):
+        raise SurgeryError(f"{out}: lies inside the checkpoint {source}; choose another --out")
+
+
 def settle_output(
     source: str | Path, read: Path | None, out: str | Path | None, target: str, *, overwrite: bool
 ) -> Path:

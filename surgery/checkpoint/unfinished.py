@@ -28,8 +28,8 @@ _FACTS = "facts.json"
 class Unfinished:
     """A context manager: the output's staging and the folder in it where work lies until there is an output.
 
-    Work with a snapshot stays when it is interrupted, and when a resumed run fails: it goes with the output's last
-    name, or where ``restart`` asks for that. The first run that ends in an error would end so again, and leaves nothing.
+    Work with a snapshot stays when it is interrupted, and when a run that resumed it fails. It goes once the output is
+    there, or by ``restart``. A first run that ends in an error would end so again, and leaves nothing.
 
     Args:
         source: what the work begins with, known by its fingerprint, which is taken here. Of files that nobody touched

@@ -74,6 +74,5 @@ class WorkFolder:
                 return False
         names = {path.name for path in self.path.iterdir()} - {LOCK}
         return not names or (
-            any((self.path / name).is_dir() for name in self._proof)
-            and first_foreign(self.path, self._all()) is None
+            any((self.path / name).is_dir() for name in self._proof) and first_foreign(self.path, self._all()) is None
         )

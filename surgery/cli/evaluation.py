@@ -20,6 +20,7 @@ from surgery.cli.options import (
     flag,
     option,
 )
+from surgery.common.errors import SurgeryError
 from surgery.evaluation.settings import EvalSettings
 
 
@@ -112,6 +113,7 @@ def evaluate(
 def compare(
     reports: Annotated[list[Path], typer.Argument(metavar="REPORT...", help="report.json files, or their folders.")],
     out: Annotated[Path | None, option("--out", "DIR", "Write the merged report there, in all its forms.")] = None,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier report.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Merge reports that were made at different times, if they measured the same data with the same settings.
@@ -123,7 +125,7 @@ def compare(
     from surgery.checkpoint.output_place import kept_apart
     from surgery.console.conversion import show_evaluation
     from surgery.eval.report.document import merge, read_report, undamaged
-    from surgery.evaluation.output import write_report
+    from surgery.evaluation.output import DOCUMENT, write_report
     from surgery.evaluation.store import ResultStore
 
     names = [str(path) for path in reports]
@@ -131,6 +133,8 @@ def compare(
         merged = merge([read_report(path) for path in reports], names)
         written = []
         if out is not None:
+            if (out / DOCUMENT).exists() and not overwrite:
+                raise SurgeryError(f"{out / DOCUMENT}: exists; choose another --out or pass --overwrite")
             ResultStore.open(out)
             with kept_apart(out):
                 written = write_report(merged, out)

@@ -21,6 +21,8 @@ from surgery.cli.options import (
 )
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
+from surgery.common.ownership import check_file
+from surgery.common.pictures import check_picture
 from surgery.planning.settings import PlanSettings
 
 
@@ -36,7 +38,7 @@ def plan_(
         Path | None, option("--out", "FILE", "File for the choice, which convert --plan takes.", OUTPUT)
     ] = None,
     plot: Annotated[Path | None, option("--plot", "FILE", "Draw loss against bytes (png, svg, pdf).", OUTPUT)] = None,
-    overwrite: Annotated[bool, flag("--overwrite", "Replace an existing plan.", OUTPUT)] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier plan and picture.", OUTPUT)] = False,
     restart: RestartOption = False,
     config: ConfigOption = None,
     allow_pickle: PickleOption = False,
@@ -61,8 +63,11 @@ def plan_(
     asked = given.of(PlanSettings)
     settings = PlanSettings.from_mapping({**(read_mapping(config) if config else {}), **asked}, "plan")
     source = find_model(checkpoint)
-    if out is not None and out.exists() and not overwrite:
-        raise SurgeryError(f"{out}: exists already; give another --out, or --overwrite")
+    for file, name in ((out, "--out"), (plot, "--plot")):
+        if file is not None:
+            check_file(file, overwrite=overwrite, option=name)
+    if plot is not None:
+        check_picture(plot)
     for file in (out, plot):
         if file is not None and not os.access(file.parent, os.W_OK):
             raise SurgeryError(f"{file}: cannot be written there; is the folder missing, or read-only?")

@@ -29,6 +29,8 @@ from surgery.cli.verbs import Verbs, equip
 from surgery.common.errors import ProcessLost, SurgeryError
 from surgery.common.interruption import interruptible
 from surgery.common.machine_faults import told
+from surgery.common.ownership import check_file
+from surgery.common.pictures import check_picture
 from surgery.version import __version__
 
 PURPOSES = {
@@ -84,6 +86,7 @@ def inspect(
     plot: Annotated[
         Path | None, option("--plot", "FILE", "Where to draw the spectra (png, svg, pdf). [CKPT-spectra.png]")
     ] = None,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier picture.")] = False,
     gpu: Annotated[
         str,
         option(
@@ -111,6 +114,7 @@ def inspect(
         surgery inspect ckpt/ --calibration builtin --plot spectra.png
     """
     from surgery.checkpoint.named_models import find_model
+    from surgery.checkpoint.output_place import working_output
     from surgery.forecast.speed import find_gpu
     from surgery.structures.mla.settings import ConvertSettings
 
@@ -119,6 +123,10 @@ def inspect(
     if plot is not None and "calibration" not in asked:
         raise SurgeryError("--plot draws the spectra, which need statistics: give --calibration too, such as builtin")
     settings = ConvertSettings(**asked)
+    if "calibration" in asked:
+        plot = plot or working_output(source, "spectra.png")
+        check_picture(plot)
+        check_file(plot, overwrite=overwrite, option="--plot")
 
     from surgery.common.progress import Progress
     from surgery.console.inspection import show_inspection

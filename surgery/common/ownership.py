@@ -1,7 +1,7 @@
 """What this program may replace and remove: what it wrote itself, as its own records tell. Needs no torch.
 
-- A result folder lists its files in a record: ``surgery_report.json``, ``surgery_healing.json`` or ``heal.json``. One file
-  that no record lists, or that was edited since, makes the whole folder the user's.
+- A result folder lists its files in a record: ``surgery_report.json``, ``surgery_healing.json`` or ``heal.json``. One
+  file that is not listed, or was edited since, makes the whole folder the user's.
 - A folder of unfinished work carries a ledger, which names each file before it is written.
 - A single file carries `MARK` or the signature of its format.
 
@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
@@ -97,9 +97,7 @@ def inventory(folder: Path, besides: Iterable[str] = ()) -> dict[str, str | None
     """Files below a folder, for a record: SHA-256 by path, None for large ones. Hidden files of ours are left out."""
     besides = set(besides)
     paths = (path for path, _ in _walk(folder, lambda path: True) if not path.endswith("/"))
-    return {
-        path: _hash(folder / path) for path in sorted(paths) if path not in besides and not path.startswith(HIDDEN)
-    }
+    return {path: _hash(folder / path) for path in sorted(paths) if path not in besides and not path.startswith(HIDDEN)}
 
 
 def check_replaceable(folder: Path) -> None:
@@ -164,6 +162,11 @@ def is_own_file(path: Path) -> bool:
     except OSError:
         return False
     return any(signature in part for signature in _SIGNATURES for part in (head, tail))
+
+
+def is_unchanged(path: Path, digest: str) -> bool:
+    """Whether a regular file, no link, has the content of that SHA-256."""
+    return not path.is_symlink() and path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == digest
 
 
 def owner(**facts: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -58,10 +59,14 @@ def copy_shipped(name: str, kind: Kind, folder: Path, *, overwrite: bool = False
         hint = did_you_mean(name, [each.name for each in shipped(kind)])
         raise SurgeryError(f"{name}: no {kind.removesuffix('s')} of that name ships{hint}")
     out = folder / source.name
-    if out.exists() and not overwrite:
-        raise SurgeryError(f"{out}: exists; pass --overwrite, or give the file itself")
+    content = source.read_bytes()
+    if os.path.lexists(out):
+        if not overwrite:
+            raise SurgeryError(f"{out}: exists; pass --overwrite, or give the file itself")
+        if out.is_symlink() or not out.is_file() or out.read_bytes() != content:
+            raise SurgeryError(f"{out}: is not the copy that ships, or was edited since; move it away")
     try:
-        out.write_bytes(source.read_bytes())
+        out.write_bytes(content)
     except OSError as error:
         raise SurgeryError(f"{out}: {error.strerror or error}") from None
     return out

@@ -33,7 +33,7 @@ def show_inspection(
 
     drawn = None
     if inspection.spectra is not None:
-        drawn = plot or Path(f"{inspection.name}-spectra.png")
+        drawn = plot or Path(f"{Path(inspection.name).name}-spectra.png")
         draw_spectra(inspection.spectra, inspection.name, inspection.calibration["source"], drawn)
     if as_json:
         print_json({**inspection.to_dict(), "plot": str(drawn) if drawn else None})

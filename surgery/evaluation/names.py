@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from surgery.checkpoint.location import existing
@@ -12,7 +13,9 @@ def name_and_path(given: str) -> tuple[str, str]:
     """Row name and path of an argument; ``name=path``, unless there is a path with that sign in it."""
     name, sign, path = given.partition("=")
     if not sign or existing(given):
-        name, path = Path(given.rstrip("/")).name or given, given
+        name, path = Path(given.rstrip("/")).name, given
+        if name in ("", ".."):  # a folder is called as its path is
+            name = Path(os.path.abspath(given)).name or given
     if not name or not path:
         raise SurgeryError(f"{given!r}: give a checkpoint folder or hub id, or NAME=PATH")
     return name, path

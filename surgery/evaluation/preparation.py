@@ -12,7 +12,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from surgery.calibration.held_out_documents import default_names
+from surgery.checkpoint.output_place import refuse_inside, working_output
 from surgery.common.errors import SurgeryError
+from surgery.common.file_names import file_name
 from surgery.common.progress import Progress
 from surgery.eval.report.document import Report, read_report
 from surgery.eval.report.tracking import require_wandb
@@ -123,8 +125,16 @@ def prepare(request: Request, progress: Progress, conversations: Conversations) 
     first = checkpoints[0]
     answers = partial(conversations, first, tokenizer, settings)
     tasks = build_tasks(settings, tokenizer, first.reader.config, progress, answers)
-    named = next((row for row in rows if row.role == "checkpoint"), rows[0]).name
-    return Prepared(settings, rows, tokenizer, tasks, request.out or Path(f"{named}-eval"))
+    named = next((row for row in rows if row.role == "checkpoint"), rows[0])
+    out = request.out or _default_out(named)
+    for row in rows:
+        refuse_inside(row.checkpoint.reader.source, out)
+    return Prepared(settings, rows, tokenizer, tasks, out)
+
+
+def _default_out(row: Row) -> Path:
+    """In the working folder, named after a row."""
+    return working_output(row.checkpoint.given, "eval").with_name(f"{file_name(row.name, 'report')}-eval")
 
 
 def _changed_settings(old: Report, settings: EvalSettings, tasks: Tasks) -> list[str]:

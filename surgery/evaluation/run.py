@@ -279,6 +279,10 @@ def _opened_store(prepared: Prepared, request: Request, alone: ExitStack, note: 
         note(f"{prepared.out}: {said}")
     if not request.overwrite:
         prepared.check_report()
+    if request.writes:
+        from surgery.evaluation.output import check_report_files  # brings matplotlib
+
+        check_report_files(prepared.out, [row.name for row in prepared.rows])
     return store
 
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import shutil
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.disk import disk_errors, write_whole
+from surgery.checkpoint.file_hashes import hash_file
+from surgery.checkpoint.output_place import LOCK
 from surgery.common.errors import SurgeryError
 from surgery.common.other_threads import other_threads
+from surgery.common.ownership import first_foreign, is_unchanged, matching, remove_owned
 
 MARKER = "surgery-eval.json"
+RESULT_FILES = (f"results/{'?' * 32}.json", "results/.*.partial", f"unfinished/{'?' * 32}/completions-*.jsonl")
+STORE_FILES = (MARKER, LOCK, *RESULT_FILES)
+"""Files of a store: what an interrupted evaluation resumes from."""
 
 
 def key_of(facts: dict[str, Any]) -> str:
@@ -59,7 +66,10 @@ class ResultStore:
         """Says, for people, where this goes on with other threads than it was begun with; for who is alone here.
 
         Args:
-            restart: begin anew instead.
+            restart: begin from scratch instead.
+
+        Raises:
+            SurgeryError: ``restart`` would remove what no evaluation has written.
         """
         if restart:
             self.clear()
@@ -70,9 +80,40 @@ class ResultStore:
         self._mark(threads=threads)
         return None
 
-    def _mark(self, **facts: int) -> None:
-        content = {"what": "an evaluation by surgery eval", **facts}
-        (self.folder / MARKER).write_text(json.dumps(content) + "\n", encoding="utf-8")
+    def _mark(self, **facts: Any) -> None:
+        content = {"what": "an evaluation by surgery eval", **self._marked(), **facts}
+        path, text = self.folder / MARKER, json.dumps(content) + "\n"
+        if path.exists():
+            write_whole(path, text)
+        else:  # at once: a killed process may leave no file in a folder without a marker
+            path.write_text(text, encoding="utf-8")
+
+    def _marked(self) -> dict[str, Any]:
+        """What the marker holds so far."""
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads((self.folder / MARKER).read_text(encoding="utf-8")))
+        return {}
+
+    def check_files(self, names: Iterable[str], document: str) -> None:
+        """Refuses to replace files of a report that this program has not written, or that were edited since.
+
+        Args:
+            document: that all the others are written with; it is ours in a folder of a version that kept no record.
+
+        Raises:
+            SurgeryError: there is such a file.
+        """
+        recorded, is_report = self._marked().get("files") or {}, _is_report(self.folder / document)
+        for name in names:
+            path = self.folder / name
+            if os.path.lexists(path) and not (is_unchanged(path, recorded[name]) if name in recorded else is_report):
+                raise SurgeryError(f"{path}: was not written by surgery, or edited since; move it away")
+
+    def record_files(self, paths: Iterable[Path]) -> None:
+        """Notes what was written as files of a report, if this is the folder of an evaluation."""
+        if (self.folder / MARKER).is_file():
+            files = {path.name: hash_file(path) for path in paths}
+            self._mark(files={**(self._marked().get("files") or {}), **files})
 
     def get(self, key: str) -> dict[str, Any] | None:
         """The result under a key; None if there is none."""
@@ -96,13 +137,35 @@ class ResultStore:
     def drop_scratch(self, key: str) -> None:
         """Removes that folder, once the result is whole, and the one around it with the last of them."""
         folder = self.folder / "unfinished" / key
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.is_dir():
+            remove_owned(folder, matching(["completions-*.jsonl"]))
         with contextlib.suppress(OSError):  # there are others
             folder.parent.rmdir()
 
     def clear(self) -> None:
-        """Removes all results and parts of them."""
+        """Removes all results and parts of them.
+
+        Raises:
+            SurgeryError: something else lies among them; nothing is removed.
+        """
         with disk_errors(self.folder):
-            shutil.rmtree(self.folder / "unfinished", ignore_errors=True)
-            shutil.rmtree(self._results)
-            self._results.mkdir()
+            for folder in ("results", "unfinished"):
+                place, is_owned = self.folder / folder, matching(_below(folder))
+                if place.is_dir() and (foreign := first_foreign(place, is_owned)) is not None:
+                    raise SurgeryError(f"{place}: {foreign} was not written by surgery; move it away to start again")
+            for folder in ("results", "unfinished"):
+                if (self.folder / folder).is_dir():
+                    remove_owned(self.folder / folder, matching(_below(folder)))
+            self._results.mkdir(exist_ok=True)
+
+
+def _below(folder: str) -> list[str]:
+    return [name.removeprefix(f"{folder}/") for name in RESULT_FILES if name.startswith(f"{folder}/")]
+
+
+def _is_report(path: Path) -> bool:
+    """Whether a document was written by this program: all of them say by which version."""
+    try:
+        return isinstance(json.loads(path.read_bytes())["surgery_version"], str) and not path.is_symlink()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.disk import written_whole
 from surgery.common.errors import SurgeryError
+from surgery.common.ownership import MARK, check_file
 from surgery.engines.facts import Facts
 from surgery.engines.llama_cpp import obstacle
 from surgery.export.gguf_model import GGUFModel, GGUFTensor
@@ -91,6 +93,7 @@ def export_checkpoint(
     with written_whole(out) as part:
         writer = gguf.GGUFWriter(part, model.architecture)
         try:
+            writer.add_string("surgery.origin", MARK)
             writer.add_name(reader.path.resolve().name)
             writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[weights]))
             model.write_keys(writer)
@@ -112,13 +115,10 @@ def _gguf():
 def _output(checkpoint: str | Path, out: str | Path | None, *, overwrite: bool) -> Path:
     if out is None:
         path = Path(checkpoint)
-        path = path.resolve() if path.exists() else Path(path.name)
+        path = Path(os.path.abspath(path)) if path.exists() else Path(path.name)
         out = path.with_name(path.name + ".gguf")
     out = Path(out)
-    if out.is_dir():
-        raise SurgeryError(f"{out}: is a folder; name a file by --out")
-    if out.exists() and not overwrite:
-        raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
+    check_file(out, overwrite=overwrite)
     if not out.parent.is_dir():
         raise SurgeryError(f"{out.parent}: is no folder; choose another --out")
     return out

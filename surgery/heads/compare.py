@@ -42,6 +42,9 @@ SEED = 2
 
 BATCH = 4
 
+DOCUMENT = "comparison.json"
+WRITTEN = (DOCUMENT, "comparison.md", "heads.png", "curve.png")
+
 RANDOM = "random"
 """Random patterns are called so, with a number."""
 
@@ -96,10 +99,11 @@ def publish_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """Writes the files of a comparison into another folder, without the results that it goes on from.
 
     Raises:
-        SurgeryError: they cannot be written there.
+        SurgeryError: they cannot be written there, or would replace files that this program has not written.
     """
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        ResultStore(folder).check_files([path.name for path in comparison.written], DOCUMENT)
         return [Path(shutil.copyfile(path, folder / path.name)) for path in comparison.written]
 
 
@@ -110,11 +114,12 @@ def random_pattern(layers: int, kv_heads: int, seed: int) -> HeadPattern:
 
 
 def _settle_output(request: CompareRequest, alone: ExitStack, progress: Progress) -> ResultStore:
-    document = request.out / "comparison.json"
+    document = request.out / DOCUMENT
     if document.exists() and not request.overwrite:
         raise SurgeryError(f"{document}: exists; choose another --out or pass --overwrite")
     store = ResultStore.open(request.out)
     alone.enter_context(kept_apart(request.out))
+    store.check_files(WRITTEN, DOCUMENT)
     if said := store.go_on(torch.get_num_threads(), restart=request.restart):
         progress.note(f"{request.out}: {said}")
     return store
@@ -123,7 +128,7 @@ def _settle_output(request: CompareRequest, alone: ExitStack, progress: Progress
 def _write(content: dict[str, Any], named: dict[str, HeadPattern], folder: Path) -> list[Path]:
     from surgery.heads.comparison_report import curve_figure, markdown
 
-    document, page = folder / "comparison.json", folder / "comparison.md"
+    document, page = folder / DOCUMENT, folder / "comparison.md"
     pictures = [save_head_maps(folder / "heads.png", named, OUTLINED)]
     if content["measured"]:
         from surgery.eval.report.style import save_png
@@ -132,7 +137,9 @@ def _write(content: dict[str, Any], named: dict[str, HeadPattern], folder: Path)
     write_whole(page, markdown(content))
     # The last: where it is, a comparison is whole.
     write_whole(document, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    return [document, page, *pictures]
+    written = [document, page, *pictures]
+    ResultStore(folder).record_files(written)
+    return written
 
 
 def _named(given: Sequence[str]) -> dict[str, HeadPattern]:

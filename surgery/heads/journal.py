@@ -36,18 +36,20 @@ class Journal:
         identity: Mapping[str, Any],
         processes: Processes | None = None,
         note: Callable[[str], None] = lambda text: None,
+        *,
+        restart: bool = False,
     ) -> None:
         """Opens the file, if there is one already.
 
         Args:
             path: None keeps nothing.
-            identity: everything that decides the scores, as plain values: model, data, settings, seed. What a file of
-                another identity holds is not used; the first `put` replaces it.
+            identity: everything that decides the scores, as plain values: model, data, settings, seed.
             processes: that share the scoring; None for this one alone.
-            note: takes the line that says so, or that what a file holds is not what was put there.
+            note: takes the line that says that what a file holds is not what was put there.
+            restart: removes a journal that is there.
 
         Raises:
-            SurgeryError: the file cannot be read, or is no journal.
+            SurgeryError: the file cannot be read, is no journal, or one of another identity.
         """
         self._path = path
         self._identity = json.loads(json.dumps(identity))  # as it is when read back: lists for tuples, strings as keys
@@ -57,9 +59,14 @@ class Journal:
         found = self._on_main(self._read)
         if found is None:
             return
-        if found["identity"] != self._identity:
-            note(f"{path}: was kept for another model, data or settings; starting anew")
+        if restart:
+            self._on_main(self._delete)
             return
+        if found["identity"] != self._identity:
+            raise SurgeryError(
+                f"{path}: holds unfinished work of another model, data or settings; ask for the same to resume it, pass"
+                " --restart to discard it, or choose another --out"
+            )
         if not found["whole"]:
             note(f"{path}: damaged; starting anew")
             return

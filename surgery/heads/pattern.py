@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import BoolTensor, Tensor
 
 from surgery.checkpoint.disk import disk_errors, written_whole
 from surgery.common.errors import SurgeryError
+from surgery.common.ownership import check_file
 
 KEY, FORMAT = "surgery_heads", 1
 """Entry of a file's metadata that holds the header, and the number of its form."""
@@ -123,14 +123,11 @@ class HeadPattern:
         """Writes the pattern as one safetensors file whose metadata holds a JSON header; whole or not at all.
 
         Raises:
-            SurgeryError: there is a file already and ``overwrite`` is not set, or it cannot be written, or a value of
-                the header is not plain.
+            SurgeryError: there is a file that may not be replaced, or it cannot be written, or a value of the header is
+                not plain.
         """
         path = Path(path).expanduser()
-        if path.is_dir():
-            raise SurgeryError(f"{path}: is a folder; name a file for the pattern")
-        if not overwrite and os.path.lexists(path):
-            raise SurgeryError(f"{path}: exists already; pass --overwrite or choose another --out")
+        check_file(path, overwrite=overwrite)
         tensors = {"scores": self.scores, **({} if self.spread is None else {"spread": self.spread})}
         tensors |= {PART + name: part for name, part in self.parts.items()}
         content = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, {KEY: self._header()})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from surgery.checkpoint.output_place import default_output
 from surgery.common.errors import SurgeryError
+from surgery.common.ownership import check_file
 from surgery.heads.settings import SUFFIX
 
 
@@ -19,14 +19,11 @@ def check_pattern(out: Path, overwrite: bool) -> Path:
     """The path of the heat map beside a pattern.
 
     Raises:
-        SurgeryError: one of the two is there already, or the pattern's name has another ending.
+        SurgeryError: one of the two may not be replaced, or the pattern's name has another ending.
     """
     if out.suffix != SUFFIX:
         raise SurgeryError(f"--out {out}: a pattern is a file of that ending, {out.name}{SUFFIX}")
     heat_map = out.with_suffix(".png")
     for path in (out, heat_map):
-        if path.is_dir():
-            raise SurgeryError(f"{path}: is a folder; choose another --out")
-        if os.path.lexists(path) and not overwrite:
-            raise SurgeryError(f"{path}: exists; choose another --out or pass --overwrite")
+        check_file(path, overwrite=overwrite)
     return heat_map

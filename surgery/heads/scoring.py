@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,9 +110,7 @@ def score_heads(
 
         def journal(seed: int, identity: Mapping[str, Any]) -> TimedJournal:
             path = out.with_name(f".{out.name}.seed{seed}.journal")
-            if restart:
-                processes.from_main(partial(path.unlink, missing_ok=True))
-            return TimedJournal(path, identity, processes, progress.note)
+            return TimedJournal(path, identity, processes, progress.note, restart=restart)
 
         pattern, journals = _scored(checkpoint, settings, processes, progress, device, journal)
 
@@ -236,9 +234,11 @@ class TimedJournal(Journal):
         identity: Mapping[str, Any],
         processes: Processes,
         note: Callable[[str], None] = lambda text: None,
+        *,
+        restart: bool = False,
     ) -> None:
         """As `Journal`."""
-        super().__init__(path, identity, processes, note)
+        super().__init__(path, identity, processes, note, restart=restart)
         self._before = max((facts.get(SECONDS, 0.0) for facts in self._facts.values()), default=0.0)
         self._start = time.perf_counter()
 

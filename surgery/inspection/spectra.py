@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surgery.calibration.statistics import LayerStatistics
-from surgery.common.errors import SurgeryError
+from surgery.checkpoint.pictures import save_figure
 from surgery.transforms.algebra import damp, reduced_rank_projection
 from surgery.transforms.mla import METRIC_DAMPING
 
@@ -91,12 +91,7 @@ def draw_spectra(spectra: list[LayerSpectrum], name: str, calibration: str, path
     Raises:
         SurgeryError: the file cannot be written, or its suffix names no format.
     """
-    path = Path(path)
-    try:
-        spectra_figure(spectra, name, calibration).savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise SurgeryError(f"{path}: {' '.join(str(error).split())}") from None
-    return path
+    return save_figure(spectra_figure(spectra, name, calibration), Path(path), dpi=150)
 
 
 def spectra_figure(spectra: list[LayerSpectrum], name: str, calibration: str) -> Figure:

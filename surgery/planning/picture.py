@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surgery.common.errors import SurgeryError
+from surgery.checkpoint.pictures import save_figure
 from surgery.structures.registry import find_target
 
 if TYPE_CHECKING:
@@ -59,10 +59,7 @@ def save(plan: Plan, path: Path) -> None:
     Raises:
         SurgeryError: it cannot be written.
     """
-    try:
-        draw(plan).savefig(path)
-    except (OSError, ValueError) as error:
-        raise SurgeryError(f"{path}: the plot cannot be written ({error})") from None
+    save_figure(draw(plan), path)
 
 
 def _kind(row) -> str:

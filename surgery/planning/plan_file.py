@@ -11,6 +11,7 @@ import yaml
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
+from surgery.common.ownership import MARK
 from surgery.evaluation.store import write_whole
 from surgery.structures.registry import Target, find_target
 
@@ -50,6 +51,7 @@ def write_plan(plan: Plan, path: Path) -> None:
     kept = {name: plan.settings[name] for name in OF_TEXT}
     said = {"to": row.to, "settings": {**kept, **row.asked}, "predicted": predicted}
     head = f"# surgery convert {plan.source['path']} --plan {path}\n# Before a fit, which the conversion tries too.\n"
+    head += f"# {MARK}\n"
     write_whole(path, head + yaml.safe_dump(said, sort_keys=False))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
+from surgery.common.ownership import MARK, check_file
 from surgery.common.progress import Progress
 from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, taken
 
@@ -154,7 +155,7 @@ def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress
         SurgeryError: there is one of another source or other settings, or nothing meets the budget.
     """
     from surgery.checkpoint import CheckpointReader
-    from surgery.checkpoint.disk import disk_errors, read_json
+    from surgery.checkpoint.disk import disk_errors, read_json, write_whole
     from surgery.planning.plan import make_plan
     from surgery.planning.plan_file import write_plan
 
@@ -168,12 +169,13 @@ def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress
             )
         progress.note(f"{path}: is there already")
         return
+    check_file(beside, overwrite=True, option="--work")
     made = make_plan(source, settings, out=path, restart=restart, progress=progress)
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        found = {**made.to_dict(), "sha256": made.source["sha256"]}
-        beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        write_plan(made, path)
+    found = {**made.to_dict(), "sha256": made.source["sha256"], "origin": MARK}
+    write_whole(beside, json.dumps(found, indent=1) + "\n")
+    write_plan(made, path)
 
 
 def _check_kept(out: Path, source: str, settings: ConversionSettings) -> None:

@@ -69,7 +69,9 @@ class Recipe:
         for name in names:
             if names.count(name) > 1:
                 raise SurgeryError(f"{path}: two steps are called {name}")
-        return cls(path, str(content.get("name", path.stem)), steps)
+        name = str(content.get("name", path.stem))
+        _check_plain(name, str(path))
+        return cls(path, name, steps)
 
 
 def checked_recipe(path: Path) -> tuple[Recipe, list[Action]]:
@@ -160,7 +162,6 @@ def _evaluate(step: Step, where: str) -> Action:
         finished.report = evaluation.report
         finished.written = evaluation.written
         if publish is not None:
-            Path(publish).mkdir(parents=True, exist_ok=True)
             finished.written += write_report(evaluation.report, Path(publish))
         if settings.wandb:
             track(evaluation.report, out, settings.wandb, settings.wandb_mode)
@@ -334,9 +335,14 @@ def _step(path: Path, number: int, entry: Any) -> Step:
         raise SurgeryError(f"{where}: {verb} has no settings")
     settings = dict(settings)
     name = str(taken(settings, "name", where))
-    if Path(name).name != name or name in ("", ".", ".."):
-        raise SurgeryError(f"{where}: name {name!r} must be a plain file name")
+    _check_plain(name, where)
     return Step(verb, name, settings)
+
+
+def _check_plain(name: str, where: str) -> None:
+    """Raises SurgeryError for a name of outputs that would leave their folder, or be hidden in it."""
+    if Path(name).name != name or name.startswith(".") or not name:
+        raise SurgeryError(f"{where}: name {name!r} must be a plain file name")
 
 
 def _row(given: str, finished: Finished) -> str:

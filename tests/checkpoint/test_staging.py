@@ -11,19 +11,33 @@ import torch
 
 from surgery.checkpoint import CheckpointWriter, TensorSpec, check_output, parse_size
 from surgery.checkpoint.disk import format_size
+from surgery.checkpoint.file_hashes import REPORT
 from surgery.checkpoint.output_place import default_output
 from surgery.checkpoint.staging import MARKER, Staging
 from surgery.common.errors import SurgeryError
+from surgery.common.ownership import Ledger, inventory
 
 PLAN = {"a": TensorSpec(torch.float32, (2,))}
+FILES = ["config.json", "model.safetensors", REPORT]
 
 
 def write(out, value: float = 1.0, **options):
     with CheckpointWriter(out, PLAN, **options) as writer:
         writer.write("a", torch.full((2,), value))
         writer.write_json("config.json", {"value": value})
+        writer.write_json(REPORT, {"files": inventory(writer.partial)})
         writer.commit()
     return out
+
+
+def leave(partial: Path, name: str, content: bytes = b"x") -> None:
+    """Makes what a killed run leaves: a ledger, and a file that it lists."""
+    (partial / name).parent.mkdir(parents=True)
+    with open(partial / MARKER, "a") as file:
+        ledger = Ledger(partial / MARKER)
+        ledger.open(file)
+        ledger.claim_files(name)
+    (partial / name).write_bytes(content)
 
 
 def refused(out, words: str, **options) -> None:
@@ -37,23 +51,22 @@ class TestExistingOutput:
     def test_refused_without_overwrite(self, tmp_path, disk):
         out = write(tmp_path / "out")
         before = disk()
-        refused(out, "exists already; pass --overwrite")
+        refused(out, "exists; choose another --out or pass --overwrite")
         assert disk() == before
 
     def test_overwrite(self, tmp_path):
         out = write(tmp_path / "out")
-        (out / "stale.txt").write_text("x")
         write(out, 2.0, overwrite=True)
         assert "2.0" in (out / "config.json").read_text()
         assert sorted(os.listdir(tmp_path)) == ["out"]
-        assert sorted(os.listdir(out)) == ["config.json", "model.safetensors"]
+        assert sorted(os.listdir(out)) == FILES
 
     @pytest.mark.parametrize("overwrite", [False, True])
     def test_an_empty_folder_is_taken(self, tmp_path, overwrite):
         (tmp_path / "out").mkdir()
         write(tmp_path / "out", overwrite=overwrite)
         assert sorted(os.listdir(tmp_path)) == ["out"]
-        assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
+        assert sorted(os.listdir(tmp_path / "out")) == FILES
 
     def test_other_peoples_folders_and_files_stay(self, tmp_path, disk):
         (tmp_path / "thesis").mkdir()
@@ -73,7 +86,7 @@ class TestExistingOutput:
 
     def test_appears_while_writing(self, tmp_path):
         out = tmp_path / "out"
-        with pytest.raises(SurgeryError, match="exists already"), CheckpointWriter(out, PLAN) as writer:
+        with pytest.raises(SurgeryError, match="exists"), CheckpointWriter(out, PLAN) as writer:
             writer.write("a", torch.ones(2))
             out.mkdir()
             (out / "x").write_text("x")
@@ -109,11 +122,14 @@ class TestExistingOutput:
     def test_old_output_that_cannot_be_removed(self, tmp_path, monkeypatch):
         out = write(tmp_path / "out")
 
-        def failing(path, *_, **__):
+        unlink = Path.unlink
+
+        def failing(path, **options):
             if ".replaced-" in str(path):
                 raise OSError(13, "Permission denied")
+            unlink(path, **options)
 
-        monkeypatch.setattr(shutil, "rmtree", failing)
+        monkeypatch.setattr(Path, "unlink", failing)
         with pytest.warns(UserWarning, match="could not be removed"):
             write(out, 2.0, overwrite=True)
         assert "2.0" in (out / "config.json").read_text()
@@ -121,13 +137,10 @@ class TestExistingOutput:
 
 class TestLeftovers:
     def test_ours_is_removed(self, tmp_path):
-        partial = tmp_path / "out.partial"
-        (partial / "sub").mkdir(parents=True)
-        (partial / "sub" / "old").write_text("x")
-        (partial / MARKER).write_text("")
+        leave(tmp_path / "out.partial", "sub/old")
         write(tmp_path / "out")
         assert sorted(os.listdir(tmp_path)) == ["out"]
-        assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
+        assert sorted(os.listdir(tmp_path / "out")) == FILES
 
     def test_the_constructor_leaves_it(self, tmp_path, disk):
         (tmp_path / "out.partial").mkdir()
@@ -214,10 +227,7 @@ class TestSpace:
     def test_a_leftover_counts_as_free(self, tmp_path, monkeypatch):
         monkeypatch.setattr(shutil, "disk_usage", lambda path: self.Usage(10**9, 0, 64 * 10**6))
         refused(tmp_path / "out", "the disk has")
-        partial = tmp_path / "out.partial"
-        partial.mkdir()
-        (partial / MARKER).write_text("")
-        (partial / "model.safetensors").write_bytes(b"x" * 10_000)
+        leave(tmp_path / "out.partial", "model.safetensors", b"x" * 10_000)
         CheckpointWriter(tmp_path / "out", PLAN)
 
 

@@ -58,14 +58,24 @@ def test_without_a_file_it_knows_what_it_was_told():
     journal.remove()
 
 
-def test_another_identity_starts_anew(tmp_path):
-    path, notes = tmp_path / "journal", []
+def test_another_identity_keeps_what_is_there_until_restart(tmp_path):
+    """Seen in no thread: a mistyped flag discarded the work of hours."""
+    path = tmp_path / "journal"
     Journal(path, IDENTITY).put("a", {"x": torch.ones(1)})
-    other = Journal(path, {**IDENTITY, "seed": 4}, note=notes.append)
-    assert other.get("a") is None and len(notes) == 1 and "starting anew" in notes[0]
-    assert Journal(path, IDENTITY).get("a") is not None, "nothing was put, so nothing was replaced"
-    other.put("b", {"x": torch.ones(1)})
-    assert Journal(path, IDENTITY).get("a") is None
+    with pytest.raises(SurgeryError, match="--restart"):
+        Journal(path, {**IDENTITY, "seed": 4})
+    assert Journal(path, IDENTITY).get("a") is not None
+    Journal(path, {**IDENTITY, "seed": 4}, restart=True).put("b", {"x": torch.ones(1)})
+    with pytest.raises(SurgeryError, match="--restart"):
+        Journal(path, IDENTITY)
+
+
+def test_restart_removes_no_file_of_others(tmp_path):
+    path = tmp_path / "journal"
+    path.write_text("mine")
+    with pytest.raises(SurgeryError, match="not a journal"):
+        Journal(path, IDENTITY, restart=True)
+    assert path.read_text() == "mine"
 
 
 def test_a_damaged_tensor_is_not_gone_on_with(tmp_path):

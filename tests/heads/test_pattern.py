@@ -76,7 +76,7 @@ def test_hash_is_of_the_scores_and_their_shape():
 def test_an_existing_file_is_replaced_only_if_asked(tmp_path):
     path = make_pattern().save(tmp_path / "a.safetensors")
     other = HeadPattern(torch.zeros(2, 2), "duo")
-    with pytest.raises(SurgeryError, match="exists already; pass --overwrite"):
+    with pytest.raises(SurgeryError, match="exists; choose another --out or pass --overwrite"):
         other.save(path)
     assert HeadPattern.load(path).method == "needle"
     other.save(path, overwrite=True)
