@@ -1,6 +1,7 @@
 """Temporary folders: gone with their process, or with the next one."""
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 from processes import kill_and_leave
 
+from surgery.common.ownership import owner
 from surgery.common.temporary import TemporaryFolder
 
 STAYS = """
 import sys, time
+from surgery.common.ownership import owner
 from surgery.common.temporary import TemporaryFolder
 folder = TemporaryFolder("test")
 (folder.path / "file").write_text("")
@@ -59,6 +62,32 @@ def test_what_a_killed_process_left_goes_with_the_next_and_what_others_use_stays
     with TemporaryFolder("test"):
         pass
     assert os.listdir(place) == ["surgery-mine"]  # no folder without a lock is touched
+
+
+MARKERS = {
+    "empty": lambda folder: "",
+    "of another program": lambda folder: json.dumps({**owner(folder=inode(folder)), "program": "other"}),
+    "of another user": lambda folder: json.dumps({**owner(folder=inode(folder)), "user": -1}),
+    "of another folder": lambda folder: json.dumps(owner(folder=[0, 0])),
+    "damaged": lambda folder: json.dumps(owner(folder=inode(folder)))[:-3],
+}
+
+
+def inode(folder):
+    return [folder.stat().st_dev, folder.stat().st_ino]
+
+
+@pytest.mark.parametrize("kind", MARKERS)
+def test_a_folder_with_a_users_lock_stays(place, kind):
+    """A user's folder called as ours are, and an unlocked file beside it (found by an attack, in no public thread)."""
+    folder = place / "surgery-thesis"
+    folder.mkdir()
+    (folder / "chapter.tex").write_text("mine")
+    (place / "surgery-thesis.lock").write_text(MARKERS[kind](folder))
+    with TemporaryFolder("test"):
+        pass
+    assert (folder / "chapter.tex").read_text() == "mine"
+    assert (place / "surgery-thesis.lock").exists() == (kind != "of another folder")
 
 
 def test_a_forked_child_leaves_it_to_its_parent(place):

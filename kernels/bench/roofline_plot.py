@@ -7,8 +7,11 @@ from pathlib import Path
 MARKERS = "osD^vPX*"
 
 
-def draw_roofline(record: dict, path: Path) -> None:
+def draw_roofline(record: dict, path: Path, metadata: dict[str, str] | None = None) -> None:
     """Draws the measured rows of a record of `run.Bench`.
+
+    Args:
+        metadata: of the picture, by the names of its format.
 
     Raises:
         ValueError: nothing was measured, or the suffix is no format of pictures.
@@ -50,4 +53,4 @@ def draw_roofline(record: dict, path: Path) -> None:
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    figure.savefig(path, metadata=metadata)

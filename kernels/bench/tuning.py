@@ -121,6 +121,6 @@ def write_tuned(path: Path, found: dict[str, dict[str, Candidate]]) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes a JSON file in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, path)

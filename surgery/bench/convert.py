@@ -50,7 +50,7 @@ def measure_conversion(shape: str, folder: Path, arguments: list[str], progress:
     if not source.exists():
         make_random_checkpoint(source, SHAPES[shape], progress)
     command = [sys.executable, "-m", "surgery", "convert", str(source), "--out", str(folder / f"{shape}-converted")]
-    command += ["--overwrite", "--json", *DEFAULTS, *arguments]
+    command += ["--json", *DEFAULTS, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SurgeryError(f"the conversion failed: {' '.join(command)}")

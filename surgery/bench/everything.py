@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.common.errors import SurgeryError
+from surgery.common.ownership import MARK, check_file
 
 TESTS = Path(__file__).resolve().parents[2] / "tests" / "kernels"
 GRACE = 15.0
@@ -42,8 +43,9 @@ class Part:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def parts(out: Path) -> list[Part]:
-    """What is run, in order."""
+def parts(out: Path, *, overwrite: bool = False) -> list[Part]:
+    """What is run, in order; ``overwrite`` lets the parts replace earlier records."""
+    again = ["--overwrite"] if overwrite else []
     surgery = [sys.executable, "-m", "surgery", "bench"]
     kernels = [sys.executable, "-m", "surgery.kernels.bench"]
     sanitizer = shutil.which("compute-sanitizer")
@@ -51,7 +53,7 @@ def parts(out: Path) -> list[Part]:
     tuned = ["--tune", "--tuned", str(out / "tuned"), "--no-baselines", "--contexts", "128k", "--batches", "8"]
 
     def kernels_part(folder: str, *options: str) -> Callable[[float], list[str]]:
-        command = [*surgery, "kernels", "--quick", *options, "--out", str(out / folder)]
+        command = [*surgery, "kernels", "--quick", *options, *again, "--out", str(out / folder)]
         return lambda seconds: [*command, "--limit", f"{seconds:.0f}"]
 
     return [
@@ -71,7 +73,7 @@ def parts(out: Path) -> list[Part]:
             0.3,
             lambda seconds: [
                 *(*surgery, "decode", "llama3-8b", "llama2-7b", "--contexts", "8k,128k", "--batches", "1,max"),
-                *("--limit", f"{seconds:.0f}", "--out", str(out / "decode")),
+                *("--limit", f"{seconds:.0f}", *again, "--out", str(out / "decode")),
             ],
             environment={"SURGERY_TUNED": str(out / "tuned")},
         ),
@@ -88,17 +90,19 @@ def parts(out: Path) -> list[Part]:
     ]
 
 
-def chosen_parts(out: Path, names: str | None) -> list[Part]:
+def chosen_parts(out: Path, names: str | None, *, overwrite: bool = False) -> list[Part]:
     """Some parts by name, with commas between; all without names.
 
     Raises:
-        SurgeryError: one that there is not.
+        SurgeryError: one that there is not, or whose files are there and may not be replaced.
     """
-    known = {part.name: part for part in parts(out)}
+    known = {part.name: part for part in parts(out, overwrite=overwrite)}
     wanted = list(known) if names is None else [name.strip() for name in names.split(",")]
     for name in wanted:
         if name not in known:
             raise SurgeryError(f"--parts {name}: choose {', '.join(known)}")
+    for file in ("parts.json", *(f"{name}.log" for name in wanted)):
+        check_file(out / file, overwrite=overwrite)
     return [known[name] for name in wanted]
 
 
@@ -109,7 +113,7 @@ def run_all(out: Path, seconds: float, say: Callable[[str], Any], waiting: list[
         {"out", "seconds", "parts": [{"name", "command", "seconds", "ended", "log"}]}.
     """
     out.mkdir(parents=True, exist_ok=True)
-    began, record = time.monotonic(), {"out": str(out), "seconds": seconds, "parts": []}
+    began, record = time.monotonic(), {"origin": MARK, "out": str(out), "seconds": seconds, "parts": []}
     for number, part in enumerate(waiting):
         left = seconds - (time.monotonic() - began)
         # What earlier parts did not need is shared out among the rest.
@@ -127,6 +131,8 @@ def _run(part: Part, limit: float, out: Path, say: Callable[[str], Any]) -> dict
     say(f"{part.name}, at most {limit:.0f} s: {' '.join(command)}")
     start = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
+        file.write(f"# {MARK}\n")
+        file.flush()
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **part.environment}
         )

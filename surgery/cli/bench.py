@@ -10,13 +10,15 @@ import typer
 
 from surgery.bench.settings import KernelRequest
 from surgery.cli.generated import Given, with_settings
-from surgery.cli.options import DeviceOption, JsonOption, command_line, option
+from surgery.cli.options import DeviceOption, JsonOption, command_line, flag, option
 from surgery.cli.verbs import Verbs
 from surgery.common.errors import SurgeryError
+from surgery.common.ownership import check_file
 
 bench = typer.Typer(cls=Verbs, help="Measure time and memory.", no_args_is_help=True)
 
 OutOption = Annotated[Path, option("--out", "DIR", "Folder for the records (JSON) and the plot; written as it goes.")]
+OverwriteOption = Annotated[bool, flag("--overwrite", "Replace earlier records.")]
 LimitOption = Annotated[float | None, option("--limit", "SECONDS", "Begin nothing more after so long. [no limit]")]
 KERNELS = {"both": (False, True), "stock": (False,), "ours": (True,)}
 
@@ -39,7 +41,8 @@ def bench_convert(
 ) -> None:
     """Convert a checkpoint of random weights in a real model's shape; report time and peak memory.
 
-    Other options are those of surgery convert. Without any it is --to mla --kv-ratio 0.28125 --calibration none.
+    Other options are those of surgery convert, --overwrite for an earlier result among them. Without any it is --to mla
+    --kv-ratio 0.28125 --calibration none.
 
     Examples:
 
@@ -59,7 +62,12 @@ def bench_convert(
     show_bench(measure_conversion(shape, folder, ctx.args, Progress()), as_json=as_json)
 
 
-def bench_kernels(given: Given, out: OutOption = Path("surgery-bench"), as_json: JsonOption = False) -> None:
+def bench_kernels(
+    given: Given,
+    out: OutOption = Path("surgery-bench"),
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+) -> None:
     """Check every kernel against float64, then measure it beside the GPU's ceilings and other people's kernels.
 
     What is wrong is not timed. Without a GPU only correctness is looked at, at tiny shapes. The exit code is 1 if a
@@ -75,6 +83,8 @@ def bench_kernels(given: Given, out: OutOption = Path("surgery-bench"), as_json:
     from surgery.console.bench import show_kernels
 
     request = KernelRequest(**given.of(KernelRequest))
+    for name in ("kernels.json", "roofline.png"):
+        check_file(out / name, overwrite=overwrite)
     record, written = measure_kernels(request, out, command_line())
     show_kernels(record, written, as_json=as_json)
     if any(not row["gate"]["passed"] for row in record["rows"] if "gate" in row):
@@ -97,6 +107,7 @@ def bench_decode(
     kernels: Annotated[str, option("--kernels", "WORD", "stock, ours (accelerated), or both.")] = "both",
     limit: LimitOption = None,
     out: OutOption = Path("surgery-bench"),
+    overwrite: OverwriteOption = False,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -116,6 +127,8 @@ def bench_decode(
         is_shape(name)  # refuses what is none before torch is loaded for it
     if kernels not in KERNELS:
         raise SurgeryError(f"--kernels {kernels}: choose {', '.join(KERNELS)}")
+    path = out / "decode.json"
+    check_file(path, overwrite=overwrite)
 
     from surgery.bench.decode import DecodeSettings, measure_decoding
     from surgery.bench.kernels import sizes
@@ -132,7 +145,6 @@ def bench_decode(
         KERNELS[kernels],
         float("inf") if limit is None else limit,
     )
-    path = out / "decode.json"
     record = measure_decoding(
         models, settings, checked_device(device or "auto"), out=path, command=command_line(), say=_say
     )
@@ -148,6 +160,7 @@ def bench_all(
     parts: Annotated[
         str | None, option("--parts", "NAMES", "Some of tests, kernels, tuning, decode, memcheck. [all]")
     ] = None,
+    overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check, tune and measure everything on a GPU in one go: tests, memory checker, kernels, decoding.
@@ -161,7 +174,7 @@ def bench_all(
     from surgery.bench.everything import chosen_parts, need_gpu, run_all
     from surgery.console.bench import show_parts
 
-    wanted = chosen_parts(out, parts)
+    wanted = chosen_parts(out, parts, overwrite=overwrite)
     need_gpu()
     show_parts(run_all(out, seconds, _say, wanted), as_json=as_json)
 

@@ -32,7 +32,7 @@ RECORDS = ("surgery_report.json", "surgery_healing.json", "heal.json")
 HIDDEN = ".surgery-"
 """What hidden files and folders of this program begin with."""
 
-_SIGNATURES = (MARK.encode(), b'"surgery_heads"', b"# surgery convert ")
+_SIGNATURES = (MARK.encode(), b'"surgery_heads"', b"# surgery convert ", b'"command": "surgery bench')
 _EDGE = 2**16
 _HASHED = 2**25
 """Larger files are weights: compared by name only, reading them would take minutes."""

@@ -457,4 +457,4 @@ def test_the_verb_prints_a_table_and_writes_plan_and_picture(checkpoints, tmp_pa
     beyond = "context 1,024 is beyond the model's 256 positions"
     assert beyond in out and beyond in error
     code, _, error = run_main(monkeypatch, capsys, *asked, "--out", tmp_path / "plan.yaml")
-    assert code == 1 and "exists already" in error
+    assert code == 1 and "exists" in error
