@@ -440,3 +440,69 @@ def test_patterns():
         "states/x/state.json",
     )
     assert all(map(is_owned, ours)) and not any(map(is_owned, theirs))
+
+
+TEXT = ("--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "2")
+WHOLE = {
+    "convert": ("convert", "{source}", "--to", "gqa", "--kv-heads", "1", *TEXT, "--fit-steps", "0", "--out", "{out}"),
+    "slice": ("slice", "{converted}", "--kv-ratio", "0.3", "--out", "{out}"),
+    "eval": ("eval", "{source}", "--windows", "2", "--length", "64", "--tasks", "loss", "--decoded", "4")
+    + ("--variants", "none", "--out", "{out}"),
+    "heads": ("heads", "{source}", "--method", "ablation", "--sinks", "4", "--window", "16", "--length", "200")
+    + ("--facts", "1", "--samples", "1", "--text", str(HELD_OUT), "--out", "{out}.safetensors"),
+    "heads compare": ("heads", "compare", "{patterns[0]}", "{patterns[1]}", "--out", "{out}"),
+    "heal": ("heal", "{source}", "--teacher", "{source}", "--data", str(HELD_OUT), "--max-steps", "1")
+    + ("--length", "32", "--held-out", "2", "--no-measure", "--out", "{out}"),
+    "plan": ("plan", "{source}", "--kv-ratio", "0.5", "--allow", "quantized", *TEXT, "--recall", "0")
+    + ("--context", "256", "--out", "{out}.yaml", "--plot", "{out}.png"),
+    "inspect": ("inspect", "{source}", "--calibration", "builtin", *TEXT[:4], "--plot", "{out}.svg"),
+    "export": ("export", "{source}", "--engine", "llama.cpp", "--weights", "f32", "--out", "{out}.gguf"),
+    "run": ("run", "{recipe}", "--work", "{out}"),
+}
+AGAIN = {"inspect": ["--overwrite"], "export": ["--overwrite"], "run": ["--restart"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("verb", WHOLE)
+def test_whole_commands_leave_what_is_planted(verb, seed, checkpoints, tmp_path, monkeypatch, capsys):
+    """Three runs: the first makes the output, the second replaces it, the third meets what was planted everywhere."""
+    from healing import forked
+
+    monkeypatch.setattr(healing, "run_to_its_end", forked)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    root, chance = tmp_path / "outputs", random.Random(seed)
+    root.mkdir()
+    recipe, source = tmp_path / "recipe.yaml", checkpoints("llama")
+    step = {"name": "half", "source": str(source), "kv_ratio": 0.5, "calibration": "none"}
+    rows = {"name": "report", "checkpoints": ["half"], "tasks": ["loss"], "windows": 2, "length": 64, "decoded": 0}
+    recipe.write_text(json.dumps({"steps": [{"convert": step}, {"eval": {**rows, "variants": []}}]}))
+    patterns = [random_pattern(2, 2, number).save(tmp_path / f"{number}.safetensors") for number in (0, 1)]
+    places = {
+        "source": source,
+        "patterns": patterns,
+        "recipe": recipe,
+        "out": root / "out",
+        "converted": tmp_path / "mla",
+    }
+    if "{converted}" in WHOLE[verb]:
+        convert = ["convert", source, "--kv-ratio", "0.5", "--calibration", "none", "--carrier", "own"]
+        assert run_main(monkeypatch, capsys, *convert, "--out", places["converted"])[0] == 0
+    command = [part.format(**places) for part in WHOLE[verb]]
+    again = AGAIN.get(verb, ["--overwrite", "--restart"])
+    for options in ([], again):
+        code, _, error = run_main(monkeypatch, capsys, *command, *options)
+        assert code == 0, error
+    planted = {}
+    folders = [root, tmp_path / "tmp", *(path for path in root.rglob("*") if path.is_dir())]
+    folders += [root / f"out.{kind}" for kind in ("partial", "healing", "yaml.statistics.partial")]
+    for folder in folders:
+        path = folder / chance.choice(NAMES)
+        if not os.path.lexists(path) and chance.random() < 0.7:
+            plant(path, chance.choice(["file", "folder", "folder with a file", "link"]))
+            planted[path] = os.lstat(path).st_ino
+    code, _, error = run_main(monkeypatch, capsys, *command, *again)
+    assert code in (0, 1) and "Traceback" not in error
+    for path, inode in planted.items():
+        assert os.path.lexists(path) and os.lstat(path).st_ino == inode, (path, error)

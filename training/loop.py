@@ -105,8 +105,8 @@ class Loop:
             value, kept = self._t.identity.get(name), state["identity"].get(name)
             if kept != value:
                 raise SurgeryError(
-                    f"{path}: was made with {name} {kept!r}, not {value!r}; set it back, or use resume false or another"
-                    " out to start anew"
+                    f"{path}: was made with {name} {kept!r}, not {value!r}; set it back, or discard it by --restart"
+                    " (resume false), or use another out"
                 )
         self.at = Position(**state["position"])
         self._saved_step = self.at.step

@@ -86,5 +86,5 @@ def kept_apart(place: Path, option: str = "--out") -> Iterator[None]:
         yield
     finally:
         with file, suppress(OSError):  # Windows removes no open file
-            if is_at(file, path):
+            if is_at(file, path) and not path.stat().st_size:
                 path.unlink()
