@@ -183,7 +183,7 @@ class Staging:
         if self.partial.is_symlink() or not self.partial.is_dir():
             raise SurgeryError(f"{self.partial}: is in the way and not ours; remove it or choose another --out")
         marker = self.partial / MARKER
-        if not marker.is_file():
+        if marker.is_symlink() or not marker.is_file():
             # A run killed between making the folder and its marker leaves an empty one.
             if any(self.partial.iterdir()):
                 raise SurgeryError(f"{self.partial}: is in the way and not ours; remove it or choose another --out")

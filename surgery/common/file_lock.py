@@ -47,13 +47,17 @@ def hold(path: Path, place: Path, option: str = "--out") -> IO:
         OSError: the file cannot be made.
     """
     while True:
-        file = open(path, "a")  # noqa: SIM115 the caller's
+        file = open(path, "a", opener=_without_links)  # noqa: SIM115 the caller's
         if try_lock(file) is Lock.HELD:
             file.close()
             raise SurgeryError(f"{place}: another surgery is writing it; wait for it or choose another {option}")
         if is_at(file, path):
             return file
         file.close()  # removed by the process that had it, after it was opened here
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def is_at(file: IO, path: Path) -> bool:
