@@ -32,7 +32,9 @@ def doctor(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
 
     from surgery.console.conversion import show_doctor
     from surgery.engines.diagnosis import diagnose
+    from surgery.running.source_check import open_source
 
+    open_source(checkpoint)
     show_doctor(diagnose(checkpoint), as_json=as_json)
 
 
