@@ -93,11 +93,6 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
         for path in (settings.student, settings.teacher or None)
     )
     check_writable(student_reader)
-    teacher_reader = (
-        language_model(open_source(settings.teacher, trust_remote_code=settings.trust_remote_code))
-        if settings.teacher
-        else None
-    )
     processes.from_main(lambda: _staging(settings, student_reader, teacher_reader) and None)
     run = Path(settings.out).expanduser().resolve()
     run = run.with_name(f"{run.name}.run")

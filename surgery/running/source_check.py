@@ -17,6 +17,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from surgery.checkpoint import CheckpointReader
+from surgery.families import WHY_NOT
 from surgery.families.towers import TOWERS
 from surgery.running.loading import causal_class, load_config, loading
 from surgery.running.source_faults import Comparison, check_class, check_comparison, check_stored
@@ -43,8 +44,8 @@ def open_source(source: str | Path, *, allow_pickle: bool = False, trust_remote_
 def checked(reader: CheckpointReader) -> CheckpointReader:
     """Compare a checkpoint with its class; give it with the config.json that its tensors show it to have.
 
-    It is returned as it is where transformers has no class for it, or its weights are quantised in a format that is not
-    read here: what follows refuses it by name.
+    It is returned as it is where transformers has no class for it, its family is refused by name, or its weights are
+    quantised in a format that is not read here.
 
     Raises:
         SurgeryError: they contradict each other.
@@ -54,7 +55,8 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
     from surgery import model as own_model
 
     own_model.register()
-    if reader.config.get("model_type") not in CONFIG_MAPPING or reader.config.get("quantization_config"):
+    model_type = reader.config.get("model_type")
+    if model_type not in CONFIG_MAPPING or model_type in WHY_NOT or reader.config.get("quantization_config"):
         return reader
     config = load_config(reader.path)
     try:
@@ -62,7 +64,7 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
     except KeyError:
         return reader
     check_stored(reader, config)
-    if config.model_type != reader.config["model_type"]:  # Mistral with layer_types, which is Ministral
+    if config.model_type != model_type:  # Mistral with layer_types, which is Ministral
         names = {"model_type": config.model_type, "architectures": [model_class.__name__]}
         reader = reader.corrected({**reader.config, **names})
     check_class(reader, model_class)
@@ -105,7 +107,7 @@ def _compare(reader: CheckpointReader, model_class: type[PreTrainedModel], confi
             logging.enable_progress_bar()
     tied = tuple(model.all_tied_weights_keys.items())
     both = tuple(pair for pair in tied if not info.missing_keys.intersection(pair))
-    info.missing_keys.difference_update(*((pair) for pair in tied if not info.missing_keys.issuperset(pair)))
+    info.missing_keys.difference_update(head for head, _ in tied)
     model._adjust_missing_and_unexpected_keys(info)
     return Comparison(
         model_class.__name__,

@@ -15,6 +15,8 @@ from surgery.common.errors import SurgeryError
 from surgery.families.base import FURTHER
 
 LAYER = re.compile(r"^(?:(?:model|language_model|transformer|gpt_neox)\.)*(?:layers|h)\.(\d{1,9})\.")
+BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$")
+"""Causal masks that early checkpoints of GPT-2 and GPT-NeoX hold."""
 WHOLE = "give the config.json that belongs to these weights"
 
 
@@ -47,7 +49,7 @@ def check_stored(reader: CheckpointReader, config: Any) -> None:
     """
     for name in reader.names():
         dtype = reader.info(name).dtype
-        if name.endswith((".weight", ".bias")) and _is_packed(dtype) and not name.endswith(".attn.bias"):
+        if name.endswith((".weight", ".bias")) and _is_packed(dtype) and not BUFFERS.search(name):
             raise SurgeryError(
                 f"{reader.source}: {name} is stored in {str(dtype).removeprefix('torch.')}, and config.json says "
                 "nothing of a quantisation; give the checkpoint before it was quantised"
@@ -188,6 +190,7 @@ def _missing(reader: CheckpointReader, text: Any, comparison: Comparison) -> str
 def _unexpected(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
     """Tensors of a layer that the class would leave out."""
     names = [name for name in comparison.unexpected if -1 < _layer(name) < text.num_hidden_layers]
+    names = [name for name in names if not BUFFERS.search(name)]
     if not names:
         return None
     return (
