@@ -2,11 +2,16 @@
 
 import json
 import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from command_line import run_main
 from config_files import config_of, edit_config
+from hostile import cases, taken_or_refused
+from hypothesis import given
+from hypothesis import strategies as st
 from picture_models import make_model
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, make_checkpoint, tokens
@@ -42,6 +47,8 @@ COMMANDS = {
     "heal": ("heal", "--data", HELD_OUT),
     "bench": ("bench", "decode"),
 }
+SIZES = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+SIZES += ("num_key_value_heads", "head_dim")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -74,6 +81,11 @@ def renamed(rename):
 def resized(tensors):
     """A vocabulary of four more tokens (huggingface/transformers#16479)."""
     return tensors | {EMBEDDING: torch.cat([tensors[EMBEDDING], torch.zeros(4, tensors[EMBEDDING].shape[1])])}
+
+
+def resized_alone(tensors):
+    """An embedding of four more tokens, next to a head of its own."""
+    return resized(tensors) | {HEAD: tensors[EMBEDDING].flip(0)}
 
 
 def first_layer_only(tensors):
@@ -119,6 +131,7 @@ REFUSED = {
         r"vocab_size is 4,096, and the embedding has 4,100 rows; set vocab_size to 4100",
     ),
     "vocab_size too large": (config(vocab_size=5000), "set vocab_size to 4096"),
+    "head not resized": (weights(resized_alone), r"embed_tokens.weight has shape \[4100, 32\]"),
     "prefix module": (renamed("module.{}".format), "'module'.*trainer"),
     "prefix of peft": (renamed("base_model.model.{}".format), "'base_model.model'.*trainer"),
     "prefix of compile": (renamed("_orig_mod.{}".format), "'_orig_mod'.*trainer"),
@@ -325,3 +338,33 @@ def test_dynamic_rope_is_refused_with_a_way_out_that_works(way_out, changed, tmp
         convert(folder, tmp_path / "out", "mqa")
     edit_config(folder, **way_out)
     convert(folder, tmp_path / "out", "mqa")
+
+
+@given(st.data())
+@cases(12)
+def test_what_is_opened_lacks_nothing_when_transformers_loads_it(source, data):
+    """Any one change: refused in one line, or all that the class wants is there, in its shape."""
+    with TemporaryDirectory() as place:
+        folder = shutil.copytree(source, Path(place, "model"))
+        if data.draw(st.booleans()):
+            edit_config(folder, **{data.draw(st.sampled_from(SIZES)): data.draw(st.integers(1, 64))})
+        else:
+            edit_weights(folder, lambda tensors: altered(tensors, data))
+        reader = taken_or_refused(lambda: open_source(folder))
+        if reader is not None:
+            _, info = AutoModelForCausalLM.from_pretrained(reader.model_folder(), output_loading_info=True)
+            assert not info["missing_keys"] and not info["mismatched_keys"]
+
+
+def altered(tensors, data):
+    """One tensor dropped, renamed, cut, added or in integers."""
+    name = data.draw(st.sampled_from(sorted(tensors)))
+    rest = {each: tensor for each, tensor in tensors.items() if each != name}
+    ways = {
+        "drop": {},
+        "rename": {f"x.{name}": tensors[name]},
+        "cut": {name: tensors[name][:-1]},
+        "integers": {name: tensors[name].int()},
+        "more": {name: tensors[name], name.replace(".weight", ".scale"): torch.ones(1)},
+    }
+    return rest | ways[data.draw(st.sampled_from(sorted(ways)))]

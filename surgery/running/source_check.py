@@ -63,14 +63,15 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
         model_class = _class_of(config)
     except KeyError:
         return reader
-    check_stored(reader, config)
     if config.model_type != model_type:  # Mistral with layer_types, which is Ministral
         names = {"model_type": config.model_type, "architectures": [model_class.__name__]}
         reader = reader.corrected({**reader.config, **names})
-    check_class(reader, model_class)
-    with loading(f"{reader.source}: {model_class.__name__} by its config.json"):
+    with loading(f"{reader.source}/config.json"):
+        text = config.get_text_config(decoder=True)
+        check_stored(reader, text)
+        check_class(reader, model_class)
         comparison = _compare(reader, model_class, config)
-    check_comparison(reader, config, comparison)
+        check_comparison(reader, text, comparison)
     return _untied(reader, comparison)
 
 

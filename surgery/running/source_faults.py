@@ -41,8 +41,11 @@ class Comparison:
     tied: tuple[tuple[str, str], ...] = ()
 
 
-def check_stored(reader: CheckpointReader, config: Any) -> None:
+def check_stored(reader: CheckpointReader, text: Any) -> None:
     """Check what is seen before the class is built.
+
+    Args:
+        text: the config of the language model.
 
     Raises:
         SurgeryError: a weight is no floating-point number of 16 bits or more, or there are more layers than tensors.
@@ -54,7 +57,7 @@ def check_stored(reader: CheckpointReader, config: Any) -> None:
                 f"{reader.source}: {name} is stored in {str(dtype).removeprefix('torch.')}, and config.json says "
                 "nothing of a quantisation; give the checkpoint before it was quantised"
             )
-    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    layers = getattr(text, "num_hidden_layers", None)
     if type(layers) is int and layers > len(reader.names()):
         raise SurgeryError(f"{_config(reader)}: num_hidden_layers is {layers:,}, and there are fewer tensors; {WHOLE}")
 
@@ -76,14 +79,14 @@ def check_class(reader: CheckpointReader, model_class: type[PreTrainedModel]) ->
             )
 
 
-def check_comparison(reader: CheckpointReader, config: Any, comparison: Comparison) -> None:
+def check_comparison(reader: CheckpointReader, text: Any, comparison: Comparison) -> None:
     """Check that the stored tensors are those of the class.
 
     Raises:
         SurgeryError: they are not; the first cause that applies is told.
     """
     for cause in CAUSES:
-        if message := cause(reader, config.get_text_config(decoder=True), comparison):
+        if message := cause(reader, text, comparison):
             raise SurgeryError(message)
 
 
@@ -147,7 +150,8 @@ def _vocabulary(reader: CheckpointReader, text: Any, comparison: Comparison) -> 
         for name, stored, shape in comparison.mismatched
         if len(stored) == 2 and shape[0] == size and stored[1:] == shape[1:] and _layer(name) < 0
     }
-    if len(rows) != 1:
+    one_fits = any(reader.info(name).shape == (size, text.hidden_size) for name in reader.names())
+    if len(rows) != 1 or one_fits:
         return None
     return (
         f"{_config(reader)}: vocab_size is {size:,}, and the embedding has {min(rows):,} rows; set vocab_size to "
