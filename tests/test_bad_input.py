@@ -64,6 +64,13 @@ def pickle_only(folder):
     (folder / "model.safetensors").unlink()
 
 
+def quantised(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(48, 16, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_config(folder, quantization_config={"quant_method": "quip"})
+
+
 YARN_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 CASES = {
     "missing shard": (index({"x": "model-00002-of-00002.safetensors"}), {}, "model-00002-of-00002"),
@@ -73,8 +80,8 @@ CASES = {
     "NaN in attention": (poison("model.layers.1.self_attn.k_proj.weight"), {}, "NaN or infinity in k_proj of layer 1"),
     "NaN elsewhere": (poison("model.layers.0.mlp.up_proj.weight"), {}, "up_proj|layer 0|not finite|NaN"),
     "unknown model_type": (partial(edit_config, model_type="gemma4"), {}, "model_type 'gemma4' is not supported"),
-    "quantised": (partial(edit_config, quantization_config={"quant_method": "awq"}), {}, "quantised .awq."),
-    "RoPE type": (partial(edit_config, rope_parameters=YARN_DYNAMIC), {}, "RoPE type 'dynamic' is not supported"),
+    "quantised": (quantised, {}, "quantised .quip."),
+    "RoPE type": (partial(edit_config, rope_parameters=YARN_DYNAMIC), {}, "RoPE type 'dynamic'.*remove rope_scaling"),
     "partial rotary": (
         partial(edit_config, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
         {},

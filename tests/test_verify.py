@@ -144,7 +144,6 @@ def forget_hashes(path):
             "logits",
             "differ from those on record",
         ),
-        (partial(edit_config, num_key_value_heads=2), "caches", "num_key_value_heads|k_proj|size|shape"),
     ],
 )
 def test_damage_is_found(copy, damage, caught, words, monkeypatch, capsys):
@@ -159,6 +158,13 @@ def test_damage_is_found(copy, damage, caught, words, monkeypatch, capsys):
     code, shown, errors = run_main(monkeypatch, capsys, "verify", path, "--device", "cpu")
     assert code == 1 and "failed" in shown
     assert errors.splitlines()[-1].startswith(f"surgery: error: {path}: ")
+
+
+def test_a_config_of_other_shapes_is_one_line(copy, monkeypatch, capsys):
+    path = copy("gqa")
+    edit_config(path, num_key_value_heads=2)
+    code, shown, errors = run_main(monkeypatch, capsys, "verify", path)
+    assert (code, shown) == (1, "") and "k_proj.weight has shape" in errors.splitlines()[-1]
 
 
 def test_a_truncated_file_is_one_line(copy, monkeypatch, capsys):

@@ -37,6 +37,7 @@ from surgery.model import register
 from surgery.running.loading import load_tokenizer
 from surgery.running.models import causal_model
 from surgery.running.processes import Processes
+from surgery.running.source_check import open_source
 from surgery.running.unfused import language_model
 from surgery.training.attention import use_attention
 from surgery.training.balanced import balance_latents
@@ -91,9 +92,11 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     accelerator = open_accelerator(settings)
     processes = Processes(cpu=settings.device == "cpu")
     progress = (progress or Progress()) if processes.is_main else Progress(silent=True)
-    student_reader = language_model(CheckpointReader.open(settings.student))
+    student_reader, teacher_reader = (
+        None if path is None else language_model(open_source(path, trust_remote_code=settings.trust_remote_code))
+        for path in (settings.student, settings.teacher or None)
+    )
     check_writable(student_reader)
-    teacher_reader = language_model(CheckpointReader.open(settings.teacher)) if settings.teacher else None
     processes.from_main(lambda: _staging(settings, student_reader, teacher_reader) and None)
     run = Path(settings.out).expanduser().resolve()
     run = run.with_name(f"{run.name}.run")

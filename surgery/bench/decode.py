@@ -19,7 +19,6 @@ import torch
 from surgery.bench import models as bench_models
 from surgery.bench.cache import held_bytes, steady_cache
 from surgery.bench.shapes import is_shape
-from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.eval.memory import OutOfMemory, free_memory, unless_out_of_memory
 from surgery.eval.roofline import synchronize
@@ -29,6 +28,7 @@ from surgery.kernels.bench.run import versions
 from surgery.kernels.bench.tuning import write_json
 from surgery.model.cache_argument import CACHE
 from surgery.running.models import causal_model
+from surgery.running.source_check import open_source
 from surgery.running.unfused import language_model
 
 SCHEMA = 1
@@ -88,7 +88,7 @@ def subjects(given: Sequence[str], settings: DecodeSettings) -> Iterator[Subject
             raise SurgeryError(f"--to {structure}: choose {', '.join(configs)}")
     for name in given:
         if not is_shape(name):
-            reader = language_model(CheckpointReader.open(name))
+            reader = language_model(open_source(name))
             yield Subject(reader.name, "checkpoint", lambda at, r=reader: causal_model(r).to(at))
             continue
         config = bench_models.source_config(name)

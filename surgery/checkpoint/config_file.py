@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,32 @@ LIMITS = {
 }
 """The most that a config may claim, by name."""
 
+RUN_CHOICES = (
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+    *("fusion_config", "kernel_config", "distributed_config"),
+)
+"""Keys by which a config.json chooses the code that runs a model, hub kernels too; dropped on reading."""
+
+REDIRECTIONS = {
+    "transformers_weights": "names other weights for transformers alone",
+    "configuration_files": "names other configs for some versions of transformers",
+    "per_layer_config": "gives layers different shapes, which is not supported",
+}
+"""Keys by which transformers reads other files or builds other layers than this package."""
+
 
 def read_config(path: Path) -> dict[str, Any]:
     """The object in a config.json.
 
     Raises:
-        SurgeryError: it cannot be read, is no JSON object, or claims an impossible size, or its rotary settings are
-            none.
+        SurgeryError: it cannot be read, is no JSON object, claims an impossible size, has rotary settings that are
+            none, or names other files.
     """
     config = read_json(path)
+    for name, effect in REDIRECTIONS.items():
+        if config.get(name) is not None:
+            raise SurgeryError(f"{path}: {name} {effect}; remove it, or give a checkpoint that needs no such key")
     check_sizes(config, str(path))
     if not isinstance(config.get("model_type"), str | None):
         raise SurgeryError(f"{path}: model_type is not a name; repair it or download it again")
@@ -51,6 +69,15 @@ def check_sizes(config: dict[str, Any], where: str) -> None:
             raise SurgeryError(f"{where}: {name} must be names with values, not {value!r}")
         elif isinstance(value, dict):
             check_sizes(value, f"{where}, {name}")
+
+
+def without_keys(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A config, and every config within it, without some keys."""
+    return {
+        name: without_keys(value, names) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in names
+    }
 
 
 def with_rope_beside(config: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,10 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
+
+ADAPTER = "adapter_config.json"
+_RANK_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+"""A shard of one rank's own, of torch's distributed checkpoints: transformers prefers those to all other weights."""
 
 # Weights of other formats and training states may lie beside the ones that are read; none of them is a sidecar.
 _WEIGHT_SUFFIXES = (
@@ -41,8 +46,9 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
 
     Raises:
         SurgeryError: there are none, a shard is missing, the index is damaged or names a path, or the weights are
-            pickled and ``allow_pickle`` is off.
+            pickled and ``allow_pickle`` is off; or something else in the folder decides what transformers loads.
     """
+    _check_rivals(folder)
     weights = _find(folder, WEIGHTS, WEIGHTS_INDEX, pickled=False) or _find(folder, PICKLE, PICKLE_INDEX, pickled=True)
     if weights is None:
         raise SurgeryError(
@@ -62,6 +68,22 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
         )
     check_links(folder, [folder / file for file in weights.files])
     return weights
+
+
+def _check_rivals(folder: Path) -> None:
+    """Refuse a folder with an adapter, or with weights that transformers would load before the others."""
+    if os.path.lexists(folder / ADAPTER):
+        raise SurgeryError(
+            f"{folder}: holds an adapter ({ADAPTER}), which would be left out; merge it (peft: merge_and_unload, then"
+            " save_pretrained) and give that folder, or remove the adapter's files"
+        )
+    with disk_errors(folder):
+        shards = sorted(name for name in os.listdir(folder) if _RANK_SHARD.fullmatch(name))
+    if shards:
+        raise SurgeryError(
+            f"{folder}: {shards[0]} is a shard of a distributed checkpoint, which transformers would load before"
+            " other weights; consolidate it (load and save_pretrained), or remove it"
+        )
 
 
 def check_links(folder: Path, files: Iterable[Path]) -> None:

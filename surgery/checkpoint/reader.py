@@ -12,14 +12,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.config_file import read_config
+from surgery.checkpoint.config_file import RUN_CHOICES, read_config, without_keys
 from surgery.checkpoint.dequantised_store import DequantisedStore
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.gguf_folder import open_gguf, temporary_folder
 from surgery.checkpoint.gguf_store import GgufStore
-from surgery.checkpoint.layout import CONFIG, check_index, check_links, find_sidecars, find_weights
+from surgery.checkpoint.layout import (
+    CONFIG,
+    PICKLE_INDEX,
+    WEIGHTS_INDEX,
+    check_index,
+    check_links,
+    find_sidecars,
+    find_weights,
+)
 from surgery.checkpoint.location import find_gguf, locate
-from surgery.checkpoint.quantised import quantisation_of
+from surgery.checkpoint.quantised import is_quantised, quantisation_of
 from surgery.checkpoint.read_ahead import ReadAhead
 from surgery.checkpoint.row_slices import RowSliceStore
 from surgery.checkpoint.stores import PickleStore, SafetensorsStore, Store
@@ -45,7 +53,7 @@ class CheckpointReader:
         path: the local folder with config.json and tokenizer; of a GGUF file, and of quantised weights, a temporary
             one that stands in for it.
         source: what `open` takes again, in any process: the folder, or the GGUF file.
-        config: config.json, parsed.
+        config: config.json, parsed, without what chooses the code that runs the model or belongs to no tensor here.
         stored_names: of tensors that stand for stored ones under other names, and are written back under those.
         left_out: stored tensors that this is a view without.
         dequantised_from: what quantised weights are stored in, of a GGUF file most of them, such as Q4_1; None for
@@ -72,6 +80,7 @@ class CheckpointReader:
         self._behind = behind
         self._ahead = ReadAhead()
         self._identity: Identity | None = None
+        self._hashed_config = config
         self.stored_names: dict[str, str] = {}
         self.left_out: tuple[str, ...] = ()
 
@@ -102,7 +111,7 @@ class CheckpointReader:
                 raise SurgeryError(f"{path}: its weight files hold no tensors; give a whole checkpoint")
             sidecars = find_sidecars(path)
             check_links(path, sidecars)
-            return cls(path, config, store, sidecars)._dequantised()
+            return cls(path, config, store, sidecars)._cleaned()._dequantised()
 
     @classmethod
     def _of_gguf(cls, path: Path, files: list[Path]) -> CheckpointReader:
@@ -135,6 +144,28 @@ class CheckpointReader:
         if put_back:
             view.stored_names = {name: stored for stored, names in parts.items() for name in names}
         return view
+
+    def corrected(self, config: dict[str, Any]) -> CheckpointReader:
+        """The same checkpoint with another config.json; itself, where that is the same.
+
+        Its fingerprint is that of the files. Its ``path`` is a temporary folder with that config and links to the rest.
+        """
+        if config == self.config:
+            return self
+        view = self._view(config, self._store, self.dequantised_from, code=True)
+        view._behind, view._hashed_config = self._behind, self._hashed_config
+        if isinstance(self._store, SafetensorsStore | PickleStore):
+            files = {info.file for info in self._store.infos.values()}
+            files |= {name for name in (WEIGHTS_INDEX, PICKLE_INDEX) if (self.path / name).is_file()}
+            with disk_errors(view.path):
+                for name in files:
+                    (view.path / name).symlink_to((self.path / name).absolute())
+        return view
+
+    def _cleaned(self) -> CheckpointReader:
+        """A view without what config.json says of code to run, or of a quantisation that no stored tensor has."""
+        quantised = is_quantised(self._store)
+        return self.corrected(without_keys(self.config, RUN_CHOICES + ("quantization_config",) * (not quantised)))
 
     def _dequantised(self) -> CheckpointReader:
         """A view of quantised weights without quantisation; itself, where there are none that can be read."""
@@ -362,7 +393,7 @@ class CheckpointReader:
                 digests[name] = digest
                 if progress:
                     progress(self.info(name).nbytes)
-        whole = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        whole = hashlib.sha256(json.dumps(self._hashed_config, sort_keys=True).encode())
         for name in sorted(names):
             whole.update(f"\n{json.dumps(name)} {describe(self.info(name))} {digests[name]}".encode())
         return whole.hexdigest()

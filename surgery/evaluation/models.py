@@ -22,6 +22,7 @@ from surgery.common.lineage import REPORT, lineage
 from surgery.evaluation.names import name_and_path
 from surgery.running.loading import load_tokenizer
 from surgery.running.models import causal_model
+from surgery.running.source_check import open_source
 from surgery.running.unfused import language_model
 
 
@@ -58,7 +59,7 @@ class Checkpoint:
             SurgeryError: there is no such checkpoint, or it is damaged.
         """
         name, path = name_and_path(given)
-        reader = language_model(CheckpointReader.open(path, allow_pickle=allow_pickle))
+        reader = language_model(open_source(path, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code))
         return cls(name, path, reader, reader.fingerprint(advance), trust_remote_code)
 
     @property

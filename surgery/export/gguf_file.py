@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.disk import written_whole
 from surgery.common.errors import SurgeryError
 from surgery.common.ownership import MARK, check_file
@@ -21,6 +20,7 @@ from surgery.engines.facts import Facts
 from surgery.engines.llama_cpp import obstacle
 from surgery.export.gguf_model import GGUFModel, GGUFTensor
 from surgery.export.gguf_tokenizer import copied_tokenizer, read_tokenizer
+from surgery.running.source_check import open_source
 
 ENGINE = "llama.cpp"
 WEIGHTS = ("bf16", "f16", "q8_0", "f32")
@@ -78,7 +78,7 @@ def export_checkpoint(
     if weights not in WEIGHTS:
         raise SurgeryError(f"--weights {weights}: choose {', '.join(WEIGHTS)}")
     gguf = _gguf()
-    reader = CheckpointReader.open(checkpoint)
+    reader = open_source(checkpoint)
     found = obstacle(Facts.of(reader.config))
     if found:
         raise SurgeryError(f"{reader.path}: llama.cpp cannot compute it, {found}")

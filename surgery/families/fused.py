@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgery.common.errors import SurgeryError
+from surgery.families.rope import check_not_dynamic
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,7 @@ def _phi3_parts(config: dict[str, Any]) -> dict[str, dict[str, int]]:
 def _internlm3_config(config: dict[str, Any]) -> dict[str, Any]:
     """A Llama's, whose biases have other names."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "dynamic":
-        raise SurgeryError(
-            "config.json: RoPE dynamic of internlm3 changes its frequencies with the length of the text, once that is "
-            f"over {_whole(config, 'max_position_embeddings', 32_768):,} tokens, which no conversion can follow; for "
-            "texts up to there take rope_scaling out of config.json"
-        )
+    check_not_dynamic(rope.get("rope_type", rope.get("type")))
     biases = {name: bool(config.get(name, config.get(old))) for name, old in _BIASES.items()}
     if biases["attention_bias"] != biases["mlp_bias"]:
         raise SurgeryError("config.json: internlm3 with qkv_bias unlike bias is not supported")

@@ -17,6 +17,16 @@ STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LONGROPE = "longrope"
 
 
+def check_not_dynamic(kind: Any) -> None:
+    """Refuse dynamic RoPE, with the one way out: it is default RoPE up to the longest text of the config."""
+    if kind == "dynamic":
+        raise SurgeryError(
+            "config.json: RoPE type 'dynamic' changes its frequencies in texts over max_position_embeddings, which no "
+            "conversion can follow; for shorter texts remove rope_scaling from config.json, or set rope_type to "
+            "'default' in its rope_parameters"
+        )
+
+
 def unchanged_length(config) -> int | None:
     """The longest text, in tokens, over which a config's frequencies stay the same; None where they never change."""
     rope = getattr(config, "rope_parameters", None) or {}
@@ -54,6 +64,7 @@ def rope_frequencies(
     theta, part = parameters["rope_theta"], parameters.get("partial_rotary_factor", 1.0)
     if not _is_number(theta) or not _is_number(part) or theta <= 0 or not 0 < part <= 1:
         raise SurgeryError(f"config.json: RoPE of base {theta!r} over {part!r} of each head is impossible")
+    check_not_dynamic(kind)
     if kind not in kinds:
         raise SurgeryError(f"config.json: RoPE type {kind!r} is not supported (supported: {', '.join(kinds)})")
     rotated = int(head_dim * part)

@@ -30,6 +30,7 @@ from surgery.forecast.attention_structures import cache_bytes_of
 from surgery.running.loading import load_tokenizer
 from surgery.running.processes import Processes
 from surgery.running.source import checked_device, is_absent
+from surgery.running.source_check import open_source
 from surgery.running.unfused import unfused
 from surgery.structures.dry_run import measure_speed
 from surgery.structures.estimates import EFFICIENCY
@@ -140,7 +141,7 @@ def expected_seconds(given: Sequence[str], models: int, settings: EvalSettings) 
     told = all(not name.startswith(HARNESS) for name in settings.tasks)
     if here is None or not told or not all(texts) or is_absent(settings.device):
         return None
-    reader, silent, device = CheckpointReader.open(here), Progress(silent=True), checked_device(settings.device)
+    reader, silent, device = open_source(here), Progress(silent=True), checked_device(settings.device)
     tokenizer = load_tokenizer(reader.path)
     settings = replace(settings, data=settings.data or default_names(tokenizer))
     tasks = build_tasks(settings, tokenizer, reader.config, silent).all

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from surgery.checkpoint import CheckpointReader, check_output
+from surgery.checkpoint import check_output
 from surgery.checkpoint.output_place import default_output
 from surgery.checkpoint.staging import Staging
 from surgery.common.progress import Progress
 from surgery.healing.heal import HealRequest, plain, training_settings, with_teacher
 from surgery.healing.launchers import count_processes, is_sharded
 from surgery.model import register
+from surgery.running.source_check import open_source
 from surgery.structures.dry_run import measure_speed
 from surgery.training.estimate import WIDTHS, estimate
 from surgery.training.shapes import config_of
@@ -49,7 +50,7 @@ def plan_healing(
         SurgeryError: the request is impossible, or the models cannot be followed on shapes alone.
     """
     register()
-    student = CheckpointReader.open(request.student)
+    student = open_source(request.student)
     request = with_teacher(request, student, Progress(silent=True))
     out = request.out or default_output(request.student, "healed")
     check_output(student.source, out)
@@ -63,7 +64,7 @@ def plan_healing(
     if here and request.launcher is None:
         peak_flops = measure_speed(device, WIDTHS[settings.dtype])["flops_per_second"]
     configs = [
-        None if path is None else config_of(CheckpointReader.open(path), settings)
+        None if path is None else config_of(open_source(path), settings)
         for path in (settings.student, settings.teacher)
     ]
     found = estimate(*configs, settings, processes, sharded=is_sharded(request.launcher))

@@ -48,6 +48,7 @@ from surgery.healing.recorded_source import find_source
 from surgery.healing.verification import verify_healed
 from surgery.reporting.healing_table import gap_closed, quality_table, stages
 from surgery.reporting.report import Report, previous_report
+from surgery.running.source_check import open_source
 from surgery.running.workers import ended
 from surgery.training.models import check_writable
 from surgery.training.run_folder import RUN_FILES
@@ -114,7 +115,7 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
     progress = progress or Progress(silent=True)
     if find_spec("accelerate") is None:
         raise SurgeryError('healing needs accelerate: pip install "model-surgery[train]"')
-    student = CheckpointReader.open(request.student)
+    student = open_source(request.student)
     request = with_teacher(request, student, progress)
     out = request.out or default_output(request.student, "healed")
     check_output(student.source, out)
@@ -237,12 +238,18 @@ def training_settings(
     return replace(
         settings,
         student=str(student.source.absolute()),
-        teacher=None if settings.teacher is None else str(CheckpointReader.open(settings.teacher).source.absolute()),
+        teacher=_teacher(settings),
         out=str(work / TRAINED),
         entry_factors=None if factors is None else str(factors),
         overwrite=True,
         tracker_folder=settings.tracker_folder or str((out or work).with_name(f"{(out or work).name}.tracking")),
     )
+
+
+def _teacher(settings: HealSettings) -> str | None:
+    if settings.teacher is None:
+        return None
+    return str(open_source(settings.teacher, trust_remote_code=settings.trust_remote_code).source.absolute())
 
 
 def healed_already(request: HealRequest) -> bool:

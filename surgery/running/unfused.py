@@ -14,6 +14,7 @@ from surgery.families.base import FURTHER, LAYER_PREFIX, is_further
 from surgery.families.fused import FUSED
 from surgery.families.towers import TOWERS, text_names
 from surgery.running.loading import load_config
+from surgery.running.source_check import open_source
 
 
 def open_model(source: str | Path, *, allow_pickle: bool = False) -> CheckpointReader:
@@ -22,7 +23,7 @@ def open_model(source: str | Path, *, allow_pickle: bool = False) -> CheckpointR
     Raises:
         SurgeryError: it cannot be read, or has something that its family has not.
     """
-    return unfused(CheckpointReader.open(source, allow_pickle=allow_pickle))
+    return unfused(open_source(source, allow_pickle=allow_pickle))
 
 
 def unfused(reader: CheckpointReader) -> CheckpointReader:

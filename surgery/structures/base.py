@@ -39,6 +39,7 @@ from surgery.verification.written import Verification, verify_by_running
 ConfigOf = Callable[[PreTrainedConfig, int, int], PreTrainedConfig]
 """The config of a result, from the source's, the numbers of a latent and the rotated ones."""
 
+ROTARY = ".rotary_emb.inv_freq"
 LONG = 2**20
 """Tokens at which what is kept of a few tokens no longer counts in the bytes of one."""
 
@@ -306,21 +307,17 @@ def _targets_that(attribute: str) -> str:
 
 
 def unchanged_tensors(reader: CheckpointReader, config) -> dict[str, TensorSpec]:
-    """Every tensor of a checkpoint but a copy of tied embeddings, which would only say the same again.
+    """Every tensor of a checkpoint that its class reads.
 
-    Layers behind the model's, which predict further tokens, are not in it: they read what other layers cache.
+    Not in it are a copy of tied embeddings, the buffers of rotary frequencies that old checkpoints hold, and MTP layers
+    after the model's, which read what other layers cache.
     """
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     return {
         name: TensorSpec(reader.info(name).dtype, reader.info(name).shape)
         for name in reader.names()
-        if name not in tied and not is_further(name, config.num_hidden_layers)
+        if name not in tied and not name.endswith(ROTARY) and not is_further(name, config.num_hidden_layers)
     }
-
-
-def kept_with_attention(reader: CheckpointReader, config) -> dict[str, TensorSpec]:
-    """The same without the buffers of rotary frequencies that old checkpoints hold: the own class has the config's."""
-    return {name: spec for name, spec in unchanged_tensors(reader, config).items() if "rotary_emb." not in name}
 
 
 def replanned_tensors(

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from surgery.calibration.held_out import HeldOut, Score, logit_difference
-from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.families.base import keeps_state
 from surgery.model.cache_argument import CACHE
 from surgery.running.layer_stream import LayerStream, StreamedLayer, blocks_of, single_layer_config
-from surgery.running.loading import causal_class, load_config, with_standard_names
+from surgery.running.loading import load_config
 from surgery.running.source import OwnSource, Source
 from surgery.running.unfused import open_model
 from surgery.verification.flow import Flow, FlowWatch, check_flow
@@ -91,7 +90,6 @@ def verify_by_running(
     """
     reader = open_model(path)
     config = load_config(reader.path)
-    _check_meta(config, reader)
     source, weight_dtype = opened.stream, opened.weight_dtype
     stream = LayerStream(reader, config, single_layer_config, device=source.device, dtype=source.dtype)
     hidden = stream.embed(held_out.tokens)
@@ -158,20 +156,6 @@ def run_through_cache(
             inputs = part.to(stream.device, stream.dtype)
             part.copy_(layer.model(inputs_embeds=inputs, use_cache=True, **{CACHE: cache}).last_hidden_state)
     return hidden
-
-
-def _check_meta(config, reader: CheckpointReader) -> None:
-    """Builds the whole model without memory and compares the tensors outside its layers; layers load one by one."""
-    config = with_standard_names(config)
-    with torch.device("meta"):
-        model = causal_class(config)._from_config(config)
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    for name, tensor in model.state_dict().items():
-        if ".layers." in name or name in tied:
-            continue
-        if name not in reader or reader.info(name).shape != tuple(tensor.shape):
-            found = reader.info(name).shape if name in reader else "absent"
-            raise SurgeryError(f"{reader.path}: {name} is {found}, {type(model).__name__} wants {tuple(tensor.shape)}")
 
 
 @torch.no_grad()

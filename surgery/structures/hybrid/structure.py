@@ -24,7 +24,7 @@ from surgery.model import SurgeryForCausalLM
 from surgery.reporting.report import SourceShape
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.skeleton import skeleton
-from surgery.structures.base import Candidate, Foreseen, LayerForm, Outcome, Request, Structure, kept_with_attention
+from surgery.structures.base import Candidate, Foreseen, LayerForm, Outcome, Request, Structure, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.hybrid.streaming import Streaming, layer_report, measure_plan
@@ -71,7 +71,7 @@ class Hybrid(Streaming):
         held = planned.kv_cache_bytes(1, self._context) / self._context
         return Foreseen(
             config=config,
-            tensors=kept_with_attention(opened.reader, opened.config),
+            tensors=unchanged_tensors(opened.reader, opened.config),
             kv_bytes_per_token=held,
             model_type=MODEL_TYPE,
             reasons=[REASON],
@@ -82,7 +82,7 @@ class Hybrid(Streaming):
 
     def plan(self, work: Work) -> dict[str, TensorSpec]:
         """Every tensor stays; a layer's heads change places."""
-        return kept_with_attention(self.opened.reader, self.opened.config)
+        return unchanged_tensors(self.opened.reader, self.opened.config)
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """Measures the plan as masks on the source's attention, and writes heads in their new order."""

@@ -36,7 +36,7 @@ from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import Candidate, ConfigOf, Foreseen, LayerForm, Outcome, Structure, kept_with_attention
+from surgery.structures.base import Candidate, ConfigOf, Foreseen, LayerForm, Outcome, Structure, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.fit_trial import effort_of
 from surgery.structures.kv_heads.bench import half_the_heads
@@ -392,5 +392,5 @@ def _planned_tensors(opened: Source, plan: _Plan, head_dim: int) -> dict[str, Te
         # Frequencies that some old checkpoints store are the config's own.
         names = [name for name in opened.family.attention_names(reader, layer) if "rotary_emb" not in name]
         attention |= planned_attention(reader, names, layer, plan.heads, plan.kv_heads[layer], head_dim)
-    tensors = kept_with_attention(reader, opened.config)
+    tensors = unchanged_tensors(reader, opened.config)
     return {name: attention.get(name, spec) for name, spec in tensors.items()}

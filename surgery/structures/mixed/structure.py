@@ -198,8 +198,7 @@ class Mixed(Structure[Source, MixedSettings]):
             return {name: spec for name, spec in by_part[self._part_of[layer]].items() if name.startswith(prefix)}
 
         kept = [layer for layer in range(self.opened.layers) if layer not in self._part_of]
-        tensors = replanned_tensors(self.opened, lambda names: (), attention, kept)
-        return {name: spec for name, spec in tensors.items() if "rotary_emb." not in name}
+        return replanned_tensors(self.opened, lambda names: (), attention, kept)
 
     def _with_bits(self, config: dict[str, Any]) -> dict[str, Any]:
         return {**config, "kv_cache": self.settings.kv_cache()} if self.settings.quantizes else config

@@ -21,7 +21,7 @@ from surgery.reporting.report import SourceShape
 from surgery.running.layer_stream import blocks_of
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
-from surgery.structures.base import LONG, Candidate, Foreseen, Outcome, Request, Structure, kept_with_attention
+from surgery.structures.base import LONG, Candidate, Foreseen, Outcome, Request, Structure, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.passing import source_attention
 from surgery.structures.quantized.settings import QuantizedSettings
@@ -63,7 +63,7 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
         held = self._exact.kv_cache_bytes(1, LONG) / LONG
         return Foreseen(
             config=self._config,
-            tensors=kept_with_attention(opened.reader, opened.config),
+            tensors=unchanged_tensors(opened.reader, opened.config),
             kv_bytes_per_token=held,
             model_type=MODEL_TYPE,
             reasons=[REASON],
@@ -72,7 +72,7 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
 
     def plan(self, work: Work) -> dict[str, TensorSpec]:
         """Every tensor stays."""
-        return kept_with_attention(self.opened.reader, self.opened.config)
+        return unchanged_tensors(self.opened.reader, self.opened.config)
 
     def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """The source's attention over a quantised cache."""

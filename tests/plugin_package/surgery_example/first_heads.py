@@ -12,7 +12,7 @@ from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.families.attention import CapturedAttention
-from surgery.structures.base import Foreseen, Outcome, Request, Structure, kept_with_attention
+from surgery.structures.base import Foreseen, Outcome, Request, Structure, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.registry import Target
 
@@ -75,7 +75,7 @@ class FirstHeads(Structure):
 
     def plan(self, work):
         reader, first = self.opened.reader, self.opened.anatomy(0)
-        tensors = kept_with_attention(reader, self.opened.config)
+        tensors = unchanged_tensors(reader, self.opened.config)
         for layer in range(self.opened.layers):
             names = self.opened.family.attention_names(reader, layer)
             kept = len(self._kept)

@@ -1,0 +1,147 @@
+"""Opens a checkpoint whose tensors are those that its config.json describes.
+
+transformers fills what a checkpoint lacks with random values and leaves out what its class does not have, with no more
+than a warning. So the class is built without memory, and compared with the stored tensors, before any work.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
+
+from surgery.checkpoint import CheckpointReader
+from surgery.families import WHY_NOT
+from surgery.families.towers import TOWERS
+from surgery.running.loading import causal_class, load_config, loading
+from surgery.running.source_faults import Comparison, check_class, check_comparison, check_stored
+
+ROWS = 16_384
+"""Of embedding and head that are compared at once."""
+
+
+def open_source(source: str | Path, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> CheckpointReader:
+    """Open a checkpoint and compare it with its class. Every command that reads a model begins with it.
+
+    Args:
+        source: a folder, a GGUF file or a hub id.
+        allow_pickle: accept pytorch_model.bin where there is no safetensors file.
+        trust_remote_code: leave out the comparison where code next to the weights is the class.
+
+    Raises:
+        SurgeryError: it cannot be read, or its tensors are not those that its config.json describes.
+    """
+    reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
+    return reader if trust_remote_code and "auto_map" in reader.config else checked(reader)
+
+
+def checked(reader: CheckpointReader) -> CheckpointReader:
+    """Compare a checkpoint with its class; give it with the config.json that its tensors show it to have.
+
+    It is returned as it is where transformers has no class for it, its family is refused by name, or its weights are
+    quantised in a format that is not read here.
+
+    Raises:
+        SurgeryError: they contradict each other.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from surgery import model as own_model
+
+    own_model.register()
+    model_type = reader.config.get("model_type")
+    if model_type not in CONFIG_MAPPING or model_type in WHY_NOT or reader.config.get("quantization_config"):
+        return reader
+    config = load_config(reader.path)
+    try:
+        model_class = _class_of(config)
+    except KeyError:
+        return reader
+    if config.model_type != model_type:  # Mistral with layer_types, which is Ministral
+        names = {"model_type": config.model_type, "architectures": [model_class.__name__]}
+        reader = reader.corrected({**reader.config, **names})
+    with loading(f"{reader.source}/config.json"):
+        text = config.get_text_config(decoder=True)
+        check_stored(reader, text)
+        check_class(reader, model_class)
+        comparison = _compare(reader, model_class, config)
+        check_comparison(reader, text, comparison)
+    return _untied(reader, comparison)
+
+
+def _class_of(config: Any) -> type[PreTrainedModel]:
+    """The class by which a checkpoint is loaded as a whole.
+
+    Raises:
+        KeyError: there is none.
+    """
+    if config.model_type in TOWERS:
+        return AutoModelForImageTextToText._model_mapping[type(config)]
+    return causal_class(config)
+
+
+def _compare(reader: CheckpointReader, model_class: type[PreTrainedModel], config: Any) -> Comparison:
+    """Load a checkpoint's names and shapes, without values, by transformers' own rules of names and fused experts."""
+    infos = {name: reader.info(name) for name in reader.names()}
+    state = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in infos.items()}
+    with torch.device("meta"):
+        model = model_class._from_config(config)
+    # `from_pretrained` would do the same, but takes a device only where accelerate is installed.
+    settings = LoadStateDictConfig(
+        ignore_mismatched_sizes=True,
+        device_map={"": torch.device("meta")},
+        dtype=torch.float32,
+        weight_mapping=get_model_conversion_mapping(model),
+    )
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        info, _ = convert_and_load_state_dict_in_model(model, state, settings)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    tied = tuple(model.all_tied_weights_keys.items())
+    both = tuple(pair for pair in tied if not info.missing_keys.intersection(pair))
+    info.missing_keys.difference_update(head for head, _ in tied)
+    model._adjust_missing_and_unexpected_keys(info)
+    return Comparison(
+        model_class.__name__,
+        missing=tuple(sorted(info.missing_keys)),
+        unexpected=tuple(sorted(info.unexpected_keys)),
+        mismatched=tuple(sorted((name, tuple(stored), tuple(shape)) for name, stored, shape in info.mismatched_keys)),
+        unfit=tuple(sorted(info.conversion_errors)),
+        tied=both,
+    )
+
+
+def _untied(reader: CheckpointReader, comparison: Comparison) -> CheckpointReader:
+    """A view whose config.json does not tie a head that is stored and is not the embedding."""
+    for pair in comparison.tied:
+        stored = [_stored_name(reader, name) for name in pair]
+        if None in stored or _equal(reader, *stored):
+            continue
+        config = {**reader.config, "tie_word_embeddings": False}
+        if isinstance(config.get("text_config"), dict):
+            config["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
+        return reader.corrected(config)
+    return reader
+
+
+def _stored_name(reader: CheckpointReader, name: str) -> str | None:
+    """The stored tensor of a parameter, under the same name or with another prefix; None where that is unclear."""
+    ending = ".".join(name.split(".")[-2:])
+    names = [each for each in reader.names() if each == name or f".{each}".endswith(f".{ending}")]
+    return names[0] if len(names) == 1 else None
+
+
+def _equal(reader: CheckpointReader, name: str, other: str) -> bool:
+    """Whether two matrices hold the same values, whatever their dtypes."""
+    rows = reader.info(name).shape[0]
+    slices = (torch.arange(start, min(start + ROWS, rows)) for start in range(0, rows, ROWS))
+    return all(torch.equal(reader.rows(name, index).float(), reader.rows(other, index).float()) for index in slices)

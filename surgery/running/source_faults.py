@@ -1,0 +1,219 @@
+"""Contradictions between a checkpoint's config.json and its tensors: each is told with its cause and its remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
+
+from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
+from surgery.families.base import FURTHER
+
+LAYER = re.compile(r"^(?:(?:model|language_model|transformer|gpt_neox)\.)*(?:layers|h)\.(\d{1,9})\.")
+BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$")
+"""Causal masks that early checkpoints of GPT-2 and GPT-NeoX hold."""
+WHOLE = "give the config.json that belongs to these weights"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences between the tensors of a class and the stored ones, by the names of the class.
+
+    Attributes:
+        class_name: of the class.
+        missing: tensors of the class that are not stored.
+        unexpected: stored tensors that the class neither has nor ignores.
+        mismatched: names with the stored shape and the shape of the class.
+        unfit: names of tensors of the class whose stored parts do not fit together.
+        tied: pairs of names that are one tensor in the class, and are both stored.
+    """
+
+    class_name: str
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
+    unfit: tuple[str, ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
+
+
+def check_stored(reader: CheckpointReader, text: Any) -> None:
+    """Check what is seen before the class is built.
+
+    Args:
+        text: the config of the language model.
+
+    Raises:
+        SurgeryError: a weight is no floating-point number of 16 bits or more, or there are more layers than tensors.
+    """
+    for name in reader.names():
+        dtype = reader.info(name).dtype
+        if name.endswith((".weight", ".bias")) and _is_packed(dtype) and not BUFFERS.search(name):
+            raise SurgeryError(
+                f"{reader.source}: {name} is stored in {str(dtype).removeprefix('torch.')}, and config.json says "
+                "nothing of a quantisation; give the checkpoint before it was quantised"
+            )
+    layers = getattr(text, "num_hidden_layers", None)
+    if type(layers) is int and layers > len(reader.names()):
+        raise SurgeryError(f"{_config(reader)}: num_hidden_layers is {layers:,}, and there are fewer tensors; {WHOLE}")
+
+
+def check_class(reader: CheckpointReader, model_class: type[PreTrainedModel]) -> None:
+    """Check that ``architectures`` does not name another class of transformers than ``model_type``.
+
+    Raises:
+        SurgeryError: it does.
+    """
+    architectures = reader.config.get("architectures") or []
+    if not isinstance(architectures, list) or model_class.__name__ in architectures:
+        return
+    for name in architectures:
+        if isinstance(name, str) and name.isidentifier() and isinstance(getattr(transformers, name, None), type):
+            raise SurgeryError(
+                f"{_config(reader)}: architectures names {name}, and model_type {reader.config['model_type']!r} is "
+                f"{model_class.__name__}; correct the wrong one, or give a causal language model"
+            )
+
+
+def check_comparison(reader: CheckpointReader, text: Any, comparison: Comparison) -> None:
+    """Check that the stored tensors are those of the class.
+
+    Raises:
+        SurgeryError: they are not; the first cause that applies is told.
+    """
+    for cause in CAUSES:
+        if message := cause(reader, text, comparison):
+            raise SurgeryError(message)
+
+
+def _config(reader: CheckpointReader) -> str:
+    return f"{reader.source}/config.json" if reader.source.is_dir() else str(reader.source)
+
+
+def _is_packed(dtype: Any) -> bool:
+    return dtype.itemsize < 2 or not dtype.is_floating_point
+
+
+def _prefix(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
+    """Names with something before them, or without what belongs there."""
+    names = reader.names()
+    if "embed_tokens.weight" in names:
+        return (
+            f"{reader.source}: its tensors have no prefix 'model.', as a model saved without its head; load it with "
+            f"{comparison.class_name}.from_pretrained and save_pretrained it"
+        )
+    missing = set(comparison.missing)
+    for name in names if missing else ():
+        parts = name.split(".")
+        starts = (start for start in range(1, len(parts)) if ".".join(parts[start:]) in missing)
+        wrapper = next((".".join(parts[:start]) for start in starts), None)
+        if wrapper is None and "_orig_mod" in parts:
+            wrapper = "_orig_mod"
+        if wrapper is not None:
+            return (
+                f"{reader.source}: its tensors are named {name}, with {wrapper!r} of a trainer's wrapper; save the "
+                "model that was wrapped, or take that out of the names"
+            )
+    return None
+
+
+def _sharded(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
+    """Tensors without values, as ZeRO-3 leaves them."""
+    empty = next((name for name, stored, _ in comparison.mismatched if 0 in stored), None)
+    return empty and f"{reader.source}: {empty} is empty, as ZeRO-3 leaves it; gather the weights (zero_to_fp32.py)"
+
+
+def _layers(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
+    """More or fewer layers than ``num_hidden_layers``."""
+    layers = text.num_hidden_layers
+    mtp_layers = reader.config.get(FURTHER) or 0
+    last = max(map(_layer, comparison.unexpected), default=-1)
+    absent = {*map(_layer, comparison.missing)} - {*map(_layer, reader.names())} - {-1}
+    if last >= layers + mtp_layers:
+        count = last + 1
+    elif absent:
+        count = min(absent)
+    else:
+        return None
+    return f"{_config(reader)}: num_hidden_layers is {layers}, and the weights have {count}; {WHOLE}"
+
+
+def _vocabulary(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
+    """Rows of the embedding or the head that ``vocab_size`` does not say."""
+    size = getattr(text, "vocab_size", None)
+    rows = {
+        stored[0]
+        for name, stored, shape in comparison.mismatched
+        if len(stored) == 2 and shape[0] == size and stored[1:] == shape[1:] and _layer(name) < 0
+    }
+    one_fits = any(reader.info(name).shape == (size, text.hidden_size) for name in reader.names())
+    if len(rows) != 1 or one_fits:
+        return None
+    return (
+        f"{_config(reader)}: vocab_size is {size:,}, and the embedding has {min(rows):,} rows; set vocab_size to "
+        f"{min(rows)} if the vocabulary was resized"
+    )
+
+
+def _shape(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
+    """Any other shape."""
+    if comparison.unfit:
+        return f"{reader.source}: parts of {comparison.unfit[0]} do not fit together; download the checkpoint again"
+    for name, stored, shape in comparison.mismatched:
+        return (
+            f"{reader.source}: {name} has shape {list(stored)}, and config.json makes it {list(shape)}"
+            f"{_more(len(comparison.mismatched))}; {WHOLE}"
+        )
+    return None
+
+
+def _head(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
+    """No output head but the embedding, and a config that does not tie them."""
+    if comparison.missing != ("lm_head.weight",):
+        return None
+    return (
+        f"{reader.source}: no lm_head.weight, and config.json does not say that it is the embedding; set "
+        "tie_word_embeddings to true if it is, or give a checkpoint that has its head"
+    )
+
+
+def _missing(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
+    """Tensors of the class that are not there."""
+    if not comparison.missing:
+        return None
+    return (
+        f"{reader.source}: {comparison.missing[0]} is missing{_more(len(comparison.missing))}, which "
+        f"{comparison.class_name} would fill with random values; download the checkpoint again, or {WHOLE}"
+    )
+
+
+def _unexpected(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
+    """Tensors of a layer that the class would leave out."""
+    names = [name for name in comparison.unexpected if -1 < _layer(name) < text.num_hidden_layers]
+    names = [name for name in names if not BUFFERS.search(name)]
+    if not names:
+        return None
+    return (
+        f"{reader.source}: {names[0]} is a tensor that {comparison.class_name} by its config.json does not have"
+        f"{_more(len(names))}; {WHOLE}"
+    )
+
+
+def _layer(name: str) -> int:
+    """The index of the decoder layer that a tensor belongs to; -1 for others."""
+    match = LAYER.search(name)
+    return int(match[1]) if match else -1
+
+
+def _more(count: int) -> str:
+    return f" (and {count - 1} more)" if count > 1 else ""
+
+
+CAUSES: tuple[Callable[[CheckpointReader, Any, Comparison], str | None], ...] = (
+    *(_prefix, _sharded, _layers, _vocabulary, _shape, _head, _missing, _unexpected),
+)
+"""From the cause that explains most."""
