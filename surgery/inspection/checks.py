@@ -34,6 +34,8 @@ ELSEWHERE = "nemotron-nas"
 """A class of vLLM and llama.cpp: transformers has none that could run it."""
 
 
+SHOWN = 5
+"""Files that a failed check names."""
 _SOURCE_FILES = {
     "templates": "templates of the source",
     "code": "code of the source",
@@ -138,7 +140,8 @@ def _files(report: Recorded, compared: FileComparison) -> str:
     if compared.changed:
         raise SurgeryError(f"{compared.changed[0]} is not the file that was written; download it again")
     if compared.refused:
-        names = summary(f"{name} ({kind.value})" for name, kind in compared.refused.items())
+        names = [f"{as_text(name)} ({kind.value})" for name, kind in compared.refused.items()]
+        names = [*names[:SHOWN], *([f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else [])]
         others = summary(compared.unlisted.keys() - compared.refused.keys())
         also = f" (also not of the checkpoint: {', '.join(others)})" if others else ""
         raise SurgeryError(
