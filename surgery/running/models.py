@@ -38,9 +38,10 @@ def causal_model(
     Raises:
         SurgeryError: transformers cannot load it, or its files were touched since they were opened.
     """
-    model = causal_model_unchecked(reader, dtype=dtype, trust_remote_code=trust_remote_code)
-    reader.check_untouched()
-    return model
+    try:
+        return causal_model_unchecked(reader, dtype=dtype, trust_remote_code=trust_remote_code)
+    finally:  # also where loading failed: that may be why
+        reader.check_untouched()
 
 
 def tokenizer_of(reader: CheckpointReader, **options: Any) -> PreTrainedTokenizerBase:
@@ -49,9 +50,10 @@ def tokenizer_of(reader: CheckpointReader, **options: Any) -> PreTrainedTokenize
     Raises:
         SurgeryError: there is none that transformers can read, or files were touched since they were opened.
     """
-    tokenizer = load_tokenizer(reader.path, **options)
-    reader.check_untouched()
-    return tokenizer
+    try:
+        return load_tokenizer(reader.path, **options)
+    finally:
+        reader.check_untouched()
 
 
 def causal_model_unchecked(
