@@ -87,6 +87,7 @@ def slice(
     tokenizer: PreTrainedTokenizerBase | None = None,
     overwrite: bool = False,
     allow_pickle: bool = False,
+    keep_code: bool = False,
     progress: bool = True,
     **settings: Any,
 ) -> Converted:
@@ -95,7 +96,7 @@ def slice(
     Args:
         model: what ``to`` lowrank, crosslayer (cascade) or mla made; see :mod:`surgery.api.given_models`.
         kv_ratio: share of the KV bytes of the model that it was converted from.
-        out, tokenizer, overwrite, allow_pickle, progress: as for :func:`convert`.
+        out, tokenizer, overwrite, allow_pickle, keep_code, progress: as for :func:`convert`.
         **settings: of :class:`surgery.structures.slices.settings.SliceSettings`.
 
     Raises:
@@ -108,7 +109,7 @@ def slice(
     from surgery.structures.registry import SLICE
 
     asked = SLICE.settings({"kv_ratio": kv_ratio, **settings})
-    further = {"allow_pickle": allow_pickle, "command": "surgery.slice()"}
+    further = {"allow_pickle": allow_pickle, "keep_code": keep_code, "command": "surgery.slice()"}
     return _convert(SLICE, asked, model, out, tokenizer, overwrite=overwrite, progress=progress, **further)
 
 

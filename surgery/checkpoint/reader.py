@@ -311,11 +311,7 @@ class CheckpointReader:
         return self._files if self._behind is None else self._behind.files
 
     def sidecars(self) -> list[Path]:
-        """Full paths of the files that belong to the checkpoint beside weights, weight index and config.json.
-
-        Tokenizer, chat template, generation config, remote code, README.md, a report of ours; hidden files, weights of
-        other formats and what trainings leave are no part of it.
-        """
+        """Full paths of the files that belong to the checkpoint beside weights and config.json, code among them."""
         return self._files.paths
 
     def stamp(self) -> dict[str, list[int]]:
@@ -323,11 +319,7 @@ class CheckpointReader:
         return self._behind.stamp() if self._behind is not None else stamp_of(self.source)
 
     def check_untouched(self) -> None:
-        """Refuse files that were touched since they were opened: what was loaded of them has no known hash.
-
-        Raises:
-            SurgeryError: one was changed, replaced, added or removed.
-        """
+        """Raises SurgeryError: a file was touched, added or removed since they were opened, and no hash is of it."""
         if self._behind is not None:
             self._behind.check_untouched()
         elif self._stamp != (now := self.stamp()):

@@ -72,7 +72,8 @@ def command_without_folders(command: str) -> str:
         words = shlex.split(command)
     except ValueError:  # a quote that does not end
         words = command.split()
-    return shlex.join(_in_parts(word, _word) for word in words)
+    names = [_in_parts(word, _word) for word in words]
+    return command if names == words else shlex.join(names)
 
 
 def _in_parts(value: str, change: Callable[[str], str]) -> str:

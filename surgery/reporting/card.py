@@ -54,6 +54,7 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
     way = PICTURES if reads_pictures(target) and model_type not in LOADING else model_type
     places = {"name": in_code(name).replace('"', "'"), "eagerly": eagerly, "pictures": PICTURES}
     loading = LOADING.get(way, LOADING["stock"]).format(**places)
+    settings = f"settings,\nversions and per-layer errors are in `surgery_report.json`. {_source_code(report)}"
     made_from = origin(base_model or source.get("hub") or source["path"], source.get("dequantised_from"))
     return f"""{front_matter(report, name, base_model=base_model, inherited=inherited)}
 # {in_markdown(name)}
@@ -83,8 +84,7 @@ Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"
 
 ## Provenance
 
-Source weights sha256 `{in_code(source["sha256"])}`, command `{in_code(report.command or "Python API")}`; settings,
-versions and per-layer errors are in `surgery_report.json`. The licence of the source applies; its own card, if any, is
+Source weights sha256 `{in_code(source["sha256"])}`, command `{in_code(report.command or "Python API")}`; {settings}The licence of the source applies; its own card, if any, is
 `README.source.md`.
 """
 
@@ -129,6 +129,14 @@ def _healing(healing: dict | None) -> str:
         told += [f"\nLosses on held-out text.{share} The figures above are the conversion's.\n"]
     told.append(markdown.render(_stage_table(healing)))
     return "\n".join(told) + "\n\nAll settings are in `surgery_report.json`, every step in `heal.jsonl`.\n\n"
+
+
+def _source_code(report) -> str:
+    """Code that was taken over from the source, which is not the package's."""
+    code = (report.source_files or {}).get("code")
+    if not code:
+        return ""
+    return f"Code of the source, which was not read or checked: {', '.join(f'`{in_code(name)}`' for name in code)}. "
 
 
 def _shape(source: dict, target: dict) -> str:
