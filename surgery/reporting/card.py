@@ -54,7 +54,6 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
     way = PICTURES if reads_pictures(target) and model_type not in LOADING else model_type
     places = {"name": in_code(name).replace('"', "'"), "eagerly": eagerly, "pictures": PICTURES}
     loading = LOADING.get(way, LOADING["stock"]).format(**places)
-    settings = f"settings,\nversions and per-layer errors are in `surgery_report.json`. {_source_code(report)}"
     made_from = origin(base_model or source.get("hub") or source["path"], source.get("dequantised_from"))
     return f"""{front_matter(report, name, base_model=base_model, inherited=inherited)}
 # {in_markdown(name)}
@@ -84,8 +83,9 @@ Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"
 
 ## Provenance
 
-Source weights sha256 `{in_code(source["sha256"])}`, command `{in_code(report.command or "Python API")}`; {settings}The licence of the source applies; its own card, if any, is
-`README.source.md`.
+Source weights sha256 `{in_code(source["sha256"])}`, command `{in_code(report.command or "Python API")}`; settings,
+versions and per-layer errors are in `surgery_report.json`. The licence of the source applies; its own card, if any, is
+`README.source.md`.{_source_code(report)}
 """
 
 
@@ -136,7 +136,7 @@ def _source_code(report) -> str:
     code = (report.source_files or {}).get("code")
     if not code:
         return ""
-    return f"Code of the source, which was not read or checked: {', '.join(f'`{in_code(name)}`' for name in code)}. "
+    return f"\nCode of the source, which nobody read or checked: {', '.join(f'`{in_code(name)}`' for name in code)}."
 
 
 def _shape(source: dict, target: dict) -> str:

@@ -94,6 +94,7 @@ def test_code_is_carried_when_asked(copy, tmp_path, monkeypatch, capsys):
     there = list_files(tmp_path / "out")
     assert {*CODE} <= {*there} and not {*STRAYS} & {*there}
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["auto_map"] == CODE_NAMED["auto_map"]
+    assert "`modeling_x.py`" in (tmp_path / "out" / "README.md").read_text()
     report = json.loads((tmp_path / "out" / "surgery_report.json").read_text())
     assert {*report["source_files"]["code"]} == {*CODE, "zero_to_fp32.py"} and {*CODE} <= report["files"].keys()
 
