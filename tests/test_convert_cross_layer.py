@@ -13,7 +13,7 @@ from surgery.calibration.held_out import HeldOut
 from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import Texts
 from surgery.checkpoint import CheckpointReader
-from surgery.checkpoint.carry_over import REPORT
+from surgery.checkpoint.file_kinds import REPORT
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StaticCa
 
 from surgery.architectures.decilm import check, feed_forward_width
 from surgery.architectures.own_family import has_head_dim
-from surgery.checkpoint.carry_over import REPORT
+from surgery.checkpoint.file_kinds import REPORT
 from surgery.common.errors import SurgeryError
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.model import SurgeryConfig, register

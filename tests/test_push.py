@@ -1,18 +1,27 @@
 """Checkpoints on the hub, which is a stand-in on this machine: what is sent, when, and what is refused."""
 
+import hashlib
 import json
 import math
+import shutil
 
 import pytest
 import yaml
 from command_line import run_main
+from hostile import cases
 from huggingface_hub import ModelCard
+from hypothesis import given
+from hypothesis import strategies as st
 from local_hub import local_hub
 from tiny_models import make_checkpoint
 
+from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.hub import id_of_snapshot
 from surgery.common.errors import SurgeryError
+from surgery.common.lineage import lineage
+from surgery.reporting.publish import Publication
 from surgery.reporting.report import previous_report
+from surgery.reporting.upload import prepare_upload
 from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 
@@ -52,8 +61,145 @@ def test_a_conversion_is_pushed_when_it_is_verified(source, hub, tmp_path, monke
     assert f"pushed to {hub.address}/me/small" in shown
     held = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert set(repo["files"]) == held
-    for name in held - {"README.md"}:
+    for name in held - {"README.md", "surgery_report.json"}:
         assert repo["files"][name] == (tmp_path / "out" / name).read_bytes(), name
+
+
+PATHS = {
+    **{"data": "/home/me/private/text.jsonl", "student": "/mnt/models/of a client/base", "out": "C:\\Users\\me\\out"},
+    **{"tracker_folder": "~/runs/x", "notes": "see /srv/data/list.txt for all", "share": "\\\\server\\share\\x"},
+}
+
+
+@pytest.fixture
+def published(converted, tmp_path):
+    """A result whose report, log and adapter hold paths of this machine."""
+    folder = shutil.copytree(converted, tmp_path / "result")
+    report = json.loads((folder / "surgery_report.json").read_text())
+    report["command"] = (
+        "surgery convert /home/me/base --calibration='/home/me/my texts/a.txt' --heads ../secret/heads.tsv"
+    )
+    report["settings"] |= {"calibration": "texts/private/a.txt", "held_out_text": "/home/me/held.txt"}
+    report["healing"] = None
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/home/me/base"}))
+    (folder / "heal.json").write_text(json.dumps({"settings": PATHS, "command": "surgery heal /home/me/x"}))
+    (folder / "heal.jsonl").write_text(json.dumps({"event": "start", "settings": PATHS}) + "\n{}\n")
+    (folder / "README.source.md").write_text("---\nlicense: mit\nbase_model: /home/me/base\n---\nfrom `/home/me/x/y`")
+    report["files"] = hash_files(folder)
+    (folder / "surgery_report.json").write_text(json.dumps(report))
+    return folder
+
+
+def test_paths_and_commands_are_published_without_folders(published, hub, monkeypatch, capsys):
+    code, shown, told = run_main(monkeypatch, capsys, "push", published, "me/clean", "--public")
+    assert code == 0, told
+    files = hub.repos["me/clean"]["files"]
+    for name in ("surgery_report.json", "heal.json", "heal.jsonl", "README.md", "README.source.md"):
+        text = files[name].decode()
+        assert not any(word in text for word in ("/home", "my texts", "private", "secret/", "client", "Users", "srv"))
+    assert json.loads(files["adapter/adapter_config.json"]) == {"base_model_name_or_path": "base"}
+    report = json.loads(files["surgery_report.json"])
+    assert report["command"] == "surgery convert base --calibration=a.txt --heads heads.tsv"
+    assert report["settings"]["calibration"] == "a.txt" and report["settings"]["held_out_text"] == "held.txt"
+    for name, digest in report["files"].items():
+        assert hashlib.sha256(files[name]).hexdigest() == digest, name
+    before = json.loads((published / "surgery_report.json").read_text())
+    assert lineage(report) == lineage(before)
+    assert before["settings"]["held_out_text"] == "/home/me/held.txt"  # here it stays
+    shown = " ".join(shown.split())
+    for expected in ("held.txt", "surgery convert base", "model.safetensors", "to be seen by everybody"):
+        assert expected in shown
+
+
+def test_a_published_checkpoint_is_verified_where_it_was_downloaded_to(published, hub, tmp_path, monkeypatch, capsys):
+    assert run_main(monkeypatch, capsys, "push", published, "me/whole")[0] == 0
+    for name, content in hub.repos["me/whole"]["files"].items():
+        (tmp_path / "download" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "download" / name).write_bytes(content)
+    code, _, told = run_main(monkeypatch, capsys, "verify", tmp_path / "download", "--device", "cpu")
+    assert code == 0, told
+
+
+STRAYS = ("env", ".env", "wandb/debug.log", "optimizer.pt", "x.py", ".git/config", "chat_template.jinja", "model.gguf")
+
+
+@given(st.lists(st.sampled_from(STRAYS), unique=True), st.booleans())
+@cases(15)
+def test_nothing_but_what_the_report_lists_is_uploaded(converted, tmp_path_factory, names, linked):
+    folder = shutil.copytree(converted, tmp_path_factory.mktemp("strays") / "result")
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to("/etc/hostname") if linked else (folder / name).write_text("secret")
+    upload = prepare_upload(folder, "me/x")
+    listed = json.loads((folder / "surgery_report.json").read_text())["files"]
+    assert upload.files.keys() == {*listed, "surgery_report.json", "README.md", "README.source.md"}
+    assert len(upload.strays) == len(names)
+
+
+def test_stray_files_are_named_and_stay(converted, hub, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(converted, tmp_path / "result")
+    (folder / "id_rsa").symlink_to("/etc/hostname")
+    (folder / "env").write_text("TOKEN=1")
+    before = set(hub.repos)
+    code, shown, _ = run_main(monkeypatch, capsys, "push", folder, "me/strays", "--dry-run")
+    assert code == 0 and "not uploaded: env, id_rsa" in shown and set(hub.repos) == before
+    assert run_main(monkeypatch, capsys, "push", folder, "me/strays")[0] == 0
+    assert not {"id_rsa", "env"} & hub.repos["me/strays"]["files"].keys()
+    shown = run_main(monkeypatch, capsys, "push", folder, "me/strays", "--dry-run", "--json")[1]
+    preview = json.loads(shown)
+    assert preview["not_uploaded"] == ["env", "id_rsa"] and preview["files"]["model.safetensors"] > 0
+
+
+@pytest.mark.parametrize("name", ["config.json", "README.source.md", "surgery_report.json", "model.safetensors"])
+def test_links_in_the_place_of_listed_files_are_refused(converted, hub, tmp_path, name):
+    folder = shutil.copytree(converted, tmp_path / "result")
+    (folder / name).rename(tmp_path / "real")
+    (folder / name).symlink_to(tmp_path / "real")
+    with pytest.raises(SurgeryError, match=f"{name}: is a link"):
+        prepare_upload(folder, "me/x")
+    blob = tmp_path / "models--me--x" / "blobs" / ("0" * 64)
+    blob.parent.mkdir(parents=True)
+    (tmp_path / "real").rename(blob)
+    (folder / name).unlink()
+    (folder / name).symlink_to(blob)
+    assert name in prepare_upload(folder, "me/x").files
+
+
+def test_changed_and_missing_files_are_refused(converted, tmp_path, monkeypatch):
+    folder = shutil.copytree(converted, tmp_path / "result")
+    weights = (folder / "model.safetensors").read_bytes()
+    for limit in (2**24, 0):  # read at once, and from the disk
+        monkeypatch.setattr("surgery.reporting.upload.IN_MEMORY", limit)
+        (folder / "model.safetensors").write_bytes(weights[:-1] + b"x")
+        with pytest.raises(SurgeryError, match=r"model.safetensors: is not the file that was written"):
+            prepare_upload(folder, "me/x")
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(SurgeryError, match=r"model.safetensors is missing"):
+            prepare_upload(folder, "me/x")
+
+
+def test_large_files_are_uploaded_from_the_disk_as_they_were_hashed(converted, hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("surgery.reporting.upload.IN_MEMORY", 2**17)
+    folder = shutil.copytree(converted, tmp_path / "result")
+    Publication("me/large").push(folder)
+    assert hub.repos["me/large"]["files"]["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+
+    def changed(upload):
+        assert upload.files["model.safetensors"] == folder / "model.safetensors"
+        (folder / "model.safetensors").write_bytes(b"x")
+
+    with pytest.raises(SurgeryError, match=r"model.safetensors: was changed while it was read"):
+        Publication("me/other").push(folder, changed)
+    assert not hub.repos["me/other"]["files"]
+
+
+def test_a_report_without_a_list_of_files_is_refused(converted, tmp_path):
+    folder = shutil.copytree(converted, tmp_path / "result")
+    report = json.loads((folder / "surgery_report.json").read_text())
+    (folder / "surgery_report.json").write_text(json.dumps(report | {"files": None}))
+    with pytest.raises(SurgeryError, match="lists no files"):
+        prepare_upload(folder, "me/x")
 
 
 def test_the_card_is_what_the_hub_reads(converted, hub, source, tmp_path, monkeypatch, capsys):

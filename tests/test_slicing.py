@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from surgery.architectures.sliced import LatentModel
 from surgery.calibration.held_out import HeldOut
 from surgery.checkpoint import CheckpointReader
-from surgery.checkpoint.carry_over import REPORT
+from surgery.checkpoint.file_kinds import REPORT
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.console.conversion import show_conversion

@@ -8,14 +8,19 @@ from pathlib import Path
 import pytest
 from command_line import run_main
 from config_files import edit_config
+from hostile import cases
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT
 
 import surgery
 from surgery.checkpoint.file_hashes import hash_files
+from surgery.inspection import checks
 from surgery.inspection.checks import FAILED, NOT_CHECKED, PASSED, verify_checkpoint
 from surgery.structures import converter
 from surgery.structures.registry import find_target
+from surgery.verification.files import compare_files
 from surgery.verification.record import Recorded
 
 OLD = Path(__file__).with_name("old_checkpoints")
@@ -50,6 +55,12 @@ def outcomes(path):
     return {check.name: check.outcome for check in verify_checkpoint(path, device="cpu").checks}
 
 
+def files_of(path):
+    """What verify says of the files alone, without running them."""
+    report = Recorded.beside(path)
+    return checks._check("files", lambda: checks._files(report, compare_files(path, report.files)))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_written_passes(made, kind):
     assert set(outcomes(made(kind)).values()) == {PASSED}
@@ -61,14 +72,23 @@ def test_a_card_may_be_edited(copy):
     assert set(outcomes(path).values()) == {PASSED}
 
 
-def test_what_no_download_brings_is_no_part_of_it(copy):
+def test_what_no_download_brings_may_be_missing(copy):
     path = copy("gqa")
     report = json.loads((path / "surgery_report.json").read_text())
-    (path / "heal.jsonl").write_text("{}")
-    assert "heal.jsonl" not in hash_files(path) and report["files"] == hash_files(path)
-    report["files"]["heal.jsonl"] = "of a report that lists it"
+    assert report["files"] == hash_files(path)
+    report["files"]["heal.jsonl"] = "of a log that lies with the original alone"
     (path / "surgery_report.json").write_text(json.dumps(report))
-    assert set(outcomes(path).values()) == {PASSED}
+    assert files_of(path).outcome == PASSED
+    (path / "heal.jsonl").write_text("{}")
+    assert files_of(path).outcome == FAILED
+
+
+def test_weights_of_an_adapter_that_earlier_reports_do_not_list_are_named(copy):
+    path = copy("gqa")
+    (path / "adapter").mkdir()
+    (path / "adapter" / "adapter_model.safetensors").write_text("")
+    check = files_of(path)
+    assert check.outcome == PASSED and "adapter/adapter_model.safetensors" in check.said
 
 
 def test_bases_of_prompts_take_the_bytes_of_the_report(checkpoints, tmp_path):
@@ -175,10 +195,79 @@ def test_a_truncated_file_is_one_line(copy, monkeypatch, capsys):
     assert (code, shown) == (1, "") and "model.safetensors" in errors.splitlines()[-1]
 
 
-def test_code_that_nobody_wrote_is_found(copy):
+READ = ("modeling_evil.py", "code.PY", "x.so", "x.so.1", "lib.dll", "a/b/m.pyc", "custom_generate/generate.txt")
+READ += ("pytorch_model.bin", "model-00002.safetensors", "m.gguf", "optimizer.pt", "Model.SAFETENSORS", "sub/w.pth")
+READ += ("chat_template.jinja", "additional_chat_templates/rag.jinja", "chat_template.json", "added_tokens.json")
+READ += ("special_tokens_map.json", "preprocessor_config.json", ".hidden.py", ".cache/x.bin", "README.so")
+NAMED = ("notes.txt", "LICENSE", ".env", ".gitattributes", "wandb/debug.log", "trainer_state.json", "data/t.jsonl")
+
+
+@pytest.mark.parametrize("name", READ)
+def test_unlisted_files_that_loading_reads_are_refused(copy, name):
+    """Remote code and templates that were added to a result."""
     path = copy("gqa")
-    (path / "modeling_evil.py").write_text("")
-    assert outcomes(path)["files"] == FAILED
+    (path / name).parent.mkdir(parents=True, exist_ok=True)
+    (path / name).write_text("x")
+    check = files_of(path)
+    assert check.outcome == FAILED and name in check.said
+
+
+@pytest.mark.parametrize("name", READ)
+def test_unlisted_links_are_files(copy, name):
+    path = copy("gqa")
+    (path / name).parent.mkdir(parents=True, exist_ok=True)
+    (path / name).symlink_to("/nowhere")
+    assert files_of(path).outcome == FAILED
+
+
+def test_linked_folders_are_one_entry(copy):
+    path = copy("gqa")
+    (path / "additional_chat_templates").symlink_to("/etc")
+    check = files_of(path)
+    assert check.outcome == FAILED and "additional_chat_templates/ (template)" in check.said
+
+
+def test_other_unlisted_files_are_named(copy, monkeypatch, capsys):
+    path = copy("gqa")
+    for name in (*NAMED, *(f".git/objects/{number}.py" for number in range(9))):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("x")
+    code, shown, _ = run_main(monkeypatch, capsys, "verify", path, "--json", "--device", "cpu")
+    found = json.loads(shown)
+    assert code == 0 and found["unlisted"].keys() == {*NAMED, ".git/"}
+    said = next(check["said"] for check in found["checks"] if check["name"] == "files")
+    assert all(name in said for name in NAMED) and said.count(".git") == 2  # .gitattributes
+    (path / "chat_template.jinja").write_text("x")
+    code, shown, told = run_main(monkeypatch, capsys, "verify", path, "--json", "--device", "cpu")
+    assert code == 1 and json.loads(shown)["unlisted"]["chat_template.jinja"] == "template"
+    assert "chat_template.jinja (template)" in told and "wandb/debug.log" in told
+
+
+@given(st.lists(st.sampled_from((*READ, *NAMED)), unique=True))
+@cases(20)
+def test_verify_passes_nothing_that_is_not_on_the_list(tmp_path_factory, names):
+    path = tmp_path_factory.mktemp("listed")
+    (path / "config.json").write_text("{}")
+    listed = hash_files(path)
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("x")
+    compared = compare_files(path, listed)
+    assert compared.unlisted.keys() == {*names} and compared.refused.keys() == {*names} & {*READ}
+    assert not compared.changed and not compared.missing
+
+
+def test_files_replaced_while_they_are_verified_are_refused(copy, monkeypatch):
+    path = copy("gqa")
+    look = checks._whole
+
+    def replaced(*arguments):
+        (path / "generation_config.json").write_text("{}")
+        return look(*arguments)
+
+    monkeypatch.setattr(checks, "_whole", replaced)
+    with pytest.raises(surgery.SurgeryError, match=r"generation_config.json: was changed while it was read"):
+        verify_checkpoint(path, device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ from accelerate.utils import DistributedType, set_seed
 from transformers import PreTrainedModel
 
 from surgery.checkpoint import CheckpointReader, check_output
+from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.file_kinds import list_files
 from surgery.checkpoint.output_place import kept_apart
 from surgery.checkpoint.staging import Staging
 from surgery.checkpoint.work_folder import WorkFolder
@@ -34,8 +36,7 @@ from surgery.common.interruption import stop_with_starter
 from surgery.common.ownership import first_foreign, inventory, matching, remove_owned
 from surgery.common.progress import Progress
 from surgery.model import register
-from surgery.running.loading import load_tokenizer
-from surgery.running.models import causal_model
+from surgery.running.models import causal_model, tokenizer_of
 from surgery.running.processes import Processes
 from surgery.running.source_check import open_source
 from surgery.running.unfused import language_model
@@ -122,6 +123,8 @@ def _heal(
         shas = processes.from_main(
             lambda: [reader and reader.fingerprint(advance) for reader in (student_reader, teacher_reader)]
         )
+    # Whoever trusts code to run has it in the result, which does not load without it.
+    carried = processes.from_main(lambda: CarriedFiles.of(student_reader, keep_code=settings.trust_remote_code))
     set_seed(settings.seed)
 
     student = causal_model(student_reader, trust_remote_code=settings.trust_remote_code)
@@ -150,7 +153,7 @@ def _heal(
     evaluations = None
     if settings.evaluate_every is not None:
         limit = getattr(student.config.get_text_config(), "max_position_embeddings", None)
-        tokenizer = load_tokenizer(student_reader.path, trust_remote_code=settings.trust_remote_code)
+        tokenizer = tokenizer_of(student_reader, trust_remote_code=settings.trust_remote_code)
         evaluations = Evaluations(settings, tokenizer, limit, processes, sharded=not unsharded)
     data = _data(settings, student_reader, run, teacher, processes, progress)
     cached = None
@@ -233,7 +236,7 @@ def _heal(
         "tracker_failed": log.tracker.failed,
     }
     trained = trained_tensors(distillation.student)
-    processes.from_main(lambda: _write(settings, student_reader, trained, facts, run / LOG))
+    processes.from_main(lambda: _write(settings, student_reader, carried, trained, facts, run / LOG))
     progress.note(f"healed checkpoint in {settings.out}; checkpoints of the run in {run}, remove it if you are done")
     return facts
 
@@ -264,7 +267,7 @@ def _data(
     progress: Progress,
 ) -> HealingData:
     whole: Callable[[], PreTrainedModel] | None = None if teacher is None else lambda: teacher
-    tokenizer = load_tokenizer(reader.path, trust_remote_code=settings.trust_remote_code)
+    tokenizer = tokenizer_of(reader, trust_remote_code=settings.trust_remote_code)
     return open_data(settings, tokenizer, run / "data", teacher=whole, processes=processes, progress=progress)
 
 
@@ -331,22 +334,22 @@ def _summary(loop: Loop, settings: HealSettings, processes: int) -> dict[str, An
 
 
 def _write(
-    settings: HealSettings, reader: CheckpointReader, trained: dict[str, torch.Tensor], facts: dict[str, Any], log: Path
+    settings: HealSettings,
+    reader: CheckpointReader,
+    carried: CarriedFiles,
+    trained: dict[str, torch.Tensor],
+    facts: dict[str, Any],
+    log: Path,
 ) -> None:
     staging = _staging(settings, reader)
     staging.create()
     try:
         copied = reader.model_folder() if reader.stored_names else reader.path
         staging.claim_like(copied, "*.safetensors", "*.json", f"{ADAPTER}/*", REPORT, LOG)
-            reader.model_folder() if reader.stored_names else reader.path,
-            "*.safetensors",
-            "*.json",
-            f"{ADAPTER}/*",
-            REPORT,
-            LOG,
-        )
-        write_healed(reader, settings, trained, staging.partial)
+        staging.claim(*carried.names, *carried.records)
+        write_healed(reader, settings, trained, staging.partial, carried)
         with disk_errors(staging.partial):
+            facts["left_out"] = carried.record(list_files(staging.partial))["left_out"]
             shutil.copyfile(log, staging.partial / LOG)
             facts = {**facts, "files": inventory(staging.partial, [REPORT])}
             (staging.partial / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,17 +13,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.file_kinds import CONFIG
 from surgery.common.errors import SurgeryError
-from surgery.model import DECODERS
-from surgery.running.models import causal_model
+from surgery.model import DECODERS, SurgeryConfig, SurgeryPicturesConfig, remote_code_files
+from surgery.running.models import causal_model_unchecked
 from surgery.training.settings import HealSettings
 from surgery.training.trainable import add_adapters
 
 ADAPTER = "adapter"
 """Folder of the LoRA adapter in a healed checkpoint; its weights are merged into the model besides."""
-
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+OWN_CLASSES = (SurgeryConfig.model_type, SurgeryPicturesConfig.model_type)
 
 
 def check_writable(reader: CheckpointReader) -> None:
@@ -59,20 +62,28 @@ def _whole(parameter: nn.Parameter) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def write_healed(reader: CheckpointReader, settings: HealSettings, trained: Mapping[str, Tensor], folder: Path) -> None:
+def write_healed(
+    reader: CheckpointReader,
+    settings: HealSettings,
+    trained: Mapping[str, Tensor],
+    folder: Path,
+    carried: CarriedFiles,
+) -> None:
     """Writes the student's checkpoint with trained tensors in place of its own, in its class and dtypes.
 
-    Everything that did not train is what it was, bit for bit. Files beside the weights are copied.
+    Everything that did not train is what it was, bit for bit.
 
     Args:
         reader: of the student's checkpoint.
         trained: by the names of the student's parameters, with adapters if the settings have them; fp32.
         folder: exists; what is in it stays.
+        carried: files beside the student's weights, as they were before the training.
 
     Raises:
-        SurgeryError: a tensor has no place in the student, or the disk is full.
+        SurgeryError: a tensor has no place in the student, the student is another by now, or the disk is full.
     """
-    model = causal_model(reader, trust_remote_code=settings.trust_remote_code)
+    model = causal_model_unchecked(reader, trust_remote_code=settings.trust_remote_code)
+    reader.check_unchanged()  # a file that was merely touched is no reason to lose a training
     if settings.train == "lora":
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         adapted = add_adapters(model.float(), settings.lora_rank, settings.lora_alpha, settings.lora_modules)
@@ -88,10 +99,9 @@ def write_healed(reader: CheckpointReader, settings: HealSettings, trained: Mapp
     with disk_errors(folder):
         if reader.stored_names:
             _write_in_its_place(model, reader, folder)
-            _copy_rest(reader.model_folder(), folder)
         else:
             model.save_pretrained(folder, safe_serialization=True)
-            _copy_rest(reader.path, folder)
+        _copy_rest(carried, folder)
 
 
 @torch.no_grad()
@@ -122,11 +132,17 @@ def _write_in_its_place(model: nn.Module, reader: CheckpointReader, folder: Path
             save_file(tensors, folder / path.name, {"format": "pt"})
 
 
-def _copy_rest(source: Path, folder: Path) -> None:
-    """Config, code, tokenizer, reports: whatever is no weight, in the place of what transformers wrote.
+def _copy_rest(carried: CarriedFiles, folder: Path) -> None:
+    """Copies what is carried, config.json and records, in the place of what transformers wrote; adds our own code.
 
     Its config would leave out names that other engines read, and add what only it reads.
     """
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith(WEIGHT_FILES):
+    for name in (CONFIG, *carried.names, *carried.records):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(carried.folder / name, folder / name)
+    config = json.loads((folder / CONFIG).read_bytes())
+    if config.get("model_type") in OWN_CLASSES:
+        for path in remote_code_files(pictures=config["model_type"] == SurgeryPicturesConfig.model_type):
             shutil.copyfile(path, folder / path.name)
+    if (own := carried.own_config(config, os.listdir(folder))) != config:
+        (folder / CONFIG).write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")

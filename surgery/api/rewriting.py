@@ -36,6 +36,7 @@ def convert(
     config: str | Path | None = None,
     overwrite: bool = False,
     allow_pickle: bool = False,
+    keep_code: bool = False,
     processes: int = 1,
     progress: bool = True,
     **settings: Any,
@@ -50,6 +51,7 @@ def convert(
         config: YAML file of settings, or the name of one that ships; ``settings`` win over it.
         overwrite: replace an existing checkpoint in ``out``.
         allow_pickle: read pickled weights if there are no others.
+        keep_code: take over code files of the source, too.
         processes: that share calibration and fits, this one and others that it starts.
         progress: show bars on standard error.
         **settings: of the target, such as ``kv_ratio``, ``method``, ``calibration``, ``device``; ``heads`` of a hybrid
@@ -72,7 +74,8 @@ def convert(
         settings["heads"] = str(settings["heads"].path)
     target = find_target(to)
     asked = target.settings(settings, None if config is None else find_shipped(config, "configs"))
-    further = {"allow_pickle": allow_pickle, "processes": processes, "command": f"surgery.convert(to={to!r})"}
+    further = {"allow_pickle": allow_pickle, "keep_code": keep_code, "processes": processes}
+    further |= {"command": f"surgery.convert(to={to!r})"}
     return _convert(target, asked, model, out, tokenizer, overwrite=overwrite, progress=progress, **further)
 
 
@@ -84,6 +87,7 @@ def slice(
     tokenizer: PreTrainedTokenizerBase | None = None,
     overwrite: bool = False,
     allow_pickle: bool = False,
+    keep_code: bool = False,
     progress: bool = True,
     **settings: Any,
 ) -> Converted:
@@ -92,7 +96,7 @@ def slice(
     Args:
         model: what ``to`` lowrank, crosslayer (cascade) or mla made; see :mod:`surgery.api.given_models`.
         kv_ratio: share of the KV bytes of the model that it was converted from.
-        out, tokenizer, overwrite, allow_pickle, progress: as for :func:`convert`.
+        out, tokenizer, overwrite, allow_pickle, keep_code, progress: as for :func:`convert`.
         **settings: of :class:`surgery.structures.slices.settings.SliceSettings`.
 
     Raises:
@@ -105,7 +109,7 @@ def slice(
     from surgery.structures.registry import SLICE
 
     asked = SLICE.settings({"kv_ratio": kv_ratio, **settings})
-    further = {"allow_pickle": allow_pickle, "command": "surgery.slice()"}
+    further = {"allow_pickle": allow_pickle, "keep_code": keep_code, "command": "surgery.slice()"}
     return _convert(SLICE, asked, model, out, tokenizer, overwrite=overwrite, progress=progress, **further)
 
 

@@ -17,7 +17,7 @@ from surgery.calibration.text_fit import measure_fit, misfits
 from surgery.common.errors import SurgeryError
 from surgery.common.human import with_perplexity
 from surgery.common.progress import Progress
-from surgery.running.loading import load_tokenizer
+from surgery.running.models import tokenizer_of
 
 if TYPE_CHECKING:
     from surgery.calibration.mixture import Conversations
@@ -77,7 +77,7 @@ def load_texts(
         return Texts(None, held_out, {"source": NO_CALIBRATION})
     from surgery.eval.recall import recall_prompts
 
-    tokenizer = load_tokenizer(opened.reader.path, remedy=NO_TOKENIZER)
+    tokenizer = tokenizer_of(opened.reader, remedy=NO_TOKENIZER)
     build = _builder(opened, tokenizer, settings, progress, run_source)
     if settings.held_out_text is not None:
         build = _with_held_out(build, tokenizer, settings)
@@ -121,7 +121,7 @@ def further_text(opened, settings: ConversionSettings, held_out: HeldOut, tokens
     Raises:
         SurgeryError: as :func:`load_texts`, or nothing is left.
     """
-    tokenizer = load_tokenizer(opened.reader.path, remedy=NO_TOKENIZER)
+    tokenizer = tokenizer_of(opened.reader, remedy=NO_TOKENIZER)
     wanted = replace(settings, calibration_tokens=tokens, seed=settings.seed + 1)
     drawn = _builder(opened, tokenizer, wanted, progress, False)(settings.recall).tokens
     unseen = {tuple(row[at : at + STRETCH]) for row in held_out.tokens.tolist() for at in range(len(row) - STRETCH + 1)}

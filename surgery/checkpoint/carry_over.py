@@ -1,4 +1,4 @@
-"""What a conversion leaves as it is: every tensor but the attention's, and the files beside the weights."""
+"""Copies what a conversion leaves unchanged: every tensor but the attention's, and the files beside the weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
-from surgery.checkpoint.file_hashes import CARD, REPORT, SOURCE_CARD
+from surgery.checkpoint.carried_files import CarriedFiles
+from surgery.checkpoint.file_kinds import CARD, SOURCE_CARD
 from surgery.checkpoint.processor_class import name_processor
 from surgery.checkpoint.tokenizer_class import keep_tokens
 from surgery.common.progress import Progress
@@ -39,20 +40,20 @@ def copy_tensors(
             advance(reader.info(origin).nbytes)
 
 
-def copy_sidecars(reader: CheckpointReader, code: Iterable[Path], writer: CheckpointWriter) -> None:
-    """Copies tokenizer, generation config and the like, the source's card under another name, and code files.
+def copy_sidecars(
+    reader: CheckpointReader, carried: CarriedFiles, code: Iterable[Path], writer: CheckpointWriter
+) -> None:
+    """Copies tokenizer, generation config and the like, the source's card under another name, and the package's code.
 
     ``config.json`` has to be written before: it decides which tokenizer class transformers takes.
     """
-    for path in reader.sidecars():
-        relative = path.relative_to(reader.path).as_posix()
-        if relative != REPORT:
-            writer.copy_file(path, SOURCE_CARD if relative == CARD else relative)
+    for name in carried.names:
+        writer.copy_file(carried.folder / name, SOURCE_CARD if name == CARD else name)
     for path in code:
         writer.copy_file(path, path.name)
-    keep_tokens(reader.stored_path if reader.stored_names else reader.path, writer)
+    keep_tokens(carried.folder, writer)
     if reader.stored_names:
-        name_processor(reader.stored_path, writer)
+        name_processor(carried.folder, writer)
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:

@@ -12,6 +12,8 @@ _FILES = [
     "*.json",
     "*.safetensors",
     "*.model",
+    "*.tiktoken",
+    "*.spm",
     "*.txt",
     "*.jinja",
     "*.py",

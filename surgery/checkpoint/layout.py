@@ -1,4 +1,4 @@
-"""Which files of a folder are weights, which belong beside them, and whether the index tells the truth."""
+"""The files of a checkpoint's folder: weights with their index, what belongs beside them, and where links may lead."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surgery.checkpoint.disk import disk_errors, read_json
+from surgery.checkpoint.file_kinds import CARRIED, CONFIG, READ_BY_LOADERS, Kind, kind_of, list_files
 from surgery.common.errors import SurgeryError
 
 if TYPE_CHECKING:
     from surgery.checkpoint.tensors import TensorInfo
 
-CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
@@ -25,11 +25,9 @@ ADAPTER = "adapter_config.json"
 _RANK_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 """A shard of one rank's own, of torch's distributed checkpoints: transformers prefers those to all other weights."""
 
-# Weights of other formats and training states may lie beside the ones that are read; none of them is a sidecar.
-_WEIGHT_SUFFIXES = (
-    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".distcp"),
-    *(".gguf", ".h5", ".msgpack", ".ot", ".tflite", ".onnx", ".onnx_data"),
-)
+FOLLOW_LINKS = "SURGERY_FOLLOW_LINKS"
+"""Environment variable of ``--follow-links``, which processes that a command starts inherit."""
+_HUB_BLOB = re.compile(r".*/models--[^/]+/blobs/[0-9a-f]{40}([0-9a-f]{24})?")
 
 
 @dataclass(frozen=True)
@@ -87,21 +85,31 @@ def _check_rivals(folder: Path) -> None:
 
 
 def check_links(folder: Path, files: Iterable[Path]) -> None:
-    """Refuses links that lead out of a folder: what it holds would have another file read, and copied into outputs.
+    """Refuse links that lead out of a folder: another file would be read, and copied into results.
 
-    A snapshot in the hub's cache consists of links into the ``blobs`` beside ``snapshots``, which belong to it.
+    Links into the hub's cache are followed: of a snapshot to the ``blobs`` of its model, and of any folder to a file
+    that is named by its hash in the ``blobs`` of some model, as ``hf download --local-dir`` made them. With the
+    environment variable `FOLLOW_LINKS` all links are.
 
     Raises:
         SurgeryError: a file is such a link.
     """
+    if os.environ.get(FOLLOW_LINKS, "0") != "0":
+        return
     root = Path(os.path.realpath(folder))
     homes = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
     for path in files:
         real = Path(os.path.realpath(path))
-        if not any(home in real.parents for home in homes):
+        if not any(home in real.parents for home in homes) and not is_hub_blob(real):
             raise SurgeryError(
-                f"{path}: a link that leads out of its folder, to {real}; copy the file in its place if you trust it"
+                f"{path}: a link that leads out of its folder, to {real}; pass --follow-links if you trust it, or copy"
+                " the file in its place"
             )
+
+
+def is_hub_blob(path: Path) -> bool:
+    """Whether a path, free of links, is a file in the hub's cache that is named by the hash of its content."""
+    return _HUB_BLOB.fullmatch(path.as_posix()) is not None
 
 
 def check_index(folder: Path, weights: Weights, infos: Mapping[str, TensorInfo]) -> None:
@@ -122,24 +130,69 @@ def check_index(folder: Path, weights: Weights, infos: Mapping[str, TensorInfo])
             )
 
 
-def find_sidecars(folder: Path) -> list[Path]:
-    """Every file of the folder and its subfolders that is neither weights nor the top config.json nor hidden.
+@dataclass(frozen=True)
+class FolderFiles:
+    """The files of a checkpoint's folder that are not its weights, by path in it.
+
+    Attributes:
+        folder: where they are.
+        sidecars: what belongs to the checkpoint: tokenizer, settings, templates, documents, code, records.
+        strays: all others, and weights of other formats; they are never read.
+    """
+
+    folder: Path
+    sidecars: tuple[str, ...]
+    strays: tuple[str, ...]
+
+    @property
+    def paths(self) -> list[Path]:
+        """Full paths of the sidecars."""
+        return [self.folder / name for name in self.sidecars]
+
+
+def find_sidecars(folder: Path, weights: Iterable[str] = ()) -> FolderFiles:
+    """Sort the files of a folder and its subfolders, without hidden ones, config.json and ``weights``.
 
     Links to files count as files; links to folders are not followed.
 
     Raises:
-        SurgeryError: a folder cannot be read, or a file is a link that leads nowhere.
+        SurgeryError: the folder cannot be read, or a sidecar is a link that leads nowhere.
     """
-    found = []
+    read = {CONFIG, WEIGHTS_INDEX, PICKLE_INDEX, *weights}
     with disk_errors(folder):
-        for root, folders, files in os.walk(folder, onerror=_raise):
-            folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
-            found += [Path(root, name) for name in sorted(files) if not name.startswith(".")]
-    sidecars = [path for path in found if path != folder / CONFIG and not path.name.endswith(_WEIGHT_SUFFIXES)]
-    for path in sidecars:
-        if not path.is_file():
+        names = [name for name in list_files(folder) if name not in read]
+    sidecars = tuple(name for name in names if _is_sidecar(name))
+    for name in sidecars:
+        if not (folder / name).is_file():
+            path = folder / name
             raise SurgeryError(f"{path}: a broken link or no regular file; remove it or download the checkpoint again")
-    return sidecars
+    return FolderFiles(folder, sidecars, tuple(name for name in names if name not in set(sidecars)))
+
+
+def stamp_of(path: Path) -> dict[str, list[int]]:
+    """Size, inode and times of change of a file, or of all files of a folder that loading its checkpoint may read.
+
+    Equal while nobody touches, adds or removes any. People and tools set a file's time back, but not that of its inode.
+
+    Raises:
+        SurgeryError: a file cannot be read.
+    """
+    with disk_errors(path):
+        files = [path] if path.is_file() else [path / name for name in list_files(path) if _is_loaded(name)]
+        stats = {str(each.absolute()): each.stat() for each in files if each.exists()}
+    return {name: [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()}
+
+
+def _is_sidecar(name: str) -> bool:
+    if name.endswith("/") or "__pycache__" in name.split("/"):
+        return False
+    return kind_of(name) in CARRIED | {Kind.CODE, Kind.RECORD}
+
+
+def _is_loaded(name: str) -> bool:
+    """Weights in subfolders are those of trainings and exports."""
+    kind = kind_of(name)
+    return kind in READ_BY_LOADERS and (kind is not Kind.WEIGHTS or "/" not in name)
 
 
 def _find(folder: Path, single: str, index_name: str, *, pickled: bool) -> Weights | None:
@@ -167,7 +220,3 @@ def _read_index(path: Path) -> dict[str, str]:
                 f"{path}: {name} lies in {file!r}, which is not a plain file name; do not trust this index"
             )
     return weight_map
-
-
-def _raise(error: OSError) -> None:
-    raise error

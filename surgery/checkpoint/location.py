@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from surgery.checkpoint.hub import download, is_hub_id
-from surgery.checkpoint.layout import CONFIG
+from surgery.checkpoint.layout import ADAPTER, CONFIG
 from surgery.common.errors import SurgeryError
 
-ADAPTER = "adapter_config.json"
 GGUF = ".gguf"
 
 

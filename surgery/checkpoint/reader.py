@@ -15,16 +15,19 @@ from torch import Tensor
 from surgery.checkpoint.config_file import RUN_CHOICES, read_config, without_keys
 from surgery.checkpoint.dequantised_store import DequantisedStore
 from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.file_kinds import Kind, kind_of
 from surgery.checkpoint.gguf_folder import open_gguf, temporary_folder
 from surgery.checkpoint.gguf_store import GgufStore
 from surgery.checkpoint.layout import (
     CONFIG,
     PICKLE_INDEX,
     WEIGHTS_INDEX,
+    FolderFiles,
     check_index,
     check_links,
     find_sidecars,
     find_weights,
+    stamp_of,
 )
 from surgery.checkpoint.location import find_gguf, locate
 from surgery.checkpoint.quantised import is_quantised, quantisation_of
@@ -36,7 +39,7 @@ from surgery.common.errors import SurgeryError
 
 
 class Identity(NamedTuple):
-    """What a checkpoint holds, as plain values: its fingerprint, and the stamp that its files had before."""
+    """Fingerprint of a checkpoint as plain values, and the stamp that its files had before it was taken."""
 
     sha256: str
     stamp: dict[str, list[int]]
@@ -65,19 +68,21 @@ class CheckpointReader:
         path: Path,
         config: dict[str, Any],
         store: Store,
-        sidecars: list[Path],
+        files: FolderFiles,
         *,
         source: Path | None = None,
         dequantised_from: str | None = None,
         behind: CheckpointReader | None = None,
+        stamp: dict[str, list[int]] | None = None,
     ):
         self.path = path
         self.source = source or path
         self.config = config
         self.dequantised_from = dequantised_from
         self._store = store
-        self._sidecars = sidecars
+        self._files = files
         self._behind = behind
+        self._stamp = stamp
         self._ahead = ReadAhead()
         self._identity: Identity | None = None
         self._hashed_config = config
@@ -102,6 +107,7 @@ class CheckpointReader:
             path = locate(source, revision=revision, allow_pickle=allow_pickle)
             if files := find_gguf(path):
                 return cls._of_gguf(path, files)
+            stamp = stamp_of(path)  # before anything is read, so that whatever changes later shows
             check_links(path, [path / CONFIG])
             config = read_config(path / CONFIG)
             weights = find_weights(path, allow_pickle=allow_pickle)
@@ -109,9 +115,9 @@ class CheckpointReader:
             check_index(path, weights, store.infos)
             if not store.infos:
                 raise SurgeryError(f"{path}: its weight files hold no tensors; give a whole checkpoint")
-            sidecars = find_sidecars(path)
-            check_links(path, sidecars)
-            return cls(path, config, store, sidecars)._cleaned()._dequantised()
+            files = find_sidecars(path, weights.files)
+            check_links(path, files.paths)
+            return cls(path, config, store, files, stamp=stamp)._cleaned()._dequantised()
 
     @classmethod
     def _of_gguf(cls, path: Path, files: list[Path]) -> CheckpointReader:
@@ -119,6 +125,7 @@ class CheckpointReader:
             raise SurgeryError(f"{path}: holds {len(files)} GGUF files ({files[0].name}, ...); give one of them")
         if files != [path]:
             check_links(path, files)
+        stamp = stamp_of(files[0])
         opened = open_gguf(files[0])
         store = GgufStore(opened.file, opened.model.tensors, opened.model.dtype)
         return cls(
@@ -128,6 +135,7 @@ class CheckpointReader:
             find_sidecars(opened.folder),
             source=files[0],
             dequantised_from=opened.model.dequantised_from,
+            stamp=stamp,
         )
 
     def seen_as(
@@ -154,6 +162,7 @@ class CheckpointReader:
             return self
         view = self._view(config, self._store, self.dequantised_from, code=True)
         view._behind, view._hashed_config = self._behind, self._hashed_config
+        view._files, view._stamp = self._files, self._stamp
         if isinstance(self._store, SafetensorsStore | PickleStore):
             files = {info.file for info in self._store.infos.values()}
             files |= {name for name in (WEIGHTS_INDEX, PICKLE_INDEX) if (self.path / name).is_file()}
@@ -183,14 +192,14 @@ class CheckpointReader:
         with disk_errors(folder):
             folder.mkdir()
             (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            for path in self._sidecars:
-                if code or path.suffix != ".py":
-                    link = folder / path.relative_to(self.path)
+            for name in self._files.sidecars:
+                if code or kind_of(name) is not Kind.CODE:
+                    link = folder / name
                     link.parent.mkdir(parents=True, exist_ok=True)
-                    link.symlink_to(path.absolute())
-        sidecars = find_sidecars(folder)
+                    link.symlink_to((self.path / name).absolute())
+        files = find_sidecars(folder)
         return CheckpointReader(
-            folder, config, store, sidecars, source=self.source, dequantised_from=dequantised_from, behind=self
+            folder, config, store, files, source=self.source, dequantised_from=dequantised_from, behind=self
         )
 
     @property
@@ -322,27 +331,27 @@ class CheckpointReader:
             self._store.read(name, [(start, start + len(piece))], piece)
             yield piece.view(info.dtype)
 
-    def sidecars(self) -> list[Path]:
-        """Full paths of the files that belong to the checkpoint beside weights, weight index and config.json.
+    @property
+    def files(self) -> FolderFiles:
+        """What lies beside weights and config.json in the folder that was opened, or that a GGUF file stands for."""
+        return self._files if self._behind is None else self._behind.files
 
-        Tokenizer, chat template, generation config, remote code, README.md, a report of ours, subfolders' files;
-        hidden files and weights of other formats are left out.
-        """
-        return list(self._sidecars)
+    def sidecars(self) -> list[Path]:
+        """Full paths of the files that belong to the checkpoint beside weights and config.json, code among them."""
+        return self._files.paths
 
     def stamp(self) -> dict[str, list[int]]:
-        """Size, inode and times of change of config and weight files by path: equal while nobody touches them.
+        """Size, inode and times of change of the files that loading reads, now (see :func:`stamp_of`)."""
+        return self._behind.stamp() if self._behind is not None else stamp_of(self.source)
 
-        People and tools set a file's time back, but not that of its inode.
-        """
+    def check_untouched(self) -> None:
+        """Raises SurgeryError: a file was touched, added or removed since they were opened, and no hash is of it."""
         if self._behind is not None:
-            return self._behind.stamp()
-        files = {self.source}
-        if not self.source.is_file():
-            files = {self.source / name for name in (CONFIG, *(info.file for info in self._store.infos.values()))}
-        with disk_errors(self.source):
-            stats = {str(path.absolute()): path.stat() for path in sorted(files)}
-        return {path: [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for path, stat in stats.items()}
+            self._behind.check_untouched()
+        elif self._stamp != (now := self.stamp()):
+            before = self._stamp or {}
+            changed = next(name for name in sorted({*before, *now}) if before.get(name) != now.get(name))
+            raise SurgeryError(f"{changed}: was changed while it was read; start again")
 
     def fingerprint(self, progress: Callable[[int], None] | None = None) -> str:
         """SHA-256, in hex, over the config and every tensor's name, dtype, shape and bytes, read once by a reader.
@@ -358,19 +367,18 @@ class CheckpointReader:
         return self.identity(progress).sha256
 
     def identity(self, progress: Callable[[int], None] | None = None) -> Identity:
-        """The fingerprint beside the stamp; arguments and errors are those of `fingerprint`."""
+        """The fingerprint, and the stamp that the files had when they were opened; arguments are `fingerprint`'s."""
         if self._behind is not None:
             return self._behind.identity(progress)
         if self._identity is None:
-            stamp = self.stamp()
-            self._identity = Identity(self._hashed(progress), stamp)
+            self._identity = Identity(self._hashed(progress), self._stamp or self.stamp())
         return self._identity
 
     def recall(self, known: Identity | None) -> bool:
         """Whether the fingerprint needs no reading: taken before, or by an earlier run of files with this stamp."""
         if self._behind is not None:
             return self._behind.recall(known)
-        if self._identity is None and known is not None and known.stamp == self.stamp():
+        if self._identity is None and known is not None and known.stamp == self._stamp == self.stamp():
             self._identity = known
         return self._identity is not None
 

@@ -39,7 +39,7 @@ def keep_tokens(source: Path, writer: CheckpointWriter) -> None:
     wanted = _cutting(source)
     if wanted is None or _cuts_alike(writer.partial, wanted):
         return
-    path = source / CONFIG
+    path = writer.partial / CONFIG
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     writer.write_json(CONFIG, {**config, "tokenizer_class": wanted.name})
     if not _cuts_alike(writer.partial, wanted):

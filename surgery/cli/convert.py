@@ -17,6 +17,7 @@ from surgery.cli.options import (
     ConfigOption,
     DryRunOption,
     JsonOption,
+    KeepCodeOption,
     OverwriteOption,
     PickleOption,
     ProcessesOption,
@@ -94,6 +95,7 @@ def convert(
     wandb: Annotated[str | None, option("--wandb", "PROJECT", "Log the conversion to wandb.", OUTPUT)] = None,
     wandb_mode: Annotated[str, option("--wandb-mode", "online|offline", "How wandb logs.", OUTPUT)] = "online",
     allow_pickle: PickleOption = False,
+    keep_code: KeepCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Convert a checkpoint's attention and write the result beside it.
@@ -151,6 +153,7 @@ def convert(
 
     from surgery.common.progress import Progress
     from surgery.console.conversion import show_conversion, show_plan
+    from surgery.console.upload import show_upload
     from surgery.reporting.publish import Publication
 
     publication = push_to_hub and Publication(push_to_hub, public, base_model, overwrite)
@@ -175,6 +178,7 @@ def convert(
         settings,
         overwrite=overwrite,
         allow_pickle=allow_pickle,
+        keep_code=keep_code,
         command=command_line(),
         predicted=planned and planned.predicted,
         restart=restart,
@@ -183,7 +187,8 @@ def convert(
     )
     if conversion is None:
         return
-    address = publication.push(conversion.path) if publication else None
+    show = None if as_json else lambda upload: show_upload(upload, publication)
+    address = publication.push(conversion.path, show) if publication else None
     if wandb:
         from surgery.reporting.tracking import log_conversion
 

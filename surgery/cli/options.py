@@ -53,6 +53,9 @@ CheckpointArgument = Annotated[
 ]
 JsonOption = Annotated[bool, flag("--json", "Print the report as JSON on standard output.")]
 PickleOption = Annotated[bool, flag("--allow-pickle", "Read pickled weights if there are no others.")]
+KeepCodeOption = Annotated[
+    bool, flag("--keep-code", "Take over code files of the source (*.py, custom_generate/), too.", OUTPUT)
+]
 DeviceOption = Annotated[
     str | None,
     option("--device", "NAME", "Where layers run: cpu, cuda, cuda:1 …; auto is cuda if there is one. [auto]", MACHINE),

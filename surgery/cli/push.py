@@ -29,9 +29,12 @@ def push(
     public: PublicOption = False,
     base_model: BaseModelOption = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace what the repository holds.", HUB)] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Only show what would be uploaded.", HUB)] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Upload a converted checkpoint with its card: source, tags, measurements. Private unless --public.
+
+    Only files that its report lists are uploaded, with names in the place of paths on this machine.
 
     Examples:
 
@@ -46,9 +49,17 @@ def push(
         raise SurgeryError(f"{checkpoint}: no such folder")
 
     from surgery.console.page import new_page, plain, print_json
+    from surgery.console.upload import show_upload
     from surgery.reporting.publish import Publication
+    from surgery.reporting.upload import prepare_upload
 
     publication = Publication(repo, public=public, base_model=base_model, overwrite=overwrite)
+    if dry_run:
+        publication.check_names()
+        show_upload(prepare_upload(checkpoint.expanduser(), repo, base_model), publication, as_json=as_json)
+        return
     publication.check()
-    address = publication.push(checkpoint.expanduser())
+    address = publication.push(
+        checkpoint.expanduser(), None if as_json else lambda each: show_upload(each, publication)
+    )
     print_json({"repo": repo, "url": address}) if as_json else new_page().print(plain(address), soft_wrap=True)

@@ -14,6 +14,7 @@ from surgery.cli.options import (
     ConfigOption,
     DryRunOption,
     JsonOption,
+    KeepCodeOption,
     OverwriteOption,
     RestartOption,
     command_line,
@@ -35,6 +36,7 @@ def slice_(
     config: ConfigOption = None,
     restart: RestartOption = False,
     dry_run: DryRunOption = False,
+    keep_code: KeepCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make a smaller checkpoint from a converted one, without calibration: the best latents come first.
@@ -63,6 +65,7 @@ def slice_(
         out,
         settings,
         overwrite=overwrite,
+        keep_code=keep_code,
         command=command_line(),
         restart=restart,
         progress=Progress(),

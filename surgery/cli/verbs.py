@@ -44,6 +44,20 @@ LONG |= {("heads", "score"), ("heads", "compare")}
 """Verbs that work in phases, by the words they are called with."""
 
 
+FOLLOWED: dict[str, Any] = {
+    "follow_links": (
+        False,
+        Annotated[
+            bool,
+            typer.Option("--follow-links", help="Read files of a checkpoint that are links to elsewhere; trust them."),
+        ],
+    ),
+}
+"""Option of verbs that read checkpoints."""
+READING = {("inspect",), ("plan",), ("convert",), ("heal",), ("slice",), ("run",), ("eval",), ("verify",), ("doctor",)}
+READING |= {("export",), ("heads", "score"), ("heads", "compare"), ("bench", "decode")}
+
+
 class _PlainHelp:
     """Help of flags: no type, as they take no value, and one name, as two would not fit eighty columns. Of others: the
     default as options made of settings have it."""
@@ -109,7 +123,8 @@ def equip(app: typer.Typer, *group: str) -> None:
         name = verb.name or verb.callback.__name__.strip("_")
         verb.cls = verb.cls if issubclass(verb.cls or TyperCommand, Verb) else Verb
         verb.help = _with_lines(verb.help or inspect.getdoc(verb.callback) or "")
-        verb.callback = _shared(verb.callback, LOGGED if (*group, name) in LONG else {})
+        words = (*group, name)
+        verb.callback = _shared(verb.callback, LOGGED if words in LONG else {}, FOLLOWED if words in READING else {})
     for each in app.registered_groups:
         equip(each.typer_instance, *group, each.name or each.typer_instance.info.name)
 
@@ -120,25 +135,31 @@ def _with_lines(text: str) -> str:
     return told + "\\\n".join([mark, *(line.strip() for line in examples.splitlines() if line.strip())])
 
 
-def _shared(verb: Callable[..., None], log_options: dict[str, Any]) -> Callable[..., None]:
-    """The verb with --quiet, and where it has a log with --verbose and --log-file."""
+def _shared(
+    verb: Callable[..., None], log_options: dict[str, Any], link_options: dict[str, Any]
+) -> Callable[..., None]:
+    """The verb with --quiet, and with the options of logs and of links where it has them."""
 
     @wraps(verb)
-    def called(quiet: bool, verbose: bool = False, log_file: Path | None = None, **values: Any) -> None:
+    def called(
+        quiet: bool, verbose: bool = False, log_file: Path | None = None, follow_links: bool = False, **values: Any
+    ) -> None:
+        from surgery.checkpoint.layout import FOLLOW_LINKS
         from surgery.common.environment import environment
         from surgery.common.log import logged
         from surgery.common.progress import QUIET
 
         command = command_line()
         log = logged(command, log_file, verbose=verbose, version=__version__) if log_options else nullcontext()
-        with environment(**(QUIET if quiet else {})), log:
+        linked = {FOLLOW_LINKS: "1"} if follow_links else {}
+        with environment(**(QUIET if quiet else {}), **linked), log:
             verb(**values)
 
     hints = get_type_hints(verb, include_extras=True)
     parameters = [each.replace(annotation=hints[each.name]) for each in inspect.signature(verb).parameters.values()]
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
-        for name, (default, option) in {**log_options, "quiet": (False, QuietOption)}.items()
+        for name, (default, option) in {**log_options, **link_options, "quiet": (False, QuietOption)}.items()
     ]
     called.__signature__ = inspect.Signature(parameters)
     called.__annotations__ = {each.name: each.annotation for each in parameters}

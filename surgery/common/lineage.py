@@ -14,11 +14,13 @@ REPORT = "surgery_report.json"
 def lineage(report: Mapping[str, Any]) -> str:
     """A name for all that comes of a conversion: its target, and a hash of its source and settings.
 
-    The report of a healed checkpoint still has both.
+    The report of a healed checkpoint still has both; a published one, whose settings have no folders, the name itself.
 
     Raises:
         KeyError: it is no report of a conversion.
     """
+    if isinstance(report.get("lineage"), str):
+        return report["lineage"]
     target = report["target"]
     facts = [report["source"]["sha256"], target["to"], target["method"], report["settings"]]
     return f"{target['to']}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]}"

@@ -20,8 +20,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import origin
 from surgery.common.lineage import REPORT, lineage
 from surgery.evaluation.names import name_and_path
-from surgery.running.loading import load_tokenizer
-from surgery.running.models import causal_model
+from surgery.running.models import causal_model, tokenizer_of
 from surgery.running.source_check import open_source
 from surgery.running.unfused import language_model
 
@@ -101,7 +100,7 @@ class Checkpoint:
         Raises:
             SurgeryError: there is none that transformers can read.
         """
-        return load_tokenizer(self.reader.path, called=self.given, trust_remote_code=self.trust_remote_code)
+        return tokenizer_of(self.reader, called=self.given, trust_remote_code=self.trust_remote_code)
 
     def conversion(self) -> dict[str, Any] | None:
         """What the report of this package's own conversions says, as far as evaluation reports show it."""

@@ -23,9 +23,9 @@ import yaml
 
 from surgery.architectures.entry_factors import entry_factors
 from surgery.checkpoint import CheckpointReader, check_output
-from surgery.checkpoint.carry_over import CARD, REPORT
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.file_hashes import hash_files
+from surgery.checkpoint.file_kinds import CARD, HEALING, REPORT
 from surgery.checkpoint.output_place import default_output, kept_apart
 from surgery.checkpoint.staging import Staging, owned_partial
 from surgery.checkpoint.work_folder import WorkFolder
@@ -58,8 +58,6 @@ from surgery.verification.written import Verification
 
 TRAINED, SETTINGS, FACTORS, FACTS = "trained", "heal.yaml", "entry_factors.json", "heal.json"
 EVALUATION = "evaluation"
-HEALING = "surgery_healing.json"
-"""The record of a healing beside a student that has no conversion's report."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,8 @@ def _healed(
             "kv_tokens": verification.kv_tokens,
         },
         "quality": quality,
-        "earlier": _earlier(student.path),
+        "left_out": facts.get("left_out"),
+        "earlier": _earlier(trained),
     }
     healing["table"] = quality_table(healing)
     healing["gap_closed"] = gap_closed(healing["table"])
@@ -176,7 +175,7 @@ def _healed(
                 shutil.copytree(path, staging.partial / path.name) if path.is_dir() else shutil.copy2(
                     path, staging.partial / path.name
                 )
-            _write_report(staging.partial, student.path, healing, verification, staging.out.name)
+            _write_report(staging.partial, healing, verification, staging.out.name)
         staging.commit()
     except BaseException:
         staging.discard()
@@ -342,18 +341,18 @@ def _quality(
     ]
 
 
-def _earlier(student: Path) -> list[dict[str, Any]]:
-    """The healings that made the student, each without those before it, if it was healed itself."""
-    before = (previous_report(student) or {}).get("healing")
+def _earlier(trained: Path) -> list[dict[str, Any]]:
+    """Healings that made the student, whose records lie with what was trained, each without those before it."""
+    before = (previous_report(trained) or {}).get("healing")
     with suppress(OSError, ValueError):
-        before = before or json.loads((student / HEALING).read_text(encoding="utf-8"))
+        before = before or json.loads((trained / HEALING).read_text(encoding="utf-8"))
         before.pop("files", None)  # the record of that folder
     return [{**stage, "earlier": []} for stage in stages(before)] if before else []
 
 
-def _write_report(folder: Path, student: Path, healing: dict[str, Any], verification: Verification, name: str) -> None:
+def _write_report(folder: Path, healing: dict[str, Any], verification: Verification, name: str) -> None:
     """Puts the healing into the conversion's report and card; without a report it gets a file of its own."""
-    found = previous_report(student)
+    found = previous_report(folder)
     if found is None:
         record = {**healing, "files": inventory(folder, [HEALING])}
         (folder / HEALING).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ on record, and the whole model, if it fits in memory, computes the same however 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from surgery.checkpoint import CheckpointReader
-from surgery.checkpoint.file_hashes import hash_files
+from surgery.checkpoint.file_kinds import as_text, summary
 from surgery.checkpoint.tensors import all_finite
 from surgery.common.errors import SurgeryError
 from surgery.common.human import size
@@ -24,6 +24,7 @@ from surgery.common.progress import Progress
 from surgery.inspection.whole_model import check_whole_model, kinds_of
 from surgery.running.unfused import open_model
 from surgery.verification.again import kv_bytes_of, open_written, run_layers, verify_again
+from surgery.verification.files import FileComparison, compare_files
 from surgery.verification.probe import probe_difference, take_probe
 from surgery.verification.record import Recorded
 from surgery.verification.written import CACHE_TOLERANCE, QUANTIZED_TOLERANCE, TOLERANCE
@@ -31,6 +32,15 @@ from surgery.verification.written import CACHE_TOLERANCE, QUANTIZED_TOLERANCE, T
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 ELSEWHERE = "nemotron-nas"
 """A class of vLLM and llama.cpp: transformers has none that could run it."""
+
+
+SHOWN = 5
+"""Files that a failed check names."""
+_SOURCE_FILES = {
+    "templates": "templates of the source",
+    "code": "code of the source",
+    "left_out": "left out of the source",
+}
 
 
 @dataclass(frozen=True)
@@ -44,10 +54,17 @@ class Check:
 
 @dataclass(frozen=True)
 class Checked:
-    """All of them."""
+    """All checks of a checkpoint.
+
+    Attributes:
+        unlisted: kinds of the files that the report does not list, by name.
+        source_files: names of the source's files that were taken over or left out, as the report has them.
+    """
 
     path: str
     checks: list[Check]
+    unlisted: dict[str, str] = field(default_factory=dict)
+    source_files: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def failed(self) -> list[Check]:
@@ -80,12 +97,16 @@ def verify_checkpoint(
     except SurgeryError as error:
         checks.append(Check("report", FAILED, str(error)))
     folder = reader.source if reader.source.is_dir() else reader.path
-    checks.append(_check("files", lambda: _files(folder, report, progress)))
+    compared = FileComparison((), (), {})
+    if report.files:
+        compared = compare_files(folder, report.files, progress)
+    others = {as_text(name): kind.value for name, kind in compared.unlisted.items()}, report.source_files or {}
+    checks.append(_check("files", lambda: _files(report, compared)))
     checks.append(_check("numbers", lambda: _numbers(reader, progress)))
     if reader.config.get("model_type") == ELSEWHERE:
         why = "transformers has no such class; vLLM and llama.cpp have"
         checks += [Check(name, NOT_CHECKED, why) for name in ("caches", "KV bytes", "logits", "whole model")]
-        return Checked(str(source), checks)
+        return Checked(str(source), checks, *others)
     running: dict[str, Any] = {}
 
     def opened():
@@ -97,7 +118,8 @@ def verify_checkpoint(
     checks.append(_check("KV bytes", lambda: _kv_bytes(reader, opened(), report)))
     checks.append(_check("logits", lambda: _logits(reader, opened(), report)))
     checks.append(_check("whole model", lambda: _whole(reader, opened(), seed)))
-    return Checked(str(source), checks)
+    reader.check_untouched()
+    return Checked(str(source), checks, *others)
 
 
 def _check(name: str, look: Callable[[], str]) -> Check:
@@ -109,19 +131,29 @@ def _check(name: str, look: Callable[[], str]) -> Check:
         return Check(name, FAILED, str(error))
 
 
-def _files(folder: Path, report: Recorded, progress: Progress) -> str:
-    recorded = report.files
-    if not recorded:
+def _files(report: Recorded, compared: FileComparison) -> str:
+    if not report.files:
         whose = "an earlier version's" if report.there else "missing"
         raise _NotChecked(f"the report that would hold their hashes is {whose}")
-    found = hash_files(folder, progress)
-    if missing := sorted(recorded.keys() - found.keys()):
-        raise SurgeryError(f"{missing[0]} is missing; download it again")
-    if changed := [name for name in recorded if found[name] != recorded[name]]:
-        raise SurgeryError(f"{changed[0]} is not the file that was written; download it again")
-    if added := sorted(name for name in found.keys() - recorded.keys() if name.endswith((".py", ".safetensors"))):
-        raise SurgeryError(f"{added[0]} was not written by the conversion; remove it")
-    return f"{len(recorded)} files as they were written"
+    if compared.missing:
+        raise SurgeryError(f"{compared.missing[0]} is missing; download it again")
+    if compared.changed:
+        raise SurgeryError(f"{compared.changed[0]} is not the file that was written; download it again")
+    if compared.refused:
+        names = [f"{as_text(name)} ({kind.value})" for name, kind in compared.refused.items()]
+        names = [*names[:SHOWN], *([f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else [])]
+        others = summary(compared.unlisted.keys() - compared.refused.keys())
+        also = f" (also not of the checkpoint: {', '.join(others)})" if others else ""
+        raise SurgeryError(
+            f"not written by the conversion: {', '.join(names)}; remove what you did not put there{also}"
+        )
+    told = f"{len(report.files)} files as they were written"
+    if compared.unlisted:
+        told += f"; not of the checkpoint: {', '.join(summary(compared.unlisted))}"
+    for kind, names in (report.source_files or {}).items():
+        if names:
+            told += f"; {_SOURCE_FILES.get(kind, kind)}: {', '.join(summary(names))}"
+    return told
 
 
 def _numbers(reader: CheckpointReader, progress: Progress) -> str:

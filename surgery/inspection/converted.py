@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.carry_over import REPORT
 from surgery.checkpoint.config_file import check_sizes
+from surgery.checkpoint.file_kinds import REPORT
 from surgery.checkpoint.reader import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.human import per_token

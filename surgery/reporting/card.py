@@ -85,7 +85,7 @@ Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"
 
 Source weights sha256 `{in_code(source["sha256"])}`, command `{in_code(report.command or "Python API")}`; settings,
 versions and per-layer errors are in `surgery_report.json`. The licence of the source applies; its own card, if any, is
-`README.source.md`.
+`README.source.md`.{_source_code(report)}
 """
 
 
@@ -129,6 +129,14 @@ def _healing(healing: dict | None) -> str:
         told += [f"\nLosses on held-out text.{share} The figures above are the conversion's.\n"]
     told.append(markdown.render(_stage_table(healing)))
     return "\n".join(told) + "\n\nAll settings are in `surgery_report.json`, every step in `heal.jsonl`.\n\n"
+
+
+def _source_code(report) -> str:
+    """Code that was taken over from the source, which is not the package's."""
+    code = (report.source_files or {}).get("code")
+    if not code:
+        return ""
+    return f"\nCode of the source, which nobody read or checked: {', '.join(f'`{in_code(name)}`' for name in code)}."
 
 
 def _shape(source: dict, target: dict) -> str:

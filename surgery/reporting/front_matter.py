@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from surgery.checkpoint.carry_over import SOURCE_CARD
+from surgery.checkpoint.file_kinds import SOURCE_CARD
 from surgery.common.human import one_line, perplexity
 from surgery.engines.in_transformers import PICTURES
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.carry_over import CARD
 from surgery.checkpoint.hub import is_hub_id, reason
 from surgery.common.errors import SurgeryError
-from surgery.reporting.front_matter import of_source
-from surgery.reporting.report import Report, previous_report
+from surgery.reporting.upload import Upload, prepare_upload
 
 OF_THE_HUB = ".gitattributes"
 
@@ -69,40 +68,37 @@ class Publication:
         if held and not self.overwrite:
             raise SurgeryError(f"{self.repo}: holds {len(held)} files; choose another name or pass --overwrite")
 
-    def push(self, folder: Path) -> str:
+    def push(self, folder: Path, show: Callable[[Upload], None] | None = None) -> str:
         """Uploads a checkpoint in one commit, into a repository that is made if there is none.
+
+        Args:
+            show: takes what will be uploaded, before it is.
 
         Returns:
             Its address.
 
         Raises:
-            SurgeryError: the folder holds no checkpoint of ours, or the hub refuses it; what lies in the folder stays.
+            SurgeryError: the folder holds no checkpoint of ours as it was written, or the hub refuses it; what lies in
+                the folder stays.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-        card = self._card(folder)
-        files = {
-            path.relative_to(folder).as_posix(): path
-            for path in sorted(folder.rglob("*"))
-            if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        }
+        upload = prepare_upload(folder, self.repo, self.base_model)
+        if show is not None:
+            show(upload)
         api = HfApi()
         try:
             address = api.create_repo(self.repo, private=not self.public, exist_ok=True)
-            gone = [name for name in api.list_repo_files(self.repo) if name not in (*files, OF_THE_HUB)]
-            operations: list[Any] = [
-                CommitOperationAdd(name, card.encode() if name == CARD else path) for name, path in files.items()
-            ]
-            operations += [CommitOperationDelete(name) for name in gone]
+            gone = [name for name in api.list_repo_files(self.repo) if name not in (*upload.files, OF_THE_HUB)]
+            added = [CommitOperationAdd(name, content) for name, content in upload.files.items()]
+            for each in added:
+                if upload.hashes.get(each.path_in_repo) not in (None, each.upload_info.sha256.hex()):
+                    raise SurgeryError(f"{folder / each.path_in_repo}: was changed while it was read; start again")
+            operations: list[Any] = [*added, *(CommitOperationDelete(name) for name in gone)]
             api.create_commit(self.repo, operations, commit_message="Converted by model-surgery")
+        except SurgeryError:
+            raise
         except Exception as error:  # the hub's own errors, those of its HTTP library, the disk's
             again = f"the checkpoint is in {folder}, `surgery push {folder} {self.repo}` tries again"
             raise SurgeryError(f"{self.repo}: {reason(error)}; {again}") from error
         return str(address)
-
-    def _card(self, folder: Path) -> str:
-        """The card under the name on the hub."""
-        report = previous_report(folder)
-        if report is None:
-            raise SurgeryError(f"{folder}: has no surgery_report.json; of other checkpoints use `hf upload`")
-        return Report.of(report).card(self.repo, base_model=self.base_model, inherited=of_source(folder))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from surgery.checkpoint.carry_over import REPORT
 from surgery.checkpoint.disk import read_json
+from surgery.checkpoint.file_kinds import REPORT
 from surgery.common.errors import SurgeryError
 from surgery.families.base import head_shape
 from surgery.version import __version__
@@ -38,6 +38,7 @@ class Report:
         healing: what recovery training did to it since, where there was one.
         files: SHA-256 of every file but report and card.
         other_files: SHA-256 of what is not in ``files``, such as the card; None of a large file.
+        source_files: of the source's other files, the templates and code that were taken over, and what was left out.
         probe: a few logits that it computed when it was written (:mod:`surgery.verification.probe`).
     """
 
@@ -58,6 +59,7 @@ class Report:
     healing: dict | None = None
     files: dict[str, str] | None = None
     other_files: dict[str, str | None] | None = None
+    source_files: dict[str, list[str]] | None = None
     probe: dict | None = None
     phase_peak_bytes: dict[str, int] | None = None
     phase_flops: dict[str, int] | None = None

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from surgery import model as own_model
@@ -15,6 +21,7 @@ from surgery.running.loading import (
     attention_of,
     causal_class,
     load_config,
+    load_tokenizer,
     loading,
     model_type_of,
     with_standard_names,
@@ -24,13 +31,35 @@ from surgery.running.loading import (
 def causal_model(
     reader: CheckpointReader, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A checkpoint's language model on the CPU: the whole model, or what `language_model` made a view of.
+    """Load a checkpoint's language model on the CPU: the whole model, or what `language_model` made a view of.
 
     One whose modules have other names in its own class is of the project's.
 
     Raises:
-        SurgeryError: transformers cannot load it.
+        SurgeryError: transformers cannot load it, or its files were touched since they were opened.
     """
+    try:
+        return causal_model_unchecked(reader, dtype=dtype, trust_remote_code=trust_remote_code)
+    finally:  # also where loading failed: that may be why
+        reader.check_untouched()
+
+
+def tokenizer_of(reader: CheckpointReader, **options: Any) -> PreTrainedTokenizerBase:
+    """Load a checkpoint's tokenizer; options are those of :func:`surgery.running.loading.load_tokenizer`.
+
+    Raises:
+        SurgeryError: there is none that transformers can read, or files were touched since they were opened.
+    """
+    try:
+        return load_tokenizer(reader.path, **options)
+    finally:
+        reader.check_untouched()
+
+
+def causal_model_unchecked(
+    reader: CheckpointReader, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load as `causal_model`, for callers that check by hashes whether the files are still the same."""
     renamed = reader.config.get("model_type") in own_model.DECODERS
     if not reader.stored_names and not renamed:
         return whole_model(reader.model_folder(), dtype=dtype, trust_remote_code=trust_remote_code)

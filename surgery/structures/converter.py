@@ -17,15 +17,18 @@ from surgery.architectures.beside_pictures import whole_config, whole_names
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.texts import Texts, load_texts
 from surgery.checkpoint import CheckpointWriter, TensorSpec, verify_files
-from surgery.checkpoint.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
+from surgery.checkpoint.carried_files import CarriedFiles
+from surgery.checkpoint.carry_over import copy_sidecars, copy_tensors
+from surgery.checkpoint.disk import read_json
 from surgery.checkpoint.file_hashes import hash_files
+from surgery.checkpoint.file_kinds import CARD, CONFIG, REPORT, list_files, summary
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.checkpoint.writer import in_parts
 from surgery.common.ownership import inventory
 from surgery.common.progress import Progress
 from surgery.model import remote_code_files
-from surgery.reporting.report import Report
+from surgery.reporting.report import Report, previous_report
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
 from surgery.running.workers import sharing_threads, workers
@@ -106,6 +109,9 @@ def _convert(
     if not together.is_main:
         _have_share(asked, settings, texts, together)
         return None
+    carried = CarriedFiles.of(asked.opened.reader, keep_code=request.keep_code)
+    if carried.left_out:
+        progress.note(f"files that the result does not take over: {', '.join(summary(carried.left_out))}")
     foreseen = asked.foresee()
     workload = Workload.of(asked.opened, settings, texts.counts(), foreseen.demand)
     progress.expect(workload.phase_flops())
@@ -138,11 +144,11 @@ def _convert(
             fits = len(fit["tried"]) if fit.get("given_up") else None
             progress.expect(workload.phase_flops(fits, len(outcome.splits) or None))
             with progress.step(5, STEPS):
-                outcome, verification = _finish(asked, work, writer, tensors, outcome)
+                outcome, verification = _finish(asked, work, writer, carried, tensors, outcome)
             if request.predicted is not None:
                 outcome = replace(outcome, target={**outcome.target, "predicted": dict(request.predicted)})
             with progress.step(6, STEPS):
-                report = _conclude(work, writer, outcome, verification, request.command)
+                report = _conclude(work, writer, carried, outcome, verification, request.command)
     return Conversion(writer.out, report, str(request.source))
 
 
@@ -155,7 +161,12 @@ def _have_share(asked: Structure, settings: ConversionSettings, texts: Texts, to
 
 
 def _finish(
-    asked: Structure, work: Work, writer: CheckpointWriter, tensors: Mapping[str, TensorSpec], outcome: Outcome
+    asked: Structure,
+    work: Work,
+    writer: CheckpointWriter,
+    carried: CarriedFiles,
+    tensors: Mapping[str, TensorSpec],
+    outcome: Outcome,
 ) -> tuple[Outcome, Verification]:
     """Writes what is not attention, and checks and runs the result.
 
@@ -171,9 +182,9 @@ def _finish(
     final = outcome.final_config
     outcome = replace(outcome, config=outcome.config | entry, final_config=None if final is None else final | entry)
     copy_tensors(reader, writer.missing(), outcome.factors, writer, work.progress)
-    writer.write_json("config.json", whole_config(reader, outcome.config))
     code = remote_code_files(pictures=bool(reader.stored_names)) if outcome.own_class else ()
-    copy_sidecars(reader, code, writer)
+    writer.write_json(CONFIG, whole_config(reader, outcome.config))
+    copy_sidecars(reader, carried, code, writer)
     writer.finish()
     verify_files(writer.partial, writer.stored_plan)
     if quantizes:
@@ -182,7 +193,12 @@ def _finish(
 
 
 def _conclude(
-    work: Work, writer: CheckpointWriter, outcome: Outcome, verification: Verification, command: str
+    work: Work,
+    writer: CheckpointWriter,
+    carried: CarriedFiles,
+    outcome: Outcome,
+    verification: Verification,
+    command: str,
 ) -> Report:
     """Reports on what was written and verified, and gives it its final name.
 
@@ -192,10 +208,14 @@ def _conclude(
     work.opened.reader.check_unchanged()
     report = build_report(work, outcome, verification, writer.out.name, command)
     if outcome.final_config is not None:
-        writer.write_json("config.json", outcome.final_config)
+        writer.write_json(CONFIG, outcome.final_config)
         for path in outcome.final_code:
             writer.copy_file(path, path.name)
-    report = replace(report, files=hash_files(writer.partial, work.progress))
+    config = read_json(writer.partial / CONFIG)
+    if (own := carried.own_config(config, list_files(writer.partial))) != config:
+        writer.write_json(CONFIG, own)
+    files = hash_files(writer.partial, work.progress)
+    report = replace(report, previous=previous_report(carried.folder), files=files, source_files=carried.record(files))
     writer.write_text(CARD, report.card(writer.out.name))
     report = replace(report, other_files=inventory(writer.partial, [*report.files, REPORT]))
     writer.write_json(REPORT, report.to_dict())

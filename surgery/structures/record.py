@@ -10,7 +10,7 @@ from surgery.architectures.beside_pictures import whole_config
 from surgery.checkpoint.hub import id_of_snapshot
 from surgery.common.memory import peak_memory
 from surgery.engines import engine_table
-from surgery.reporting.report import Report, SourceShape, environment, previous_report
+from surgery.reporting.report import Report, SourceShape, environment
 from surgery.structures.base import Outcome
 from surgery.structures.registry import MIXED, TARGETS
 from surgery.structures.work import Work
@@ -18,7 +18,7 @@ from surgery.verification.written import Verification
 
 
 def build_report(work: Work, outcome: Outcome, verification: Verification, name: str, command: str) -> Report:
-    """The report of a conversion whose files are written and verified; hashes of them are not in it yet.
+    """Report of a conversion whose files are written and verified; hashes and names of the files are not in it yet.
 
     Args:
         name: of the folder that is written, for the commands of engines.
@@ -63,7 +63,6 @@ def build_report(work: Work, outcome: Outcome, verification: Verification, name:
         environment=environment(),
         seconds={name: round(seconds, 2) for name, seconds in progress.seconds.items()},
         peak_memory_bytes=peak_memory(),
-        previous=previous_report(reader.path),
         probe=verification.probe,
         phase_peak_bytes=dict(progress.peaks),
         phase_flops={name: flops for name, flops in progress.expected.items() if name in progress.seconds},

@@ -28,6 +28,7 @@ class ConversionRequest:
         overwrite: replace an existing checkpoint in ``out``.
         allow_pickle: read pickled weights if there are no others.
         restart: begin anew where an interrupted conversion could go on.
+        keep_code: take over the source's code files, too.
         command: what the user typed, for the report.
         predicted: what a plan expected of it, for the report.
     """
@@ -38,6 +39,7 @@ class ConversionRequest:
     overwrite: bool = False
     allow_pickle: bool = False
     restart: bool = False
+    keep_code: bool = False
     command: str = ""
     predicted: Mapping[str, Any] | None = None
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.carry_over import REPORT
 from surgery.checkpoint.disk import read_json
-from surgery.checkpoint.hub import is_downloaded
+from surgery.checkpoint.file_kinds import REPORT
 from surgery.common.errors import SurgeryError
 from surgery.verification.probe import KEPT, TOKENS
 
@@ -22,13 +21,15 @@ class Recorded:
 
     Attributes:
         there: whether there is a report.
-        files: SHA-256 by name, of files that come with every download.
+        files: SHA-256 by name.
+        source_files: names of what was taken over from the source and what was left out, by what they are.
         probe: as :func:`surgery.verification.probe.take_probe` made it.
         kv: tokens of the live caches, and bytes of each.
     """
 
     there: bool = False
     files: dict[str, str] | None = None
+    source_files: dict[str, list[str]] | None = None
     probe: dict[str, Any] | None = None
     kv: tuple[int, float] | None = None
 
@@ -46,7 +47,10 @@ class Recorded:
         try:
             files, probe, kv = said.get("files"), said.get("probe"), said.get("kv")
             if files is not None:
-                files = {name: str(digest) for name, digest in files.items() if is_downloaded(name)}
+                files = {name: str(digest) for name, digest in files.items()}
+            source_files = said.get("source_files")
+            if source_files is not None:
+                source_files = {kind: [str(name) for name in names] for kind, names in source_files.items()}
             if probe is not None:
                 _check_probe(probe)
             if kv is not None:
@@ -54,7 +58,7 @@ class Recorded:
                 _whole(kv[0], 1, LONGEST)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise SurgeryError(f"{path}: damaged ({type(error).__name__}: {error}); download it again") from None
-        return cls(True, files or None, probe, kv)
+        return cls(True, files or None, source_files, probe, kv)
 
 
 def _check_probe(probe: dict[str, Any]) -> None:

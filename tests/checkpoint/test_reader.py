@@ -137,14 +137,17 @@ def test_open_reads_no_tensor_and_tensor_reads_only_its_own(single, monkeypatch)
 
 
 def test_sidecars(single):
-    expected = ["README.md", "chat_template.jinja", "sub/config.json", "surgery_report.json", "tokenizer.json"]
-    ignored = [".git/config", ".hidden", ".cache/x", "sub/.hidden", "__pycache__/m.pyc", "consolidated.safetensors"]
-    ignored += ["pytorch_model.bin", "sub/weights.pth", "x.gguf", "sub/model.safetensors.index.json"]
+    expected = ["README.md", "chat_template.jinja", "code.py", "surgery_report.json", "tokenizer.json"]
+    strays = ["consolidated.safetensors", "notes.txt", "pytorch_model.bin", "sub/config.json", "trainer_state.json"]
+    ignored = [*strays, "sub/generation_config.json"]
+    ignored += [".git/config", ".hidden", ".cache/x", "sub/.hidden", "__pycache__/m.pyc"]
+    ignored += ["sub/weights.pth", "x.gguf", "sub/model.safetensors.index.json"]
     for name in expected + ignored:
         (single / name).parent.mkdir(exist_ok=True)
         (single / name).write_text("x")
     reader = CheckpointReader.open(single)
     assert sorted(str(path.relative_to(reader.path)) for path in reader.sidecars()) == expected
+    assert {*strays} <= {*reader.files.strays} and not {*reader.files.strays} & {*expected}
 
 
 def test_sidecar_that_leads_nowhere(single):

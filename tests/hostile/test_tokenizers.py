@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import DEMO, make_checkpoint
 
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
+from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.checkpoint.carry_over import copy_sidecars
 from surgery.checkpoint.tensors import TensorSpec
 from surgery.evaluation.models import Checkpoint
@@ -65,7 +66,7 @@ def test_copies_stay_in_the_output(folder, tmp_path_factory, tokenizer, config):
 
         with CheckpointWriter(out, {"a": TensorSpec(torch.float32, (1,))}) as writer:
             writer.write_json("config.json", reader.config)
-            copy_sidecars(reader, (), writer)
+            copy_sidecars(reader, CarriedFiles.of(reader), (), writer)
             return (writer.partial / "tokenizer.json").read_bytes()
 
     copied = taken_or_refused(copy)

@@ -100,14 +100,14 @@ def test_indices(sharded, index):
     taken_or_refused(lambda: read_all(sharded))
 
 
-LINKED = ("config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json", "sub/notes.txt")
+LINKED = ("config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json", "LICENSE", "code.py")
 
 
 @pytest.mark.parametrize("name", LINKED)
 @pytest.mark.parametrize("absolute", [True, False])
 def test_links_out_of_the_folder_are_refused(name, absolute, tmp_path):
     folder, secret = tmp_path / "weights", tmp_path / "secret"
-    (folder / "sub").mkdir(parents=True)
+    folder.mkdir()
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(FILE)
     content = {"config.json": b"{}", "model.safetensors": FILE}
@@ -115,13 +115,13 @@ def test_links_out_of_the_folder_are_refused(name, absolute, tmp_path):
     secret.write_bytes(content.get(name, json.dumps(index).encode()))
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(secret if absolute else os.path.relpath(secret, (folder / name).parent))
-    with pytest.raises(SurgeryError, match=r"a link that leads out of its folder, to .*secret"):
+    with pytest.raises(SurgeryError, match=r"a link that leads out of its folder, to .*secret.*--follow-links"):
         CheckpointReader.open(folder)
 
 
 @pytest.mark.parametrize("home", [".", "blobs", "models--org--name/blobs"])
 def test_links_within_a_folder_and_in_the_hubs_cache_are_followed(home, tmp_path):
-    """Of a cache only a snapshot's own blobs: not those beside any folder."""
+    """Of a snapshot its own blobs: not those beside any folder."""
     folder = tmp_path / "models--org--name" / "snapshots" / "0f3a"
     blobs = folder / "real" if home == "." else tmp_path / home
     folder.mkdir(parents=True)

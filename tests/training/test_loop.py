@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from tiny_models import make_checkpoint
 from transformers import AutoModelForCausalLM
 
+from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.common.errors import SurgeryError
 from surgery.training import guards, loop
 from surgery.training.distillation import Distillation
@@ -49,6 +51,38 @@ def test_a_healing_lowers_the_loss_and_writes_the_students_class(settings, stude
     assert [line["step"] for line in steps] == list(range(1, 31))
     assert {"loss", "kl", "learning_rate", "gradient_norm", "tokens_per_second", "memory_bytes"} <= set(steps[0])
     assert [line["step"] for line in log_of(values, "held_out")] == [0, 10, 20, 30]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_models_replaced_after_they_were_hashed_are_refused(settings, student, tmp_path, monkeypatch, name):
+    """heal.json would have the hash of another student than the one that trained."""
+    copy = shutil.copytree(student, tmp_path / "copy")
+    values = settings(max_steps=1) | {"student": str(copy)}
+    taken = CarriedFiles.of.__func__
+
+    def replaced(kind, reader, **options):
+        shutil.copyfile(copy / name, copy / "new")
+        (copy / "new").replace(copy / name)
+        return taken(kind, reader, **options)
+
+    monkeypatch.setattr(CarriedFiles, "of", classmethod(replaced))
+    with pytest.raises(SurgeryError, match=f"{name}: was changed while it was read"):
+        heal_here(values)
+    assert not Path(values["out"]).exists()
+
+
+def test_a_healing_carries_no_stray_files(settings, student, tmp_path):
+    copy = shutil.copytree(student, tmp_path / "copy")
+    for stray in ("modeling_x.py", "trainer_state.json", "optimizer.pt", "notes.txt", ".env"):
+        (copy / stray).write_text("{}")
+    (copy / "id_rsa").symlink_to("/etc/hostname")
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    values = settings(max_steps=1) | {"student": str(copy)}
+    facts = heal_here(values)
+    there = {path.name for path in Path(values["out"]).iterdir()}
+    assert there - {path.name for path in student.iterdir()} == {"heal.json", "heal.jsonl", "chat_template.jinja"}
+    left_out = ["id_rsa", "modeling_x.py", "notes.txt", "optimizer.pt", "trainer_state.json"]
+    assert facts["left_out"] == left_out
 
 
 def test_accumulation_changes_nothing_but_rounding(settings):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from surgery.architectures.sliced import LatentModel, Ranks
 from surgery.calibration.settings import NO_CALIBRATION
-from surgery.checkpoint.carry_over import REPORT
+from surgery.checkpoint.file_kinds import REPORT
 from surgery.common.errors import SurgeryError
 from surgery.reporting.report import previous_report
 from surgery.transforms.allocation import proportional, water_fill

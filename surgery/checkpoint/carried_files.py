@@ -1,0 +1,155 @@
+"""The files that a result takes over from its source, read once before the work: what changes later is not carried."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.file_kinds import CARD, CARRIED, CONFIG, HEALING, REPORT, SOURCE_CARD, Kind, kind_of, summary
+from surgery.checkpoint.gguf_folder import temporary_folder
+from surgery.checkpoint.layout import check_links
+from surgery.checkpoint.reader import CheckpointReader
+from surgery.common.errors import SurgeryError
+
+LARGEST = 2**30
+"""Bytes of a file that may be carried; the largest tokenizers have a thirtieth of it."""
+NAMES_CODE = ("auto_map", "custom_pipelines")
+"""Entries of JSON files that name code in their folder, or in another repository."""
+_CONTINUED = (REPORT, HEALING)
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "encoder.json", "tekken.json")
+
+
+@dataclass(frozen=True)
+class CarriedFiles:
+    """A private copy of the files of a source that its result takes over.
+
+    Attributes:
+        folder: of the copy; it has the source's config.json, too.
+        names: of the files that are carried, without config.json and records.
+        records: of this program, which are copied for whoever continues them.
+        left_out: names of the others; of entries that name code, the file and the entry.
+        keeps_code: whether code is carried.
+    """
+
+    folder: Path
+    names: tuple[str, ...]
+    records: tuple[str, ...]
+    left_out: tuple[str, ...]
+    keeps_code: bool
+
+    @classmethod
+    def of(cls, reader: CheckpointReader, *, keep_code: bool = False) -> CarriedFiles:
+        """Read the files of an opened checkpoint; its templates are carried in any case, which run in a sandbox.
+
+        Raises:
+            SurgeryError: a file cannot be read, is too large, or leads out of its folder.
+        """
+        files = reader.files
+        origin = reader.stored_path if reader.stored_names else reader.path
+        config = reader.stored_config if reader.stored_names else reader.config
+        folder = temporary_folder() / reader.name
+        names = [name for name in files.sidecars if _is_carried(name, keep_code)]
+        records = [name for name in files.sidecars if name in _CONTINUED]
+        left_out = {*files.sidecars, *files.strays} - {*names, *records}
+        check_links(files.folder, [files.folder / name for name in names])
+        with disk_errors(folder):
+            folder.mkdir()
+            for name in (*names, *records):
+                content = _content(files.folder / name)
+                if not keep_code and name in names and (entries := _names_of_code(content, name)):
+                    content = _without(content, entries)
+                    left_out |= {f"{name}: {entry}" for entry in entries}
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+            (folder / CONFIG).write_bytes(_config_bytes(origin, config))
+        return cls(folder, tuple(names), tuple(records), tuple(sorted(left_out)), keep_code)
+
+    @property
+    def code(self) -> list[str]:
+        """Names of carried code."""
+        return [name for name in self.names if kind_of(name) is Kind.CODE]
+
+    def record(self, written: Collection[str]) -> dict[str, list[str]]:
+        """What a report says of them.
+
+        Args:
+            written: names of all files of the result; one of those is not left out, it was replaced.
+        """
+        replaced = {CARD, SOURCE_CARD, *written}
+        return {
+            "templates": [name for name in self.names if kind_of(name) is Kind.TEMPLATE],
+            "code": self.code,
+            "left_out": summary(name for name in self.left_out if name not in replaced),
+        }
+
+    def own_config(self, config: dict[str, Any], own: Collection[str]) -> dict[str, Any]:
+        """A result's config.json without entries that name other code than that of the package, unless code is carried.
+
+        Args:
+            own: names of the result's files.
+        """
+        if self.keeps_code:
+            return config
+        return _own_entries(config, {name.removesuffix(".py") for name in own})
+
+
+def _is_carried(name: str, keep_code: bool) -> bool:
+    """Names that a report cannot hold are no checkpoint's."""
+    return name.isprintable() and (kind_of(name) in CARRIED or (keep_code and kind_of(name) is Kind.CODE))
+
+
+def _content(path: Path) -> bytes:
+    with disk_errors(path), open(path, "rb") as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise SurgeryError(f"{path}: has more than {LARGEST:,} bytes, which no file beside weights has; remove it")
+    return content
+
+
+def _config_bytes(origin: Path, config: dict[str, Any]) -> bytes:
+    """A config.json as it was read: its bytes, unless reading changed something or somebody has changed the file."""
+    content = _content(origin / CONFIG)
+    try:
+        same = json.loads(content) == config
+    except (ValueError, RecursionError):
+        same = False
+    return content if same else (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _names_of_code(content: bytes, name: str) -> list[str]:
+    """Entries of a JSON file that name code."""
+    if not name.lower().endswith(".json") or name in _VOCABULARIES:
+        return []
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return []  # as it is: whoever reads it says what is wrong
+    return [entry for entry in NAMES_CODE if isinstance(value, dict) and entry in value]
+
+
+def _without(content: bytes, entries: Collection[str]) -> bytes:
+    value = {name: each for name, each in json.loads(content).items() if name not in entries}
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _own_entries(config: Any, modules: Collection[str]) -> Any:
+    if isinstance(config, list):
+        return [_own_entries(each, modules) for each in config]
+    if not isinstance(config, dict):
+        return config
+    return {
+        name: _own_entries(value, modules)
+        for name, value in config.items()
+        if name not in NAMES_CODE or _is_own(value, modules)
+    }
+
+
+def _is_own(value: Any, modules: Collection[str]) -> bool:
+    """Whether an ``auto_map`` names classes of these modules alone."""
+    if not isinstance(value, dict):
+        return False
+    return all(isinstance(each, str) and each.rpartition(".")[0] in modules for each in value.values())

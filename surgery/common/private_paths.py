@@ -1,0 +1,109 @@
+"""Takes the folders out of paths, for what is published: where files lie on one machine is nobody else's business."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+# Absolute in one way or another: /home/me, ~/x, C:\x, \\server\x, file:///x.
+_START = r"(?:file:(?://)?(?=/)|~[\w.-]*(?=/)|[A-Za-z]:(?=[\\/])|(?=\\\\))"
+_WHOLE = re.compile(rf"\s*(?:{_START}|(?=/))[\\/].*")
+# In texts only those of two parts or more: /think is a token.
+_DEEP = re.compile(rf"\s*(?:{_START}[\\/]|/[^/]+/).+")
+_QUOTED = re.compile(rf"(['\"`])((?:{_START}[\\/]|/[^/'\"`\n]+/)[^'\"`\n]*)\1")
+# Behind a space, a quote, or what separates values.
+_INSIDE = re.compile(rf"(?<![\w.:/\\<~-])(?:{_START}[\\/]+|/(?=[^\s/]+/))[^\s\"'`,;:|<>()\[\]{{}}=*]+")
+_RELATIVE = re.compile(r"\.{1,2}[\\/].*", re.DOTALL)
+# More than org/name, or a file of text, data or settings in a folder.
+_SUFFIXES = "txt|jsonl?|parquet|csv|ya?ml|gguf|safetensors|arrow"
+_NESTED = re.compile(rf"[^\\/]+[\\/][^\\/]+[\\/].*|[^:]*[\\/][^\\/]*\.(?:{_SUFFIXES})")
+_URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]+://\S+")
+PATH_FIELDS = frozenset(
+    {"calibration", "held_out_text", "keep_statistics", "heads", "tokenizer", "data", "held_out_data", "source", "path"}
+)
+"""Fields whose values may be relative paths."""
+
+
+def without_folders(value: Any, field: str = "") -> Any:
+    """Take the folders out of the paths in a report or a log: ``/home/me/text.txt`` becomes ``text.txt``.
+
+    Args:
+        value: of JSON.
+        field: name of the value, where it has one.
+    """
+    if isinstance(value, dict):
+        return {text_without_folders(str(name)): without_folders(each, str(name)) for name, each in value.items()}
+    if isinstance(value, list):
+        return [without_folders(each, field) for each in value]
+    if not isinstance(value, str):
+        return value
+    if field == "command":
+        return command_without_folders(value)
+    if field in PATH_FIELDS:
+        return _in_parts(value, _word)
+    return text_without_folders(value)
+
+
+def settings_without_folders(value: Any) -> Any:
+    """Take the folders out of values that are an absolute path each; texts that hold one, as templates do, stay."""
+    if isinstance(value, dict):
+        return {name: settings_without_folders(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [settings_without_folders(each) for each in value]
+    return _last(value) if isinstance(value, str) and _DEEP.fullmatch(value) else value
+
+
+def text_without_folders(text: str) -> str:
+    """Take the folders out of the absolute paths in a text."""
+    if _DEEP.fullmatch(text):
+        return _last(text)
+    text = _QUOTED.sub(lambda match: f"{match[1]}{_last(match[2])}{match[1]}", text)
+    return _INSIDE.sub(lambda match: _last(match[0]), text)
+
+
+def command_without_folders(command: str) -> str:
+    """Take the folders out of every path in a command line."""
+    if not any(mark in command for mark in "/\\~"):
+        return command
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quote that does not end
+        words = command.split()
+    names = [_in_parts(word, _word) for word in words]
+    return command if names == words else shlex.join(names)
+
+
+def _in_parts(value: str, change: Callable[[str], str]) -> str:
+    """Change the values of ``--option=value`` and ``a=0.5,b=0.5``, or the whole."""
+    if _is_absolute(value) and not re.search(r"[=,]", value):
+        return change(value)
+    return "".join(change(each) if each not in (",", "=") else each for each in re.split(r"([=,])", value))
+
+
+def _word(word: str) -> str:
+    if _is_absolute(word) or _RELATIVE.fullmatch(word):
+        return _last(word)
+    if _URL.match(word):
+        return word
+    return _last(word) if _NESTED.fullmatch(word) or _exists(word) else text_without_folders(word)
+
+
+def _exists(word: str) -> bool:
+    """Whether a word such as ``models/mine`` is a path here, and no ``org/name``."""
+    try:
+        return ("/" in word or os.sep in word) and os.path.exists(word)
+    except (OSError, ValueError):
+        return False
+
+
+def _is_absolute(text: str) -> bool:
+    """Whether a text is one absolute path, on one line."""
+    return _WHOLE.fullmatch(text) is not None
+
+
+def _last(path: str) -> str:
+    """The last part of a path; of a root nothing but that it was one."""
+    return re.split(r"[\\/]+", path.rstrip("\\/ "))[-1].removesuffix(":") or "."

@@ -1,0 +1,26 @@
+"""Preview of what ``surgery push`` uploads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from surgery.common.human import size
+from surgery.console.page import make_table, new_page, plain, print_json
+
+if TYPE_CHECKING:
+    from surgery.reporting.publish import Publication
+    from surgery.reporting.upload import Upload
+
+
+def show_upload(upload: Upload, publication: Publication, *, as_json: bool = False) -> None:
+    """Prints files with sizes, entries that held paths or commands, and what stays here."""
+    if as_json:
+        others = {"fields": upload.fields, "not_uploaded": upload.strays}
+        print_json({"repo": publication.repo, "public": publication.public, "files": upload.sizes, **others})
+        return
+    page, seen_by = new_page(), "everybody" if publication.public else "you, and who you let"
+    page.print(f"\n[bold]{plain(publication.repo)}[/bold], to be seen by {seen_by}:")
+    page.print(make_table(["file", "size"], [(name, size(count)) for name, count in upload.sizes.items()]))
+    page.print(make_table(["entry", "as it is published"], upload.fields.items()))
+    if upload.strays:
+        page.print(f"not uploaded: {plain(', '.join(upload.strays))}", soft_wrap=True)

@@ -1,0 +1,160 @@
+"""The files of a checkpoint as they are published: those that its report lists, without the folders of this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.file_hashes import hash_file
+from surgery.checkpoint.file_kinds import CARD, REPORT, SOURCE_CARD, Kind, kind_of, list_files, summary
+from surgery.checkpoint.hub import is_downloaded
+from surgery.checkpoint.layout import is_hub_blob
+from surgery.common.errors import SurgeryError
+from surgery.common.lineage import lineage
+from surgery.common.private_paths import settings_without_folders, text_without_folders, without_folders
+from surgery.reporting.front_matter import of_source
+from surgery.reporting.report import Report, previous_report
+
+IN_MEMORY = 2**24
+"""Bytes of a file from which on it is uploaded from the disk; the hub refuses another content than that hashed."""
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json", "chat_template.json")
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A checkpoint ready to be uploaded.
+
+    Attributes:
+        files: content by name, or a path of a large file.
+        hashes: SHA-256 of those that are paths.
+        fields: values of entries that held paths, and commands, as they are published, by file and entry.
+        strays: names of what the report does not list and stays here.
+    """
+
+    files: dict[str, bytes | Path]
+    hashes: dict[str, str]
+    fields: dict[str, str]
+    strays: list[str]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes by name."""
+        return {n: len(each) if isinstance(each, bytes) else each.stat().st_size for n, each in self.files.items()}
+
+
+def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Upload:
+    """Read, check and clean the files of a checkpoint.
+
+    Args:
+        repo: org/name, for the card.
+        base_model: hub id of the source, for the card; None: as the report knows it.
+
+    Raises:
+        SurgeryError: the folder has no report that lists its files, a file differs from it, or is a link.
+    """
+    report = previous_report(folder)
+    if report is None:
+        raise SurgeryError(f"{folder}: has no {REPORT}; of other checkpoints use `hf upload`")
+    listed = report.get("files")
+    if not isinstance(listed, dict) or not listed:
+        raise SurgeryError(f"{folder}: its {REPORT} lists no files; convert again, or use `hf upload`")
+    with disk_errors(folder):
+        there = list_files(folder, hidden=True)
+    if missing := [name for name in listed if name not in there and is_downloaded(name)]:
+        raise SurgeryError(f"{folder}: {missing[0]} is missing; `surgery verify` checks all files")
+    files: dict[str, bytes | Path] = {}
+    published, fields = {}, {}
+    for name in (name for name in listed if name in there):
+        files[name] = _as_written(folder / name, listed[name], in_memory=_may_hold_paths(name))
+        published[name] = listed[name]
+        if isinstance(content := files[name], bytes):
+            files[name], changed = _without_folders(name, content)
+            published[name] = hashlib.sha256(files[name]).hexdigest()
+            fields |= changed
+    hashes = {name: published[name] for name, content in files.items() if isinstance(content, Path)}
+    cleaned = {**without_folders(report), "lineage": _lineage(report), "files": published}
+    changes = _changes({**report, "files": published}, cleaned)
+    fields |= {f"{REPORT}: {entry}": value for entry, value in (*changes, ("command", str(cleaned.get("command"))))}
+    files[_no_link(folder / REPORT).name] = (json.dumps(cleaned, indent=2) + "\n").encode()
+    if SOURCE_CARD in there:
+        with disk_errors(folder):
+            text = _no_link(folder / SOURCE_CARD).read_text(encoding="utf-8", errors="replace")
+        files[SOURCE_CARD] = text_without_folders(text).encode()
+    card = Report.of(cleaned).card(repo, base_model=base_model, inherited=of_source(folder))
+    files[CARD] = card.encode()
+    return Upload(files, hashes, fields, summary(name for name in there if name not in {*files, *listed}))
+
+
+def _as_written(path: Path, sha256: str, *, in_memory: bool) -> bytes | Path:
+    """A file's content, or of a large one its path, with the hash that the report has.
+
+    Raises:
+        SurgeryError: it has another, or is a link.
+    """
+    _no_link(path)
+    with disk_errors(path):
+        large = path.stat().st_size > IN_MEMORY and not in_memory
+        content = path if large else path.read_bytes()
+        digest = hash_file(path) if large else hashlib.sha256(content).hexdigest()
+    if digest != sha256:
+        raise SurgeryError(f"{path}: is not the file that was written; `surgery verify` checks all files")
+    return content
+
+
+def _no_link(path: Path) -> Path:
+    """The path itself.
+
+    Raises:
+        SurgeryError: it is a link to anything but a file in the hub's cache.
+    """
+    if path.is_symlink() and not is_hub_blob(Path(os.path.realpath(path))):
+        raise SurgeryError(f"{path}: is a link, which is not uploaded; copy the file in its place")
+    return path
+
+
+def _without_folders(name: str, content: bytes) -> tuple[bytes, dict[str, str]]:
+    """A JSON file or log without folders, and its changed entries."""
+    if not _may_hold_paths(name):
+        return content, {}
+    clean = without_folders if kind_of(name) is Kind.RECORD else settings_without_folders
+    try:
+        lines = content.splitlines() if name.endswith(".jsonl") else [content]
+        values = [json.loads(line) for line in lines if line.strip()]
+    except (ValueError, RecursionError):
+        return content, {}
+    cleaned = [clean(value) for value in values]
+    changes = {f"{name}: {entry}": new for pair in zip(values, cleaned, strict=True) for entry, new in _changes(*pair)}
+    if cleaned == values:
+        return content, {}
+    indent = None if name.endswith(".jsonl") else 2
+    return "".join(json.dumps(value, indent=indent, ensure_ascii=False) + "\n" for value in cleaned).encode(), changes
+
+
+def _may_hold_paths(name: str) -> bool:
+    """Whether a file is JSON, and neither a vocabulary nor the index of weights."""
+    return name.endswith((".json", ".jsonl")) and name not in _VOCABULARIES and not name.endswith(".index.json")
+
+
+def _lineage(report: dict[str, Any]) -> str | None:
+    try:
+        return lineage(report)
+    except (KeyError, TypeError):
+        return None
+
+
+def _changes(before: Any, after: Any, at: str = "") -> Iterator[tuple[str, str]]:
+    """Entries whose text differs, with the text as it is now."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for (name, old), new in zip(before.items(), after.values(), strict=False):
+            yield from _changes(old, new, f"{at}.{name}" if at else name)
+    elif isinstance(before, list) and isinstance(after, list):
+        for number, (old, new) in enumerate(zip(before, after, strict=False)):
+            yield from _changes(old, new, f"{at}[{number}]")
+    elif before != after:
+        yield at, str(after)

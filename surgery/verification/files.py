@@ -1,0 +1,59 @@
+"""Compares the files of a checkpoint with those that its report lists: nothing else may change what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.file_hashes import UNHASHED, hash_files
+from surgery.checkpoint.file_kinds import READ_BY_LOADERS, Kind, kind_of, list_files
+from surgery.checkpoint.hub import is_downloaded
+from surgery.common.progress import Progress
+
+GIT = ".git/"
+EARLIER = ("adapter/adapter_model.safetensors", "adapter/README.md")
+"""Written by healings of versions whose reports list only what a download brings; no loader reads them unasked."""
+
+
+@dataclass(frozen=True)
+class FileComparison:
+    """Files of a folder that differ from those that its report lists.
+
+    Attributes:
+        missing: listed, and not there; but for logs and the like, which downloads leave out.
+        changed: listed, with another content.
+        unlisted: all others with their kinds; of git's own folder nothing but its name.
+    """
+
+    missing: tuple[str, ...]
+    changed: tuple[str, ...]
+    unlisted: dict[str, Kind]
+
+    @property
+    def refused(self) -> dict[str, Kind]:
+        """Unlisted files that change what the checkpoint computes, or run, once something loads it."""
+        return {name: kind for name, kind in self.unlisted.items() if kind in READ_BY_LOADERS}
+
+
+def compare_files(folder: Path, listed: Mapping[str, str], progress: Progress | None = None) -> FileComparison:
+    """Compare a folder with the hashes that its report lists.
+
+    Raises:
+        SurgeryError: a file cannot be read.
+    """
+    with disk_errors(folder):
+        names = list_files(folder, hidden=True)
+        there = {name for name in names if name in listed and (folder / name).is_file()}
+    digests = hash_files(folder, progress, sorted(there))
+    strays = [GIT if name.startswith(GIT) else name for name in names if name not in listed and name not in UNHASHED]
+    return FileComparison(
+        tuple(sorted(name for name in listed if name not in there and is_downloaded(name))),
+        tuple(sorted(name for name in there if digests[name] != listed[name])),
+        {name: _kind(name) for name in dict.fromkeys(strays)},
+    )
+
+
+def _kind(name: str) -> Kind:
+    return Kind.OTHER if name in (GIT, *EARLIER) else kind_of(name)

@@ -1,0 +1,85 @@
+"""Links of a checkpoint's folder: into the hub's cache they are followed, elsewhere only when that is asked for."""
+
+import os
+
+import pytest
+import torch
+from command_line import run_main
+from safetensors.torch import save_file
+from tiny_models import make_checkpoint
+
+from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.layout import FOLLOW_LINKS
+from surgery.common.errors import SurgeryError
+
+BLOB, COMMIT = "0123456789abcdef" * 4, "0123456789" * 4
+
+
+@pytest.fixture
+def target(tmp_path):
+    """Makes a folder whose weights are a link to a file at a path."""
+
+    def make(blob):
+        folder, real = tmp_path / "local", tmp_path / blob
+        folder.mkdir()
+        real.parent.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        save_file({"a": torch.ones(2)}, real)
+        (folder / "model.safetensors").symlink_to(real)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("blob", [BLOB, COMMIT])
+def test_local_folders_of_the_hub_are_followed(target, blob):
+    """Links that `--local-dir` made, huggingface/huggingface_hub#2284."""
+    reader = CheckpointReader.open(target(f"cache/models--org--name/blobs/{blob}"))
+    assert torch.equal(reader.tensor("a"), torch.ones(2))
+
+
+def test_links_to_links_of_a_snapshot_are_followed(tmp_path, target):
+    folder = target(f"models--o--n/blobs/{BLOB}")
+    snapshot = tmp_path / "models--o--n" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to(f"../../blobs/{BLOB}")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(snapshot / "model.safetensors")
+    assert CheckpointReader.open(folder).names() == ["a"]
+
+
+ELSEWHERE = (
+    "models--org--name/blobs/id_rsa",
+    f"models--org--name/blobs/{BLOB}.bin",
+    f"models--org--name/blobs/{BLOB[:20]}",
+    f"models--org--name/other/{BLOB}",
+    f"models--org--name/blobs/sub/{BLOB}",
+    f"models--org/deeper/blobs/{BLOB}",
+    f"blobs/{BLOB}",
+    f"datasets--org--name/blobs/{BLOB}",
+)
+
+
+@pytest.mark.parametrize("blob", ELSEWHERE)
+def test_other_links_are_refused_unless_they_are_trusted(target, blob, monkeypatch):
+    folder = target(blob)
+    with pytest.raises(SurgeryError, match="--follow-links"):
+        CheckpointReader.open(folder)
+    monkeypatch.setenv(FOLLOW_LINKS, "1")
+    assert CheckpointReader.open(folder).names() == ["a"]
+
+
+def test_a_conversion_follows_links_and_copies_their_content(tmp_path, monkeypatch, capsys):
+    source, real = make_checkpoint(tmp_path / "source", "llama"), tmp_path / "real"
+    real.mkdir()
+    for name in ("model.safetensors", "tokenizer.json"):
+        (source / name).rename(real / name)
+        (source / name).symlink_to(os.path.relpath(real / name, source))
+    asked = ["convert", source, "--to", "gqa", "--kv-heads", "1", "--calibration", "none", "--out", tmp_path / "out"]
+    code, _, told = run_main(monkeypatch, capsys, *asked)
+    assert code == 1 and "--follow-links" in told and told.count("\n") == 1 and not (tmp_path / "out").exists()
+    code, _, told = run_main(monkeypatch, capsys, *asked, "--follow-links")
+    assert code == 0, told
+    assert FOLLOW_LINKS not in os.environ
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (real / "tokenizer.json").read_bytes()
