@@ -153,9 +153,7 @@ class LowRankAttention(Accelerated, nn.Module):
         if self.hands_on:
             return []
         ups = self.key_up.matrices(), self.value_up.matrices()
-        return [
-            [up[number][:, -rank:] for up in ups if number in up] for number, rank in enumerate(self.ranks)
-        ]
+        return [[up[number][:, -rank:] for up in ups if number in up] for number, rank in enumerate(self.ranks)]
 
     @property
     def streaming_queries(self) -> int:
