@@ -10,7 +10,7 @@ from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.quantized import of_both
 from surgery.acceleration.steps import is_step, readable
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, lowrank_decode_quantized, rotation_tables
-from surgery.model.attention_functions import rotates_plainly
+from surgery.model.attention_functions import norm_width, rotates_plainly
 from surgery.model.exact_window_cache import ExactWindowLayer
 from surgery.model.low_rank_attention import LowRankAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -39,7 +39,7 @@ def why_not_low_rank(module: LowRankAttention) -> str | None:
 def norms_each_head(module: nn.Module) -> bool:
     """Whether a layer's key norm, if it has one, is that of each head alone, its weight as it is stored."""
     norm = module.k_norm
-    return norm is None or (len(norm.weight) == module.head_dim and hasattr(norm, "variance_epsilon"))
+    return norm is None or (norm_width(norm) == module.head_dim and hasattr(norm, "variance_epsilon"))
 
 
 def low_rank_kernel(

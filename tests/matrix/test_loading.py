@@ -18,6 +18,7 @@ from refusals import LOADING
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache, PreTrainedModel
 from written_models import IMAGES, WRITTEN, inputs
 
+from surgery.reporting.adapters import USUAL, adapter_targets, adapters_section
 from surgery.running.threads import torch_threads
 from surgery.training.trainable import add_adapters
 
@@ -241,7 +242,7 @@ def test_every_adapter_of_heal_trains(name):
 def named_modules(model: torch.nn.Module) -> list[str]:
     """Those projections that recipes for LoRA name, as far as the model has them."""
     last = {key.rpartition(".")[2] for key, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    return sorted(last & {"q_proj", "k_proj", "v_proj", "o_proj"})
+    return sorted(last & set(USUAL))
 
 
 @each_quick_model
@@ -265,3 +266,58 @@ def stir_adapters(model: torch.nn.Module) -> None:
         for key, parameter in model.named_parameters():
             if "lora_" in key:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+# --- names for adapters ---
+
+
+def targets_of(model: PreTrainedModel) -> dict:
+    """What a model's card says of adapters."""
+    shapes = {key.replace(".language_model", ""): each.shape for key, each in model.named_parameters()}
+    return adapter_targets(shapes)
+
+
+@each_model
+def test_names_for_adapters_are_those_of_the_modules(name):
+    """Every matrix of the attentions is listed once, and what is listed as a module is a linear one."""
+    model, _ = made(name)
+    attentions = [layer.self_attn for layer in model.get_decoder().layers]
+    matrices = {key for each in attentions for key, value in each.named_parameters() if value.ndim > 1}
+    linear = {key for each in attentions for key, module in each.named_modules() if isinstance(module, torch.nn.Linear)}
+    targets = targets_of(model)
+    assert set(targets["modules"]) == linear and targets["layers"] == len(attentions)
+    listed = [*(f"{key}.weight" for key in targets["modules"]), *targets["parameters"], *targets["without"]]
+    assert sorted(listed) == sorted(matrices)
+
+
+@pytest.mark.parametrize("name", ["low_rank", "blocks", "streaming_blocks"])
+def test_adapters_of_parameters_train_and_merge(name):
+    from peft import LoraConfig, get_peft_model
+
+    model, _ = made(name)
+    targets = targets_of(model)
+    adapted = get_peft_model(
+        model,
+        LoraConfig(r=2, target_modules=list(targets["modules"]), target_parameters=list(targets["parameters"])),
+    ).train()
+    stir_adapters(adapted)
+    assert without_gradient(adapted, name) == []
+    assert sum("_up." in key for key in gradients(adapted, name)) == 2 * sum(targets["parameters"].values())
+    expected = logits(adapted.eval(), name)
+    agree(logits(adapted.merge_and_unload(), name), expected, 1e-4)
+
+
+def test_usual_names_that_adapt_nothing_are_told():
+    """PEFT passes over k_proj and v_proj, which a low-rank attention does not have."""
+    from peft import LoraConfig, get_peft_model
+
+    model, _ = made("low_rank")
+    section = adapters_section(targets_of(model))
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=list(USUAL)))
+    names = {key.split(".lora_A")[0].rpartition(".")[2] for key, _ in adapted.named_parameters() if ".lora_A" in key}
+    assert names == {"q_proj", "o_proj"}
+    (missing,) = (line for line in section.splitlines() if "Not in this model" in line)
+    assert [each for each in USUAL if f"`{each}`" in missing] == ["k_proj", "v_proj"]
+    assert adapters_section(None) == "" and "`kv_down` (1 of 2 layers)" in adapters_section(
+        targets_of(made("mixed")[0])
+    )
